@@ -1,0 +1,162 @@
+"""Every error that a client or operator can see.
+
+::
+
+    HeadwaterError                 status, message
+    ├── BadRequest                 400  the request's content is wrong; the message names the field
+    ├── NotFound                   404  unknown model or route
+    ├── MethodNotAllowed           405
+    ├── BodyTooSlow                408
+    ├── Conflict                   409
+    ├── BodyTooLarge               413
+    ├── UnsupportedMediaType       415  content type or encoding
+    ├── QueueFull                  429  that deployment's queue is full; Retry-After
+    ├── HeadersTooLarge            431
+    ├── ClientGone                 499  logs and metrics only
+    ├── CallableFailed             500  the user's callable raised, or broke its declaration
+    ├── Unavailable                503  loading, draining or crashed; Retry-After
+    │   └── ReplicaLost                 the replica ended while it had the request
+    └── DeadlineExceeded           504  queueing included
+
+    ConfigError                    for the operator: the configuration is wrong; names the field
+    StartError                     for the operator: a process can't start
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "BadRequest",
+    "BodyTooLarge",
+    "BodyTooSlow",
+    "CallableFailed",
+    "ClientGone",
+    "ConfigError",
+    "Conflict",
+    "DeadlineExceeded",
+    "HeadersTooLarge",
+    "HeadwaterError",
+    "MethodNotAllowed",
+    "NotFound",
+    "QueueFull",
+    "ReplicaLost",
+    "StartError",
+    "Unavailable",
+    "UnsupportedMediaType",
+]
+
+
+class HeadwaterError(Exception):
+    """Base of the errors that an HTTP client sees."""
+
+    status: ClassVar[int] = 500
+    kind: ClassVar[str] = "server_error"
+    """OpenAI's ``type``."""
+
+    def __init__(self, message: str, *, field: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        """The request's field at fault: OpenAI's ``param``."""
+        self.retry_after_s = retry_after_s
+
+
+class BadRequest(HeadwaterError):
+    """The request's content is wrong."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class NotFound(HeadwaterError):
+    """No such model or route."""
+
+    status = 404
+    kind = "invalid_request_error"
+
+
+class MethodNotAllowed(HeadwaterError):
+    """The route exists, but not for this method."""
+
+    status = 405
+    kind = "invalid_request_error"
+
+
+class BodyTooSlow(HeadwaterError):
+    """The body did not arrive in time."""
+
+    status = 408
+    kind = "invalid_request_error"
+
+
+class Conflict(HeadwaterError):
+    """The deployment's state doesn't allow it."""
+
+    status = 409
+    kind = "invalid_request_error"
+
+
+class BodyTooLarge(HeadwaterError):
+    """The body, or what it unpacks to, is over the configured limit."""
+
+    status = 413
+    kind = "invalid_request_error"
+
+
+class UnsupportedMediaType(HeadwaterError):
+    """Content type or content encoding that the route doesn't take."""
+
+    status = 415
+    kind = "invalid_request_error"
+
+
+class QueueFull(HeadwaterError):
+    """The deployment's queue is full."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+
+class HeadersTooLarge(HeadwaterError):
+    """The headers are over the limit."""
+
+    status = 431
+    kind = "invalid_request_error"
+
+
+class ClientGone(HeadwaterError):
+    """The client went away before its answer; seen in logs and metrics only."""
+
+    status = 499
+    kind = "invalid_request_error"
+
+
+class CallableFailed(HeadwaterError):
+    """The user's callable raised, or broke its own declaration."""
+
+    status = 500
+
+
+class Unavailable(HeadwaterError):
+    """The deployment is loading, draining or crashed."""
+
+    status = 503
+
+
+class ReplicaLost(Unavailable):
+    """The replica ended while it had the request."""
+
+
+class DeadlineExceeded(HeadwaterError):
+    """The request's deadline passed, queueing included."""
+
+    status = 504
+
+
+class ConfigError(Exception):
+    """The configuration is wrong; the message names the field, what was expected and what came."""
+
+
+class StartError(Exception):
+    """A process can't start; the message says why and how to mend it."""

@@ -1,0 +1,194 @@
+"""The guardian of one replica: starts it, watches its processes, ends them all, and sweeps.
+
+Run as ``python -m app.guardian NAME FOLDER STATUS_FD COMMAND_FD -- ARGUMENTS...``. The command pipe comes from the
+supervisor: ``stop\\n`` on it ends the replica in order (SIGTERM first); its end, which also comes when the supervisor
+dies in whatever way, ends it at once. When the guardian itself has ended, nothing of the replica is left.
+
+It imports the standard library only, so that one more process per replica costs little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from app.sweep import Journal, segments_mapped_by, sweep_replica
+
+__all__ = ["main"]
+
+PR_SET_CHILD_SUBREAPER = 36
+CHECK_INTERVAL_S = 0.5
+UNLOAD_TIMEOUT_S = 10.0
+# A member of the group in one of these states at two checks in a row has ended or is stopped; Triton would go on
+# answering "ready".
+_BAD_STATES = {"T": "is stopped", "t": "is stopped", "Z": "has ended", "X": "has ended", "": "has ended"}
+
+
+class Guardian:
+    """One replica's group of processes.
+
+    Args:
+        directory: the replica's folder; removed at the end.
+        status_fd: where status lines go (see `inference.handshake.ReplicaStatus`).
+        command_fd: read end of the supervisor's command pipe.
+        arguments: the replica's command line.
+    """
+
+    def __init__(self, directory: Path, status_fd: int, command_fd: int, arguments: list[str]) -> None:
+        self._directory = directory
+        self._status_fd = status_fd
+        self._command_fd = command_fd
+        self._arguments = arguments
+        self._journal = Journal(directory)
+        self._members: dict[int, str] = {}
+        self._suspects: set[int] = set()
+        self._host: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Guard until the replica has ended and is swept. Returns the host's exit status."""
+        # The group's orphans come to us, so that we can wait until the last one is gone.
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        wakeup_read, wakeup_write = os.pipe()
+        os.set_blocking(wakeup_write, False)
+        os.set_blocking(wakeup_read, False)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # the supervisor decides, over the pipe
+        os.set_inheritable(self._command_fd, False)
+        host = self._host = subprocess.Popen(
+            self._arguments, pass_fds=(self._status_fd,), stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        self._journal.note(host.pid, ())
+        reason = self._watch(wakeup_read)
+        self._send(event="ending", text=reason)
+        self._end_group(host)
+        leftovers = sweep_replica(self._directory)
+        exit_status = host.returncode
+        self._send(event="ended", text=reason, exit_status=exit_status, leftovers=leftovers)
+        return exit_status if exit_status >= 0 else 128 - exit_status
+
+    def _watch(self, wakeup: int) -> str:
+        """Wait for a reason to end the replica, and return it."""
+        assert self._host is not None
+        selector = selectors.DefaultSelector()
+        selector.register(self._command_fd, selectors.EVENT_READ)
+        selector.register(wakeup, selectors.EVENT_READ)
+        stop_before: float | None = None
+        while True:
+            for key, _ in selector.select(CHECK_INTERVAL_S):
+                if key.fd == self._command_fd:
+                    if not os.read(self._command_fd, 64):
+                        return "the supervisor is gone"
+                    if stop_before is None:
+                        stop_before = time.monotonic() + UNLOAD_TIMEOUT_S
+                        self._host.send_signal(signal.SIGTERM)
+                else:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wakeup, 512)
+            if self._host.poll() is not None:
+                return "stopped" if stop_before is not None else _describe_exit(self._host.returncode)
+            if stop_before is not None and time.monotonic() > stop_before:
+                return f"stopped, but unload() took more than {UNLOAD_TIMEOUT_S:g} s"
+            if stop_before is None and (reason := self._inspect()) is not None:
+                return reason
+
+    def _inspect(self) -> str | None:
+        """Look at every process of the group. Returns what is wrong, if it was so at the last check too."""
+        assert self._host is not None
+        current = _group_states(self._host.pid)
+        for pid, (name, _) in current.items():
+            self._members.setdefault(pid, name)
+        suspects = set()
+        for pid, name in list(self._members.items()):
+            state = current.get(pid, (name, ""))[1]
+            if state not in _BAD_STATES:
+                continue
+            if not _is_vital(name):
+                if pid not in current:
+                    del self._members[pid]
+                continue
+            if pid in self._suspects:
+                return f"its process {name} ({pid}) {_BAD_STATES[state]}"
+            suspects.add(pid)
+        self._suspects = suspects
+        self._journal.note(self._host.pid, segments_mapped_by(current))
+        return None
+
+    def _end_group(self, host: subprocess.Popen[bytes]) -> None:
+        self._journal.note(host.pid, segments_mapped_by(_group_states(host.pid)))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(host.pid, signal.SIGKILL)
+        host.wait()
+        # What the callable started in sessions of their own has become our child.
+        while True:
+            for pid in _children(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            try:
+                os.wait()
+            except ChildProcessError:
+                return
+
+    def _send(self, **status: object) -> None:
+        with contextlib.suppress(OSError):  # the supervisor may be gone
+            os.write(self._status_fd, json.dumps(status).encode() + b"\n")
+
+
+def _describe_exit(returncode: int) -> str:
+    if returncode < 0:
+        return f"killed by {signal.Signals(-returncode).name}"
+    return f"exited with status {returncode}"
+
+
+def _is_vital(name: str) -> bool:
+    """Whether the replica can't do without it: Triton and its stubs; the host is our own child."""
+    return name.startswith(("tritonserver", "triton_python_b"))
+
+
+def _stat(pid: str) -> tuple[str, str, int, int] | None:
+    """Name, state, parent and group of a process, from /proc/<pid>/stat."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    name = text[text.index("(") + 1 : text.rindex(")")]
+    fields = text[text.rindex(")") + 2 :].split()
+    return name, fields[0], int(fields[1]), int(fields[2])
+
+
+def _group_states(group: int) -> dict[int, tuple[str, str]]:
+    """Name and state of every process of a group."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (stat := _stat(entry)) is not None and stat[3] == group:
+            found[int(entry)] = (stat[0], stat[1])
+    return found
+
+
+def _children(parent: int) -> list[int]:
+    return [
+        int(entry)
+        for entry in os.listdir("/proc")
+        if entry.isdigit() and (stat := _stat(entry)) is not None and stat[2] == parent
+    ]
+
+
+def main() -> None:
+    """Entry point; see the module's docstring."""
+    _, directory, status_fd, command_fd, separator, *arguments = sys.argv[1:]
+    assert separator == "--"
+    sys.exit(Guardian(Path(directory), int(status_fd), int(command_fd), arguments).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Removes what a replica's end leaves behind: shared-memory segments and its folder.
+
+A process group that is killed frees its memory, but not these: ``/dev/shm/pytrtion<pid>-*`` of Triton's Python backend,
+anonymous ``/dev/shm/psm_*`` of PyTriton's tensor store, the workspace with its copy of Triton's binaries. The names of
+the anonymous segments can only be read from the maps of processes that still live, so the guardian notes them in a
+journal while the replica runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["Journal", "make_instance_folder", "segments_mapped_by", "sweep_replica", "sweep_stale"]
+
+SHARED_MEMORY = Path("/dev/shm")
+_JOURNAL = "journal.json"
+_LOCK = "lock"
+_SEGMENT = re.compile(rb"/dev/shm/(psm_[0-9a-z_]+|pytrtion[^ /\n]+)")
+
+
+class Journal:
+    """What must be swept when a replica ends, kept in its folder so that a later start can do it too."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / _JOURNAL
+        self.host_pid = 0
+        self.segments: set[str] = set()
+        with contextlib.suppress(OSError, ValueError):
+            content = json.loads(self._path.read_text())
+            self.host_pid = int(content["host_pid"])
+            self.segments = {str(name) for name in content["segments"]}
+
+    def note(self, host_pid: int, segments: Iterable[str]) -> None:
+        """Remember the host's process id and further segments; written only if something is new."""
+        merged = self.segments | set(segments)
+        if host_pid == self.host_pid and merged == self.segments:
+            return
+        self.host_pid, self.segments = host_pid, merged
+        temporary = self._path.with_suffix(".new")
+        temporary.write_text(json.dumps({"host_pid": host_pid, "segments": sorted(merged)}))
+        temporary.replace(self._path)
+
+
+def segments_mapped_by(pids: Iterable[int]) -> set[str]:
+    """Names in /dev/shm that these processes have mapped and that belong to PyTriton or its store."""
+    names: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it may have ended meanwhile
+            names.update(match.decode() for match in _SEGMENT.findall(Path(f"/proc/{pid}/maps").read_bytes()))
+    return names
+
+
+def sweep_replica(directory: Path) -> list[str]:
+    """Remove the segments and the folder of a replica whose processes are gone. Returns what could not be removed."""
+    journal = Journal(directory)
+    segments = {SHARED_MEMORY / name for name in journal.segments}
+    if journal.host_pid:
+        segments.update(SHARED_MEMORY.glob(f"pytrtion{journal.host_pid}-*"))
+    left = []
+    for segment in segments:
+        try:
+            segment.unlink(missing_ok=True)
+        except OSError as error:
+            left.append(f"{segment}: {error.strerror}")
+    shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        left.append(str(directory))
+    return left
+
+
+def make_instance_folder(parent: Path | None) -> tuple[Path, int]:
+    """Make this instance's folder (0700) and lock it. Returns it and the lock, which ends with the process.
+
+    Args:
+        parent: where; default: the system's folder for temporary files.
+    """
+    root = Path(tempfile.gettempdir()) if parent is None else parent
+    root.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"headwater-{os.getuid()}-", dir=root))
+    lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock
+
+
+def sweep_stale(parent: Path | None) -> list[Path]:
+    """Sweep the folders of instances that ended without doing so themselves. Returns those found."""
+    root = Path(tempfile.gettempdir()) if parent is None else parent
+    found = []
+    for folder in sorted(root.glob(f"headwater-{os.getuid()}-*")):
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # just being made, or none of ours
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue
+        else:
+            found.append(folder)
+            for replica in folder.iterdir():
+                if (replica / _JOURNAL).exists():
+                    sweep_replica(replica)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+    return found

@@ -1,0 +1,165 @@
+"""PyTriton's embedded Triton, listening on unix sockets only.
+
+What differs from `pytriton.triton.Triton`, and why:
+
+- HTTP, gRPC and metrics listen on unix sockets in the replica's own folder (0700), so no other user can reach them.
+  PyTriton's own clients can't dial such an address, so the two waits that use them are replaced here.
+- Models lie in a local model store that Triton loads as it starts, rather than being sent through its load API: no
+  temporary ``/tmp/folder*`` per model is left behind, and one-second polls fall away.
+- Triton sees no GPU: it holds no tensor of ours there, and would take memory pools and a context on each.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
+from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
+
+from inference.datatypes import DATATYPES
+from inference.errors import ReplicaError
+from inference.report import REPORT
+from inference.signature import Signature, TensorSpec
+
+__all__ = ["EmbeddedTriton", "UnixConnection"]
+
+START_TIMEOUT_S = 60.0
+# PyTriton waits for readiness without its token, so `health` alone can't be restricted; it tells nothing.
+_RESTRICTED = (
+    "metadata",
+    "inference",
+    "shared-memory",
+    "model-config",
+    "model-repository",
+    "statistics",
+    "trace",
+    "logging",
+)
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        """Dial the socket."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
+    """One Triton server for one model.
+
+    Args:
+        directory: the replica's folder; sockets ``h`` (HTTP), ``g:1`` (gRPC) and ``m`` (metrics), the workspace and
+            the log appear in it.
+        token: what every request but health must carry as ``triton-access-token``.
+    """
+
+    def __init__(self, directory: Path, token: str) -> None:
+        self.directory = directory
+        super().__init__(
+            config=TritonConfig(
+                allow_http=False,  # keeps PyTriton's own clients off it; switched on below
+                grpc_address=f"unix:{directory}/g",
+                grpc_port=1,
+                allow_metrics=True,
+                allow_gpu_metrics=False,
+                allow_cpu_metrics=False,
+                log_file=directory / "triton.log",
+                exit_timeout_secs=1,
+            ),
+            security_config=TritonSecurityConfig(access_token=token, restricted_endpoints=list(_RESTRICTED)),
+            triton_lifecycle_policy=TritonLifecyclePolicy(launch_triton_on_startup=True, local_model_store=True),
+            workspace=directory / "workspace",
+        )
+
+    @property
+    def http_socket(self) -> Path:
+        """Where Triton's HTTP listens."""
+        return self.directory / "h"
+
+    def bind_model(
+        self, signature: Signature, infer: Callable[[list[Any]], Awaitable[list[dict[str, Any]]]]
+    ) -> None:
+        """Bind one callable under the signature's name, with the hidden report output beside its own."""
+        self.bind(
+            model_name=signature.name,
+            infer_func=infer,
+            inputs=[_tensor(spec) for spec in signature.inputs],
+            outputs=[*(_tensor(spec) for spec in signature.outputs), Tensor(name=REPORT, dtype=np.uint8, shape=(-1,))],
+            config=ModelConfig(max_batch_size=signature.max_batch_size, batcher=DynamicBatcher()),
+        )
+
+    def start(self) -> None:
+        """Start Triton and wait until it serves the model.
+
+        Raises:
+            ReplicaError: Triton ended or was not ready in time; the message has the end of its log.
+        """
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "none"}
+        before = {name: os.environ.get(name) for name in hidden}
+        os.environ.update(hidden)
+        try:
+            self.run()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+    def _prepare_triton_config(self, workspace: Any) -> None:
+        super()._prepare_triton_config(workspace)
+        self._triton_server_config["allow-http"] = True
+        self._triton_server_config["http-address"] = f"unix:{self.directory}/h"
+        self._triton_server_config["metrics-address"] = f"unix:{self.directory}/m"
+
+    def _initialize_server(self) -> None:
+        super()._initialize_server()
+        # Its output is kept (and shown if it fails to start) but not printed between the callable's own lines.
+        self._triton_server._verbose = False
+
+    def _wait_for_server(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._is_ready():
+            if not self._triton_server.is_alive() or time.monotonic() > deadline:
+                raise ReplicaError(f"Triton did not start; the end of its log:\n{self._log_tail()}")
+            time.sleep(0.02)
+
+    def _wait_for_models(self) -> None:
+        """Nothing: a server that is ready has loaded its models."""
+
+    def _is_ready(self) -> bool:
+        connection = UnixConnection(self.http_socket, timeout_s=5)
+        try:
+            connection.request("GET", "/v2/health/ready")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _log_tail(self) -> str:
+        lines: list[str] = self._triton_server.logs().splitlines()
+        log = self.directory / "triton.log"
+        if log.exists():
+            lines += log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-15:])
+
+
+def _tensor(spec: TensorSpec) -> Any:
+    datatype = DATATYPES[DATATYPES[spec.datatype].wire]
+    dtype = object if datatype.numpy.hasobject else datatype.numpy.type
+    return Tensor(name=spec.name, dtype=dtype, shape=tuple(spec.shape), optional=spec.optional)

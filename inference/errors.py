@@ -1,0 +1,35 @@
+"""Errors of the model side.
+
+::
+
+    ModelError                   anything below
+    ├── DeclarationError         a Tensor, Parameter or Model that contradicts itself
+    ├── BadInput                 raised by a callable: the client's rows are wrong (400)
+    ├── BadOutput                a callable returned something other than it declared (500)
+    └── ReplicaError             the replica can't start or go on; its message is for the operator
+"""
+
+__all__ = ["BadInput", "BadOutput", "DeclarationError", "ModelError", "ReplicaError"]
+
+
+class ModelError(Exception):
+    """Base of every error of the model side."""
+
+
+class DeclarationError(ModelError):
+    """A declaration contradicts itself; raised when the model is imported or constructed."""
+
+
+class BadInput(ModelError):
+    """Raise it in a callable to answer the client with 400 and this message.
+
+    The rows of a batch that are not at fault still succeed: the replica calls the model again without the others.
+    """
+
+
+class BadOutput(ModelError):
+    """A callable returned something other than it declared: wrong name, datatype, shape or batch length."""
+
+
+class ReplicaError(ModelError):
+    """The replica can't start or go on."""

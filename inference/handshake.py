@@ -1,0 +1,45 @@
+"""What a supervisor and a replica say to each other: the spec on the way down, status lines on the way up."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+__all__ = ["ReplicaSpec", "ReplicaStatus"]
+
+
+class ReplicaSpec(msgspec.Struct, frozen=True):
+    """What the supervisor tells a replica."""
+
+    name: str
+    """The deployment."""
+    model: str
+    """``module:Class``."""
+    token: str
+    """The embedded Triton's access token."""
+    status_fd: int
+    user_paths: tuple[str, ...]
+    """Put first on ``sys.path``."""
+    options: dict[str, Any] = {}
+    max_batch_size: int = 1
+    device: str = "auto"
+    threads: int | None = None
+    warmup_batch_sizes: tuple[int, ...] | None = None
+    load_timeout_s: float = 600
+
+
+class ReplicaStatus(msgspec.Struct, omit_defaults=True):
+    """One line on the status pipe, from the replica or its guardian."""
+
+    event: Literal["progress", "ready", "failed", "unloaded", "ending", "ended"]
+    text: str = ""
+    """Of ``progress``: the stage. Of ``failed`` and ``ending``: why."""
+    signature: dict[str, Any] | None = None
+    """Of ``ready``: an `inference.signature.Signature`."""
+    facts: dict[str, str] = {}
+    """Of ``ready``: device, and versions of what matters."""
+    exit_status: int = 0
+    """Of ``ended``: as `subprocess.Popen.returncode` has it."""
+    leftovers: list[str] = []
+    """Of ``ended``: what the sweep could not remove."""

@@ -1,0 +1,197 @@
+"""What a user writes: a `Model` with declared tensors and parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal
+
+from inference.datatypes import DATATYPES
+from inference.errors import DeclarationError
+
+__all__ = ["Embedding", "Model", "Parameter", "Scalar", "Tensor"]
+
+Scalar = str | int | float | bool
+
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\Z")
+_PARAMETER_TYPES: Final = {"str": str, "int": int, "float": float, "bool": bool}
+# Meanings that the protocol gives to request parameters; a model can't take them for itself.
+_RESERVED_PARAMETERS: Final = frozenset(
+    {"binary_data_output", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "headwater"}
+)
+RESERVED_TENSORS: Final = frozenset({"headwater_report"})
+
+
+def _check_name(kind: str, name: object) -> None:
+    if not isinstance(name, str) or not _NAME.match(name):
+        raise DeclarationError(f"{kind} name: expected letters, digits, '_', '.' or '-', got {name!r}")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One declared input or output.
+
+    Args:
+        name: its name in requests and in the callable.
+        datatype: a protocol datatype: ``BOOL``, ``UINT8`` to ``UINT64``, ``INT8`` to ``INT64``, ``FP16``, ``BF16``,
+            ``FP32``, ``FP64`` or ``BYTES``.
+        shape: the shape of one row, without the batch axis; -1 for a dimension that varies between requests.
+        optional: whether a request may leave it out (inputs only); the callable then gets ``None``.
+
+    Raises:
+        DeclarationError: a field contradicts the above.
+    """
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        _check_name("tensor", self.name)
+        if self.name in RESERVED_TENSORS:
+            raise DeclarationError(f"tensor {self.name!r}: the name is reserved")
+        if self.datatype not in DATATYPES:
+            raise DeclarationError(
+                f"tensor {self.name!r}, datatype: expected one of {', '.join(DATATYPES)}, got {self.datatype!r}"
+            )
+        dims = tuple(self.shape)
+        for dim in dims:
+            if not isinstance(dim, int) or isinstance(dim, bool) or (dim < 1 and dim != -1):
+                raise DeclarationError(
+                    f"tensor {self.name!r}, shape: expected positive dimensions, or -1 for one that varies, got {dim!r}"
+                )
+        if not dims:
+            raise DeclarationError(f"tensor {self.name!r}, shape: expected one row's shape such as [1], got []")
+        object.__setattr__(self, "shape", dims)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One declared request parameter.
+
+    Args:
+        name: its name in a request's ``parameters``.
+        type: ``"str"``, ``"int"``, ``"float"`` or ``"bool"``.
+        default: what the callable gets when a request leaves it out; must fit ``type``.
+        per: ``"batch"``: the callable gets one value, and requests whose values differ never share a call.
+            ``"row"``: the callable gets a list with one value a row, and such requests may share a call.
+        minimum, maximum: bounds of a number, inclusive.
+        choices: the values allowed, if only some are.
+        description: shown in the API's documentation.
+    """
+
+    name: str
+    type: Literal["str", "int", "float", "bool"]
+    default: Scalar
+    per: Literal["batch", "row"] = "batch"
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: Sequence[Scalar] | None = None
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        _check_name("parameter", self.name)
+        if self.name in _RESERVED_PARAMETERS:
+            raise DeclarationError(f"parameter {self.name!r}: the protocol gives this name a meaning of its own")
+        if self.type not in _PARAMETER_TYPES:
+            raise DeclarationError(
+                f"parameter {self.name!r}, type: expected one of {', '.join(_PARAMETER_TYPES)}, got {self.type!r}"
+            )
+        if self.per not in ("batch", "row"):
+            raise DeclarationError(f"parameter {self.name!r}, per: expected 'batch' or 'row', got {self.per!r}")
+        if self.choices is not None:
+            object.__setattr__(self, "choices", tuple(self.choices))
+        object.__setattr__(self, "default", self.check(self.default))
+
+    def check(self, value: object) -> Scalar:
+        """The value as the callable gets it: an int is taken for a float, nothing else is converted.
+
+        Raises:
+            DeclarationError: the value has another type or is out of bounds; the message says what was expected.
+        """
+        wanted = _PARAMETER_TYPES[self.type]
+        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, wanted) or (wanted is not bool and isinstance(value, bool)):
+            raise DeclarationError(f"parameter {self.name!r}: expected {self.type}, got {value!r}")
+        assert isinstance(value, (str, int, float, bool))
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if self.minimum is not None and not value >= self.minimum:
+                raise DeclarationError(f"parameter {self.name!r}: expected at least {self.minimum}, got {value!r}")
+            if self.maximum is not None and not value <= self.maximum:
+                raise DeclarationError(f"parameter {self.name!r}: expected at most {self.maximum}, got {value!r}")
+        if self.choices is not None and value not in self.choices:
+            allowed = ", ".join(repr(choice) for choice in self.choices)
+            raise DeclarationError(f"parameter {self.name!r}: expected one of {allowed}, got {value!r}")
+        return value
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Says that a model answers ``/v1/embeddings``, and how its tensors map to that API.
+
+    Args:
+        input: the ``BYTES [1]`` input that takes one text a row.
+        output: the ``FP32`` output of shape ``[dimension]`` that holds its embedding.
+        tokens: the ``INT32 [1]`` output with the number of tokens of each text, for ``usage``.
+        dimensions: the declared ``int`` parameter (``per="row"``) that shortens an embedding, if the model can; 0
+            means whole.
+    """
+
+    input: str
+    output: str
+    tokens: str | None = None
+    dimensions: str | None = None
+
+
+class Model:
+    """Base of a callable: declare its tensors, load it, call it.
+
+    ::
+
+        class Scale(Model):
+            inputs = [Tensor("x", "FP32", [-1])]
+            outputs = [Tensor("y", "FP32", [-1])]
+
+            def __call__(self, x):
+                return {"y": x * 2}
+
+    The constructor gets the deployment's ``options`` as keyword arguments.
+    """
+
+    inputs: ClassVar[Sequence[Tensor]] = ()
+    """What `__call__` takes, by name. Each array has the batch axis first."""
+
+    outputs: ClassVar[Sequence[Tensor]] = ()
+    """What `__call__` returns, by name: all of them, each with as many rows as it was given."""
+
+    parameters: ClassVar[Sequence[Parameter]] = ()
+    """Request parameters. If there are any, `__call__` also takes ``parameters``, a dict of name to value."""
+
+    arrays: ClassVar[Literal["numpy", "torch"]] = "numpy"
+    """How inputs arrive: numpy arrays, or torch tensors on the deployment's device. ``BYTES`` is always a numpy array
+    of ``bytes`` objects. ``BF16`` arrives as float32 in numpy and as ``torch.bfloat16`` in torch. Either kind may be
+    returned."""
+
+    idempotent: ClassVar[bool] = True
+    """Whether calling twice with the same rows does no harm. If so, the rows of a call that raises are tried again
+    in smaller groups until the failing ones are alone; if not, they all fail together."""
+
+    embedding: ClassVar[Embedding | None] = None
+    """Set it to serve the model at ``/v1/embeddings`` too."""
+
+    example: ClassVar[Mapping[str, Any] | None] = None
+    """One row, by input name, as nested lists: used for the warm-up and shown in the API's documentation. Without
+    one, zeros (and the text ``"example"``) are used, and 1 for a dimension that varies."""
+
+    def load(self, device: str) -> None:
+        """Called once per replica, before the first call. ``device`` is such as ``cpu`` or ``cuda:0``."""
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Compute the outputs, by name, for all rows of a batch. May be ``async def``."""
+        raise NotImplementedError(f"{type(self).__name__} defines no __call__")
+
+    def unload(self) -> None:
+        """Called once when the replica ends in an orderly way."""

@@ -1,0 +1,149 @@
+"""A replica's process: loads one model, warms it up, serves it through its embedded Triton, and ends on SIGTERM.
+
+Started by `app.guardian` as ``python -m inference.replica NAME FOLDER``; FOLDER holds ``spec.json`` (`ReplicaSpec`).
+Reports on the pipe named there, one JSON `Status` a line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from inference.environment import require
+from inference.errors import ModelError, ReplicaError
+from inference.handshake import ReplicaSpec, ReplicaStatus
+
+__all__ = ["choose_device", "main"]
+
+PR_SET_PDEATHSIG = 1
+
+
+class _Reporter:
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        os.set_inheritable(fd, False)
+
+    def send(self, status: ReplicaStatus) -> None:
+        try:
+            os.write(self._fd, msgspec.json.encode(status) + b"\n")
+        except BrokenPipeError:  # the supervisor is gone; the guardian will end us
+            pass
+
+    def progress(self, text: str) -> None:
+        self.send(ReplicaStatus("progress", text))
+
+
+def main() -> None:
+    """Run the replica until SIGTERM."""
+    # Should the guardian be killed, nobody would sweep after us: end with it.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.enable()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    directory = Path(sys.argv[2])
+    spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
+    reporter = _Reporter(spec.status_fd)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    try:
+        _serve(spec, directory, reporter)
+    except Exception as error:
+        if not isinstance(error, ModelError):
+            traceback.print_exc()
+        reporter.send(ReplicaStatus("failed", _reason(error)))
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter) -> None:
+    reporter.progress("checking the environment")
+    require()
+    sys.path[:0] = spec.user_paths
+
+    # Heavy imports come after the environment is known to be right, so that its message is the one that is read.
+    from inference.embedded_triton import EmbeddedTriton
+    from inference.loader import construct, load_class
+    from inference.runner import Runner
+    from inference.signature import Signature
+    from inference.warmup import batch_sizes, warm_up
+
+    reporter.progress(f"importing {spec.model}")
+    model = construct(load_class(spec.model), spec.options)
+    signature = Signature.of(model, name=spec.name, max_batch_size=spec.max_batch_size)
+    device = choose_device(spec.device, model.arrays == "torch" or "torch" in sys.modules)
+    if spec.threads is not None and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(spec.threads)
+
+    reporter.progress(f"loading on {device}")
+    model.load(device)
+
+    reporter.progress("starting Triton")
+    triton = EmbeddedTriton(directory, spec.token)
+    runner = Runner(model, signature, device, on_broken=_end_soon)
+    triton.bind_model(signature, runner.handle)
+    triton.start()
+    sizes = batch_sizes(spec.max_batch_size) if spec.warmup_batch_sizes is None else spec.warmup_batch_sizes
+    warm_up(
+        signature, triton.http_socket, spec.token, [min(size, spec.max_batch_size) for size in sizes],
+        timeout_s=spec.load_timeout_s, progress=reporter.progress,
+    )  # fmt: skip
+    reporter.send(ReplicaStatus("ready", signature=msgspec.to_builtins(signature), facts={"device": device}))
+
+    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    model.unload()
+    reporter.send(ReplicaStatus("unloaded"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not Triton.stop(): the guardian ends the whole group at once, where stop() takes 5 s and more.
+    os._exit(0)
+
+
+def choose_device(wanted: str, uses_torch: bool) -> str:
+    """Resolve ``auto`` and check a GPU that was asked for.
+
+    Args:
+        wanted: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        uses_torch: whether to import torch to look for a GPU; without it ``auto`` is ``cpu``.
+
+    Raises:
+        ReplicaError: there is no such GPU.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not uses_torch):
+        return "cpu"
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        return "cuda:0" if count else "cpu"
+    index = int(wanted.partition(":")[2] or 0)
+    if index >= count:
+        raise ReplicaError(f"device: expected one of {count} GPUs, got {wanted!r}; use `device: cpu` or `auto`")
+    return f"cuda:{index}"
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    return text if isinstance(error, ModelError) else f"{type(error).__name__}: {text}"
+
+
+def _end_soon(reason: str) -> None:
+    """End the process once the answer that says why is on its way."""
+
+    def end() -> None:
+        time.sleep(0.5)
+        print(f"ending: the device can't be used any more: {reason}", file=sys.stderr, flush=True)
+        os._exit(70)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

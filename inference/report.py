@@ -1,0 +1,117 @@
+"""The hidden output by which a replica says how each row of a batch fared.
+
+No exception of a callable reaches PyTriton (it would fail the whole batch, and cost Triton's log), so every bound
+model has one more output, `REPORT`: ``UINT8 [rows, width]``. Of each row's bytes the first is a `Status`, the next
+four are the microseconds that the callable took (little-endian uint32, the same in all rows of a call), and the rest
+is UTF-8 text padded with zeros: the message of a row that failed; in a row that did not, empty, or the JSON
+``{"output": shape}`` of those outputs that have no elements (they travel as placeholders, see `placeholder_shape`).
+
+A request's hidden parameter `HEADWATER` is the JSON of a `CallNote`.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+__all__ = [
+    "HEADWATER",
+    "REPORT",
+    "CallNote",
+    "RowReport",
+    "Status",
+    "decode_reports",
+    "encode_reports",
+    "placeholder_shape",
+]
+
+REPORT: Final = "headwater_report"
+HEADWATER: Final = "headwater"
+MAX_MESSAGE_BYTES: Final = 2000
+
+_HEAD = struct.Struct("<BI")
+
+
+class Status(enum.IntEnum):
+    """How a row fared."""
+
+    OK = 0
+    RAISED = 1
+    """The callable raised."""
+    BAD_OUTPUT = 2
+    """The callable returned something other than it declared."""
+    BAD_INPUT = 3
+    """The callable raised `inference.BadInput`: the client's fault."""
+    BROKEN = 4
+    """The replica can't go on (a CUDA context is poisoned); it ends and is replaced."""
+
+
+class RowReport(NamedTuple):
+    """One row's report."""
+
+    status: Status
+    message: str = ""
+    """Why it failed; of a row that did not, empty or the JSON described above."""
+
+
+class CallNote(msgspec.Struct, omit_defaults=True):
+    """What the gateway tells a replica about one call besides its tensors."""
+
+    parameters: dict[str, str | int | float | bool] = {}
+    """Values of parameters that are per batch."""
+    rows: dict[str, list[str | int | float | bool]] = {}
+    """Values of parameters that are per row, one for each row."""
+    shapes: dict[str, list[int]] = {}
+    """True shapes of inputs without elements, batch axis included."""
+    warmup: bool = False
+    """Whether this is a warm-up call; counted apart."""
+
+
+def placeholder_shape(shape: Sequence[int]) -> list[int]:
+    """The shape under which a tensor without elements travels (PyTriton can't carry it): its zeros become ones."""
+    return [dim or 1 for dim in shape]
+
+
+def encode_reports(reports: Sequence[RowReport], compute_us: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Encode one report a row. Returns UINT8 [rows, width]."""
+    texts = [_cut(report.message) for report in reports]
+    width = _HEAD.size + max((len(text) for text in texts), default=0)
+    compute_us = min(compute_us, 0xFFFFFFFF)
+    raw = b"".join(
+        (_HEAD.pack(report.status, compute_us) + text).ljust(width, b"\0")
+        for report, text in zip(reports, texts, strict=True)
+    )
+    return np.frombuffer(raw, np.uint8).reshape(len(reports), width)
+
+
+def decode_reports(raw: bytes | memoryview, rows: int) -> tuple[list[RowReport], int]:
+    """Decode what `encode_reports` wrote: the reports, and the microseconds that the callable took.
+
+    Raises:
+        ValueError: the bytes are no reports of that many rows.
+    """
+    width = len(raw) // rows if rows else 0
+    if width < _HEAD.size or width * rows != len(raw):
+        raise ValueError(f"expected reports of {rows} rows, got {len(raw)} bytes")
+    reports = []
+    compute_us = 0
+    for offset in range(0, len(raw), width):
+        status, compute_us = _HEAD.unpack_from(raw, offset)
+        if width == _HEAD.size:
+            reports.append(RowReport(Status(status)))
+            continue
+        text = bytes(raw[offset + _HEAD.size : offset + width]).rstrip(b"\0")
+        reports.append(RowReport(Status(status), text.decode("utf-8", "replace")))
+    return reports, compute_us
+
+
+def _cut(message: str) -> bytes:
+    text = message.replace("\0", "").encode("utf-8", "replace")
+    if len(text) <= MAX_MESSAGE_BYTES:
+        return text
+    return text[:MAX_MESSAGE_BYTES].decode("utf-8", "ignore").encode() + b" [cut]"

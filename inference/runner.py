@@ -1,0 +1,379 @@
+"""Runs a callable on what Triton hands over, row by row accountable.
+
+No exception leaves `Runner.handle`: PyTriton would answer the whole batch with it. Every row gets a report instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from inference.datatypes import DATATYPES, bf16_to_float32, float32_to_bf16
+from inference.errors import BadInput, BadOutput, DeclarationError
+from inference.model import Model
+from inference.report import HEADWATER, REPORT, CallNote, RowReport, Status, encode_reports, placeholder_shape
+from inference.signature import Signature, TensorSpec
+
+__all__ = ["Runner", "TritonRequest"]
+
+logger = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Arrays = dict[str, Array]
+
+_NAMES = {row.numpy: row.name for row in DATATYPES.values() if row.name != "BF16"}
+
+
+class TritonRequest(Protocol):
+    """What PyTriton hands over: ``pytriton.proxy.types.Request``."""
+
+    data: dict[str, Array]
+    parameters: dict[str, Any] | None
+
+
+class _Part(NamedTuple):
+    """One Triton request: its place in the list, and what it carries."""
+
+    rows: int
+    inputs: Arrays
+    batch_parameters: dict[str, Any]
+    row_parameters: dict[str, list[Any]]
+
+
+class _Outcome(NamedTuple):
+    """What became of a group of rows. Outputs hold zeros in the rows that failed."""
+
+    outputs: Arrays
+    reports: list[RowReport]
+
+
+class Runner:
+    """Calls one model.
+
+    Args:
+        model: loaded.
+        signature: its declarations.
+        device: where torch tensors are put.
+        on_broken: called once if the model's device can't be used any more; the replica then ends.
+    """
+
+    def __init__(
+        self, model: Model, signature: Signature, device: str, on_broken: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        self._model = model
+        self._signature = signature
+        self._device = device
+        self._on_broken = on_broken
+        self._takes_parameters = bool(signature.parameters)
+        self._is_async = inspect.iscoroutinefunction(type(model).__call__)
+        self._grad_off = False
+        self.calls = 0
+        """Calls of the model, retries and warm-up left out."""
+        self.retries = 0
+        """Calls made to isolate rows of a call that failed."""
+        self.warmups = 0
+        """Calls made to warm up."""
+        self._in_warmup = False
+
+    async def handle(self, requests: Sequence[TritonRequest]) -> list[Arrays]:
+        """Answer what Triton merged: one dict of outputs a request, the hidden report among them."""
+        self._turn_grad_off()
+        answers: list[Arrays] = [{}] * len(requests)
+        groups: dict[object, list[int]] = {}
+        parts: list[_Part | None] = []
+        failures: dict[int, tuple[int, RowReport]] = {}
+        for index, request in enumerate(requests):
+            try:
+                part = self._read(request)
+            except DeclarationError as error:  # only a client that talks to Triton directly gets here
+                rows = len(next(iter(request.data.values())))
+                failures[index] = (rows, RowReport(Status.BAD_INPUT, str(error)))
+                parts.append(None)
+                continue
+            parts.append(part)
+            groups.setdefault(_group_key(part), []).append(index)
+        for members in groups.values():
+            group = [part for part in (parts[index] for index in members) if part is not None]
+            started = time.perf_counter_ns()
+            outcome = await self._run_group(group)
+            compute_us = (time.perf_counter_ns() - started) // 1000
+            start = 0
+            for index, part in zip(members, group, strict=True):
+                end = start + part.rows
+                piece = _Outcome(
+                    {name: array[start:end] for name, array in outcome.outputs.items()}, outcome.reports[start:end]
+                )
+                answers[index] = _answer(piece, compute_us)
+                start = end
+        for index, (rows, report) in failures.items():
+            answers[index] = _answer(_Outcome(self._blank(rows), [report] * rows), 0)
+        return answers
+
+    def _turn_grad_off(self) -> None:
+        # Gradient mode belongs to a thread, and PyTriton calls us in one of its own.
+        if not self._grad_off and "torch" in sys.modules:
+            sys.modules["torch"].set_grad_enabled(False)
+            self._grad_off = True
+
+    def _read(self, request: TritonRequest) -> _Part:
+        given = request.parameters or {}
+        note = msgspec.json.decode(given[HEADWATER], type=CallNote) if HEADWATER in given else CallNote()
+        self._in_warmup = note.warmup
+        inputs: Arrays = {}
+        rows = 0
+        for spec in self._signature.inputs:
+            array = request.data.get(spec.name)
+            if array is None:
+                continue
+            if spec.name in note.shapes:
+                array = np.empty(note.shapes[spec.name], array.dtype)
+            inputs[spec.name] = array
+            rows = len(array)
+        batch: dict[str, Any] = {}
+        per_row: dict[str, list[Any]] = {}
+        for parameter in self._signature.parameters:
+            if parameter.per == "row":
+                values = note.rows.get(parameter.name)
+                if values is None:
+                    value = parameter.check(given[parameter.name]) if parameter.name in given else parameter.default
+                    values = [value] * rows
+                per_row[parameter.name] = list(values)
+            elif parameter.name in note.parameters:
+                batch[parameter.name] = note.parameters[parameter.name]
+            else:
+                batch[parameter.name] = (
+                    parameter.check(given[parameter.name]) if parameter.name in given else parameter.default
+                )
+        return _Part(rows, inputs, batch, per_row)
+
+    async def _run_group(self, group: Sequence[_Part]) -> _Outcome:
+        """Run parts that may share a call."""
+        first = group[0]
+        if len(group) == 1:
+            inputs, per_row = first.inputs, first.row_parameters
+        else:
+            inputs = {name: np.concatenate([part.inputs[name] for part in group]) for name in first.inputs}
+            per_row = {name: [v for part in group for v in part.row_parameters[name]] for name in first.row_parameters}
+        rows = sum(part.rows for part in group)
+        batch = _Batch(inputs, first.batch_parameters, per_row)
+        reports = [RowReport(Status.OK)] * rows
+        pieces = await self._isolate(batch, list(range(rows)), reports, retry=False)
+        try:
+            return _Outcome(self._join(pieces, rows), reports)
+        except _RaggedPieces:
+            # The pieces that isolation left have outputs of different shapes, so they can't be one answer: call once
+            # more with all the good rows together.
+            good = [row for row in range(rows) if reports[row].status is Status.OK]
+            pieces = await self._isolate(batch, good, reports, retry=True, split=False)
+            return _Outcome(self._join(pieces, rows), reports)
+
+    async def _isolate(
+        self, batch: _Batch, rows: list[int], reports: list[RowReport], *, retry: bool, split: bool = True
+    ) -> list[tuple[list[int], Arrays]]:
+        """Call with these rows; if that fails, with halves of them, until the failing rows are alone.
+
+        Returns the pieces that succeeded, each with its rows; writes the others' reports.
+        """
+        try:
+            return [(rows, await self._call(batch, rows, retry=retry))]
+        except BaseException as error:
+            # SystemExit and the like too: PyTriton's thread would end of them, and the replica hang.
+            report = self._report(error)
+        if report.status is not Status.BROKEN and split and len(rows) > 1 and self._signature.idempotent:
+            middle = len(rows) // 2
+            left = await self._isolate(batch, rows[:middle], reports, retry=True)
+            right = await self._isolate(batch, rows[middle:], reports, retry=True)
+            return left + right
+        for row in rows:
+            reports[row] = report
+        return []
+
+    async def _call(self, batch: _Batch, rows: list[int], *, retry: bool) -> Arrays:
+        if self._in_warmup:
+            self.warmups += 1
+        elif retry:
+            self.retries += 1
+        else:
+            self.calls += 1
+        arguments: dict[str, Any] = {}
+        for spec in self._signature.inputs:
+            array = batch.inputs.get(spec.name)
+            # A copy: the callable may write into it, and the rows may be needed again.
+            if array is not None:
+                array = self._argument(spec, array.copy() if len(rows) == len(array) else array[rows])
+            arguments[spec.name] = array
+        if self._takes_parameters:
+            chosen = {name: [values[row] for row in rows] for name, values in batch.row_parameters.items()}
+            arguments["parameters"] = {**batch.parameters, **chosen}
+        result = self._model(**arguments)
+        if self._is_async or inspect.isawaitable(result):
+            result = await result
+        return self._check(result, len(rows))
+
+    def _argument(self, spec: TensorSpec, array: Array) -> Any:
+        if spec.datatype == "BYTES":
+            return array
+        if self._model.arrays == "torch":
+            import torch
+
+            if spec.datatype == "BF16":
+                tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+            else:
+                tensor = torch.from_numpy(array)
+            return tensor if self._device == "cpu" else tensor.to(self._device, non_blocking=True)
+        return bf16_to_float32(array) if spec.datatype == "BF16" else array
+
+    def _check(self, result: object, rows: int) -> Arrays:
+        """Check what the callable returned against its declaration, and bring it into wire form.
+
+        Raises:
+            BadOutput: it differs; the message names the tensor, what was expected and what came.
+        """
+        kind = type(self._model).__name__
+        if not isinstance(result, Mapping):
+            raise BadOutput(f"{kind} returned {type(result).__name__}, expected a dict of output name to array")
+        declared = [spec.name for spec in self._signature.outputs]
+        for name in result:
+            if name not in declared:
+                raise BadOutput(f"{kind} returned an output {name!r}, expected {', '.join(declared)}")
+        outputs: Arrays = {}
+        for spec in self._signature.outputs:
+            if spec.name not in result:
+                raise BadOutput(f"{kind} returned no output {spec.name!r}, expected {', '.join(declared)}")
+            outputs[spec.name] = _wire(spec, result[spec.name], rows)
+        return outputs
+
+    def _report(self, error: BaseException) -> RowReport:
+        if isinstance(error, BadInput):
+            return RowReport(Status.BAD_INPUT, str(error))
+        if isinstance(error, BadOutput):
+            return RowReport(Status.BAD_OUTPUT, str(error))
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if _breaks_device(error):
+            self._on_broken(reason)
+            return RowReport(Status.BROKEN, reason)
+        logger.debug("callable raised:\n%s", "".join(traceback.format_exception(error)))
+        return RowReport(Status.RAISED, reason)
+
+    def _join(self, pieces: Sequence[tuple[list[int], Arrays]], rows: int) -> Arrays:
+        """One array an output, of all rows; zeros where a row is in no piece.
+
+        Raises:
+            _RaggedPieces: the pieces' shapes differ.
+        """
+        if len(pieces) == 1 and len(pieces[0][0]) == rows:
+            return pieces[0][1]
+        if not pieces:
+            return self._blank(rows)
+        joined: Arrays = {}
+        for spec in self._signature.outputs:
+            tails = {outputs[spec.name].shape[1:] for _, outputs in pieces}
+            if len(tails) > 1:
+                raise _RaggedPieces
+            joined[spec.name] = array = _zeros(spec, (rows, *tails.pop()))
+            for members, outputs in pieces:
+                array[members] = outputs[spec.name]
+        return joined
+
+    def _blank(self, rows: int) -> Arrays:
+        return {
+            spec.name: _zeros(spec, (rows, *(max(dim, 1) for dim in spec.shape))) for spec in self._signature.outputs
+        }
+
+
+class _Batch(NamedTuple):
+    """Rows that may share a call. Arrays are read, never written."""
+
+    inputs: Arrays
+    parameters: dict[str, Any]
+    row_parameters: dict[str, list[Any]]
+
+
+class _RaggedPieces(Exception):
+    """Outputs of the pieces of one batch differ in shape."""
+
+
+def _group_key(part: _Part) -> object:
+    shapes = tuple((name, array.shape[1:]) for name, array in part.inputs.items())
+    return shapes, tuple(part.batch_parameters.items())
+
+
+def _answer(outcome: _Outcome, compute_us: int) -> Arrays:
+    """Outputs and report as they travel; an output without elements as a placeholder, its shape in the report."""
+    outputs = dict(outcome.outputs)
+    reports = outcome.reports
+    empty = {name: array.shape for name, array in outputs.items() if array.size == 0}
+    if empty and reports:
+        for name, shape in empty.items():
+            dtype = outputs[name].dtype
+            outputs[name] = np.full(placeholder_shape(shape), b"" if dtype.hasobject else 0, dtype)
+        text = msgspec.json.encode(empty).decode()
+        reports = [RowReport(Status.OK, text) if report.status is Status.OK else report for report in reports]
+    outputs[REPORT] = encode_reports(reports, compute_us)
+    return outputs
+
+
+def _zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
+    dtype = DATATYPES[spec.datatype].numpy
+    return np.full(shape, b"", dtype) if dtype.hasobject else np.zeros(shape, dtype)
+
+
+def _wire(spec: TensorSpec, value: object, rows: int) -> Array:
+    """Check one output and bring it into wire form: numpy, ``BF16`` as its bit pattern, ``BYTES`` as objects."""
+    where = f"output {spec.name!r}"
+    wanted = f"{spec.datatype} [{', '.join(str(dim) for dim in (rows, *spec.shape))}]"
+    array, datatype = _as_array(spec, value, where)
+    if datatype != spec.datatype:
+        raise BadOutput(f"{where}: expected {wanted}, got {datatype} {list(array.shape)}")
+    if array.ndim != len(spec.shape) + 1 or any(
+        dim not in (-1, got) for dim, got in zip(spec.shape, array.shape[1:], strict=True)
+    ):
+        raise BadOutput(f"{where}: expected {wanted}, got {datatype} {list(array.shape)}")
+    if len(array) != rows:
+        raise BadOutput(f"{where}: expected {wanted}, got {datatype} {list(array.shape)}: {rows} rows went in")
+    return np.ascontiguousarray(array)
+
+
+def _as_array(spec: TensorSpec, value: object, where: str) -> tuple[Array, str]:
+    """The value as a numpy array in wire form, and the datatype that it is of."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        value = value.detach()
+        if value.dtype is torch.bfloat16:
+            bits: Array = value.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
+            return bits, "BF16"
+        value = value.cpu().numpy()
+    if spec.datatype == "BYTES" and isinstance(value, (list, tuple)):
+        value = np.array(value, dtype=object)
+    if not isinstance(value, np.ndarray):
+        raise BadOutput(f"{where}: expected a numpy array or torch tensor, got {type(value).__name__}")
+    if value.dtype.kind in "OSU":
+        return _as_objects(value, where), "BYTES"
+    if spec.datatype == "BF16" and value.dtype == np.float32:
+        return float32_to_bf16(value), "BF16"
+    native = value.dtype.newbyteorder("=")
+    return value.astype(native, copy=False), _NAMES.get(native, str(native))
+
+
+def _as_objects(value: Array, where: str) -> Array:
+    flat = np.empty(value.size, dtype=object)
+    for index, element in enumerate(value.ravel().tolist()):
+        if isinstance(element, str):
+            element = element.encode()
+        if not isinstance(element, bytes):
+            raise BadOutput(f"{where}: expected bytes or str elements, got {type(element).__name__}")
+        flat[index] = element
+    return flat.reshape(value.shape)
+
+
+def _breaks_device(error: BaseException) -> bool:
+    """Whether a CUDA error has poisoned the context, so that every later call would fail too."""
+    return isinstance(error, RuntimeError) and "CUDA error" in str(error) and "out of memory" not in str(error)

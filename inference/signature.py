@@ -1,0 +1,204 @@
+"""A model's signature: what the replica learned from the class, in a form that travels to the gateway as JSON."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import msgspec
+
+from inference.datatypes import DATATYPES
+from inference.errors import DeclarationError
+from inference.model import Embedding, Model, Parameter, Tensor
+
+__all__ = ["EmbeddingSpec", "ParameterSpec", "Signature", "TensorSpec", "row_size_bytes"]
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """A declared tensor. ``shape`` is one row's, without the batch axis; -1 varies."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+class ParameterSpec(msgspec.Struct, frozen=True):
+    """A declared request parameter; the fields are those of `inference.Parameter`."""
+
+    name: str
+    type: str
+    default: str | int | float | bool
+    per: str
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str | int | float | bool, ...] | None = None
+    description: str = ""
+
+    def check(self, value: object) -> str | int | float | bool:
+        """See `inference.Parameter.check`."""
+        return self.declared().check(value)
+
+    def declared(self) -> Parameter:
+        """The declaration this came from."""
+        return Parameter(**{name: getattr(self, name) for name in self.__struct_fields__})
+
+
+class EmbeddingSpec(msgspec.Struct, frozen=True):
+    """How a model maps to ``/v1/embeddings``; the fields are those of `inference.Embedding`."""
+
+    input: str
+    output: str
+    tokens: str | None = None
+    dimensions: str | None = None
+
+
+class Signature(msgspec.Struct, frozen=True):
+    """Everything about a model that the gateway needs to check, batch and document requests."""
+
+    name: str
+    """The deployment's name."""
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    parameters: tuple[ParameterSpec, ...] = ()
+    max_batch_size: int = 1
+    idempotent: bool = True
+    embedding: EmbeddingSpec | None = None
+    example: dict[str, Any] | None = None
+    """One row as nested lists, by input name."""
+    description: str = ""
+    """First paragraph of the class's docstring."""
+
+    def input(self, name: str) -> TensorSpec | None:
+        """The input of that name, if there is one."""
+        return next((spec for spec in self.inputs if spec.name == name), None)
+
+    def output(self, name: str) -> TensorSpec | None:
+        """The output of that name, if there is one."""
+        return next((spec for spec in self.outputs if spec.name == name), None)
+
+    def example_row(self) -> dict[str, Any]:
+        """One row by input name, as nested lists: the model's own example, filled up with neutral values."""
+        row = dict(self.example or {})
+        for spec in self.inputs:
+            if spec.name not in row and not spec.optional:
+                row[spec.name] = _neutral(spec.shape, "example" if spec.datatype == "BYTES" else _zero(spec.datatype))
+        return row
+
+    @classmethod
+    def of(cls, model: Model, *, name: str, max_batch_size: int) -> Signature:
+        """Read and check a model's declarations.
+
+        Raises:
+            DeclarationError: they contradict each other; the message names the model and the field.
+        """
+        kind = type(model).__name__
+        inputs = _tensors(kind, "inputs", model.inputs)
+        outputs = _tensors(kind, "outputs", model.outputs)
+        for spec in outputs:
+            if spec.optional:
+                raise DeclarationError(f"{kind}.outputs, {spec.name!r}: an output can't be optional")
+        if not any(not spec.optional for spec in inputs):
+            raise DeclarationError(f"{kind}.inputs: expected at least one input that isn't optional")
+        parameters = tuple(_parameter(kind, parameter) for parameter in model.parameters)
+        _check_unique(f"{kind}.parameters", [parameter.name for parameter in parameters])
+        embedding = _embedding(kind, model.embedding, inputs, outputs, parameters)
+        example = dict(model.example) if model.example is not None else None
+        for key in example or {}:
+            if key not in {spec.name for spec in inputs}:
+                raise DeclarationError(f"{kind}.example, {key!r}: expected the name of an input")
+        description = (inspect.getdoc(model) or "").split("\n\n")[0].replace("\n", " ")
+        return cls(
+            name=name,
+            inputs=inputs,
+            outputs=outputs,
+            parameters=parameters,
+            max_batch_size=max_batch_size,
+            idempotent=model.idempotent,
+            embedding=embedding,
+            example=example,
+            description=description if type(model).__doc__ else "",
+        )
+
+
+def _zero(datatype: str) -> object:
+    if datatype == "BOOL":
+        return False
+    return 0.0 if datatype in ("FP16", "FP32", "FP64", "BF16") else 0
+
+
+def _neutral(shape: tuple[int, ...], element: object) -> Any:
+    value: Any = element
+    for dim in reversed(shape):
+        value = [value] * max(dim, 1)
+    return value
+
+
+def _tensors(kind: str, where: str, declared: object) -> tuple[TensorSpec, ...]:
+    if not isinstance(declared, (list, tuple)) or not all(isinstance(tensor, Tensor) for tensor in declared):
+        raise DeclarationError(f"{kind}.{where}: expected a list of Tensor, got {declared!r}")
+    if not declared:
+        raise DeclarationError(f"{kind}.{where}: expected at least one Tensor, got none")
+    _check_unique(f"{kind}.{where}", [tensor.name for tensor in declared])
+    return tuple(
+        TensorSpec(tensor.name, tensor.datatype, tuple(tensor.shape), tensor.optional) for tensor in declared
+    )
+
+
+def _check_unique(where: str, names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise DeclarationError(f"{where}: {name!r} is declared {names.count(name)} times")
+
+
+def _parameter(kind: str, declared: object) -> ParameterSpec:
+    if not isinstance(declared, Parameter):
+        raise DeclarationError(f"{kind}.parameters: expected a list of Parameter, got {declared!r}")
+    choices = None if declared.choices is None else tuple(declared.choices)
+    return ParameterSpec(
+        name=declared.name,
+        type=declared.type,
+        default=declared.default,
+        per=declared.per,
+        minimum=declared.minimum,
+        maximum=declared.maximum,
+        choices=choices,
+        description=declared.description,
+    )
+
+
+def _embedding(
+    kind: str,
+    declared: Embedding | None,
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    parameters: tuple[ParameterSpec, ...],
+) -> EmbeddingSpec | None:
+    if declared is None:
+        return None
+    where = f"{kind}.embedding"
+    taken = next((spec for spec in inputs if spec.name == declared.input), None)
+    if taken is None or taken.datatype != "BYTES" or taken.shape != (1,):
+        raise DeclarationError(f"{where}, input: expected a BYTES [1] input, got {declared.input!r}")
+    given = next((spec for spec in outputs if spec.name == declared.output), None)
+    if given is None or given.datatype != "FP32" or len(given.shape) != 1:
+        raise DeclarationError(f"{where}, output: expected an FP32 output of one dimension, got {declared.output!r}")
+    if declared.tokens is not None:
+        counted = next((spec for spec in outputs if spec.name == declared.tokens), None)
+        if counted is None or counted.datatype != "INT32" or counted.shape != (1,):
+            raise DeclarationError(f"{where}, tokens: expected an INT32 [1] output, got {declared.tokens!r}")
+    if declared.dimensions is not None:
+        chosen = next((spec for spec in parameters if spec.name == declared.dimensions), None)
+        if chosen is None or chosen.type != "int" or chosen.per != "row":
+            raise DeclarationError(
+                f"{where}, dimensions: expected an int parameter per row, got {declared.dimensions!r}"
+            )
+    return EmbeddingSpec(declared.input, declared.output, declared.tokens, declared.dimensions)
+
+
+def row_size_bytes(spec: TensorSpec, varying: int) -> int:
+    """Bytes of one row of a tensor, taking ``varying`` for each dimension of -1 and for each ``BYTES`` element."""
+    size_bytes = DATATYPES[spec.datatype].size_bytes or varying
+    for dim in spec.shape:
+        size_bytes *= varying if dim < 0 else dim
+    return size_bytes
