@@ -26,6 +26,7 @@ __all__ = ["main"]
 
 PR_SET_CHILD_SUBREAPER = 36
 CHECK_INTERVAL_S = 0.5
+FULL_CHECK_EVERY = 8
 UNLOAD_TIMEOUT_S = 10.0
 # A member of the group in one of these states at two checks in a row has ended or is stopped; Triton would go on
 # answering "ready".
@@ -50,6 +51,7 @@ class Guardian:
         self._journal = Journal(directory)
         self._members: dict[int, str] = {}
         self._suspects: set[int] = set()
+        self._checks = 0
         self._host: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
@@ -104,7 +106,7 @@ class Guardian:
     def _inspect(self) -> str | None:
         """Look at every process of the group. Returns what is wrong, if it was so at the last check too."""
         assert self._host is not None
-        current = _group_states(self._host.pid)
+        current = self._states()
         for pid, (name, _) in current.items():
             self._members.setdefault(pid, name)
         suspects = set()
@@ -120,8 +122,21 @@ class Guardian:
                 return f"its process {name} ({pid}) {_BAD_STATES[state]}"
             suspects.add(pid)
         self._suspects = suspects
-        self._journal.note(self._host.pid, segments_mapped_by(current))
         return None
+
+    def _states(self) -> dict[int, tuple[str, str]]:
+        """Name and state of the group's members; now and then with a look for new ones, which costs more."""
+        assert self._host is not None
+        self._checks += 1
+        if self._checks % FULL_CHECK_EVERY != 1 and len(self._members) > 1:
+            return {
+                pid: (name, stat[1])
+                for pid, name in self._members.items()
+                if (stat := _stat(str(pid))) is not None and stat[0] == name
+            }
+        current = _group_states(self._host.pid)
+        self._journal.note(self._host.pid, segments_mapped_by(current))
+        return current
 
     def _end_group(self, host: subprocess.Popen[bytes]) -> None:
         self._journal.note(host.pid, segments_mapped_by(_group_states(host.pid)))

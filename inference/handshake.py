@@ -21,10 +21,13 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     status_fd: int
     user_paths: tuple[str, ...]
     """Put first on ``sys.path``."""
+    working_dir: str
+    """Where relative paths in the user's code start."""
     options: dict[str, Any] = {}
     max_batch_size: int = 1
     device: str = "auto"
     threads: int | None = None
+    tensor_store: Literal["auto", "on", "off"] = "auto"
     warmup_batch_sizes: tuple[int, ...] | None = None
     load_timeout_s: float = 600
 

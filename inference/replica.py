@@ -22,10 +22,14 @@ import msgspec
 from inference.environment import require
 from inference.errors import ModelError, ReplicaError
 from inference.handshake import ReplicaSpec, ReplicaStatus
+from inference.signature import Signature, row_size_bytes
 
 __all__ = ["choose_device", "main"]
 
 PR_SET_PDEATHSIG = 1
+STORE_FROM_BYTES = 128 * 1024
+ASSUMED_DIMENSION = 64
+"""What a dimension that varies, or the bytes of a BYTES element, are taken for when sizes are estimated."""
 
 
 class _Reporter:
@@ -67,12 +71,12 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter) -> None:
     reporter.progress("checking the environment")
     require()
     sys.path[:0] = spec.user_paths
+    os.chdir(spec.working_dir)
 
     # Heavy imports come after the environment is known to be right, so that its message is the one that is read.
     from inference.embedded_triton import EmbeddedTriton
     from inference.loader import construct, load_class
     from inference.runner import Runner
-    from inference.signature import Signature
     from inference.warmup import batch_sizes, warm_up
 
     reporter.progress(f"importing {spec.model}")
@@ -86,6 +90,8 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter) -> None:
     model.load(device)
 
     reporter.progress("starting Triton")
+    if not _uses_store(spec.tensor_store, signature):
+        os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
     triton = EmbeddedTriton(directory, spec.token)
     runner = Runner(model, signature, device, on_broken=_end_soon)
     triton.bind_model(signature, runner.handle)
@@ -127,6 +133,14 @@ def choose_device(wanted: str, uses_torch: bool) -> str:
     if index >= count:
         raise ReplicaError(f"device: expected one of {count} GPUs, got {wanted!r}; use `device: cpu` or `auto`")
     return f"cuda:{index}"
+
+
+def _uses_store(wanted: str, signature: Signature) -> bool:
+    """Whether tensors go through PyTriton's shared-memory store rather than inline, by the size of a full batch."""
+    if wanted != "auto":
+        return wanted == "on"
+    row_bytes = sum(row_size_bytes(spec, ASSUMED_DIMENSION) for spec in (*signature.inputs, *signature.outputs))
+    return row_bytes * signature.max_batch_size >= STORE_FROM_BYTES
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,5 @@
+"""``python -m app`` is ``headwater``."""
+
+from app.cli import main
+
+main()

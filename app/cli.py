@@ -1,0 +1,132 @@
+"""The command line: ``headwater serve`` and ``headwater check``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import app
+from app.config import Config, load_config, read_config
+from app.errors import ConfigError, StartError
+from app.logs import set_up_logging
+from app.openapi import example_body
+from inference.signature import Signature
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command; ends the process with its exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        status = int(options.run(options))
+    except (ConfigError, StartError) as error:
+        print(f"headwater: {error}", file=sys.stderr)
+        status = 1
+    sys.exit(status)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="headwater", description="Serve PyTorch models over HTTP, through PyTriton.")
+    parser.add_argument("--version", action="version", version=f"headwater {app.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve what a configuration names, or one model")
+    serve.add_argument("what", metavar="CONFIG | MODULE:CLASS", help="a YAML file, or a model such as my.models:Scale")
+    serve.add_argument("--host", help="address to listen on")
+    serve.add_argument("--port", type=int, help="port to listen on; 0 takes a free one")
+    serve.add_argument("--workers", type=int, help="gateway processes")
+    _add_set(serve)
+    serve.set_defaults(run=_serve)
+
+    check = commands.add_parser("check", help="check the environment, and a configuration if one is given")
+    check.add_argument("config", nargs="?", type=Path, metavar="CONFIG")
+    check.add_argument("--json", action="store_true", help="print JSON")
+    check.add_argument("--host")
+    check.add_argument("--port", type=int)
+    _add_set(check)
+    check.set_defaults(run=_check)
+    return parser
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", dest="fields",
+        help="set any field of the configuration, such as deployments.text.timeout_s=5; may be repeated",
+    )  # fmt: skip
+
+
+def _flags(options: argparse.Namespace) -> dict[str, Any]:
+    import yaml
+
+    flags: dict[str, Any] = {}
+    for pair in options.fields:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise ConfigError(f"flag --set: expected FIELD=VALUE, got {pair!r}")
+        flags[name] = yaml.safe_load(value)
+    for name in ("host", "port", "workers"):
+        if getattr(options, name, None) is not None:
+            flags[f"server.{name}"] = getattr(options, name)
+    return flags
+
+
+def _read(what: str, flags: dict[str, Any]) -> tuple[Config, tuple[str, ...]]:
+    """The configuration, and what to put first on the replicas' ``sys.path``."""
+    here = os.getcwd()
+    if ":" in what and not Path(what).exists():
+        name = what.rpartition(":")[2].lower()
+        content = {"deployments": {name: {"model": what}}}
+        return read_config(content, source=what, flags=flags), (here,)
+    folder = str(Path(what).resolve().parent)
+    return load_config(Path(what), flags=flags), tuple(dict.fromkeys((here, folder)))
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from app.supervisor import Supervisor
+
+    set_up_logging()
+    config, user_paths = _read(options.what, _flags(options))
+    return asyncio.run(Supervisor(config, user_paths, _announce).run())
+
+
+def _check(options: argparse.Namespace) -> int:
+    from app.check import check
+
+    return check(options.config, as_json=options.json, flags=_flags(options))
+
+
+def _announce(url: str, served: list[tuple[str, Signature | None, str]]) -> None:
+    """Print what is served, with a line to paste for each."""
+    print(f"\nHeadwater serves at {url}   (docs: {url}/docs)\n")
+    for name, signature, reason in served:
+        if signature is None:
+            print(f"  {name}: not served: {reason}\n")
+            continue
+        shapes = [", ".join(f"{spec.name} {spec.datatype}{_dims(spec.shape)}" for spec in side)
+                  for side in (signature.inputs, signature.outputs)]  # fmt: skip
+        print(f"  {name}: {shapes[0]} -> {shapes[1]}")
+        body = example_body(signature)
+        if body is not None:
+            print(f"    {_curl(f'{url}/v2/models/{name}/infer', body)}")
+        if signature.embedding is not None:
+            print(f"    {_curl(f'{url}/v1/embeddings', {'model': name, 'input': 'Rivers begin here.'})}")
+        print()
+    sys.stdout.flush()
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return "[rows, " + ", ".join("any" if dim < 0 else str(dim) for dim in shape) + "]"
+
+
+def _curl(url: str, body: dict[str, Any]) -> str:
+    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
+    return f"curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(text)}"

@@ -1,0 +1,111 @@
+"""The gateway: a FastAPI application over the models that a routing table names."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route
+
+import app
+from app.access_log import AccessLog
+from app.bodies import BodyReader
+from app.config import Server
+from app.errors import CallableFailed, HeadwaterError, MethodNotAllowed, NotFound
+from app.middleware import RequestContext
+from app.models import Models
+from app.openapi import openapi_schema
+from app.replies import Reply, error_reply
+from app.routes.docs import docs_routes
+from app.routes.embeddings import EmbeddingsEndpoint
+from app.routes.health import health_routes
+from app.routes.infer import InferEndpoint
+from app.routes.metadata import metadata_routes
+from app.routes.openai_models import openai_model_routes
+
+__all__ = ["create_app"]
+
+logger = logging.getLogger("headwater")
+
+
+def create_app(models: Models, server: Server) -> FastAPI:
+    """Make the application.
+
+    Args:
+        models: what to serve; may change while the application runs.
+        server: limits and switches.
+    """
+    gateway = FastAPI(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None)
+    gateway.openapi_version = "3.0.3"  # the newest that the bundled Swagger UI renders
+    gateway.add_middleware(RequestContext, access_log=AccessLog() if server.access_log else None)
+    gateway.add_exception_handler(HeadwaterError, _on_error)
+    gateway.add_exception_handler(HTTPException, _on_http_error)
+    gateway.add_exception_handler(Exception, _on_exception)
+
+    reader = BodyReader(server.max_body_bytes, server.body_timeout_s)
+    infer = InferEndpoint(models, reader)
+    # First, since they are asked for most.
+    gateway.router.routes[:0] = [
+        Route("/v2/models/{model}/infer", infer, methods=["POST"]),
+        Route("/v2/models/{model}/versions/{version}/infer", infer, methods=["POST"]),
+        Route("/v1/embeddings", EmbeddingsEndpoint(models, reader), methods=["POST"]),
+    ]
+    gateway.include_router(health_routes(models))
+    gateway.include_router(metadata_routes(models))
+    gateway.include_router(openai_model_routes(models))
+    docs_routes(gateway)
+
+    generated = gateway.openapi
+
+    def openapi() -> dict[str, Any]:
+        gateway.openapi_schema = None  # models come and go
+        return openapi_schema(generated(), models)
+
+    gateway.openapi = openapi  # type: ignore[method-assign]
+    return gateway
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HeadwaterError)
+    return _response(error_reply(error, request.url.path))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        reply = error_reply(
+            MethodNotAllowed(f"method {request.method}: not allowed on {path}; allowed: {allowed}"), path
+        )
+        return _response(reply, {"allow": allowed})
+    if error.status_code == 404:
+        return _response(error_reply(NotFound(f"route {path}: unknown; see /docs"), path))
+    reply = error_reply(CallableFailed(str(error.detail)), path)
+    reply.status = error.status_code
+    return _response(reply)
+
+
+async def _on_exception(request: Request, error: Exception) -> Response:
+    request_id = getattr(request.state, "request_id", "?")
+    logger.error("request %s failed in the gateway", request_id, exc_info=error)
+    reply = error_reply(
+        CallableFailed(f"internal error; the log has more under request id {request_id}"), request.url.path
+    )
+    return _response(reply, {"x-request-id": request_id})
+
+
+def _response(reply: Reply, headers: dict[str, str] | None = None) -> Response:
+    return _ReplyResponse(reply, headers or {})
+
+
+class _ReplyResponse(Response):
+    """A `Reply` where Starlette wants a Response."""
+
+    def __init__(self, reply: Reply, headers: dict[str, str]) -> None:
+        body, pairs = reply.content()
+        super().__init__(body, reply.status, headers)
+        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-type"] + pairs

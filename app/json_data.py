@@ -1,0 +1,235 @@
+"""An input's ``data`` in JSON: parsed by its datatype and packed into the protocol's binary form."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, Final
+
+import msgspec
+
+from app.errors import BadRequest
+from app.json_faults import PARSE_ERRORS, at, kind_of, shape_text, shown, split_path
+from inference.datatypes import DATATYPES
+from inference.signature import TensorSpec
+
+__all__ = ["JsonData"]
+
+_STRUCT_CODES: Final = {
+    "UINT16": "H",
+    "UINT32": "I",
+    "UINT64": "Q",
+    "INT8": "b",
+    "INT16": "h",
+    "INT32": "i",
+    "INT64": "q",
+    "FP32": "f",
+    "FP64": "d",
+}
+_LENGTH: Final = struct.Struct("<I")
+_NESTED: Final = re.compile(rb"\s*\[\s*\[")
+# A list of Python floats takes 32 bytes for the two of "1,". Longer lists are parsed in pieces of this many bytes, so
+# that a body of any size costs a small multiple of itself.
+_PIECE_BYTES: Final = 1 << 16
+_INT_RANGES: Final = {
+    f"{sign}INT{bits}": (0, 2**bits - 1) if sign else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    for sign in ("", "U")
+    for bits in (8, 16, 32, 64)
+}
+
+
+# What rounds to the largest float32 is no overflow, but whatever struct.pack refuses lies outside this.
+_FLOAT32_RANGE: Final = (-3.4028234663852886e38, 3.4028234663852886e38)
+
+
+class JsonData:
+    """Reads the ``data`` of one declared input; it may be flat or nested as the shape says."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self._name = spec.name
+        self._datatype = spec.datatype
+        self._code = _STRUCT_CODES.get(spec.datatype, "")
+        element: Any = {"BOOL": bool, "BYTES": str}.get(spec.datatype)
+        if element is None:
+            element = float if spec.datatype.startswith("FP") else int
+        # Everything that belongs to an element's text; what is left is the skeleton of brackets and commas.
+        self._text = b" \t\r\n" + (b"truefals" if element is bool else b"0123456789+-.eE")
+        self._flat: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[element])
+        nested: Any = element
+        for _ in range(1 + len(spec.shape)):
+            nested = list[nested]
+        self._nested: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(nested)
+        self._has_json = DATATYPES[spec.datatype].json
+
+    def pack(self, raw: msgspec.Raw, shape: Sequence[int], count: int, index: int) -> bytes:
+        """Parse and pack.
+
+        Args:
+            raw: the text of ``data``.
+            shape: the request's shape, already checked against the declared one.
+            count: its number of elements.
+            index: the input's place in the request, for messages.
+
+        Raises:
+            BadRequest: the elements don't fit the datatype or the shape.
+        """
+        if not self._has_json:
+            raise self._bad(
+                index,
+                "",
+                f"expected binary data, got JSON: {self._datatype} has no JSON form; send the bytes after the JSON and "
+                f'"parameters": {{"binary_data_size": {count * DATATYPES[self._datatype].size_bytes}}}',
+            )
+        text = memoryview(raw)
+        if len(text) > _PIECE_BYTES and self._datatype != "BYTES":
+            return self._pack_in_pieces(bytes(text), shape, count, index)
+        try:
+            values = self._flat.decode(text)
+        except PARSE_ERRORS as error:
+            if "got `array` - at `$[0]`" not in str(error):
+                raise self._unreadable(error, index, 0) from None
+            values = self._flatten(text, shape, index)
+        if len(values) != count:
+            raise self._miscounted(index, shape, count, len(values))
+        return self._pack(values, index, 0)
+
+    def _pack(self, values: list[Any], index: int, start: int) -> bytes:
+        try:
+            if self._code:
+                return struct.pack(f"<{len(values)}{self._code}", *values)
+            if self._datatype != "BYTES":
+                return bytes(values)  # BOOL and UINT8: an element is a byte
+            packed = bytearray()
+            for value in values:
+                element = value.encode()
+                packed += _LENGTH.pack(len(element))
+                packed += element
+            return bytes(packed)
+        except UnicodeEncodeError:
+            raise self._bad(index, "", "expected Unicode text, got a lone surrogate; send binary data") from None
+        except (struct.error, OverflowError, ValueError):
+            raise self._out_of_range(values, index, start) from None
+
+    def _pack_in_pieces(self, text: bytes, shape: Sequence[int], count: int, index: int) -> bytes:
+        if _NESTED.match(text):
+            if not _nested_as(text.translate(None, self._text), shape):
+                wanted = self._elements()
+                raise self._bad(
+                    index,
+                    "",
+                    f"expected {wanted}, flat or nested as shape {shape_text(shape)} says, got arrays nested in "
+                    f"another way, of unequal lengths, or with an element that isn't one of {wanted}",
+                )
+            text = b"[%b]" % text.translate(None, b"[]")
+        if not text.lstrip().startswith(b"["):
+            raise self._bad(index, "", f"expected an array of {self._elements()}, got a single value")
+        # The parser has seen that the text is valid JSON, and in a flat array of numbers every comma separates two.
+        pieces: list[bytes] = []
+        begin, end, got = text.index(b"[") + 1, text.rindex(b"]"), 0
+        while begin < end:
+            cut = text.find(b",", begin + _PIECE_BYTES, end)
+            cut = end if cut < 0 else cut
+            try:
+                values = self._flat.decode(b"[%b]" % text[begin:cut])
+            except PARSE_ERRORS as error:
+                raise self._unreadable(error, index, got) from None
+            pieces.append(self._pack(values, index, got))
+            got += len(values)
+            begin = cut + 1
+        if got != count:
+            raise self._miscounted(index, shape, count, got)
+        return b"".join(pieces)
+
+    def _flatten(self, text: memoryview, shape: Sequence[int], index: int) -> list[Any]:
+        try:
+            level: list[Any] = [self._nested.decode(text)]
+        except PARSE_ERRORS as error:
+            raise self._unreadable(error, index, 0, f", nested as shape {shape_text(shape)} says") from None
+        for axis, dim in enumerate(shape):
+            for place, part in enumerate(level):
+                if len(part) != dim:
+                    raise self._bad(
+                        index,
+                        _subscript(place, shape[:axis]),
+                        f"expected {dim} elements in every array along axis {axis} (shape {shape_text(shape)}), "
+                        f"got {len(part)}",
+                    )
+            level = list(chain.from_iterable(level))
+        return level
+
+    def _elements(self) -> str:
+        if self._datatype in ("BOOL", "BYTES"):
+            return "booleans" if self._datatype == "BOOL" else "strings"
+        return "numbers" if self._datatype.startswith("FP") else "integers"
+
+    def _bad(self, index: int, subscript: str, message: str) -> BadRequest:
+        return at(f"inputs[{index}].data{subscript}", self._name, message)
+
+    def _miscounted(self, index: int, shape: Sequence[int], count: int, got: int) -> BadRequest:
+        return self._bad(index, "", f"expected {count} elements (shape {shape_text(shape)}), got {got}")
+
+    def _unreadable(self, error: Exception, index: int, start: int, hint: str = "") -> BadRequest:
+        wanted = self._elements()
+        if isinstance(error, UnicodeDecodeError):
+            byte = error.object[error.start]
+            return self._bad(
+                index,
+                "",
+                f"expected strings in UTF-8, got byte 0x{byte:02x}; send the tensor as binary data "
+                "(parameters.binary_data_size)",
+            )
+        if isinstance(error, RecursionError):
+            return self._bad(index, "", f"expected an array of {wanted}, got arrays nested too deeply")
+        message, subscript = split_path(error)
+        if not isinstance(error, msgspec.ValidationError):
+            return self._bad(index, f"[{start}:]", f"expected a flat array of {wanted}, got another element among them")
+        if start and subscript:
+            subscript = f"[{start + int(subscript[1:-1])}]"
+        if "out of range" in message:
+            return self._bad(index, subscript, f"expected a number in {self._datatype}'s range, got one beyond it")
+        got = message.rpartition("got `")[2].rstrip("`")
+        if not subscript:
+            return self._bad(index, "", f"expected an array of {wanted}, got {kind_of(got)}")
+        came = "a number with a fraction or an exponent" if (wanted, got) == ("integers", "float") else kind_of(got)
+        if got == "array" and not hint:
+            hint = " in a flat array"
+        return self._bad(index, subscript, f"expected {_one(wanted)} ({self._datatype}){hint}, got {came}")
+
+    def _out_of_range(self, values: list[Any], index: int, start: int) -> BadRequest:
+        low, high = _INT_RANGES.get(self._datatype, _FLOAT32_RANGE)
+        place = next(place for place, value in enumerate(values) if not low <= value <= high)
+        return self._bad(
+            index,
+            f"[{start + place}]",
+            f"expected {self._datatype}, {low} to {high}, got {shown(values[place])}, out of range",
+        )
+
+
+def _one(wanted: str) -> str:
+    return f"an {wanted[:-1]}" if wanted == "integers" else f"a {wanted[:-1]}"
+
+
+def _subscript(place: int, shape: Sequence[int]) -> str:
+    """``place`` counts in C order over ``shape``: its ``[i][j]``."""
+    indices: list[str] = []
+    for dim in reversed(shape):
+        place, remainder = divmod(place, dim)
+        indices.append(f"[{remainder}]")
+    return "".join(reversed(indices))
+
+
+def _nested_as(skeleton: bytes, shape: Sequence[int]) -> bool:
+    """Whether brackets and commas are those of an array of that shape; allocates no more than ``skeleton`` has."""
+    rank = next((axis for axis, dim in enumerate(shape) if dim == 0), len(shape) - 1)
+    dims = shape[: rank + 1]  # an axis after one of size 0 leaves no trace
+    size = 0
+    for dim in reversed(dims):
+        size = 2 + dim * size + max(dim - 1, 0)
+    if size != len(skeleton):
+        return False
+    expected = b""
+    for dim in reversed(dims):
+        expected = b"[%b]" % (b",".join([expected] * dim) if expected else b"," * (dim - 1))
+    return expected == skeleton

@@ -1,0 +1,73 @@
+"""Around every request: a request id, the access log, a bound on headers. One pure ASGI class."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.access_log import AccessLog
+from app.errors import HeadersTooLarge
+from app.replies import error_reply
+
+__all__ = ["RequestContext"]
+
+MAX_HEADER_BYTES = 32 * 1024
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}\Z")
+
+
+class RequestContext:
+    """Gives each request an id (the client's own, if it sent a sound ``X-Request-Id``), and logs each answer once.
+
+    ``scope["state"]["request_id"]`` has the id; ``scope["state"]["note"]`` may be set to what the log should add.
+    """
+
+    def __init__(self, app: ASGIApp, access_log: AccessLog | None) -> None:
+        self._app = app
+        self._log = access_log
+        prefix = secrets.token_hex(6)
+        counter = itertools.count(1)
+        self._new_id: Callable[[], bytes] = lambda: f"{prefix}-{next(counter):x}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection's scope."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        request_id = b""
+        size_bytes = 0
+        for name, value in scope["headers"]:
+            size_bytes += len(name) + len(value)
+            if name == b"x-request-id" and _REQUEST_ID.match(value):
+                request_id = value
+        request_id = request_id or self._new_id()
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state["request_id"] = request_id.decode()
+        status = 0
+        complete = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                complete = True
+            await send(message)
+
+        try:
+            if size_bytes > MAX_HEADER_BYTES:
+                error = HeadersTooLarge(f"headers: expected at most {MAX_HEADER_BYTES} bytes, got {size_bytes}")
+                await error_reply(error, scope["path"])(scope, receive, send_with_id)
+            else:
+                await self._app(scope, receive, send_with_id)
+        finally:
+            if self._log is not None:
+                seen = state.get("status", status if complete else 499)
+                self._log.write(scope, seen, time.perf_counter() - started, state)

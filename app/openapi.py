@@ -1,0 +1,305 @@
+"""The OpenAPI schema: FastAPI's own, and for each model paths of its own with true schemas and an example."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from app.models import Models
+from inference.datatypes import DATATYPES
+from inference.signature import Signature, TensorSpec
+
+__all__ = ["example_body", "openapi_schema"]
+
+_ERRORS = {
+    400: "The request's content is wrong; the message names the field",
+    404: "Unknown model or route",
+    405: "Method not allowed",
+    408: "The body did not arrive in time",
+    413: "The body is over the limit",
+    415: "Content type or encoding not supported",
+    429: "The model's queue is full",
+    431: "The headers are over the limit",
+    500: "The model's callable failed",
+    503: "The model is loading, draining or crashed",
+    504: "The request's deadline passed",
+}
+_INTEGER_BOUNDS = {
+    name: (-(1 << (8 * size - 1)), (1 << (8 * size - 1)) - 1) if name.startswith("INT") else (0, (1 << 8 * size) - 1)
+    for name, size in ((row.name, row.size_bytes) for row in DATATYPES.values())
+    if "INT" in name
+}
+
+
+def openapi_schema(generated: dict[str, Any], models: Models) -> dict[str, Any]:
+    """Add the models' paths, and the documented errors of every path, to what FastAPI generated."""
+    schema = copy.deepcopy(generated)
+    schema["info"]["description"] = "PyTorch models over HTTP: the Open Inference Protocol and OpenAI's embeddings."
+    paths = schema["paths"]
+    embedders = []
+    for model in models:
+        signature = model.route.signature
+        if signature is None:
+            continue
+        if signature.embedding is not None:
+            embedders.append(signature.name)
+        paths[f"/v2/models/{signature.name}/infer"] = {"post": _infer_operation(signature)}
+    if embedders:
+        paths["/v1/embeddings"] = {"post": _embeddings_operation(embedders)}
+    for path, operations in paths.items():
+        for operation in operations.values():
+            _document_errors(path, operation)
+    schema.get("components", {}).get("schemas", {}).clear()
+    schema.setdefault("components", {}).setdefault("schemas", {}).update(_error_schemas())
+    return schema
+
+
+def example_body(signature: Signature) -> dict[str, Any] | None:
+    """A request in JSON that the model answers; None if an input has no JSON form."""
+    row = signature.example_row()
+    inputs = []
+    for spec in signature.inputs:
+        if spec.name in row:
+            if not DATATYPES[spec.datatype].json:
+                return None
+            flat, shape = _flatten(row[spec.name])
+            inputs.append({"name": spec.name, "datatype": spec.datatype, "shape": [1, *shape], "data": flat})
+    body: dict[str, Any] = {"inputs": inputs}
+    in_json = [spec.name for spec in signature.outputs if DATATYPES[spec.datatype].json]
+    if len(in_json) < len(signature.outputs):
+        body["outputs"] = [
+            {"name": spec.name, "parameters": {"binary_data": not DATATYPES[spec.datatype].json}}
+            for spec in signature.outputs
+        ]
+    return body
+
+
+def _flatten(value: Any) -> tuple[list[Any], list[int]]:
+    shape = []
+    flat = [value]
+    while isinstance(flat[0], (list, tuple)):
+        shape.append(len(flat[0]))
+        flat = [item for part in flat for item in part]
+        if not flat:
+            break
+    return flat, shape
+
+
+def _infer_operation(signature: Signature) -> dict[str, Any]:
+    body: dict[str, Any] = {"schema": _request_schema(signature)}
+    example = example_body(signature)
+    if example is not None:
+        body["example"] = example
+    tensors = ", ".join(_described(spec) for spec in signature.inputs)
+    outputs = ", ".join(_described(spec) for spec in signature.outputs)
+    return {
+        "tags": ["inference"],
+        "summary": f"Infer with {signature.name}",
+        "description": f"{signature.description}\n\nInputs: {tensors}. Outputs: {outputs}. "
+        f"Up to {signature.max_batch_size} rows share a call of the model.",
+        "operationId": f"infer_{signature.name}",
+        "requestBody": {"required": True, "content": {"application/json": body}},
+        "responses": {
+            "200": {
+                "description": "The outputs",
+                "content": {
+                    "application/json": {"schema": _response_schema(signature)},
+                    "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+                },
+            }
+        },
+    }
+
+
+def _described(spec: TensorSpec) -> str:
+    dims = ", ".join(["rows", *("any" if dim < 0 else str(dim) for dim in spec.shape)])
+    return f"`{spec.name}` {spec.datatype} [{dims}]{' (optional)' if spec.optional else ''}"
+
+
+def _element_schema(datatype: str) -> dict[str, Any]:
+    if datatype == "BOOL":
+        return {"type": "boolean"}
+    if datatype == "BYTES":
+        return {"type": "string"}
+    if datatype in _INTEGER_BOUNDS:
+        low, high = _INTEGER_BOUNDS[datatype]
+        return {"type": "integer", "minimum": low, "maximum": high}
+    return {"type": "number"}
+
+
+def _request_schema(signature: Signature) -> dict[str, Any]:
+    inputs = [_input_schema(spec) for spec in signature.inputs]
+    needed = sum(not spec.optional for spec in signature.inputs)
+    parameters: dict[str, Any] = {
+        "binary_data_output": {"type": "boolean"},
+        "priority": {"type": "integer", "minimum": 0, "description": "1 is the most urgent; 0 is the default"},
+        "timeout": {"type": "integer", "minimum": 0, "description": "The request's own deadline in microseconds"},
+    }
+    for parameter in signature.parameters:
+        kind = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}[parameter.type]
+        entry: dict[str, Any] = {"type": kind, "default": parameter.default, "description": parameter.description}
+        if parameter.minimum is not None:
+            entry["minimum"] = parameter.minimum
+        if parameter.maximum is not None:
+            entry["maximum"] = parameter.maximum
+        if parameter.choices is not None:
+            entry["enum"] = list(parameter.choices)
+        parameters[parameter.name] = entry
+    return {
+        "type": "object",
+        "required": ["inputs"],
+        "additionalProperties": False,
+        "properties": {
+            "id": {"type": "string", "maxLength": 1000},
+            "inputs": {
+                "type": "array",
+                "minItems": needed,
+                "maxItems": len(inputs),
+                "items": inputs[0] if len(inputs) == 1 else {"oneOf": inputs},
+            },
+            "outputs": {
+                "type": "array",
+                "maxItems": len(signature.outputs),
+                "items": {
+                    "type": "object",
+                    "required": ["name"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "name": {"type": "string", "enum": [spec.name for spec in signature.outputs]},
+                        "parameters": {
+                            "type": "object",
+                            "additionalProperties": False,
+                            "properties": {"binary_data": {"type": "boolean"}},
+                        },
+                    },
+                },
+            },
+            "parameters": {"type": "object", "additionalProperties": False, "properties": parameters},
+        },
+    }
+
+
+def _input_schema(spec: TensorSpec) -> dict[str, Any]:
+    rank = len(spec.shape) + 1
+    return {
+        "type": "object",
+        "title": spec.name,
+        "required": ["name", "datatype", "shape", "data"],
+        "additionalProperties": False,
+        "properties": {
+            "name": {"type": "string", "enum": [spec.name]},
+            "datatype": {"type": "string", "enum": [spec.datatype]},
+            "shape": {
+                "type": "array",
+                "items": {"type": "integer", "minimum": 0},
+                "minItems": rank,
+                "maxItems": rank,
+                "description": f"{_described(spec)}, batch axis first",
+            },
+            "data": {
+                "type": "array",
+                "items": _element_schema(spec.datatype),
+                "description": "Elements in C order; lists nested by the shape are taken too",
+            },
+        },
+    }
+
+
+def _response_schema(signature: Signature) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "required": ["model_name", "model_version", "outputs"],
+        "properties": {
+            "id": {"type": "string"},
+            "model_name": {"type": "string", "enum": [signature.name]},
+            "model_version": {"type": "string"},
+            "outputs": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "required": ["name", "datatype", "shape"],
+                    "properties": {
+                        "name": {"type": "string", "enum": [spec.name for spec in signature.outputs]},
+                        "datatype": {"type": "string"},
+                        "shape": {"type": "array", "items": {"type": "integer"}},
+                        "data": {"type": "array", "items": {}},
+                        "parameters": {"type": "object"},
+                    },
+                },
+            },
+        },
+    }
+
+
+def _embeddings_operation(models: list[str]) -> dict[str, Any]:
+    return {
+        "tags": ["openai"],
+        "summary": "Embeddings, as OpenAI's API has them",
+        "operationId": "embeddings",
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {
+                    "schema": {
+                        "type": "object",
+                        "required": ["model", "input"],
+                        "additionalProperties": False,
+                        "properties": {
+                            "model": {"type": "string", "enum": models},
+                            "input": {
+                                "oneOf": [
+                                    {"type": "string"},
+                                    {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                                ]
+                            },
+                            "encoding_format": {"type": "string", "enum": ["float", "base64"]},
+                            "dimensions": {"type": "integer", "minimum": 1},
+                            "user": {"type": "string"},
+                        },
+                    },
+                    "example": {"model": models[0], "input": ["The harbour lay still.", "Boats slept in the port."]},
+                }
+            },
+        },
+        "responses": {
+            "200": {
+                "description": "One embedding a text, in order",
+                "content": {"application/json": {"schema": {"type": "object"}}},
+            }
+        },
+    }
+
+
+def _document_errors(path: str, operation: dict[str, Any]) -> None:
+    kind = "OpenAIError" if path.startswith("/v1/") else "Error"
+    operation["responses"].pop("422", None)
+    for status, description in _ERRORS.items():
+        operation["responses"].setdefault(
+            str(status),
+            {
+                "description": description,
+                "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind}"}}},
+            },
+        )
+
+
+def _error_schemas() -> dict[str, Any]:
+    return {
+        "Error": {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}},
+        "OpenAIError": {
+            "type": "object",
+            "required": ["error"],
+            "properties": {
+                "error": {
+                    "type": "object",
+                    "required": ["message", "type"],
+                    "properties": {
+                        "message": {"type": "string"},
+                        "type": {"type": "string"},
+                        "param": {"type": "string", "nullable": True},
+                        "code": {"type": "integer", "nullable": True},
+                    },
+                }
+            },
+        },
+    }

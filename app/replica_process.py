@@ -1,0 +1,214 @@
+"""One replica as the supervisor sees it: a guardian process, its status lines, its log."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from app.config import Deployment
+from app.routing import ReplicaRoute
+from app.sweep import Journal, sweep_replica
+from inference.environment import library_path
+from inference.handshake import ReplicaSpec, ReplicaStatus
+from inference.signature import Signature
+
+__all__ = ["ReplicaProcess"]
+
+LOG_LINES_KEPT = 50
+
+
+class ReplicaProcess:
+    """Starts a replica and follows it to its end. Everything happens in the supervisor's event loop.
+
+    Args:
+        name: the deployment's.
+        id: unique; also the name of the replica's folder.
+        deployment: its configuration.
+        instance: the instance's folder.
+        user_paths: put first on the replica's ``sys.path``.
+        on_progress: called with each stage of the start.
+        on_log: called with each line that the replica writes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        id: str,
+        deployment: Deployment,
+        instance: Path,
+        user_paths: tuple[str, ...],
+        *,
+        on_progress: Callable[[str], None],
+        on_log: Callable[[str], None],
+    ) -> None:
+        self.id = id
+        self.directory = instance / id
+        self.token = secrets.token_urlsafe(24)
+        self.signature: Signature | None = None
+        self.facts: dict[str, str] = {}
+        self.reason = ""
+        """Why it failed or ended, as far as known."""
+        self.leftovers: list[str] = []
+        """What could not be swept."""
+        self.log: collections.deque[str] = collections.deque(maxlen=LOG_LINES_KEPT)
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[bool] = loop.create_future()
+        """True once it serves; False if it ends before."""
+        self.ending = asyncio.Event()
+        """Set as soon as it can't be used any more."""
+        self._name = name
+        self._deployment = deployment
+        self._user_paths = user_paths
+        self._on_progress = on_progress
+        self._on_log = on_log
+        self._command_fd: int | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the guardian, which starts the replica. Whoever reaps the guardian must call `ended`."""
+        self.directory.mkdir(mode=0o700)
+        (self.directory / "tmp").mkdir(mode=0o700)
+        status_read, status_write = os.pipe()
+        command_read, self._command_fd = os.pipe()
+        output_read, output_write = os.pipe()
+        self._write_spec(status_write)
+        guardian = subprocess.Popen(
+            [
+                sys.executable, "-m", "app.guardian", self._name, str(self.directory), str(status_write),
+                str(command_read), "--", sys.executable, "-m", "inference.replica", self._name, str(self.directory),
+            ],
+            cwd=self.directory,  # neither sees what lies in the user's folder
+            env=self._environment(),
+            pass_fds=(status_write, command_read),
+            stdin=subprocess.DEVNULL,
+            stdout=output_write,
+            stderr=output_write,
+            start_new_session=True,
+        )  # fmt: skip
+        for fd in (status_write, command_read, output_write):
+            os.close(fd)
+        self._tasks = [
+            asyncio.create_task(_read_lines(status_read, self._take_status)),
+            asyncio.create_task(_read_lines(output_read, self._take_log)),
+        ]
+        return guardian
+
+    def stop(self) -> None:
+        """Ask for an orderly end: the callable's `unload()` runs first."""
+        if self._command_fd is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._command_fd, b"stop\n")
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._command_fd is not None:
+            os.close(self._command_fd)
+            self._command_fd = None
+
+    async def ended(self) -> None:
+        """Take in what the guardian said last; to be called when it has been reaped."""
+        if self.directory.exists():
+            # The guardian was killed itself. Its work is done here: the group first, since it holds our pipes open.
+            self._mark_ending()
+            self.reason = self.reason or "its guardian was killed"
+            host_pid = Journal(self.directory).host_pid
+            if host_pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(host_pid, signal.SIGKILL)
+            await asyncio.gather(*self._tasks)
+            self.leftovers = sweep_replica(self.directory)
+        await asyncio.gather(*self._tasks)
+        self._mark_ending()
+        self.kill()
+
+    def route(self) -> ReplicaRoute:
+        """How gateway workers reach it."""
+        return ReplicaRoute(self.id, str(self.directory / "h"), self.token)
+
+    def _write_spec(self, status_fd: int) -> None:
+        deployment = self._deployment
+        spec = ReplicaSpec(
+            name=self._name,
+            model=deployment.model,
+            token=self.token,
+            status_fd=status_fd,
+            user_paths=self._user_paths,
+            working_dir=os.getcwd(),
+            options=deployment.options,
+            max_batch_size=deployment.batching.max_batch_size,
+            device=deployment.device,
+            threads=deployment.threads,
+            tensor_store=deployment.tensor_store,
+            warmup_batch_sizes=deployment.warmup_batch_sizes,
+            load_timeout_s=deployment.load_timeout_s,
+        )
+        path = self.directory / "spec.json"
+        path.touch(mode=0o600)
+        path.write_bytes(msgspec.json.encode(spec))
+
+    def _environment(self) -> dict[str, str]:
+        environment = dict(os.environ)
+        environment["PYTHONUNBUFFERED"] = "1"
+        environment["TMPDIR"] = str(self.directory / "tmp")
+        if self._deployment.threads is not None:
+            for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR"):
+                environment[f"{library}_NUM_THREADS"] = str(self._deployment.threads)
+        environment.update(self._deployment.environment)
+        environment["LD_LIBRARY_PATH"] = library_path(environment)
+        return environment
+
+    def _take_status(self, line: str) -> None:
+        status = msgspec.json.decode(line, type=ReplicaStatus)
+        if status.event == "progress":
+            self._on_progress(status.text)
+        elif status.event == "ready":
+            self.signature = msgspec.convert(status.signature, Signature)
+            self.facts = status.facts
+            if not self.ready.done():
+                self.ready.set_result(True)
+        elif status.event == "failed":
+            self.reason = status.text
+        elif status.event == "ending":
+            self.reason = self.reason or status.text
+            self._mark_ending()
+        elif status.event == "ended":
+            self.leftovers = status.leftovers
+
+    def _take_log(self, line: str) -> None:
+        self.log.append(line)
+        self._on_log(line)
+
+    def _mark_ending(self) -> None:
+        self.ending.set()
+        if not self.ready.done():
+            self.ready.set_result(False)
+
+
+async def _read_lines(fd: int, take: Callable[[str], None]) -> None:
+    """Call ``take`` with each line from a pipe, until its other end is closed everywhere."""
+    reader = asyncio.StreamReader(limit=1024 * 1024)
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0)
+    )
+    try:
+        while True:
+            try:
+                line = await reader.readline()
+            except ValueError:  # longer than the limit: what was read so far is dropped
+                continue
+            if not line:
+                return
+            take(line.decode(errors="replace").rstrip("\n"))
+    finally:
+        transport.close()

@@ -1,0 +1,164 @@
+"""The body of the answer to ``POST /v2/models/{m}/infer``, laid out as Triton does.
+
+Source: the Open Inference Protocol's inference response, and Triton's binary tensor data extension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import orjson
+
+from app.errors import CallableFailed
+from app.json_faults import at, no_json_form
+from app.tensors import InferRequest, RawTensor, Scalar
+from inference.datatypes import DATATYPES, Datatype, unpack_bytes
+from inference.signature import Signature
+
+__all__ = ["ResponseEncoder"]
+
+_NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
+
+
+class _Declared(NamedTuple):
+    datatype: Datatype
+    head: bytes
+    """The output's JSON up to its shape."""
+
+
+class ResponseEncoder:
+    """Encodes the answers of one model. Holds tables only, so any number of tasks may share it.
+
+    Args:
+        signature: the model's name and outputs.
+    """
+
+    def __init__(self, signature: Signature) -> None:
+        self._model = b'"model_name":%b,"model_version":"1",' % orjson.dumps(signature.name)
+        self._outputs = {
+            spec.name: _Declared(
+                DATATYPES[spec.datatype],
+                b'{"name":%b,"datatype":"%b","shape":' % (orjson.dumps(spec.name), spec.datatype.encode()),
+            )
+            for spec in signature.outputs
+        }
+
+    def encode(
+        self,
+        request: InferRequest,
+        outputs: Mapping[str, RawTensor],
+        parameters: Mapping[str, Scalar] | None = None,
+    ) -> tuple[list[bytes | memoryview], int | None]:
+        """Encode one answer.
+
+        Args:
+            request: what was asked; its ``outputs`` decide which outputs are written, in which order and form.
+            outputs: the model's outputs by name; those that were not asked for are left out.
+            parameters: the response's own parameters, if it has any.
+
+        Returns:
+            The body in pieces, the first of which is the JSON; and, if any output is binary, the JSON's length for
+            the header ``Inference-Header-Content-Length``, otherwise None. Binary pieces are the outputs' own bytes.
+
+        Raises:
+            BadRequest: an output was wanted in JSON and has no JSON form.
+            CallableFailed: an output that was asked for is not there, or its bytes contradict its declaration.
+        """
+        parts = [b"{"]
+        if request.id:
+            parts.append(b'"id":%b,' % orjson.dumps(request.id))
+        parts.append(self._model)
+        if parameters:
+            parts.append(b'"parameters":%b,' % orjson.dumps(dict(parameters)))
+        parts.append(b'"outputs":[')
+        chunks: list[bytes | memoryview] = [b""]
+        separator = b""
+        binary = False
+        for wish in request.outputs:
+            declared = self._outputs[wish.name]
+            tensor = outputs.get(wish.name)
+            if tensor is None:
+                raise CallableFailed(f"output {wish.name!r}: expected {declared.datatype.name}, got no such output")
+            size_bytes = _check(wish.name, tensor, declared.datatype)
+            shape = orjson.dumps(tensor.shape)
+            if wish.binary:
+                binary = True
+                parts.append(
+                    b'%b%b%b,"parameters":{"binary_data_size":%d}}' % (separator, declared.head, shape, size_bytes)
+                )
+                chunks.append(tensor.data)
+            else:
+                data = _json(wish.name, tensor, declared.datatype)
+                parts += (separator, declared.head, shape, b',"data":', data, b"}")
+            separator = b","
+        parts.append(b"]}")
+        chunks[0] = text = b"".join(parts)
+        return chunks, len(text) if binary else None
+
+
+def _check(name: str, tensor: RawTensor, datatype: Datatype) -> int:
+    """The tensor's size in bytes, once it is known to agree with its shape and declared datatype."""
+    data = tensor.data
+    size_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
+    if tensor.datatype != datatype.name:
+        raise CallableFailed(f"output {name!r}, datatype: expected {datatype.name}, got {tensor.datatype}")
+    if datatype.size_bytes and size_bytes != (expected := math.prod(tensor.shape) * datatype.size_bytes):
+        raise CallableFailed(
+            f"output {name!r}: expected {expected} bytes for {datatype.name} of shape {list(tensor.shape)}, "
+            f"got {size_bytes}"
+        )
+    return size_bytes
+
+
+def _json(name: str, tensor: RawTensor, datatype: Datatype) -> bytes:
+    """The tensor's elements as a flat JSON array."""
+    if not datatype.json:
+        raise no_json_form("outputs", name, datatype.name)
+    if datatype.size_bytes == 0:
+        return _strings(name, tensor)
+    values = np.frombuffer(tensor.data, datatype.numpy)
+    text = orjson.dumps(values, option=_NUMPY)
+    # orjson writes null for what JSON lacks, which tells faster than np.isfinite that there is some.
+    if datatype.numpy.kind == "f" and b"n" in text:
+        return _not_finite(text, values)
+    return text
+
+
+def _not_finite(text: bytes, values: np.ndarray[Any, np.dtype[Any]]) -> bytes:
+    """Replace each null by the literal that Triton writes (and that Python's json reads)."""
+    literals = iter(
+        [
+            b"NaN" if np.isnan(value) else b"Infinity" if value > 0 else b"-Infinity"
+            for value in values[~np.isfinite(values)]
+        ]
+    )
+    first, *rest = text.split(b"null")
+    pieces = [first]
+    for piece in rest:
+        pieces += (next(literals), piece)
+    return b"".join(pieces)
+
+
+def _strings(name: str, tensor: RawTensor) -> bytes:
+    try:
+        elements = unpack_bytes(tensor.data)
+    except ValueError as error:
+        raise CallableFailed(f"output {name!r}, {error}") from None
+    if len(elements) != math.prod(tensor.shape):
+        raise CallableFailed(
+            f"output {name!r}: expected {math.prod(tensor.shape)} elements for shape {list(tensor.shape)}, "
+            f"got {len(elements)}"
+        )
+    try:
+        return orjson.dumps([element.decode() for element in elements])
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise at(
+            "outputs",
+            name,
+            f"expected UTF-8 text, to write it as JSON strings, got byte 0x{byte:02x}; ask for binary data: "
+            '"parameters": {"binary_data": true} on the output',
+        ) from None

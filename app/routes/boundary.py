@@ -1,0 +1,40 @@
+"""The boundary of a request: every error becomes an answer here."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+
+from starlette.types import Receive, Scope, Send
+
+from app.errors import CallableFailed, ClientGone, HeadwaterError
+from app.replies import Reply, error_reply
+
+__all__ = ["Endpoint"]
+
+logger = logging.getLogger("headwater")
+
+
+class Endpoint(ABC):
+    """A raw ASGI endpoint: below FastAPI's own layers, for the routes that are called thousands of times a second."""
+
+    @abstractmethod
+    async def answer(self, scope: Scope, receive: Receive) -> Reply:
+        """Compute the answer. Any `HeadwaterError` becomes the answer that its class says."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        state = scope["state"]
+        try:
+            reply = await self.answer(scope, receive)
+        except ClientGone as error:
+            state["status"] = error.status
+            return
+        except HeadwaterError as error:
+            state["note"] = error.message[:200]
+            reply = error_reply(error, scope["path"])
+        except Exception:
+            logger.exception("request %s failed in the gateway", state["request_id"])
+            error = CallableFailed(f"internal error; the log has more under request id {state['request_id']}")
+            reply = error_reply(error, scope["path"])
+        await reply(scope, receive, send)

@@ -1,0 +1,32 @@
+"""``/docs``: Swagger UI from files of our own, so that it works without the internet; ``/`` leads there."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.responses import HTMLResponse, RedirectResponse
+from starlette.staticfiles import StaticFiles
+from swagger_ui_bundle import swagger_ui_path
+
+__all__ = ["docs_routes"]
+
+ASSETS = "/docs/assets"
+
+
+def docs_routes(gateway: FastAPI) -> None:
+    """Add the routes."""
+    gateway.mount(ASSETS, StaticFiles(directory=swagger_ui_path), name="docs-assets")
+
+    @gateway.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(
+            openapi_url="/openapi.json",
+            title="Headwater",
+            swagger_js_url=f"{ASSETS}/swagger-ui-bundle.js",
+            swagger_css_url=f"{ASSETS}/swagger-ui.css",
+            swagger_favicon_url=f"{ASSETS}/favicon-32x32.png",
+        )
+
+    @gateway.get("/", include_in_schema=False)
+    async def root() -> RedirectResponse:
+        return RedirectResponse("/docs")

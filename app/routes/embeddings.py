@@ -1,0 +1,135 @@
+"""``POST /v1/embeddings``: OpenAI's API over a model that declares an `inference.Embedding`."""
+
+from __future__ import annotations
+
+import base64
+from typing import Literal
+
+import msgspec
+import numpy as np
+import orjson
+from starlette.types import Receive, Scope
+
+from app.bodies import BodyReader
+from app.disconnects import DisconnectWatch
+from app.errors import BadRequest
+from app.models import Models
+from app.replies import Reply
+from app.routes.boundary import Endpoint
+from app.tensors import InferRequest, OutputWish, RawTensor, Scalar
+from inference.datatypes import pack_bytes
+from inference.errors import DeclarationError
+from inference.signature import EmbeddingSpec, Signature
+
+__all__ = ["EmbeddingsEndpoint"]
+
+_JSON = (b"content-type", b"application/json")
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    input: msgspec.Raw
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    """A label of the client's own end user; it changes nothing here."""
+
+
+class EmbeddingsEndpoint(Endpoint):
+    """Embeds texts."""
+
+    def __init__(self, models: Models, reader: BodyReader) -> None:
+        self._models = models
+        self._reader = reader
+
+    async def answer(self, scope: Scope, receive: Receive) -> Reply:
+        """See `Endpoint.answer`."""
+        raw, _ = await self._reader.read(scope, receive)
+        body = _decode(raw)
+        model = self._models.embedding(body.model)
+        signature = model.dispatcher.check_ready()
+        assert signature.embedding is not None
+        texts = _texts(body.input)
+        request = _request(signature, signature.embedding, texts, body.dimensions)
+        async with DisconnectWatch(receive):
+            outputs = await model.dispatcher.infer(request)
+        vectors = outputs[signature.embedding.output]
+        tokens = 0
+        if signature.embedding.tokens is not None:
+            tokens = int(np.frombuffer(outputs[signature.embedding.tokens].data, "<i4").sum())
+        scope["state"]["note"] = f"rows={len(texts)}"
+        return Reply(200, [_answer(body, vectors, tokens)], [_JSON])
+
+
+def _decode(raw: bytes) -> _Body:
+    try:
+        return msgspec.json.decode(raw, type=_Body)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        field = path.rstrip("`").lstrip(".") or None
+        raise BadRequest(f"{field or 'body'}: {message[:1].lower()}{message[1:]}", field=field) from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(f"body: expected a JSON object: {error}", field="body") from error
+
+
+def _texts(raw: msgspec.Raw) -> list[str]:
+    try:
+        value = msgspec.json.decode(raw, type=str | list[str])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise BadRequest(
+            "input: expected a string or a list of strings (lists of token ids are not supported by this model): "
+            f"{error}",
+            field="input",
+        ) from error
+    texts = [value] if isinstance(value, str) else value
+    if not texts:
+        raise BadRequest("input: expected at least one string, got an empty list", field="input")
+    return texts
+
+
+def _request(signature: Signature, spec: EmbeddingSpec, texts: list[str], dimensions: int | None) -> InferRequest:
+    row_parameters: dict[str, Scalar] = {
+        parameter.name: parameter.default for parameter in signature.parameters if parameter.per == "row"
+    }
+    if dimensions is not None:
+        chosen = next((item for item in signature.parameters if item.name == spec.dimensions), None)
+        if chosen is None:
+            raise BadRequest(
+                f"dimensions: model `{signature.name}` has embeddings of one length only; leave it out",
+                field="dimensions",
+            )
+        try:
+            row_parameters[chosen.name] = chosen.check(dimensions)
+        except DeclarationError as error:
+            raise BadRequest(f"dimensions: {error}", field="dimensions") from error
+    wanted = [spec.output] if spec.tokens is None else [spec.output, spec.tokens]
+    return InferRequest(
+        id="",
+        inputs={spec.input: RawTensor("BYTES", (len(texts), 1), pack_bytes(text.encode() for text in texts))},
+        rows=len(texts),
+        outputs=[OutputWish(name, binary=True) for name in wanted],
+        batch_parameters={item.name: item.default for item in signature.parameters if item.per == "batch"},
+        row_parameters=row_parameters,
+    )
+
+
+def _answer(body: _Body, vectors: RawTensor, tokens: int) -> bytes:
+    rows, length = vectors.shape
+    array = np.frombuffer(vectors.data, "<f4").reshape(rows, length)
+    embeddings: list[object]
+    if body.encoding_format == "base64":
+        embeddings = [base64.b64encode(array[row].tobytes()).decode() for row in range(rows)]
+    else:
+        embeddings = [array[row] for row in range(rows)]
+    return orjson.dumps(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": embedding}
+                for index, embedding in enumerate(embeddings)
+            ],
+            "model": body.model,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        },
+        option=orjson.OPT_SERIALIZE_NUMPY,
+    )

@@ -1,0 +1,37 @@
+"""Health: live is not ready is not model ready."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from app.errors import Unavailable
+from app.models import Models
+from app.routing import State
+
+__all__ = ["health_routes"]
+
+
+def health_routes(models: Models) -> APIRouter:
+    """``/v2/health/live``, ``/v2/health/ready`` and ``/v2/models/{model}/ready``."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/v2/health/live", summary="Whether the gateway answers")
+    async def live() -> Response:
+        return Response()
+
+    @router.get("/v2/health/ready", summary="Whether every model is ready")
+    async def ready() -> Response:
+        if models.is_draining:
+            raise Unavailable("the server is stopping")
+        waiting = [model.route for model in models if model.route.state is not State.READY]
+        if waiting:
+            raise Unavailable("; ".join(f"model `{route.name}` is {route.state.value}: {route.reason}" for route in waiting))
+        return Response()
+
+    @router.get("/v2/models/{model}/ready", summary="Whether the model is ready")
+    @router.get("/v2/models/{model}/versions/{version}/ready", include_in_schema=False)
+    async def model_ready(model: str, version: str | None = None) -> Response:
+        models.get(model, version).dispatcher.check_ready()
+        return Response()
+
+    return router

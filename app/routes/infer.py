@@ -1,0 +1,52 @@
+"""``POST /v2/models/{model}/infer``: JSON, and the binary tensor extension both ways."""
+
+from __future__ import annotations
+
+from starlette.types import Receive, Scope
+
+from app.bodies import BodyReader
+from app.disconnects import DisconnectWatch
+from app.errors import BadRequest
+from app.models import Models
+from app.replies import Reply
+from app.routes.boundary import Endpoint
+
+__all__ = ["InferEndpoint"]
+
+_JSON = (b"content-type", b"application/json")
+_OCTETS = (b"content-type", b"application/octet-stream")
+
+
+class InferEndpoint(Endpoint):
+    """Infers."""
+
+    def __init__(self, models: Models, reader: BodyReader) -> None:
+        self._models = models
+        self._reader = reader
+
+    async def answer(self, scope: Scope, receive: Receive) -> Reply:
+        """See `Endpoint.answer`."""
+        path = scope["path_params"]
+        model = self._models.get(path["model"], path.get("version"))
+        decoder, encoder = model.codecs()
+        body, headers = await self._reader.read(scope, receive)
+        request = decoder.decode(body, _header_length(headers))
+        async with DisconnectWatch(receive):
+            outputs = await model.dispatcher.infer(request)
+        pieces, json_length = encoder.encode(request, outputs)
+        scope["state"]["note"] = f"rows={request.rows}"
+        if json_length is None:
+            return Reply(200, pieces, [_JSON])
+        return Reply(200, pieces, [_OCTETS, (b"inference-header-content-length", b"%d" % json_length)])
+
+
+def _header_length(headers: dict[bytes, bytes]) -> int | None:
+    value = headers.get(b"inference-header-content-length")
+    if value is None:
+        return None
+    if not value.isdigit() or len(value) > 18:
+        raise BadRequest(
+            "header Inference-Header-Content-Length: expected the JSON part's length in bytes, "
+            f"got {value[:40].decode('latin-1')!r}"
+        )
+    return int(value)

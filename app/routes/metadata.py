@@ -1,0 +1,122 @@
+"""What is served: the server's and the models' metadata, configurations, statistics, and the repository index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+import app
+from app.models import VERSION, Models, ServedModel
+from inference.datatypes import DATATYPES
+from inference.signature import Signature, TensorSpec
+
+__all__ = ["metadata_routes"]
+
+EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "parameters", "schedule_policy", "statistics"]
+
+
+def metadata_routes(models: Models) -> APIRouter:
+    """The Open Inference Protocol's metadata routes and Triton's extensions of them."""
+    router = APIRouter(tags=["models"])
+
+    @router.get("/v2", summary="The server's name, version and protocol extensions")
+    async def server() -> JSONResponse:
+        return JSONResponse({"name": "headwater", "version": app.__version__, "extensions": EXTENSIONS})
+
+    @router.get("/v2/models/stats", summary="Statistics of all models")
+    async def all_statistics() -> JSONResponse:
+        return JSONResponse({"model_stats": [_statistics(model) for model in models]})
+
+    @router.get("/v2/models/{model}", summary="The model's inputs and outputs")
+    @router.get("/v2/models/{model}/versions/{version}", include_in_schema=False)
+    async def metadata(model: str, version: str | None = None) -> JSONResponse:
+        return JSONResponse(_metadata(models.get(model, version).dispatcher.check_ready()))
+
+    @router.get("/v2/models/{model}/config", summary="The model's configuration, in Triton's form")
+    @router.get("/v2/models/{model}/versions/{version}/config", include_in_schema=False)
+    async def config(model: str, version: str | None = None) -> JSONResponse:
+        return JSONResponse(_config(models.get(model, version)))
+
+    @router.get("/v2/models/{model}/stats", summary="The model's statistics, of the worker that answers")
+    @router.get("/v2/models/{model}/versions/{version}/stats", include_in_schema=False)
+    async def statistics(model: str, version: str | None = None) -> JSONResponse:
+        return JSONResponse({"model_stats": [_statistics(models.get(model, version))]})
+
+    @router.get("/v2/repository/index", summary="All models and their states")
+    async def index() -> JSONResponse:
+        return JSONResponse([_index_entry(model) for model in models])
+
+    # Triton's form of the same; its body may ask for ready models only.
+    @router.post("/v2/repository/index", include_in_schema=False)
+    async def index_by_post(request: Request) -> JSONResponse:
+        return JSONResponse([_index_entry(model) for model in models])
+
+    return router
+
+
+def _index_entry(model: ServedModel) -> dict[str, str]:
+    route = model.route
+    return {"name": route.name, "version": VERSION, "state": route.state.value, "reason": route.reason}
+
+
+def _metadata(signature: Signature) -> dict[str, Any]:
+    def tensor(spec: TensorSpec) -> dict[str, Any]:
+        return {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.shape]}
+
+    return {
+        "name": signature.name,
+        "versions": [VERSION],
+        "platform": "python",
+        "inputs": [tensor(spec) for spec in signature.inputs],
+        "outputs": [tensor(spec) for spec in signature.outputs],
+    }
+
+
+def _config(model: ServedModel) -> dict[str, Any]:
+    signature = model.dispatcher.check_ready()
+    route = model.route
+
+    def tensor(spec: TensorSpec) -> dict[str, Any]:
+        return {"name": spec.name, "data_type": DATATYPES[spec.datatype].config, "dims": list(spec.shape)}
+
+    return {
+        "name": signature.name,
+        "platform": "",
+        "backend": "python",
+        "max_batch_size": signature.max_batch_size,
+        "input": [
+            {**tensor(spec), "format": "FORMAT_NONE", "allow_ragged_batch": False, "optional": spec.optional}
+            for spec in signature.inputs
+        ],
+        "output": [tensor(spec) for spec in signature.outputs],
+        "dynamic_batching": {
+            "preferred_batch_size": [signature.max_batch_size],
+            "max_queue_delay_microseconds": int(route.max_queue_delay_ms * 1000),
+        },
+        "instance_group": [{"name": replica.id, "count": 1} for replica in route.replicas],
+        "parameters": {
+            parameter.name: {"string_value": f"{parameter.type}, default {parameter.default!r}, per {parameter.per}"}
+            for parameter in signature.parameters
+        },
+    }
+
+
+def _statistics(model: ServedModel) -> dict[str, Any]:
+    counts = model.dispatcher.statistics
+    return {
+        "name": model.route.name,
+        "version": VERSION,
+        "inference_count": counts.rows,
+        "execution_count": counts.calls,
+        "inference_stats": {
+            "success": {"count": counts.requests, "ns": counts.queue_ns + counts.compute_ns},
+            "fail": {"count": counts.failures, "ns": 0},
+            "queue": {"count": counts.requests, "ns": counts.queue_ns},
+            "compute_input": {"count": counts.requests, "ns": 0},
+            "compute_infer": {"count": counts.requests, "ns": counts.compute_ns},
+            "compute_output": {"count": counts.requests, "ns": 0},
+        },
+        "batch_stats": [],
+    }

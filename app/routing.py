@@ -1,0 +1,59 @@
+"""The routing table: what the supervisor tells gateway workers, whole, whenever anything changes."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from inference.signature import Signature
+
+__all__ = ["DeploymentRoute", "ReplicaRoute", "RoutingTable", "State"]
+
+
+class State(str, enum.Enum):
+    """State of a deployment."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNAVAILABLE = "UNAVAILABLE"
+    """No replica is ready, after one was; a new one is on its way."""
+    FAILED = "FAILED"
+    """Its replicas failed to start too often; no further try is made."""
+
+
+class ReplicaRoute(msgspec.Struct, frozen=True):
+    """Where a replica that is ready can be reached."""
+
+    id: str
+    """Unique among all replicas ever started by this supervisor."""
+    http_socket: str
+    """Path of its Triton's HTTP socket."""
+    token: str
+
+
+class DeploymentRoute(msgspec.Struct, frozen=True):
+    """One deployment as a gateway worker sees it."""
+
+    name: str
+    state: State
+    reason: str = ""
+    """Why it is in that state; the stage while it loads."""
+    signature: Signature | None = None
+    """Known once a replica has been ready."""
+    replicas: tuple[ReplicaRoute, ...] = ()
+    """Those ready."""
+    max_queue_size: int = 1024
+    """Rows, this worker's share."""
+    max_queue_delay_ms: float = 0
+    max_in_flight: int = 1
+    """Calls per replica, this worker's share."""
+    timeout_s: float = 30
+
+
+class RoutingTable(msgspec.Struct, frozen=True):
+    """Everything a gateway worker needs to know."""
+
+    deployments: tuple[DeploymentRoute, ...] = ()
+    draining: bool = False
+    """Whether the server is about to stop: it answers what it has, and is no longer ready."""

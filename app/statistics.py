@@ -1,0 +1,39 @@
+"""Counts of one deployment in one gateway worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Statistics"]
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Cumulative; times in nanoseconds, as Triton's statistics extension has them."""
+
+    requests: int = 0
+    """Answered with success."""
+    rows: int = 0
+    calls: int = 0
+    """Batches computed."""
+    failures: int = 0
+    """Requests that ended with an error after admission."""
+    shed: int = 0
+    """Requests refused because the queue was full."""
+    queue_ns: int = 0
+    compute_ns: int = 0
+    """Of the callable, summed over requests: rows that share a call each count it whole, as in Triton."""
+    call_compute_ns: int = 0
+    """Of the callable, summed over calls."""
+
+    def note_request(self, rows: int, queue_ns: int, compute_ns: int) -> None:
+        """Count a request that succeeded."""
+        self.requests += 1
+        self.rows += rows
+        self.queue_ns += queue_ns
+        self.compute_ns += compute_ns
+
+    def note_call(self, rows: int, compute_ns: int) -> None:
+        """Count a batch that was computed."""
+        self.calls += 1
+        self.call_compute_ns += compute_ns

@@ -1,0 +1,218 @@
+"""Calls a replica: the protocol class that the gateway talks to, and the one that speaks to Triton.
+
+Unary calls go over Triton's HTTP on a unix socket with binary tensors: in this direction it costs a quarter of the
+gateway's CPU time that a gRPC call costs (see docs/design.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+import httptools
+import msgspec
+
+from app.errors import CallableFailed, ReplicaLost
+from app.tensors import RawTensor
+
+__all__ = ["ReplicaClient", "TritonClient"]
+
+
+class ReplicaClient(Protocol):
+    """What the gateway needs of a replica, whatever engine it runs on."""
+
+    async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
+        """One call.
+
+        Args:
+            head: the request's JSON, all tensors binary in both directions.
+            data: the inputs' bytes in order, in any number of pieces.
+
+        Returns:
+            The outputs, by name.
+
+        Raises:
+            ReplicaLost: the replica went away before it answered.
+            CallableFailed: it answered with an error.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all connections; calls under way raise `ReplicaLost`."""
+        ...
+
+
+class _BinarySize(msgspec.Struct):
+    binary_data_size: int
+
+
+class _Output(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: _BinarySize
+
+
+class _Reply(msgspec.Struct):
+    outputs: list[_Output]
+
+
+class _Error(msgspec.Struct):
+    error: str
+
+
+_reply_decoder = msgspec.json.Decoder(_Reply)
+
+
+class TritonClient:
+    """Calls one model of one Triton.
+
+    Args:
+        model: its name there.
+        socket_path: of Triton's HTTP.
+        token: Triton's access token.
+    """
+
+    def __init__(self, model: str, socket_path: str, token: str) -> None:
+        self._path = socket_path
+        self._idle: list[_Connection] = []
+        self._all: set[_Connection] = set()
+        self._closed = False
+        self._head = (
+            f"POST /v2/models/{model}/infer HTTP/1.1\r\n"
+            "Host: replica\r\n"
+            f"triton-access-token: {token}\r\n"
+            "Inference-Header-Content-Length: %d\r\n"
+            "Content-Length: %d\r\n\r\n"
+        ).encode()
+
+    async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
+        """See `ReplicaClient.infer`."""
+        connection = await self._connection()
+        length = len(head) + sum(map(len, data))
+        try:
+            status, json_length, body = await connection.exchange([self._head % (len(head), length), head, *data])
+        except BaseException:
+            # Cancelled half-way, it can't be used for another call.
+            connection.close()
+            raise
+        if connection.reusable and not self._closed:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        if status != 200:
+            raise CallableFailed(f"the replica refused the call: {_first_line(body)}")
+        return _tensors(body, json_length)
+
+    def close(self) -> None:
+        """See `ReplicaClient.close`."""
+        self._closed = True
+        for connection in list(self._all):
+            connection.close()
+        self._idle.clear()
+
+    async def _connection(self) -> _Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.lost:
+                return connection
+        if self._closed:
+            raise ReplicaLost("the replica ended")
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_unix_connection(lambda: _Connection(self._all), self._path)
+        except OSError as error:
+            raise ReplicaLost("the replica ended") from error
+        return connection
+
+
+class _Connection(asyncio.Protocol):
+    """One HTTP/1.1 connection with at most one call on it."""
+
+    def __init__(self, registry: set[_Connection]) -> None:
+        self._registry = registry
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[tuple[int, int, bytes]] | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._body: list[bytes] = []
+        self._json_length = 0
+        self.lost = False
+        self.reusable = True
+
+    async def exchange(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, int, bytes]:
+        """Send a request; returns the answer's status, the length of its JSON part (0: all) and its body."""
+        if self._transport is None or self.lost:
+            raise ReplicaLost("the replica ended")
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._parser = httptools.HttpResponseParser(self)
+        self._body = []
+        self._json_length = 0
+        self._transport.writelines(pieces)
+        return await self._waiter
+
+    def close(self) -> None:
+        """Close the connection; a call under way raises `ReplicaLost`."""
+        if self._transport is not None:
+            self._transport.abort()
+        self.connection_lost(None)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._registry.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        self._registry.discard(self)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(ReplicaLost("the replica ended while it had the request"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None:  # it speaks without being asked
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.close()
+
+    # httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"inference-header-content-length":
+            self._json_length = int(value)
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        assert self._parser is not None and self._waiter is not None
+        self.reusable = self._parser.should_keep_alive()
+        if not self._waiter.done():
+            body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+            self._waiter.set_result((self._parser.get_status_code(), self._json_length, body))
+        self._body = []
+
+
+def _tensors(body: bytes, json_length: int) -> dict[str, RawTensor]:
+    reply = _reply_decoder.decode(body[:json_length] if json_length else body)
+    view = memoryview(body)
+    offset = json_length
+    tensors = {}
+    for output in reply.outputs:
+        end = offset + output.parameters.binary_data_size
+        tensors[output.name] = RawTensor(output.datatype, tuple(output.shape), view[offset:end])
+        offset = end
+    return tensors
+
+
+def _first_line(body: bytes) -> str:
+    """Triton's error message without what may follow: whole tracebacks."""
+    try:
+        text = msgspec.json.decode(body, type=_Error).error
+    except msgspec.MsgspecError:
+        text = body.decode(errors="replace")
+    return text.splitlines()[0][:500] if text else "no reason given"
