@@ -83,9 +83,13 @@ $(VENV)/.dev: $(VENV)/.python requirements-dev.lock pyproject.toml
 
 # The locks. Pins stay as they are where pyproject.toml still allows them; `make lock ARGS=--upgrade` takes the newest.
 # Development first: the runtime lock is then always a part of it. What a CUDA build of torch pulls in is left out,
-# because the build decides that, and pip resolves it when it installs torch.
+# because the build decides that, and pip resolves it when it installs torch. uv repeats in every marker the one system
+# that pyproject.toml has it resolve for; without that a marker says what it should, the Python version.
 LOCK_HEADER := \# Exact pins for Python 3.10 to 3.12 on Linux. Made by `make lock` from pyproject.toml: do not edit.
 DROP_CUDA := /^nvidia-pytriton==/b; /^(nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+|triton)==/d
+DROP_SYSTEM := s/ and implementation_name == 'cpython' and platform_machine == 'x86_64'// ; \
+  s/ and platform_python_implementation != 'PyPy'// ; s/ and sys_platform == 'linux'// ; \
+  s/ and python_full_version < '3.13'// ; s/ ; python_full_version < '3.13'$$//
 COMPILE := $(LOCK_VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate
 
 lock: $(LOCK_VENV)/.uv-$(UV_VERSION)  ## resolve pyproject.toml into the two locks
@@ -94,7 +98,7 @@ lock: $(LOCK_VENV)/.uv-$(UV_VERSION)  ## resolve pyproject.toml into the two loc
 	@$(COMPILE) $(ARGS) --extra dev -o $(LOCK_VENV)/dev.txt pyproject.toml >/dev/null
 	@$(COMPILE) -c $(LOCK_VENV)/dev.txt -o $(LOCK_VENV)/runtime.txt pyproject.toml >/dev/null
 	@for name in dev runtime; do \
-	  { echo '$(LOCK_HEADER)'; sed -E '$(DROP_CUDA)' $(LOCK_VENV)/$$name.txt; } > $(LOCK_VENV)/$$name.lock; done
+	  { echo '$(LOCK_HEADER)'; sed -E -e "$(DROP_SYSTEM)" -e '$(DROP_CUDA)' $(LOCK_VENV)/$$name.txt; } > $(LOCK_VENV)/$$name.lock; done
 	@mv $(LOCK_VENV)/dev.lock requirements-dev.lock
 	@mv $(LOCK_VENV)/runtime.lock requirements.lock
 

@@ -43,7 +43,8 @@ def take_binary(
         raise at(
             path,
             spec.name,
-            f"expected {count * datatype.size_bytes} bytes for {datatype.name} of shape {shape_text(shape)}, got {size}",
+            f"expected {count * datatype.size_bytes} bytes for {datatype.name} of shape {shape_text(shape)}, "
+            f"got {size}",
         )
     if size > len(body) - offset:
         raise at(

@@ -25,6 +25,8 @@ from app.sweep import Journal, segments_mapped_by, sweep_replica
 __all__ = ["main"]
 
 PR_SET_CHILD_SUBREAPER = 36
+READY_FILE = "ready"
+"""Made by the replica in its folder when it serves."""
 CHECK_INTERVAL_S = 0.5
 FULL_CHECK_EVERY = 8
 UNLOAD_TIMEOUT_S = 10.0
@@ -106,6 +108,10 @@ class Guardian:
     def _inspect(self) -> str | None:
         """Look at every process of the group. Returns what is wrong, if it was so at the last check too."""
         assert self._host is not None
+        # While it starts, Triton runs a stub only to look at the model and ends it again. A start that fails is seen
+        # by the replica itself.
+        if not (self._members or (self._directory / READY_FILE).exists()):
+            return None
         current = self._states()
         for pid, (name, _) in current.items():
             self._members.setdefault(pid, name)

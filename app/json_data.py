@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Sequence
@@ -40,8 +41,8 @@ _INT_RANGES: Final = {
 }
 
 
-# What rounds to the largest float32 is no overflow, but whatever struct.pack refuses lies outside this.
-_FLOAT32_RANGE: Final = (-3.4028234663852886e38, 3.4028234663852886e38)
+# The last doubles that still round to a finite float32.
+_FLOAT32_RANGE: Final = (-math.nextafter(2.0**128 - 2.0**103, 0.0), math.nextafter(2.0**128 - 2.0**103, 0.0))
 
 
 class JsonData:
@@ -113,15 +114,14 @@ class JsonData:
             raise self._out_of_range(values, index, start) from None
 
     def _pack_in_pieces(self, text: bytes, shape: Sequence[int], count: int, index: int) -> bytes:
-        if _NESTED.match(text):
-            if not _nested_as(text.translate(None, self._text), shape):
-                wanted = self._elements()
-                raise self._bad(
-                    index,
-                    "",
-                    f"expected {wanted}, flat or nested as shape {shape_text(shape)} says, got arrays nested in "
-                    f"another way, of unequal lengths, or with an element that isn't one of {wanted}",
-                )
+        nested = _NESTED.match(text) is not None
+        if nested:
+            # The skeleton is that of "[1]" and of "[]" alike, so the elements are counted below all the same.
+            values_left = text.translate(None, b"[], \t\r\n") if count == 0 else b""
+            if values_left or not _nested_as(text.translate(None, self._text), shape):
+                raise self._nested_otherwise(index, shape)
+            if count == 0:
+                return b""
             text = b"[%b]" % text.translate(None, b"[]")
         if not text.lstrip().startswith(b"["):
             raise self._bad(index, "", f"expected an array of {self._elements()}, got a single value")
@@ -134,6 +134,8 @@ class JsonData:
             try:
                 values = self._flat.decode(b"[%b]" % text[begin:cut])
             except PARSE_ERRORS as error:
+                if nested and not isinstance(error, msgspec.ValidationError):
+                    raise self._nested_otherwise(index, shape) from None
                 raise self._unreadable(error, index, got) from None
             pieces.append(self._pack(values, index, got))
             got += len(values)
@@ -169,6 +171,15 @@ class JsonData:
 
     def _miscounted(self, index: int, shape: Sequence[int], count: int, got: int) -> BadRequest:
         return self._bad(index, "", f"expected {count} elements (shape {shape_text(shape)}), got {got}")
+
+    def _nested_otherwise(self, index: int, shape: Sequence[int]) -> BadRequest:
+        wanted = self._elements()
+        return self._bad(
+            index,
+            "",
+            f"expected {wanted}, flat or nested as shape {shape_text(shape)} says, got arrays nested in another way, of "
+            f"unequal lengths, or with an element that isn't one of {wanted}",
+        )
 
     def _unreadable(self, error: Exception, index: int, start: int, hint: str = "") -> BadRequest:
         wanted = self._elements()

@@ -32,3 +32,4 @@ def set_up_logging(level: int = logging.INFO) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Human() if sys.stderr.isatty() else _Json())
     logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the supervisor says what there is to say

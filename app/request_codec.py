@@ -162,9 +162,7 @@ class RequestDecoder:
             return fault
         hint = ""
         if header_length is None and "trailing characters" in fault.message:
-            hint = (
-                "; if binary tensors follow the JSON, its length belongs in the header Inference-Header-Content-Length"
-            )
+            hint = "; if binary tensors follow, the header Inference-Header-Content-Length must say where"
         elif header_length is not None and header_length < len(body):
             hint = f" (in the first {header_length} bytes, as Inference-Header-Content-Length says)"
         return BadRequest(fault.message + hint, field="body")

@@ -101,6 +101,7 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter) -> None:
         signature, triton.http_socket, spec.token, [min(size, spec.max_batch_size) for size in sizes],
         timeout_s=spec.load_timeout_s, progress=reporter.progress,
     )  # fmt: skip
+    (directory / "ready").touch()  # tells the guardian that every process of the group counts from now on
     reporter.send(ReplicaStatus("ready", signature=msgspec.to_builtins(signature), facts={"device": device}))
 
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
