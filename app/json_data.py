@@ -177,8 +177,8 @@ class JsonData:
         return self._bad(
             index,
             "",
-            f"expected {wanted}, flat or nested as shape {shape_text(shape)} says, got arrays nested in another way, of "
-            f"unequal lengths, or with an element that isn't one of {wanted}",
+            f"expected {wanted}, flat or nested as shape {shape_text(shape)} says, got arrays nested in another way, "
+            f"of unequal lengths, or with an element that isn't one of {wanted}",
         )
 
     def _unreadable(self, error: Exception, index: int, start: int, hint: str = "") -> BadRequest:
@@ -206,7 +206,8 @@ class JsonData:
         came = "a number with a fraction or an exponent" if (wanted, got) == ("integers", "float") else kind_of(got)
         if got == "array" and not hint:
             hint = " in a flat array"
-        return self._bad(index, subscript, f"expected {_one(wanted)} ({self._datatype}){hint}, got {came}")
+        one = "an array" if message.startswith("Expected `array`") else f"{_one(wanted)} ({self._datatype})"
+        return self._bad(index, subscript, f"expected {one}{hint}, got {came}")
 
     def _out_of_range(self, values: list[Any], index: int, start: int) -> BadRequest:
         low, high = _INT_RANGES.get(self._datatype, _FLOAT32_RANGE)
@@ -240,7 +241,7 @@ def _nested_as(skeleton: bytes, shape: Sequence[int]) -> bool:
         size = 2 + dim * size + max(dim - 1, 0)
     if size != len(skeleton):
         return False
-    expected = b""
+    expected = b""  # of an element; not joined, since bytes.join takes 80 bytes for each part
     for dim in reversed(dims):
-        expected = b"[%b]" % (b",".join([expected] * dim) if expected else b"," * (dim - 1))
+        expected = b"[%b]" % ((expected + b",") * dim)[:-1]
     return expected == skeleton

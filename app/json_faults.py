@@ -10,7 +10,17 @@ import msgspec
 
 from app.errors import BadRequest
 
-__all__ = ["PARSE_ERRORS", "at", "kind_of", "no_json_form", "shape_text", "shown", "split_path", "unreadable"]
+__all__ = [
+    "PARSE_ERRORS",
+    "at",
+    "key_text",
+    "kind_of",
+    "no_json_form",
+    "shape_text",
+    "shown",
+    "split_path",
+    "unreadable",
+]
 
 PARSE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """All that msgspec raises for input of a client's choosing."""
@@ -70,6 +80,11 @@ def shown(value: object) -> str:
     return "null" if value is None else _KINDS["object" if isinstance(value, dict) else "array"]
 
 
+def key_text(name: str) -> str:
+    """A client's own key as the last part of a path."""
+    return repr(name[:80])[1:-1] + "..." * (len(name) > 80)
+
+
 def shape_text(shape: Sequence[int]) -> str:
     """A shape as a message may quote it."""
     text = ", ".join(shown(dim) for dim in shape[:12])
@@ -125,7 +140,7 @@ def unreadable(error: Exception, text: bytes | memoryview, fields: dict[str, tup
         known = fields.get(path.partition("[")[0], ())
         name, listed = field[2], ", ".join(known)
         if field[1] == "contains unknown":
-            inner = f"{path}.{shown(name)[1:-1]}" if path else shown(name)[1:-1]
+            inner = f"{path}.{key_text(name)}" if path else key_text(name)
             return at(inner, tensor, f"expected one of the fields {listed}, got {shown(name)}")
         inner = f"{path}.{name}" if path else name
         return at(inner, tensor, f"expected this field, got an object without it; the fields are {listed}")
@@ -159,7 +174,7 @@ def _guilty_parameter(entry: _Entry | _Loose | None) -> str:
     if isinstance(values, dict):
         for name, value in values.items():
             if isinstance(value, (list, dict)):
-                return f".{shown(name)[1:-1]}"
+                return f".{key_text(name)}"
     return ""
 
 
@@ -167,7 +182,7 @@ def _malformed(message: str, text: bytes | memoryview) -> BadRequest:
     where = _BYTE.search(message)
     position = int(where[1]) if where else len(text)
     here = bytes(text[position : position + 3])
-    if not len(text) or not bytes(text[:64]).strip():
+    if not len(text) or bytes(text).isspace():
         return BadRequest("body: expected a JSON object with 'inputs', got an empty body", field="body")
     if _NOT_FINITE_HERE.match(here):
         field, tensor = _not_finite_tensor(text)
@@ -177,7 +192,9 @@ def _malformed(message: str, text: bytes | memoryview) -> BadRequest:
             f"expected JSON numbers, got a NaN or Infinity at byte {position}: JSON has neither; send the tensor as "
             "binary data (parameters.binary_data_size), which has both",
         )
-    if "surrogate" in message or (not where and _HIGH_SURROGATE.search(bytes(text[-16:]))):
+    # A high surrogate with something else than a low one after it: msgspec says so in some places only.
+    before = text[max(position - 6, 0) : position] if where else text[-16:]
+    if "surrogate" in message or _HIGH_SURROGATE.search(bytes(before)):
         return BadRequest(
             "body: expected strings of Unicode text, got a lone surrogate; bytes that are no text can be sent as "
             "binary data (parameters.binary_data_size)",

@@ -14,7 +14,7 @@ import msgspec
 from app.binary_data import take_binary
 from app.errors import BadRequest
 from app.json_data import JsonData
-from app.json_faults import PARSE_ERRORS, at, no_json_form, shape_text, shown, unreadable
+from app.json_faults import PARSE_ERRORS, at, key_text, no_json_form, shape_text, shown, unreadable
 from app.tensors import InferRequest, OutputWish, RawTensor, Scalar
 from inference.datatypes import DATATYPES
 from inference.errors import DeclarationError
@@ -282,7 +282,7 @@ def _integer(path: str, tensor: str | None, value: object, maximum: int) -> int:
 
 
 def _unsupported(where: str, tensor: str | None, name: str, known: Sequence[str]) -> BadRequest:
-    path = f"{where}.{shown(name)[1:-1]}"
+    path = f"{where}.{key_text(name)}"
     if name.startswith(("shared_memory_", "sequence_")) or name == "classification":
         return at(path, tensor, f"not supported by this server; expected one of {', '.join(known)}, got {shown(name)}")
     return at(path, tensor, f"expected one of the parameters {', '.join(known)}, got {shown(name)}")

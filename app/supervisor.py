@@ -106,6 +106,7 @@ class Supervisor:
         try:
             host, port = listener.getsockname()[:2]
             self.url = f"http://{_url_host(host)}:{port}"
+            logger.info("listening on %s", self.url)
             await self._control.start(self._folder / "control")
             self._publish()
             settings = WorkerSettings(

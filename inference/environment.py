@@ -199,12 +199,12 @@ def _deep_library_problems(stub: Path, path: str) -> Iterable[Problem]:
         return
     version = _version_of_libpython(library)
     if version != platform.python_version():
-        own = f"{sysconfig.get_config_var('LIBDIR')}/{_LIBPYTHON}"
         yield Problem(
             "libpython version",
-            f"this is Python {platform.python_version()}, but PyTriton's stub would load {library}, "
-            f"which is {version or 'no library of Python'}; imports then fail in the stub",
-            f"make the loader find {own} first: unset LD_LIBRARY_PATH, or use a Python whose library is in place",
+            f"this is Python {platform.python_version()}, but PyTriton's stub would load {library}, which is "
+            f"{version or 'no library of Python'}; what the stub imports then fails in ways that don't say so",
+            f"use a Python built with --enable-shared (with pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared pyenv install "
+            f"{platform.python_version()}), or make the virtual environment with the interpreter of that library",
         )
 
 

@@ -1,4 +1,163 @@
+"""From a configuration's ``module:Class`` to a model: imports, checks, constructs, and says exactly what went wrong."""
+
+from __future__ import annotations
+
 import importlib
-def load_class(ref):
-    m,c=ref.split(":"); return getattr(importlib.import_module(m),c)
-def construct(cls, options): return cls(**options)
+import inspect
+import sys
+import sysconfig
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from inference.environment import Problem
+from inference.errors import DeclarationError, ReplicaError
+from inference.model import Model
+
+__all__ = ["LoadError", "construct", "load_class", "problem_of"]
+
+
+class LoadError(ReplicaError):
+    """A model can't be imported or constructed."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+        """The same in parts."""
+
+
+def load_class(reference: str) -> type[Model]:
+    """Import a model's class.
+
+    Args:
+        reference: ``module:Class``.
+
+    Raises:
+        ReplicaError: the module can't be imported, or has no such model; the message says why and how to mend it.
+    """
+    title = f"model {reference}"
+    module_name, separator, class_name = reference.partition(":")
+    if not separator or not module_name or not class_name:
+        raise LoadError(Problem(title, "expected module:Class", "write it such as my_package.models:Scale"))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise LoadError(_missing_module(title, module_name, error)) from error
+    except (Exception, SystemExit) as error:
+        raise LoadError(problem_of(error, title, f"importing {module_name}")) from error
+    found = getattr(module, class_name, None)
+    if found is None:
+        models = _models_of(module)
+        names = f"its models are {', '.join(models)}" if models else "it has no models"
+        mend = (
+            f"name one of these, or add {class_name}" if models else "a model is a class derived from inference.Model"
+        )
+        raise LoadError(Problem(title, f"{_file(module)} has no {class_name}; {names}", mend))
+    if not inspect.isclass(found) or not issubclass(found, Model):
+        what = f"a class derived from {found.__bases__[0].__name__}" if inspect.isclass(found) else repr(found)
+        raise LoadError(
+            Problem(
+                title,
+                f"expected a class derived from inference.Model, got {what[:200]}",
+                f"write `from inference import Model` and `class {class_name}(Model): ...`",
+            )
+        )
+    return found
+
+
+def construct(cls: type[Model], options: Mapping[str, Any]) -> Model:
+    """Construct a model with a deployment's options.
+
+    Raises:
+        ReplicaError: an option is unknown or missing, or the constructor raised; the message names it.
+    """
+    title = f"model {cls.__module__}:{cls.__qualname__}"
+    try:
+        signature: inspect.Signature | None = inspect.signature(cls)
+    except (TypeError, ValueError):  # a constructor that isn't written in Python
+        signature = None
+    if signature is not None:
+        problem = _wrong_options(title, signature, options)
+        if problem is not None:
+            raise LoadError(problem)
+    try:
+        return cls(**options)
+    except (Exception, SystemExit) as error:
+        raise LoadError(problem_of(error, title, "its constructor")) from error
+
+
+def problem_of(error: BaseException, title: str, doing: str) -> Problem:
+    """An exception of the user's code as a problem: its class, its message, and the line that it comes from."""
+    where = _line(error)
+    if isinstance(error, DeclarationError):
+        return Problem(title, f"{error}{f' ({where})' if where else ''}", "correct the declaration")
+    # The message of a SyntaxError repeats the file; its `msg` is the bare one.
+    text = str(error.msg if isinstance(error, SyntaxError) else error)
+    raised = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    at = f" at {where}" if where else ""
+    return Problem(title, f"{doing} raised {raised}{at}", f"correct {where or 'the model'}")
+
+
+def _missing_module(title: str, wanted: str, error: ModuleNotFoundError) -> Problem:
+    missing = error.name or ""
+    if wanted == missing or wanted.startswith(f"{missing}."):
+        parent, _, last = missing.rpartition(".")
+        if parent:
+            return Problem(title, f"there is no module {last!r} in {parent!r}", "correct the name, or add the module")
+        here = ", ".join(path or "." for path in sys.path[:2])
+        return Problem(
+            title,
+            f"there is no module {missing!r}; looked in {here} and in the installed packages",
+            f"start Headwater in the folder that holds {missing!r}, install it, or correct the name",
+        )
+    where = _line(error)
+    return Problem(
+        title,
+        f"{wanted} imports {missing!r}, which is not installed{f' ({where})' if where else ''}",
+        f"{sys.executable} -m pip install the distribution that has {missing.partition('.')[0]}",
+    )
+
+
+def _wrong_options(title: str, signature: inspect.Signature, options: Mapping[str, Any]) -> Problem | None:
+    takes = signature.parameters.values()
+    named = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    known = f"its options are {', '.join(named)}" if named else "it takes no options"
+    if not any(one.kind is one.VAR_KEYWORD for one in takes):
+        for name in options:
+            if name not in named:
+                return Problem(title, f"unknown option {name!r}; {known}", f"correct or remove `options.{name}`")
+    for one in takes:
+        if one.name in named and one.default is one.empty and one.name not in options:
+            return Problem(title, f"option {one.name!r} is required, but missing", f"set `options.{one.name}`")
+    return None
+
+
+def _models_of(module: ModuleType) -> list[str]:
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, Model) and value is not Model
+    )
+
+
+def _file(module: ModuleType) -> str:
+    return getattr(module, "__file__", None) or module.__name__
+
+
+def _line(error: BaseException) -> str:
+    """``file:line`` of the innermost frame in the user's own code; of any code but ours if there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and not frame.filename.startswith("<")
+    ]
+    # Headwater itself may be installed where libraries are; a declaration is checked there, not made there.
+    ours = str(Path(__file__).parent / "model.py")
+    users = [frame for frame in frames if not frame.filename.startswith(libraries) and frame.filename != ours]
+    frame = next(reversed(users or frames), None)
+    return f"{frame.filename}:{frame.lineno}" if frame else ""

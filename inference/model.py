@@ -189,7 +189,8 @@ class Model:
     def load(self, device: str) -> None:
         """Called once per replica, before the first call. ``device`` is such as ``cpu`` or ``cuda:0``."""
 
-    def __call__(self, **inputs: Any) -> Any:
+    # `*args` is never used: with it, type checkers take any signature in a subclass.
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Compute the outputs, by name, for all rows of a batch. May be ``async def``."""
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 

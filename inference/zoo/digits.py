@@ -50,7 +50,7 @@ class Digits(Model):
         self._net = load_net(device)
 
     @torch.inference_mode()
-    def __call__(self, image: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+    def __call__(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self._net(image)
         return {"logits": logits, "digit": logits.argmax(dim=1, keepdim=True).to(torch.int32)}
 

@@ -99,7 +99,7 @@ class Text(Model):
         self._device = device
 
     @torch.inference_mode()
-    def __call__(self, text: np.ndarray[Any, np.dtype[np.object_]]) -> dict[str, torch.Tensor]:  # type: ignore[override]
+    def __call__(self, text: np.ndarray[Any, np.dtype[np.object_]]) -> dict[str, torch.Tensor]:
         encodings = self._tokenizer.encode_batch(_decode(text))
         ids = torch.tensor([encoding.ids for encoding in encodings], device=self._device)
         mask = torch.tensor([encoding.attention_mask for encoding in encodings], device=self._device)

@@ -1,0 +1,352 @@
+"""``headwater check``: everything that can be known to go wrong before serving, found in a few seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+
+from app.config import Config, Deployment, Server, load_config, read_config
+from app.errors import ConfigError
+from app.sweep import SHARED_MEMORY
+from inference.environment import Problem, library_path
+from inference.replica import ASSUMED_DIMENSION, STORE_FROM_BYTES
+from inference.signature import Signature, TensorSpec, row_size_bytes
+
+__all__ = [
+    "address_problems",
+    "check",
+    "runtime_dir_problems",
+    "shared_memory_bytes",
+    "shared_memory_problems",
+]
+
+PROCESS_TIMEOUT_S = 300.0
+"""For all imports of the models; a cold disk can take minutes over torch."""
+
+MIB = 1024 * 1024
+TRITON_REGION_BYTES = 4 * MIB
+"""What the Python backend's region has at start; PyTriton sets it, and it grows by what is in flight."""
+UNIX_PATH_BYTES = 107
+"""Of a socket's path on Linux: ``sun_path`` less its closing zero."""
+INSTANCE_NAME_BYTES = len("/headwater--xxxxxxxx")
+REPLICA_SOCKET_BYTES = len("-99999/g:1")
+"""What follows a deployment's name: the replica's number, and its longest socket."""
+
+_PLACEHOLDER = "none"
+
+
+def check(config_path: Path | None, *, as_json: bool, flags: Mapping[str, Any] | None = None) -> int:
+    """Check the environment, and a configuration if one is given, and print what was found.
+
+    Args:
+        config_path: the YAML file; without one only the server's settings are taken, from environment and flags.
+        as_json: print ``{"ok", "versions", "deployments", "problems"}`` rather than text.
+        flags: laid over the file, as in `load_config`.
+
+    Returns:
+        The exit status: 0 if ready to serve, 1 if there is a problem.
+    """
+    problems: list[Problem] = []
+    config = None
+    try:
+        config = load_config(config_path, flags=flags or {}) if config_path else _bare_config(flags or {})
+    except ConfigError as error:
+        problems.append(Problem("configuration", str(error), "correct the configuration; `docs/` lists its fields"))
+    versions, found = _environment()
+    problems += found
+    deployments: list[dict[str, Any]] = []
+    if config is not None:
+        served = {name: one for name, one in config.deployments.items() if name != _PLACEHOLDER or config_path}
+        paths = (os.getcwd(), *([str(config_path.resolve().parent)] if config_path else []))
+        signatures, found = _signatures(served, tuple(dict.fromkeys(paths)))
+        problems += found
+        deployments = [_summary(name, one, signatures.get(name)) for name, one in served.items()]
+        problems += _shared_memory(served, signatures)
+        problems += address_problems(config.server.host, config.server.port)
+        problems += runtime_dir_problems(config.server, served)
+    if as_json:
+        report = {"ok": not problems, "versions": versions, "deployments": deployments}
+        print(json.dumps({**report, "problems": [asdict(problem) for problem in problems]}, indent=2))
+    else:
+        _print(sys.stdout, versions, deployments, problems)
+    return 1 if problems else 0
+
+
+def _bare_config(flags: Mapping[str, Any]) -> Config:
+    """The server's settings where there is no file; a placeholder stands for the deployments that must be there."""
+    content = {"deployments": {_PLACEHOLDER: {"model": "none:None"}}}
+    return read_config(content, source="command line", flags=flags)
+
+
+def address_problems(host: str, port: int) -> list[Problem]:
+    """Whether the gateway can listen there."""
+    where = f"{host}:{port}"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        return [Problem("server.host", f"{host!r} is no address of this machine: {error}", "choose another: --host")]
+    family, kind, protocol, _, address = found[0]
+    try:
+        with socket.socket(family, kind, protocol) as listener:
+            # As the supervisor does: connections of an earlier server that are winding down don't count.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            holder = _holder(port)
+            return [
+                Problem(
+                    "server.port",
+                    f"{where} is taken{f' by {holder}' if holder else ''}",
+                    "end that process, or choose another port: --port (0 takes a free one)",
+                )
+            ]
+        if error.errno == errno.EACCES:
+            return [Problem("server.port", f"{where} is not allowed to this user", "choose a port from 1024: --port")]
+        mend = "choose another: --host 127.0.0.1, or 0.0.0.0 for all"
+        return [Problem("server.host", f"can't listen on {where}: {error.strerror}", mend)]
+    return []
+
+
+def runtime_dir_problems(server: Server, deployments: Iterable[str]) -> list[Problem]:
+    """Whether sockets, workspaces and temporary files can go where they are meant to go."""
+    title = "server.runtime_dir"
+    wanted = Path(tempfile.gettempdir()) if server.runtime_dir is None else server.runtime_dir
+    # As the supervisor's: made if missing, and relative to the folder in which Headwater is started.
+    root = Path(os.path.abspath(wanted))
+    another = "set `server.runtime_dir` to another folder, or TMPDIR"
+    problems = []
+    there = next(folder for folder in (root, *root.parents) if folder.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix="headwater-check-", dir=there):
+            pass
+    except OSError as error:
+        problems.append(Problem(title, f"can't write in {there}: {error.strerror}", another))
+    if os.statvfs(there).f_flag & os.ST_NOEXEC:
+        reason = f"{there} is mounted noexec, and PyTriton executes Triton from its workspace there"
+        problems.append(Problem(title, reason, f"mount it with exec, or {another}"))
+    if any(character.isspace() for character in str(root)):
+        reason = f"{str(root)!r} has white space, at which PyTriton splits Triton's arguments"
+        problems.append(Problem(title, reason, another))
+    name = max((len(name) for name in deployments), default=0)
+    length = len(os.fsencode(root)) + INSTANCE_NAME_BYTES + len(str(os.getuid())) + 1 + name + REPLICA_SOCKET_BYTES
+    if length > UNIX_PATH_BYTES:
+        reason = f"the path of a replica's socket would have {length} bytes; a unix socket's has {UNIX_PATH_BYTES}"
+        mend = f"{another}, {length - UNIX_PATH_BYTES} bytes shorter than {root}; or shorten the deployment's name"
+        problems.append(Problem(title, reason, mend))
+    return problems
+
+
+def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> int:
+    """What a deployment's replicas need in /dev/shm, with `ASSUMED_DIMENSION` for each dimension that varies.
+
+    Each replica has the Python backend's region: 4 MiB, and as much as its calls in flight carry. If PyTriton's store
+    is used, its segments are powers of two and are never freed, so those of the smaller batches of the warm-up stay
+    beside the largest: twice the largest, for inputs and outputs each.
+    """
+    region = TRITON_REGION_BYTES
+    if signature is not None:
+        rows = deployment.batching.max_batch_size
+        taken, given = (_batch_bytes(side, rows) for side in (signature.inputs, signature.outputs))
+        region += deployment.batching.max_in_flight * (taken + given)
+        wanted = deployment.tensor_store
+        if wanted == "on" or (wanted == "auto" and taken + given >= STORE_FROM_BYTES):
+            region += 2 * (_power_of_two(taken) + _power_of_two(given))
+    return region * deployment.replicas
+
+
+def shared_memory_problems(needed_bytes: int, free_bytes: int, total_bytes: int) -> list[Problem]:
+    """Whether so much fits into /dev/shm."""
+    if needed_bytes <= free_bytes:
+        return []
+    used = max(total_bytes - free_bytes, 0)
+    # A quarter more, since inputs may be larger than assumed; in steps of 64 MiB.
+    size_mib = -(-(used + needed_bytes * 5 // 4) // (64 * MIB)) * 64
+    return [
+        Problem(
+            "shared memory",
+            f"the replicas need about {_mib(needed_bytes)} in {SHARED_MEMORY}, {_mib(free_bytes)} of "
+            f"{_mib(total_bytes)} are free (counted with {ASSUMED_DIMENSION} for a dimension that varies)",
+            f"docker run --shm-size={size_mib}m (containers have 64 MB by default; in Kubernetes mount an emptyDir "
+            f"with `medium: Memory` at {SHARED_MEMORY}), or lower max_batch_size, max_in_flight or replicas",
+        )
+    ]
+
+
+def _shared_memory(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> list[Problem]:
+    if not SHARED_MEMORY.is_dir():
+        return [Problem("shared memory", f"there is no {SHARED_MEMORY}", f"mount a tmpfs at {SHARED_MEMORY}")]
+    needed = sum(shared_memory_bytes(one, signatures.get(name)) for name, one in deployments.items())
+    space = os.statvfs(SHARED_MEMORY)
+    return shared_memory_problems(needed, space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize)
+
+
+def _batch_bytes(side: Iterable[TensorSpec], rows: int) -> int:
+    return rows * sum(row_size_bytes(spec, ASSUMED_DIMENSION) for spec in side)
+
+
+def _power_of_two(size_bytes: int) -> int:
+    return 1 << max(size_bytes - 1, 0).bit_length()
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / MIB:,.0f} MiB" if size_bytes >= MIB else f"{size_bytes / 1024:,.0f} KiB"
+
+
+def _environment() -> tuple[dict[str, str | None], list[Problem]]:
+    """Versions and problems, as a process of the model's side sees them."""
+    status, output, errors = _run("inference.environment", b"", {})
+    try:
+        report = msgspec.json.decode(output)
+        return report["versions"], [Problem(**problem) for problem in report["problems"]]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        reason = f"`python -m inference.environment` ended with status {status}: {_last_line(errors)}"
+        return {}, [Problem("environment", reason, f"install Headwater and what it needs into {sys.executable}'s")]
+
+
+def _signatures(
+    deployments: Mapping[str, Deployment], path: tuple[str, ...]
+) -> tuple[dict[str, Signature], list[Problem]]:
+    """Signatures of those models that can be made, and what is wrong with the others."""
+    signatures: dict[str, Signature] = {}
+    problems: dict[str, list[Problem]] = {}
+    groups: dict[frozenset[tuple[str, str]], list[str]] = {}
+    for name, one in deployments.items():
+        groups.setdefault(frozenset(one.environment.items()), []).append(name)
+    for environment, pending in groups.items():
+        while pending:
+            requests = [_request(name, deployments[name], path) for name in pending]
+            status, output, errors = _run("inference.probe", msgspec.json.encode(requests), dict(environment))
+            for line in output.splitlines():
+                finding = msgspec.json.decode(line)
+                name = pending.pop(0)
+                problems[name] = [Problem(**problem) for problem in finding["problems"]]
+                if finding["signature"] is not None:
+                    signatures[name] = msgspec.convert(finding["signature"], Signature)
+            if pending:  # the process ended at the next one; those after it get another
+                name = pending.pop(0)
+                problems[name] = [_ended(name, deployments[name], status, errors)]
+    return signatures, [problem for name in deployments for problem in problems[name]]
+
+
+def _request(name: str, deployment: Deployment, path: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "model": deployment.model,
+        "options": deployment.options,
+        "max_batch_size": deployment.batching.max_batch_size,
+        "device": deployment.device,
+        "path": path,
+        "working_dir": path[0],
+    }
+
+
+def _ended(name: str, deployment: Deployment, status: int | None, errors: str) -> Problem:
+    how = f"did not end in {PROCESS_TIMEOUT_S:g} s" if status is None else f"ended the process with status {status}"
+    said = f": {_last_line(errors)}" if errors.strip() else ""
+    return Problem(
+        f"deployment {name}",
+        f"{deployment.model}: importing or constructing it {how}{said}",
+        "do long or dangerous work in load(), not on import or in the constructor",
+    )
+
+
+def _run(module: str, stdin: bytes, environment: Mapping[str, str]) -> tuple[int | None, bytes, str]:
+    """Run a module of the model's side as a replica runs. Returns exit status (None: too slow), stdout and stderr."""
+    variables = {**os.environ, **environment}
+    variables["LD_LIBRARY_PATH"] = library_path(variables)
+    # The process starts in a folder without modules, so that nothing in the user's hides one of ours; where Headwater
+    # is not installed but run from its sources, it must be told where they are.
+    ours = Path(__file__).resolve().parents[1]
+    if ours.name not in ("site-packages", "dist-packages"):
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(ours))))
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", module],
+            cwd="/",
+            env=variables,
+            input=stdin,
+            capture_output=True,
+            timeout=PROCESS_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        return None, error.stdout or b"", (error.stderr or b"").decode(errors="replace")
+    return ended.returncode, ended.stdout, ended.stderr.decode(errors="replace")
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")
+
+
+def _holder(port: int) -> str | None:
+    """The process that listens on a TCP port, if this user may see it."""
+    sockets = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{fields[9]}]")
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            if any(os.readlink(link) in sockets for link in (process / "fd").iterdir()):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                return f"process {process.name} ({command[:100]})"
+    return None
+
+
+def _summary(name: str, deployment: Deployment, signature: Signature | None) -> dict[str, Any]:
+    summary: dict[str, Any] = {"name": name, "model": deployment.model, "ok": signature is not None}
+    if signature is not None:
+        summary["inputs"] = msgspec.to_builtins(signature.inputs)
+        summary["outputs"] = msgspec.to_builtins(signature.outputs)
+        summary["parameters"] = [parameter.name for parameter in signature.parameters]
+    return summary
+
+
+def _print(
+    out: TextIO,
+    versions: Mapping[str, str | None],
+    deployments: Sequence[Mapping[str, Any]],
+    problems: Sequence[Problem],
+) -> None:
+    colours = out.isatty() and "NO_COLOR" not in os.environ
+    bold, red, green, plain = ("\033[1m", "\033[31m", "\033[32m", "\033[0m") if colours else ("", "", "", "")
+    for name, version in versions.items():
+        print(f"{name:<10} {version or 'unknown'}", file=out)
+    if deployments:
+        print(file=out)
+    width = max((len(one["name"]) for one in deployments), default=0)
+    for one in deployments:
+        tensors = f"  {_tensors(one['inputs'])} -> {_tensors(one['outputs'])}" if one["ok"] else ""
+        print(f"{bold}{one['name']:<{width}}{plain}  {one['model']}{tensors}", file=out)
+    print(file=out)
+    if not problems:
+        print(f"{green}ready to serve{plain}", file=out)
+        return
+    print(f"{red}{len(problems)} problem{'' if len(problems) == 1 else 's'}{plain}", file=out)
+    for problem in problems:
+        print(f"\n{bold}{problem.title}{plain}\n  why   {problem.reason}\n  mend  {problem.mend}", file=out)
+
+
+def _tensors(specs: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(
+        f"{spec['name']} {spec['datatype']} [{', '.join(map(str, spec['shape']))}]{'?' if spec['optional'] else ''}"
+        for spec in specs
+    )

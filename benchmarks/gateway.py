@@ -1,0 +1,149 @@
+"""The gateway against Triton's own HTTP in front of the same callable, and against FastAPI alone.
+
+``python -m benchmarks.gateway [--seconds S] [--repeats N] [--connections 1,16,64,256]``: prints requests/s and p50/p99,
+medians over repeats with their spread, servers interleaved; then how throughput holds up over 5,000 requests whose
+callable raises. Writes the raw figures to benchmarks/results/gateway.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import urllib.request
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.load import Load, run_wrk
+from benchmarks.peers import free_port, gateway, running
+
+BODY = json.dumps(
+    {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 16], "data": [float(value) for value in range(16)]}]}
+).encode()
+POISON = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [-1.0]}]}).encode()
+PATH = "/v2/models/scale/infer"
+RESULTS = Path(__file__).parent / "results" / "gateway.json"
+GATEWAY, TRITON, PLAIN = "gateway", "Triton's own HTTP", "FastAPI alone"
+POISON_CONNECTIONS = 16
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--connections", default="1,16,64,256")
+    options = parser.parse_args()
+    connections = [int(text) for text in options.connections.split(",")]
+    print(_machine())
+    with contextlib.ExitStack() as stack:
+        triton_port, plain_port = free_port(), free_port()
+        urls = {
+            GATEWAY: stack.enter_context(gateway("inference.zoo.scale:Scale", "deployments.scale.batching.max_batch_size=64"))
+            + PATH,
+            TRITON: f"http://127.0.0.1:{triton_port}{PATH}",
+            PLAIN: f"http://127.0.0.1:{plain_port}{PATH}",
+        }
+        for module, port, url in (
+            ("benchmarks.bare_pytriton", triton_port, urls[TRITON]),
+            ("benchmarks.plain_fastapi", plain_port, urls[PLAIN]),
+        ):
+            stack.enter_context(running([sys.executable, "-m", module, str(port)], url, BODY))
+        for url in urls.values():
+            _verify(url)
+            run_wrk(url, BODY, 16, 2)  # warm
+        loads = _measure(urls, connections, options.seconds, options.repeats)
+    _print(loads, connections)
+    poison = _poison()
+    RESULTS.parent.mkdir(exist_ok=True)
+    raw = {name: {str(count): [asdict(load) for load in found] for count, found in by.items()} for name, by in loads.items()}
+    RESULTS.write_text(json.dumps({"machine": _machine(), "loads": raw, "poison_per_s": poison}, indent=1))
+    print(f"\nraw figures: {RESULTS}")
+
+
+def _measure(
+    urls: dict[str, str], connections: list[int], seconds: float, repeats: int
+) -> dict[str, dict[int, list[Load]]]:
+    loads: dict[str, dict[int, list[Load]]] = {name: {count: [] for count in connections} for name in urls}
+    for repeat in range(repeats):
+        for count in connections:
+            for name, url in urls.items():
+                print(f"\rrepeat {repeat + 1}/{repeats}, {count} connections, {name:<20}", end="", flush=True)
+                load = run_wrk(url, BODY, count, seconds)
+                if load.status_errors or load.socket_errors:
+                    raise SystemExit(f"\n{name}: {load.status_errors} error answers, {load.socket_errors} socket errors")
+                loads[name][count].append(load)
+    print("\r" + " " * 70)
+    return loads
+
+
+def _print(loads: dict[str, dict[int, list[Load]]], connections: list[int]) -> None:
+    print(f"{'connections':>11}  {'server':<20} {'requests/s':>10} {'(spread)':>15} {'p50 ms':>8} {'p99 ms':>8}")
+    for count in connections:
+        for name in loads:
+            found = loads[name][count]
+            rates = sorted(load.per_s for load in found)
+            print(
+                f"{count:>11}  {name:<20} {statistics.median(rates):>10,.0f} "
+                f"{f'({rates[0]:,.0f}-{rates[-1]:,.0f})':>15} "
+                f"{statistics.median(load.p50_ms for load in found):>8.2f} "
+                f"{statistics.median(load.p99_ms for load in found):>8.2f}"
+            )
+        rate = [a.per_s / b.per_s for a, b in zip(loads[GATEWAY][count], loads[TRITON][count], strict=True)]
+        p50 = [a.p50_ms / b.p50_ms for a, b in zip(loads[GATEWAY][count], loads[TRITON][count], strict=True)]
+        print(f"{'':>11}  gateway / Triton: requests/s {_ratio(rate)}, p50 {_ratio(p50)}\n")
+
+
+def _ratio(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def _poison() -> list[float]:
+    """Throughput of 5,000 requests whose callable raises, in fifths."""
+    services = Path(__file__).parents[1] / "tests" / "services"
+    before = os.getcwd()
+    os.chdir(services)
+    rates = []
+    try:
+        with gateway("faulty:Faulty") as url:
+            total = 0
+            while total < 5000:
+                load = run_wrk(f"{url}/v2/models/faulty/infer", POISON, POISON_CONNECTIONS, 1)
+                if load.status_errors != load.requests:
+                    raise SystemExit(f"expected every request to fail, {load.requests - load.status_errors} did not")
+                total += load.requests
+                rates.append(load.per_s)
+            while len(rates) < 5:
+                rates.append(run_wrk(f"{url}/v2/models/faulty/infer", POISON, POISON_CONNECTIONS, 1).per_s)
+    finally:
+        os.chdir(before)
+    print(
+        f"requests whose callable raises, {POISON_CONNECTIONS} connections, second by second: "
+        + ", ".join(f"{rate:,.0f}/s" for rate in rates)
+        + f"; last / first: {rates[-1] / rates[0]:.2f}"
+    )
+    return rates
+
+
+def _verify(url: str) -> None:
+    request = urllib.request.Request(url, BODY, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        content = json.load(answer)
+    expected = [2.0 * value for value in range(16)]
+    got = content["outputs"][0]["data"]
+    if got != expected:
+        raise SystemExit(f"{url}: expected {expected}, got {got}")
+
+
+def _machine() -> str:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("nvidia-pytriton", "numpy", "fastapi", "uvicorn"))
+    return f"{os.cpu_count()} cores, Python {platform.python_version()}, {packages}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Fixtures: one server with all test services, shared by the tests that only ask it things."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from running import Running, leftovers, segments, serve
+
+SERVED = {
+    "deployments": {
+        "mirror": {"model": "typed:Mirror", "batching": {"max_batch_size": 8}},
+        "matrix": {"model": "typed:Matrix"},
+        "specials": {"model": "typed:Specials"},
+        "tuned": {"model": "typed:Tuned", "batching": {"max_batch_size": 16}},
+        "short": {"model": "typed:ShortEmbedding"},
+        "async": {"model": "typed:Async"},
+        "faulty": {"model": "faulty:Faulty", "batching": {"max_batch_size": 16}},
+        "slow": {
+            "model": "faulty:Slow",
+            "batching": {"max_batch_size": 4, "max_queue_size": 8, "max_in_flight": 1},
+            "timeout_s": 20,
+        },
+    },
+    "server": {"max_body_bytes": 20_000_000, "body_timeout_s": 2},
+}
+
+
+@pytest.fixture(scope="session")
+def services() -> Iterator[Running]:
+    """A server with every test service; tests must leave it as they found it."""
+    before = segments()
+    with serve(SERVED) as running:
+        yield running
+        running.stop()
+        assert leftovers(running.folder) == []
+        assert segments() <= before
+
+
+@pytest.fixture(scope="session")
+def demo() -> Iterator[Running]:
+    """A server with the shipped models."""
+    import yaml
+
+    config = yaml.safe_load((Path(__file__).parents[1] / "configs" / "demo.yaml").read_text())
+    with serve(config) as running:
+        yield running
+        running.stop()
+        assert leftovers(running.folder) == []

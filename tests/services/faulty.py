@@ -1,0 +1,71 @@
+"""Callables that fail in every way a user's can."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+
+from inference import BadInput, Model, Tensor
+
+POISON = -1.0
+BAD_INPUT = -2.0
+SYSTEM_EXIT = -3.0
+WRONG_OUTPUT = -4.0
+EXIT_PROCESS = -5.0
+
+
+class Faulty(Model):
+    """Doubles x; the first element of a row may ask for a failure instead."""
+
+    inputs = (Tensor("x", "FP32", [-1]),)
+    outputs = (Tensor("y", "FP32", [-1]),)
+
+    def __call__(self, *, x: Any) -> Any:
+        first = x[:, 0] if x.shape[1] else np.zeros(len(x), np.float32)
+        if (first == POISON).any():
+            raise ValueError("poison")
+        if (first == BAD_INPUT).any():
+            raise BadInput("x: expected no -2")
+        if (first == SYSTEM_EXIT).any():
+            raise SystemExit("a callable tried to leave")
+        if (first == EXIT_PROCESS).any():
+            os._exit(3)
+        if (first == WRONG_OUTPUT).any():
+            return {"y": x.astype(np.float64)}
+        return {"y": x * 2}
+
+
+class Slow(Model):
+    """Sleeps for as many seconds as the largest x of the batch says, then gives back x and the batch's size."""
+
+    inputs = (Tensor("x", "FP32", [1]),)
+    outputs = (Tensor("y", "FP32", [1]), Tensor("batch", "INT32", [1]))
+
+    def __call__(self, *, x: Any) -> Any:
+        time.sleep(float(x.max()))
+        return {"y": x, "batch": np.full((len(x), 1), len(x), np.int32)}
+
+
+class FailsToLoad(Model):
+    """Never gets ready."""
+
+    inputs = (Tensor("x", "FP32", [1]),)
+    outputs = (Tensor("y", "FP32", [1]),)
+
+    def load(self, device: str) -> None:
+        raise RuntimeError("no weights here")
+
+
+class DiesOfSignal(Faulty):
+    """Ends by a signal while it loads, once the file named in the options exists."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def load(self, device: str) -> None:
+        if os.path.exists(self.marker):
+            os.kill(os.getpid(), signal.SIGKILL)
