@@ -72,13 +72,21 @@ def _check_bytes(data: memoryview, name: str, shape: Sequence[int], count: int, 
     """Check that the lengths before the elements add up, without copying any."""
     path = f"inputs[{index}]"
     offset, end, got = 0, len(data), 0
+    length_at = _LENGTH.unpack_from
     while offset < end:
+        if got == count:
+            raise at(
+                path,
+                name,
+                f"expected {count} elements (shape {shape_text(shape)}) in the binary data, got more: "
+                f"{end - offset} bytes are left",
+            )
         left = end - offset - 4
         if left < 0:
             raise at(
                 path, name, f"expected a 4-byte length before element {got} of the binary data, got {left + 4} bytes"
             )
-        (length,) = _LENGTH.unpack_from(data, offset)
+        (length,) = length_at(data, offset)
         if length > left:
             raise at(
                 path,

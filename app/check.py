@@ -63,7 +63,7 @@ def check(config_path: Path | None, *, as_json: bool, flags: Mapping[str, Any] |
     try:
         config = load_config(config_path, flags=flags or {}) if config_path else _bare_config(flags or {})
     except ConfigError as error:
-        problems.append(Problem("configuration", str(error), "correct the configuration; `docs/` lists its fields"))
+        problems.append(Problem("configuration", str(error), "correct what the message names"))
     versions, found = _environment()
     problems += found
     deployments: list[dict[str, Any]] = []

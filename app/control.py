@@ -1,7 +1,7 @@
 """The control socket: the supervisor's end, which tells gateway workers the routing table, and the workers' end.
 
-One JSON line per message. Downwards: `RoutingTable`. Upwards: nothing but the connection, whose end tells the supervisor
-that a worker is gone, and a worker that its supervisor is.
+One JSON line per message. Downwards: `RoutingTable`. Upwards: nothing but the connection, whose end tells the
+supervisor that a worker is gone, and a worker that its supervisor is.
 """
 
 from __future__ import annotations

@@ -100,9 +100,7 @@ class Models:
             able = ", ".join(
                 f"`{other.route.name}`" for other in self if other.route.signature and other.route.signature.embedding
             )
-            raise BadRequest(
-                f"model: `{name}` gives no embeddings; models that do: {able or 'none'}", field="model"
-            )
+            raise BadRequest(f"model: `{name}` gives no embeddings; models that do: {able or 'none'}", field="model")
         return model
 
     @property

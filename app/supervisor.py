@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -153,8 +154,8 @@ class Supervisor:
             raise StartError(f"server.runtime_dir: can't make a folder there: {error}") from error
         return lock
 
-    def _spawn(self, coroutine: object) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)  # type: ignore[arg-type]
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
 
@@ -322,9 +323,7 @@ class Supervisor:
                 await asyncio.wait_for(self._stop_requested.wait(), backoff_s)
             backoff_s = min(backoff_s * 2, LAST_BACKOFF_S)
 
-    def _start_worker(
-        self, index: int, listener: socket.socket, settings: WorkerSettings
-    ) -> subprocess.Popen[bytes]:
+    def _start_worker(self, index: int, listener: socket.socket, settings: WorkerSettings) -> subprocess.Popen[bytes]:
         path = self._folder / f"worker-{index}.json"
         path.touch(mode=0o600)
         path.write_bytes(msgspec.json.encode(settings))
@@ -349,7 +348,7 @@ class Supervisor:
     async def _stop(self) -> None:
         self._stopping = True
         self._publish()  # not ready first
-        hurry = asyncio.ensure_future(self._hurry.wait())
+        hurry = asyncio.create_task(self._hurry.wait())
         for worker in self._workers.values():
             _signal(worker.pid, signal.SIGTERM)
         await self._until(lambda: not self._workers, self._config.server.shutdown_timeout_s, hurry)
@@ -364,7 +363,7 @@ class Supervisor:
         hurry.cancel()
         logger.info("stopped")
 
-    async def _until(self, condition: Callable[[], bool], timeout_s: float, hurry: asyncio.Future[bool]) -> None:
+    async def _until(self, condition: Callable[[], bool], timeout_s: float, hurry: asyncio.Task[Any]) -> None:
         """Wait until the condition holds, the time is over, or a second signal came."""
         deadline = time.monotonic() + timeout_s
         while not condition() and time.monotonic() < deadline and not hurry.done():

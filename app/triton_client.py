@@ -188,7 +188,8 @@ class _Connection(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        assert self._parser is not None and self._waiter is not None
+        assert self._parser is not None
+        assert self._waiter is not None
         self.reusable = self._parser.should_keep_alive()
         if not self._waiter.done():
             body = self._body[0] if len(self._body) == 1 else b"".join(self._body)

@@ -23,7 +23,7 @@ def main() -> None:
     port = int(sys.argv[1])
     model = Scale()
 
-    @batch  # type: ignore[misc]  # PyTriton carries no types
+    @batch  # type: ignore[untyped-decorator]  # PyTriton carries no types
     def infer(x: Any) -> Any:
         return model(x=x)
 

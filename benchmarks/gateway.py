@@ -26,6 +26,7 @@ BODY = json.dumps(
     {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 16], "data": [float(value) for value in range(16)]}]}
 ).encode()
 POISON = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [-1.0]}]}).encode()
+MODEL = "inference.zoo.scale:Scale"
 PATH = "/v2/models/scale/infer"
 RESULTS = Path(__file__).parent / "results" / "gateway.json"
 GATEWAY, TRITON, PLAIN = "gateway", "Triton's own HTTP", "FastAPI alone"
@@ -43,9 +44,9 @@ def main() -> None:
     print(_machine())
     with contextlib.ExitStack() as stack:
         triton_port, plain_port = free_port(), free_port()
+        ours = stack.enter_context(gateway(MODEL, "deployments.scale.batching.max_batch_size=64"))
         urls = {
-            GATEWAY: stack.enter_context(gateway("inference.zoo.scale:Scale", "deployments.scale.batching.max_batch_size=64"))
-            + PATH,
+            GATEWAY: ours + PATH,
             TRITON: f"http://127.0.0.1:{triton_port}{PATH}",
             PLAIN: f"http://127.0.0.1:{plain_port}{PATH}",
         }
@@ -61,7 +62,10 @@ def main() -> None:
     _print(loads, connections)
     poison = _poison()
     RESULTS.parent.mkdir(exist_ok=True)
-    raw = {name: {str(count): [asdict(load) for load in found] for count, found in by.items()} for name, by in loads.items()}
+    raw = {
+        name: {str(count): [asdict(load) for load in found] for count, found in by.items()}
+        for name, by in loads.items()
+    }
     RESULTS.write_text(json.dumps({"machine": _machine(), "loads": raw, "poison_per_s": poison}, indent=1))
     print(f"\nraw figures: {RESULTS}")
 
@@ -76,7 +80,9 @@ def _measure(
                 print(f"\rrepeat {repeat + 1}/{repeats}, {count} connections, {name:<20}", end="", flush=True)
                 load = run_wrk(url, BODY, count, seconds)
                 if load.status_errors or load.socket_errors:
-                    raise SystemExit(f"\n{name}: {load.status_errors} error answers, {load.socket_errors} socket errors")
+                    raise SystemExit(
+                        f"\n{name}: {load.status_errors} error answers, {load.socket_errors} socket errors"
+                    )
                 loads[name][count].append(load)
     print("\r" + " " * 70)
     return loads

@@ -19,7 +19,8 @@ wrk.body = file:read("*a")
 file:close()
 done = function(summary, latency, requests)
   io.write(string.format(
-    '\\nRESULT {"requests": %%d, "seconds": %%f, "p50_ms": %%f, "p99_ms": %%f, "status_errors": %%d, "socket_errors": %%d}\\n',
+    '\\nRESULT {"requests": %%d, "seconds": %%f, "p50_ms": %%f, "p99_ms": %%f, ' ..
+    '"status_errors": %%d, "socket_errors": %%d}\\n',
     summary.requests, summary.duration / 1e6, latency:percentile(50) / 1e3, latency:percentile(99) / 1e3,
     summary.errors.status,
     summary.errors.connect + summary.errors.read + summary.errors.write + summary.errors.timeout))

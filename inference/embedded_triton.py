@@ -90,9 +90,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         """Where Triton's HTTP listens."""
         return self.directory / "h"
 
-    def bind_model(
-        self, signature: Signature, infer: Callable[[list[Any]], Awaitable[list[dict[str, Any]]]]
-    ) -> None:
+    def bind_model(self, signature: Signature, infer: Callable[[list[Any]], Awaitable[list[dict[str, Any]]]]) -> None:
         """Bind one callable under the signature's name, with the hidden report output beside its own."""
         self.bind(
             model_name=signature.name,

@@ -1,8 +1,8 @@
 """What a replica needs of the machine and of the Python installation, and what it finds.
 
-``python -m inference.environment`` prints it all as JSON, ``{"versions": {...}, "problems": [...]}``: the gateway's side
-asks that way, since it imports neither torch nor pytriton. This module doesn't import them either: it reads their
-metadata, and lets the dynamic loader itself say what PyTriton's stub would load.
+``python -m inference.environment`` prints it all as JSON, ``{"versions": {...}, "problems": [...]}``; the gateway's
+side asks that way, since it imports neither torch nor pytriton. This module doesn't import them either: it reads
+their metadata, and lets the dynamic loader itself say what PyTriton's stub would load.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def library_path(environ: Mapping[str, str]) -> str:
 
 
 def require() -> None:
-    """Check, in about a millisecond and without starting a process, that a replica can run here.
+    """Check, in some milliseconds and without starting a process, that a replica can run here.
 
     Raises:
         ReplicaError: it can't; the message says why and how to mend it.

@@ -6,6 +6,7 @@ Reports on the pipe named there, one JSON `Status` a line.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import logging
@@ -38,10 +39,8 @@ class _Reporter:
         os.set_inheritable(fd, False)
 
     def send(self, status: ReplicaStatus) -> None:
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the supervisor is gone; the guardian will end us
             os.write(self._fd, msgspec.json.encode(status) + b"\n")
-        except BrokenPipeError:  # the supervisor is gone; the guardian will end us
-            pass
 
     def progress(self, text: str) -> None:
         self.send(ReplicaStatus("progress", text))

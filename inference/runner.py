@@ -344,13 +344,14 @@ def _wire(spec: TensorSpec, value: object, rows: int) -> Array:
 
 def _as_array(spec: TensorSpec, value: object, where: str) -> tuple[Array, str]:
     """The value as a numpy array in wire form, and the datatype that it is of."""
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        value = value.detach()
-        if value.dtype is torch.bfloat16:
-            bits: Array = value.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
+        tensor: Any = value
+        tensor = tensor.detach()
+        if tensor.dtype is torch.bfloat16:
+            bits: Array = tensor.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
             return bits, "BF16"
-        value = value.cpu().numpy()
+        value = tensor.cpu().numpy()
     if spec.datatype == "BYTES" and isinstance(value, (list, tuple)):
         value = np.array(value, dtype=object)
     if not isinstance(value, np.ndarray):

@@ -140,9 +140,7 @@ def _tensors(kind: str, where: str, declared: object) -> tuple[TensorSpec, ...]:
     if not declared:
         raise DeclarationError(f"{kind}.{where}: expected at least one Tensor, got none")
     _check_unique(f"{kind}.{where}", [tensor.name for tensor in declared])
-    return tuple(
-        TensorSpec(tensor.name, tensor.datatype, tuple(tensor.shape), tensor.optional) for tensor in declared
-    )
+    return tuple(TensorSpec(tensor.name, tensor.datatype, tuple(tensor.shape), tensor.optional) for tensor in declared)
 
 
 def _check_unique(where: str, names: list[str]) -> None:

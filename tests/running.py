@@ -54,7 +54,9 @@ class Running:
         """One GET."""
         return httpx.get(self.url + path, timeout=30)
 
-    def infer(self, model: str, data: Any, *, shape: list[int], datatype: str = "FP32", name: str = "x", **body: Any) -> Any:
+    def infer(
+        self, model: str, data: Any, *, shape: list[int], datatype: str = "FP32", name: str = "x", **body: Any
+    ) -> Any:
         """One JSON request with one input."""
         tensor = {"name": name, "datatype": datatype, "shape": shape, "data": data}
         return httpx.post(f"{self.url}/v2/models/{model}/infer", json={"inputs": [tensor], **body}, timeout=60)
@@ -82,7 +84,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def serve(config: dict[str, Any], *, ready: bool = True, cwd: Path = SERVICES, arguments: tuple[str, ...] = ()) -> Iterator[Running]:
+def serve(
+    config: dict[str, Any], *, ready: bool = True, cwd: Path = SERVICES, arguments: tuple[str, ...] = ()
+) -> Iterator[Running]:
     """Run ``headwater serve`` on a free port, with the test services on the path, until the block ends."""
     # Not pytest's own folders: their names are too long for unix sockets.
     with tempfile.TemporaryDirectory(prefix="hw-") as name:

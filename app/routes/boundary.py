@@ -35,6 +35,6 @@ class Endpoint(ABC):
             reply = error_reply(error, scope["path"])
         except Exception:
             logger.exception("request %s failed in the gateway", state["request_id"])
-            error = CallableFailed(f"internal error; the log has more under request id {state['request_id']}")
-            reply = error_reply(error, scope["path"])
+            failure = CallableFailed(f"internal error; the log has more under request id {state['request_id']}")
+            reply = error_reply(failure, scope["path"])
         await reply(scope, receive, send)

@@ -25,7 +25,9 @@ def health_routes(models: Models) -> APIRouter:
             raise Unavailable("the server is stopping")
         waiting = [model.route for model in models if model.route.state is not State.READY]
         if waiting:
-            raise Unavailable("; ".join(f"model `{route.name}` is {route.state.value}: {route.reason}" for route in waiting))
+            raise Unavailable(
+                "; ".join(f"model `{route.name}` is {route.state.value}: {route.reason}" for route in waiting)
+            )
         return Response()
 
     @router.get("/v2/models/{model}/ready", summary="Whether the model is ready")

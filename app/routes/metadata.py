@@ -14,7 +14,14 @@ from inference.signature import Signature, TensorSpec
 
 __all__ = ["metadata_routes"]
 
-EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "parameters", "schedule_policy", "statistics"]
+EXTENSIONS = [
+    "binary_tensor_data",
+    "model_configuration",
+    "model_repository",
+    "parameters",
+    "schedule_policy",
+    "statistics",
+]
 
 
 def metadata_routes(models: Models) -> APIRouter:

@@ -26,7 +26,5 @@ class Scale(Model):
     outputs = (Tensor("y", "FP32", [-1]),)
     example: ClassVar[Mapping[str, Any]] = {"x": [1.0, 2.0, 3.0]}
 
-    def __call__(
-        self, x: np.ndarray[Any, np.dtype[np.float32]]
-    ) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+    def __call__(self, x: np.ndarray[Any, np.dtype[np.float32]]) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
         return {"y": x * np.float32(2)}

@@ -455,8 +455,8 @@ class TestBinary:
         [
             (b"\5\0\0\0abc", "expected 5 bytes in element 0 of the binary data, as its length says, got 3"),
             (b"\xff\xff\xff\xffabc", "expected 4294967295 bytes in element 0"),
-            (b"\1\0\0\0a\1\0", "expected a 4-byte length before element 1 of the binary data, got 2 bytes"),
-            (b"\1\0\0\0a\0\0\0\0", "expected 1 elements (shape [1, 1]) in the binary data, got 2"),
+            (b"\1\0", "expected a 4-byte length before element 0 of the binary data, got 2 bytes"),
+            (b"\1\0\0\0a\0\0\0\0", "expected 1 elements (shape [1, 1]) in the binary data, got more: 4 bytes are left"),
             (b"", "expected 1 elements (shape [1, 1]) in the binary data, got 0"),
         ],
     )

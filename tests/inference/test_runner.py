@@ -252,6 +252,9 @@ def test_parameters_of_a_client_that_talks_to_triton_itself_are_checked() -> Non
     assert statuses(answers[1]) == [Status.BAD_INPUT]
 
 
+TORCH_DATATYPES = ("BOOL", "UINT8", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BF16")
+
+
 class Everything(Model):
     """Gives back what it gets, of every datatype."""
 
@@ -260,7 +263,7 @@ class Everything(Model):
 
 
 @pytest.mark.parametrize("arrays", ["numpy", "torch"])
-@pytest.mark.parametrize("datatype", ["BOOL", "UINT8", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BF16"])
+@pytest.mark.parametrize("datatype", TORCH_DATATYPES)
 def test_every_datatype_goes_through_unchanged(datatype: str, arrays: str) -> None:
     class Typed(Everything):
         inputs = (Tensor("in", datatype, [2]),)
@@ -295,8 +298,9 @@ def test_bytes_may_be_returned_as_lists_of_text() -> None:
 
 
 def test_an_optional_input_that_was_left_out_is_none() -> None:
-    class Maybe(Echo):
+    class Maybe(Model):
         inputs = (Tensor("x", "FP32", [-1]), Tensor("bias", "FP32", [-1], optional=True))
+        outputs = (Tensor("y", "FP32", [-1]),)
 
         def __call__(self, *, x: Any, bias: Any = None) -> Any:
             return {"y": x if bias is None else x + bias}

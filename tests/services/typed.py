@@ -23,7 +23,9 @@ class Mirror(Model):
     def __call__(self, **inputs: Any) -> Any:
         rows = len(inputs["in_int32"])
         return {
-            spec.name: _blank(spec.datatype, rows) if (array := inputs[spec.name.replace("out", "in")]) is None else array
+            spec.name: _blank(spec.datatype, rows)
+            if (array := inputs[spec.name.replace("out", "in")]) is None
+            else array
             for spec in self.outputs
         }
 

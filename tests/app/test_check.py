@@ -1,0 +1,299 @@
+"""``headwater check``: it collects every problem, and each says why and how to mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.check import (
+    MIB,
+    address_problems,
+    check,
+    runtime_dir_problems,
+    shared_memory_bytes,
+    shared_memory_problems,
+)
+from app.config import Deployment, Server
+from inference.signature import Signature, TensorSpec
+
+ROOT = Path(__file__).parents[2]
+SCALE = {"model": "inference.zoo.scale:Scale"}
+
+Run = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Check a configuration from an own folder, and return the exit status and the parsed report."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_check(content: object = None, *, text: str | None = None, **flags: Any) -> tuple[int, dict[str, Any]]:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(content, sort_keys=False) if text is None else text)
+        dotted = {"server.port": 0, **{f"server.{name}": value for name, value in flags.items()}}
+        status = check(path, as_json=True, flags=dotted)
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert report["ok"] == (status == 0) == (report["problems"] == [])
+        return status, report
+
+    return run_check
+
+
+def only(report: dict[str, Any]) -> dict[str, str]:
+    (problem,) = report["problems"]
+    assert all(problem[part] for part in ("title", "reason", "mend"))
+    found: dict[str, str] = problem
+    return found
+
+
+def in_namespace(mount: str, command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a mount namespace of its own, after mounting something there."""
+    namespace = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    try:
+        subprocess.run([*namespace, mount], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this system allows no mount namespaces")
+    return subprocess.run(
+        [*namespace, f'{mount} && exec "$@"', "sh", *command],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_ready_to_serve(run: Run) -> None:
+    status, report = run({"deployments": {"double": SCALE}})
+    assert status == 0
+    assert report["versions"]["numpy"].startswith("1.")
+    (deployment,) = report["deployments"]
+    assert deployment["name"] == "double"
+    assert deployment["ok"]
+    assert deployment["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1], "optional": False}]
+    assert [tensor["name"] for tensor in deployment["outputs"]] == ["y"]
+
+
+def test_text_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"deployments": {"double": SCALE}}))
+    assert check(path, as_json=False, flags={"server.port": 0}) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("triton     2.") for line in lines)
+    assert "double  inference.zoo.scale:Scale  x FP32 [-1] -> y FP32 [-1]" in lines
+    assert lines[-1] == "ready to serve"
+    assert "\033" not in "".join(lines)
+
+
+def test_text_of_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"deployments": {"double": {"model": "inference.zoo.scale:Twice"}}}))
+    assert check(path, as_json=False, flags={"server.port": 0}) == 1
+    *_, title, why, mend = capsys.readouterr().out.splitlines()
+    assert title == "deployment double"
+    assert why.startswith("  why   inference.zoo.scale:Twice: ")
+    assert why.endswith("has no Twice; its models are Scale")
+    assert mend == "  mend  name one of these, or add Twice"
+
+
+def test_without_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(None, as_json=True, flags={"server.port": 0}) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["deployments"] == []
+    assert report["versions"]["pytriton"]
+
+
+def test_the_models_own_libraries_are_not_imported_here() -> None:
+    code = (
+        "import sys, app.check, pathlib\n"
+        f"status = app.check.check(pathlib.Path({str(ROOT / 'configs' / 'demo.yaml')!r}), as_json=True, "
+        "flags={'server.port': 0})\n"
+        "print(status, {'torch', 'pytriton'} & sys.modules.keys() or 'neither', file=sys.stderr)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.stderr.splitlines()[-1] == "0 neither"
+
+
+def test_bad_yaml(run: Run) -> None:
+    status, report = run(text="deployments: {a: [\n")
+    assert status == 1
+    assert "config.yaml: not valid YAML" in only(report)["reason"]
+    assert report["versions"]["numpy"]  # the rest is checked all the same
+
+
+def test_a_bad_field(run: Run) -> None:
+    _, report = run({"deployments": {"double": {**SCALE, "timeout_s": -1}}})
+    assert "`deployments.double.timeout_s`" in only(report)["reason"]
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(tmp_path / "none.yaml", as_json=True) == 1
+    assert "none.yaml: can't be read" in only(json.loads(capsys.readouterr().out))["reason"]
+
+
+def test_a_model_that_can_not_be_imported(run: Run) -> None:
+    _, report = run({"deployments": {"gone": {"model": "gone.models:Gone"}, "double": SCALE}})
+    assert only(report)["title"] == "deployment gone"
+    assert "gone.models:Gone: there is no module 'gone'" in only(report)["reason"]
+    assert [(one["name"], one["ok"]) for one in report["deployments"]] == [("gone", False), ("double", True)]
+
+
+def test_models_in_the_working_folder_are_found(run: Run, tmp_path: Path) -> None:
+    # The user's own `app` and `inference` hide none of ours.
+    (tmp_path / "app.py").write_text("from inference.zoo.scale import Scale\n\n\nclass Mine(Scale):\n    pass\n")
+    (tmp_path / "json.py").write_text("raise RuntimeError('imported in place of the standard library')\n")
+    status, _ = run({"deployments": {"mine": {"model": "app:Mine"}}})
+    assert status == 0
+
+
+def test_a_model_that_ends_the_process_does_not_hide_the_others(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text(
+        "import os, sys\nprint('out of luck', file=sys.stderr, flush=True)\nos._exit(9)\n"
+    )
+    _, report = run({"deployments": {"first": SCALE, "deadly": {"model": "deadly:X"}, "last": SCALE}})
+    assert only(report)["title"] == "deployment deadly"
+    assert "ended the process with status 9: out of luck" in only(report)["reason"]
+    assert [one["ok"] for one in report["deployments"]] == [True, False, True]
+
+
+def test_each_model_gets_its_own_environment(run: Run, tmp_path: Path) -> None:
+    source = "import os\nfrom inference.zoo.scale import Scale\nassert os.environ.get('MODE') == 'fast', 'slow'\n"
+    (tmp_path / "moody.py").write_text(source)
+    fast = {"model": "moody:Scale", "environment": {"MODE": "fast"}}
+    _, report = run({"deployments": {"fast": fast, "slow": {"model": "moody:Scale"}}})
+    assert only(report)["title"] == "deployment slow"
+    assert "raised AssertionError: slow" in only(report)["reason"]
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        (problem,) = address_problems("127.0.0.1", port)
+        assert problem.title == "server.port"
+        assert f"127.0.0.1:{port} is taken by process {os.getpid()} (" in problem.reason
+        assert "--port" in problem.mend
+    assert address_problems("127.0.0.1", port) == []
+
+
+def test_a_host_that_is_none_of_ours() -> None:
+    (problem,) = address_problems("203.0.113.1", 0)  # TEST-NET-3, RFC 5737: nobody's
+    assert problem.title == "server.host"
+    assert "203.0.113.1" in problem.reason
+
+
+def test_a_host_that_is_no_address() -> None:
+    (problem,) = address_problems("999.1.1.1.invalid", 0)
+    assert problem.title == "server.host"
+    assert "is no address of this machine" in problem.reason
+
+
+def test_a_runtime_dir_is_left_as_it_was(tmp_path: Path) -> None:
+    assert runtime_dir_problems(Server(), ["double"]) == []
+    runtime_dir_problems(Server(runtime_dir=tmp_path / "new" / "er"), ["double"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_runtime_dir_that_can_not_be_written() -> None:
+    (problem,) = runtime_dir_problems(Server(runtime_dir=Path("/proc/headwater")), ["double"])
+    assert "can't write in /proc" in problem.reason
+
+
+def test_a_runtime_dir_that_is_a_file() -> None:
+    (problem,) = runtime_dir_problems(Server(runtime_dir=Path("/dev/null")), ["double"])
+    assert "can't write in /dev/null: Not a directory" in problem.reason
+
+
+def test_a_runtime_dir_with_white_space() -> None:
+    (problem,) = runtime_dir_problems(Server(runtime_dir=Path("/tmp/two words")), ["double"])
+    assert "white space" in problem.reason
+
+
+def test_a_runtime_dir_too_long_for_sockets() -> None:
+    long = Path("/tmp") / ("x" * 60)
+    assert runtime_dir_problems(Server(runtime_dir=long), []) == []
+    (problem,) = runtime_dir_problems(Server(runtime_dir=long), ["a-rather-long-name"])
+    assert "a unix socket's has 107" in problem.reason
+    assert "bytes shorter than" in problem.mend
+
+
+def test_a_runtime_dir_mounted_noexec(tmp_path: Path) -> None:
+    place = tmp_path / "mnt"
+    place.mkdir()
+    code = (
+        "import json, pathlib, sys, app.check, app.config\n"
+        "server = app.config.Server(runtime_dir=pathlib.Path(sys.argv[1]))\n"
+        "print(json.dumps([problem.reason for problem in app.check.runtime_dir_problems(server, [])]))"
+    )
+    command = [sys.executable, "-c", code, str(place)]
+    ended = in_namespace(f"mount -t tmpfs -o noexec none {place}", command, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert any(f"{place} is mounted noexec" in reason for reason in json.loads(ended.stdout))
+
+
+def test_a_small_shared_memory(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"deployments": {"double": {**SCALE, "replicas": 4}}}))
+    code = (
+        "import pathlib, sys, app.check\n"
+        "sys.exit(app.check.check(pathlib.Path('c.yaml'), as_json=True, flags={'server.port': 0}))"
+    )
+    ended = in_namespace("mount -t tmpfs -o size=8m none /dev/shm", [sys.executable, "-c", code], tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    problem = only(json.loads(ended.stdout))
+    assert problem["title"] == "shared memory"
+    assert "need about 16 MiB in /dev/shm, 8 MiB of 8 MiB are free" in problem["reason"]
+    assert "--shm-size=64m" in problem["mend"]
+
+
+def test_the_size_to_ask_for_holds_what_is_there_and_a_quarter_more() -> None:
+    assert shared_memory_problems(64 * MIB, 64 * MIB, 64 * MIB) == []
+    (problem,) = shared_memory_problems(200 * MIB, 50 * MIB, 64 * MIB)
+    assert "--shm-size=320m" in problem.mend  # 14 used, 250 wanted
+
+
+def image_model() -> Signature:
+    image = TensorSpec("image", "FP32", (3, 224, 224))  # 588 KiB a row
+    return Signature("image", (image,), (TensorSpec("logits", "FP32", (1000,)),))
+
+
+def deployment(**fields: Any) -> Deployment:
+    return Deployment.model_validate({"model": "some:Model", **fields})
+
+
+def test_shared_memory_grows_with_batch_calls_in_flight_and_replicas() -> None:
+    one = deployment(batching={"max_batch_size": 1, "max_in_flight": 1}, tensor_store="off")
+    assert 4.5 * MIB < shared_memory_bytes(one, image_model()) < 5 * MIB
+    many = deployment(batching={"max_batch_size": 32, "max_in_flight": 2}, tensor_store="off", replicas=3)
+    assert 3 * 40 * MIB < shared_memory_bytes(many, image_model()) < 3 * 43 * MIB
+
+
+def test_shared_memory_of_the_store() -> None:
+    batching = {"max_batch_size": 32, "max_in_flight": 2}
+    off, on, auto = (
+        shared_memory_bytes(deployment(batching=batching, tensor_store=store), image_model())
+        for store in ("off", "on", "auto")
+    )
+    assert on == auto  # the batch is large enough
+    assert 64 * MIB <= on - off < 65 * MIB  # the inputs' 18.4 MiB, rounded up to 32, twice
+
+
+def test_every_problem_is_reported(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        _, report = run(
+            {"deployments": {"gone": {"model": "gone:Gone"}, "double": {**SCALE, "options": {"by": 3}}}},
+            port=server.getsockname()[1],
+            runtime_dir="/proc/headwater",
+        )
+    titles = [problem["title"] for problem in report["problems"]]
+    assert titles == ["deployment gone", "deployment double", "server.port", "server.runtime_dir"]

@@ -1,0 +1,219 @@
+"""Importing and constructing models: every failure names what is wrong and where."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference import Model
+from inference.errors import ReplicaError
+from inference.loader import LoadError, construct, load_class
+
+ROOT = Path(__file__).parents[2]
+GOOD = """
+    from inference import Model, Tensor
+
+    class Scale(Model):
+        inputs = [Tensor("x", "FP32", [-1])]
+        outputs = [Tensor("y", "FP32", [-1])]
+
+        def __init__(self, factor, offset=0.0):
+            self.factor = factor
+"""
+
+Write = Callable[[str], str]
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Write a module that can be imported, and return its name; each has its own, since imports stay."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write_module(source: str) -> str:
+        name = f"loader_case_{next(_numbers)}"
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(source).lstrip("\n"))
+        return name
+
+    return write_module
+
+
+def failure(reference: str) -> str:
+    with pytest.raises(LoadError) as caught:
+        load_class(reference)
+    assert isinstance(caught.value, ReplicaError)
+    assert caught.value.problem.mend
+    return str(caught.value)
+
+
+def construction_failure(cls: type[Model], **options: Any) -> str:
+    with pytest.raises(LoadError) as caught:
+        construct(cls, options)
+    return str(caught.value)
+
+
+def test_loads_and_constructs(write: Write) -> None:
+    cls = load_class(f"{write(GOOD)}:Scale")
+    model = construct(cls, {"factor": 2})
+    assert isinstance(model, Model)
+    assert vars(model) == {"factor": 2}
+
+
+@pytest.mark.parametrize("reference", ["Scale", "models:", ":Scale"])
+def test_a_reference_without_module_or_class(reference: str) -> None:
+    assert "expected module:Class" in failure(reference)
+
+
+def test_an_unknown_module() -> None:
+    message = failure("no_such_module_at_all:Scale")
+    assert "there is no module 'no_such_module_at_all'" in message
+    assert "folder that holds 'no_such_module_at_all'" in message
+
+
+def test_an_unknown_module_of_a_package() -> None:
+    assert "there is no module 'ghost' in 'inference.zoo'" in failure("inference.zoo.ghost:Scale")
+
+
+def test_a_module_that_imports_what_is_not_installed(write: Write, tmp_path: Path) -> None:
+    name = write("import os\nimport not_installed_here.sub\n")
+    message = failure(f"{name}:Scale")
+    assert f"{name} imports 'not_installed_here', which is not installed" in message
+    assert f"({tmp_path / name}.py:2)" in message
+    assert "-m pip install" in message
+
+
+def test_a_module_without_that_class_lists_its_models(write: Write) -> None:
+    message = failure(f"{write(GOOD)}:Scal")
+    assert "has no Scal; its models are Scale" in message
+
+
+def test_a_module_without_models(write: Write) -> None:
+    assert "has no Scale; it has no models" in failure(f"{write('VALUE = 1')}:Scale")
+
+
+@pytest.mark.parametrize(
+    ("source", "got"),
+    [("class Scale: pass", "a class derived from object"), ("def Scale(x): return x", "<function Scale at ")],
+)
+def test_what_is_no_model(write: Write, source: str, got: str) -> None:
+    message = failure(f"{write(source)}:Scale")
+    assert f"expected a class derived from inference.Model, got {got}" in message
+
+
+def test_an_exception_on_import_names_class_message_and_line(write: Write, tmp_path: Path) -> None:
+    name = write("""
+        import json
+
+        def read():
+            return json.loads("{")
+
+        read()
+    """)
+    message = failure(f"{name}:Scale")
+    assert f"importing {name} raised JSONDecodeError: Expecting property name" in message
+    assert f"at {tmp_path / name}.py:4" in message  # not the line in json
+
+
+def test_a_syntax_error_names_its_line(write: Write, tmp_path: Path) -> None:
+    name = write("VALUE = 1\nclass Scale(:\n")
+    message = failure(f"{name}:Scale")
+    assert re.search(rf"raised SyntaxError: .* at {re.escape(str(tmp_path / name))}\.py:2;", message)
+
+
+def test_a_module_that_exits(write: Write) -> None:
+    assert "raised SystemExit: 3" in failure(f"{write('import sys; sys.exit(3)')}:Scale")
+
+
+def test_a_declaration_error_names_the_users_line(write: Write, tmp_path: Path) -> None:
+    name = write("from inference import Tensor\n\nBROKEN = Tensor('x', 'FP99', [1])\n")
+    message = failure(f"{name}:Scale")
+    assert "FP99" in message
+    assert f"({tmp_path / name}.py:3)" in message
+    assert message.endswith("correct the declaration")
+
+
+def test_an_unknown_option(write: Write) -> None:
+    cls = load_class(f"{write(GOOD)}:Scale")
+    message = construction_failure(cls, factor=1, fcator=2)
+    assert "unknown option 'fcator'; its options are factor, offset" in message
+    assert "`options.fcator`" in message
+
+
+def test_a_missing_option(write: Write) -> None:
+    message = construction_failure(load_class(f"{write(GOOD)}:Scale"))
+    assert "option 'factor' is required, but missing" in message
+
+
+def test_a_model_that_takes_any_option(write: Write) -> None:
+    source = f"{GOOD.replace('factor, offset=0.0', '**options').replace('self.factor = factor', 'pass')}"
+    construct(load_class(f"{write(source)}:Scale"), {"anything": 1})
+
+
+def test_a_constructor_that_raises_names_its_line(write: Write, tmp_path: Path) -> None:
+    name = write(GOOD.replace("self.factor = factor", "self.factor = 1 / factor"))
+    message = construction_failure(load_class(f"{name}:Scale"), factor=0)
+    assert f"its constructor raised ZeroDivisionError: division by zero at {tmp_path / name}.py:8" in message
+
+
+def probe(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "inference.probe"],
+        cwd="/",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input=json.dumps(requests),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+def test_the_probe_answers_for_each_model(write: Write, tmp_path: Path) -> None:
+    # What a module prints doesn't mix with the answers, not even what it writes to the descriptor itself.
+    good = write(f"import os\nprint('hello')\nos.write(1, b'hello')\n{textwrap.dedent(GOOD)}")
+    good_request = {"model": f"{good}:Scale", "path": [str(tmp_path)], "options": {"factor": 1}, "max_batch_size": 8}
+    bad_request = {"name": "bad", "model": f"{good}:Other", "path": [str(tmp_path)]}
+    findings = probe([{"name": "good", **good_request}, bad_request])
+    assert [finding["name"] for finding in findings] == ["good", "bad"]
+    assert findings[0]["problems"] == []
+    assert findings[0]["signature"]["max_batch_size"] == 8
+    assert findings[0]["signature"]["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1], "optional": False}]
+    (problem,) = findings[1]["problems"]
+    assert problem["title"] == "deployment bad"
+    assert "has no Other" in problem["reason"]
+
+
+def test_the_probe_reads_the_declarations(write: Write, tmp_path: Path) -> None:
+    name = write(GOOD.replace('[Tensor("y", "FP32", [-1])]', "[]"))
+    request = {"name": "bare", "model": f"{name}:Scale", "path": [str(tmp_path)], "options": {"factor": 1}}
+    (finding,) = probe([request])
+    assert finding["signature"] is None
+    assert "Scale.outputs: expected at least one Tensor, got none" in finding["problems"][0]["reason"]
+
+
+def test_the_probe_keeps_its_answers_when_a_module_ends_the_process(write: Write, tmp_path: Path) -> None:
+    path = [str(tmp_path)]
+    good = {"name": "good", "model": f"{write(GOOD)}:Scale", "path": path, "options": {"factor": 1}}
+    deadly = {"name": "deadly", "model": f"{write('import os; os._exit(9)')}:Scale", "path": path}
+    assert [finding["name"] for finding in probe([good, deadly])] == ["good"]
+
+
+def test_the_probe_names_a_gpu_that_is_absent() -> None:
+    torch = pytest.importorskip("torch")
+    wanted = f"cuda:{torch.cuda.device_count()}"
+    (finding,) = probe([{"name": "scale", "model": "inference.zoo.scale:Scale", "device": wanted}])
+    assert finding["signature"] is not None
+    (problem,) = finding["problems"]
+    assert f"device {wanted!r} was asked for" in problem["reason"]
+    assert "`device: cpu`" in problem["mend"]

@@ -1,0 +1,45 @@
+"""Who imports what: the gateway without torch and pytriton, replicas without fastapi."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+LIST_MODULES = "import sys, json; print(json.dumps(sorted(sys.modules)))"
+
+
+def modules_after(statement: str) -> set[str]:
+    """Names of the modules that a fresh interpreter has loaded after a statement."""
+    command = [sys.executable, "-c", f"{statement}\n{LIST_MODULES}"]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return set(json.loads(output.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("module", ["app.worker", "app.supervisor", "app.cli", "app.guardian", "app.check"])
+def test_the_http_side_imports_neither_torch_nor_pytriton(module: str) -> None:
+    assert not modules_after(f"import {module}") & {"torch", "pytriton", "transformers", "sklearn"}
+
+
+@pytest.mark.parametrize(
+    "module", ["inference", "inference.replica", "inference.runner", "inference.warmup", "inference.embedded_triton"]
+)
+def test_the_model_side_imports_no_web_framework_and_nothing_of_ours_from_the_http_side(module: str) -> None:
+    loaded = modules_after(f"import {module}")
+    assert not loaded & {"fastapi", "starlette", "uvicorn", "app"}
+
+
+def test_declaring_a_model_needs_no_torch() -> None:
+    assert "torch" not in modules_after("from inference import Model, Tensor, Parameter, Embedding, BadInput")
+
+
+def test_a_guardian_is_light() -> None:
+    assert not modules_after("import app.guardian") & {"numpy", "msgspec", "asyncio", "pydantic"}
+
+
+def test_what_a_user_imports_is_stable() -> None:
+    import inference
+
+    assert inference.__all__ == ["BadInput", "Embedding", "Model", "Parameter", "Tensor"]
