@@ -21,8 +21,8 @@ from app.config import Config, Deployment, Server, load_config, read_config
 from app.errors import ConfigError
 from app.sweep import SHARED_MEMORY
 from inference.environment import Problem, library_path
-from inference.replica import ASSUMED_DIMENSION, STORE_FROM_BYTES
-from inference.signature import Signature, TensorSpec, row_size_bytes
+from inference.signature import Signature
+from inference.tensor_store import ASSUMED_DIMENSION, batch_bytes, uses_store
 
 __all__ = [
     "address_problems",
@@ -160,10 +160,9 @@ def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> 
     region = TRITON_REGION_BYTES
     if signature is not None:
         rows = deployment.batching.max_batch_size
-        taken, given = (_batch_bytes(side, rows) for side in (signature.inputs, signature.outputs))
+        taken, given = (batch_bytes(side, rows) for side in (signature.inputs, signature.outputs))
         region += deployment.batching.max_in_flight * (taken + given)
-        wanted = deployment.tensor_store
-        if wanted == "on" or (wanted == "auto" and taken + given >= STORE_FROM_BYTES):
+        if uses_store(deployment.tensor_store, signature):
             region += 2 * (_power_of_two(taken) + _power_of_two(given))
     return region * deployment.replicas
 
@@ -192,10 +191,6 @@ def _shared_memory(deployments: Mapping[str, Deployment], signatures: Mapping[st
     needed = sum(shared_memory_bytes(one, signatures.get(name)) for name, one in deployments.items())
     space = os.statvfs(SHARED_MEMORY)
     return shared_memory_problems(needed, space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize)
-
-
-def _batch_bytes(side: Iterable[TensorSpec], rows: int) -> int:
-    return rows * sum(row_size_bytes(spec, ASSUMED_DIMENSION) for spec in side)
 
 
 def _power_of_two(size_bytes: int) -> int:

@@ -302,7 +302,7 @@ class Dispatcher:
         rows = sum(part.rows for part in parts)
         started_ns = time.perf_counter_ns()
         try:
-            head, data = _encode(parts, rows)
+            head, data = _encode(self.check_ready(), parts, rows)
             tensors = await replica.client.infer(head, data)
             reports, compute_us = decode_reports(tensors.pop(REPORT).data, rows)
             outputs = self._split(tensors, reports, rows)
@@ -402,18 +402,22 @@ def _varying_bytes(inputs: dict[str, RawTensor]) -> int:
     return sum(len(tensor.data) for tensor in inputs.values() if tensor.datatype == "BYTES")
 
 
-def _encode(parts: Sequence[_Part], rows: int) -> tuple[bytes, list[bytes | memoryview]]:
+def _encode(signature: Signature, parts: Sequence[_Part], rows: int) -> tuple[bytes, list[bytes | memoryview]]:
     """A batch as a request to Triton: its JSON, and the inputs' bytes."""
     first = parts[0]
     data: list[bytes | memoryview] = []
     inputs = []
     note = CallNote(parameters=first.pending.request.batch_parameters, rows=_row_parameters(parts))
-    for name, tensor in first.inputs.items():
-        datatype = DATATYPES[tensor.datatype]
+    for spec in signature.inputs:
+        name = spec.name
+        tensor = first.inputs.get(name)
+        if tensor is None:
+            continue
+        datatype = DATATYPES[spec.datatype]
         shape = [rows, *tensor.shape[1:]]
         if 0 in shape:
             note.shapes[name] = shape
-            shape = placeholder_shape(shape)
+            shape = placeholder_shape(rows, spec.shape)
             pieces: list[bytes | memoryview] = [bytes((datatype.size_bytes or 4) * math.prod(shape))]
         else:
             pieces = [part.inputs[name].data for part in parts]

@@ -6,6 +6,7 @@ schedule policy and shared memory extensions (of which the last, classification 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -26,6 +27,7 @@ __all__ = ["RequestDecoder"]
 _Parameters = dict[str, str | int | float | bool | None] | None
 _NO_DATA: Final = msgspec.Raw(b"")
 _MAX_DIM: Final = 2**31 - 1
+_MAX_HOLLOW: Final = 2**24
 _MAX_ID_CHARACTERS: Final = 1000
 _MAX_PRIORITY: Final = 2**32 - 1
 _MAX_TIMEOUT_US: Final = 2**64 - 1
@@ -307,6 +309,8 @@ def _count(shape: list[int], declared: _Declared, index: int) -> int:
                 break
             count *= dim
         else:
+            if count == 0:
+                _check_hollow(shape, declared, index)
             return count
     expected = ", ".join(["rows", *map(str, declared.spec.shape)])
     path, name = f"inputs[{index}].shape", declared.spec.name
@@ -317,6 +321,16 @@ def _count(shape: list[int], declared: _Declared, index: int) -> int:
             raise at(f"{path}[{axis}]", name, f"expected a dimension of at most {_MAX_DIM}, got {shown(dim)}")
     hint = "; the batch axis comes first" if len(shape) == len(dims) - 1 else ""
     raise at(path, name, f"expected [{expected}], got {shape_text(shape)}{hint}")
+
+
+def _check_hollow(shape: list[int], declared: _Declared, index: int) -> None:
+    """A tensor without elements costs no bytes, and yet its other dimensions may make a callable allocate."""
+    if math.prod(dim for dim in shape if dim) > _MAX_HOLLOW:
+        raise at(
+            f"inputs[{index}].shape",
+            declared.spec.name,
+            f"expected dimensions whose product, zeros left out, is at most {_MAX_HOLLOW}, got {shape_text(shape)}",
+        )
 
 
 def _binary_size(tensor: _Input, index: int) -> int | None:

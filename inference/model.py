@@ -137,7 +137,8 @@ class Embedding:
         output: the ``FP32`` output of shape ``[dimension]`` that holds its embedding.
         tokens: the ``INT32 [1]`` output with the number of tokens of each text, for ``usage``.
         dimensions: the declared ``int`` parameter (``per="row"``) that shortens an embedding, if the model can; 0
-            means whole.
+            means whole. Rows of one batch may ask for different lengths: return all as long as the longest, each as it
+            should be in its own first elements; the rest is cut off.
     """
 
     input: str

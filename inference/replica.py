@@ -23,14 +23,12 @@ import msgspec
 from inference.environment import require
 from inference.errors import ModelError, ReplicaError
 from inference.handshake import ReplicaSpec, ReplicaStatus
-from inference.signature import Signature, row_size_bytes
+from inference.signature import Signature
+from inference.tensor_store import uses_store
 
 __all__ = ["choose_device", "main"]
 
 PR_SET_PDEATHSIG = 1
-STORE_FROM_BYTES = 128 * 1024
-ASSUMED_DIMENSION = 64
-"""What a dimension that varies, or the bytes of a BYTES element, are taken for when sizes are estimated."""
 
 
 class _Reporter:
@@ -59,8 +57,8 @@ def main() -> None:
     try:
         _serve(spec, directory, reporter)
     except Exception as error:
-        if not isinstance(error, ModelError):
-            traceback.print_exc()
+        if not isinstance(error, ModelError) or error.__cause__ is not None:
+            traceback.print_exc()  # where in the user's code it came from
         reporter.send(ReplicaStatus("failed", _reason(error)))
         sys.stderr.flush()
         os._exit(1)
@@ -89,7 +87,7 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter) -> None:
     model.load(device)
 
     reporter.progress("starting Triton")
-    if not _uses_store(spec.tensor_store, signature):
+    if not uses_store(spec.tensor_store, signature):
         os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
     triton = EmbeddedTriton(directory, spec.token)
     runner = Runner(model, signature, device, on_broken=_end_soon)
@@ -133,14 +131,6 @@ def choose_device(wanted: str, uses_torch: bool) -> str:
     if index >= count:
         raise ReplicaError(f"device: expected one of {count} GPUs, got {wanted!r}; use `device: cpu` or `auto`")
     return f"cuda:{index}"
-
-
-def _uses_store(wanted: str, signature: Signature) -> bool:
-    """Whether tensors go through PyTriton's shared-memory store rather than inline, by the size of a full batch."""
-    if wanted != "auto":
-        return wanted == "on"
-    row_bytes = sum(row_size_bytes(spec, ASSUMED_DIMENSION) for spec in (*signature.inputs, *signature.outputs))
-    return row_bytes * signature.max_batch_size >= STORE_FROM_BYTES
 
 
 def _reason(error: Exception) -> str:

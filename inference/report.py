@@ -72,14 +72,20 @@ class CallNote(msgspec.Struct, omit_defaults=True):
     """Whether this is a warm-up call; counted apart."""
 
 
-def placeholder_shape(shape: Sequence[int]) -> list[int]:
-    """The shape under which a tensor without elements travels (PyTriton can't carry it): its zeros become ones."""
-    return [dim or 1 for dim in shape]
+def placeholder_shape(rows: int, declared: Sequence[int]) -> list[int]:
+    """The shape under which a tensor without elements travels (PyTriton can't carry it).
+
+    Args:
+        rows: the batch axis, at least 1.
+        declared: one row's declared shape; what varies becomes 1, whatever it is in truth.
+    """
+    return [rows, *(1 if dim < 0 else dim for dim in declared)]
 
 
 def encode_reports(reports: Sequence[RowReport], compute_us: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Encode one report a row. Returns UINT8 [rows, width]."""
-    texts = [_cut(report.message) for report in reports]
+    # Only what a callable said may be long; the JSON of a row that succeeded must stay whole.
+    texts = [report.message.encode() if report.status is Status.OK else _cut(report.message) for report in reports]
     width = _HEAD.size + max((len(text) for text in texts), default=0)
     compute_us = min(compute_us, 0xFFFFFFFF)
     raw = b"".join(

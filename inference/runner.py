@@ -111,10 +111,10 @@ class Runner:
                 piece = _Outcome(
                     {name: array[start:end] for name, array in outcome.outputs.items()}, outcome.reports[start:end]
                 )
-                answers[index] = _answer(piece, compute_us)
+                answers[index] = self._answer(piece, compute_us)
                 start = end
         for index, (rows, report) in failures.items():
-            answers[index] = _answer(_Outcome(self._blank(rows), [report] * rows), 0)
+            answers[index] = self._answer(_Outcome(self._blank(rows), [report] * rows), 0)
         return answers
 
     def _turn_grad_off(self) -> None:
@@ -283,10 +283,22 @@ class Runner:
                 array[members] = outputs[spec.name]
         return joined
 
+    def _answer(self, outcome: _Outcome, compute_us: int) -> Arrays:
+        """Outputs and report as they travel; an output without elements as a placeholder, its shape in the report."""
+        outputs = dict(outcome.outputs)
+        reports = outcome.reports
+        empty = {spec.name: outputs[spec.name].shape for spec in self._signature.outputs if not outputs[spec.name].size}
+        if empty:
+            for spec in self._signature.outputs:
+                if spec.name in empty:
+                    outputs[spec.name] = _zeros(spec, tuple(placeholder_shape(len(reports), spec.shape)))
+            text = msgspec.json.encode(empty).decode()
+            reports = [RowReport(Status.OK, text) if report.status is Status.OK else report for report in reports]
+        outputs[REPORT] = encode_reports(reports, compute_us)
+        return outputs
+
     def _blank(self, rows: int) -> Arrays:
-        return {
-            spec.name: _zeros(spec, (rows, *(max(dim, 1) for dim in spec.shape))) for spec in self._signature.outputs
-        }
+        return {spec.name: _zeros(spec, tuple(placeholder_shape(rows, spec.shape))) for spec in self._signature.outputs}
 
 
 class _Batch(NamedTuple):
@@ -304,21 +316,6 @@ class _RaggedPieces(Exception):
 def _group_key(part: _Part) -> object:
     shapes = tuple((name, array.shape[1:]) for name, array in part.inputs.items())
     return shapes, tuple(part.batch_parameters.items())
-
-
-def _answer(outcome: _Outcome, compute_us: int) -> Arrays:
-    """Outputs and report as they travel; an output without elements as a placeholder, its shape in the report."""
-    outputs = dict(outcome.outputs)
-    reports = outcome.reports
-    empty = {name: array.shape for name, array in outputs.items() if array.size == 0}
-    if empty and reports:
-        for name, shape in empty.items():
-            dtype = outputs[name].dtype
-            outputs[name] = np.full(placeholder_shape(shape), b"" if dtype.hasobject else 0, dtype)
-        text = msgspec.json.encode(empty).decode()
-        reports = [RowReport(Status.OK, text) if report.status is Status.OK else report for report in reports]
-    outputs[REPORT] = encode_reports(reports, compute_us)
-    return outputs
 
 
 def _zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:

@@ -7,11 +7,10 @@ from typing import Any
 
 import msgspec
 
-from inference.datatypes import DATATYPES
 from inference.errors import DeclarationError
 from inference.model import Embedding, Model, Parameter, Tensor
 
-__all__ = ["EmbeddingSpec", "ParameterSpec", "Signature", "TensorSpec", "row_size_bytes"]
+__all__ = ["EmbeddingSpec", "ParameterSpec", "Signature", "TensorSpec"]
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -192,11 +191,3 @@ def _embedding(
                 f"{where}, dimensions: expected an int parameter per row, got {declared.dimensions!r}"
             )
     return EmbeddingSpec(declared.input, declared.output, declared.tokens, declared.dimensions)
-
-
-def row_size_bytes(spec: TensorSpec, varying: int) -> int:
-    """Bytes of one row of a tensor, taking ``varying`` for each dimension of -1 and for each ``BYTES`` element."""
-    size_bytes = DATATYPES[spec.datatype].size_bytes or varying
-    for dim in spec.shape:
-        size_bytes *= varying if dim < 0 else dim
-    return size_bytes

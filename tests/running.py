@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +21,18 @@ from typing import Any
 import httpx
 import yaml
 
-__all__ = ["SERVICES", "Running", "leftovers", "serve", "wait_for"]
+__all__ = [
+    "SERVICES",
+    "Raw",
+    "Running",
+    "in_background",
+    "leftovers",
+    "processes_of",
+    "resident_bytes",
+    "segments_of",
+    "serve",
+    "wait_for",
+]
 
 SERVICES = Path(__file__).parent / "services"
 START_TIMEOUT_S = 180.0
@@ -39,27 +54,40 @@ class Running:
     """A server: the command line as a user starts it, in a process of its own."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path, log: Path) -> None:
-        self.process = process
+        self.popen = process
         self.folder = folder
         """Its ``runtime_dir``."""
         self.log = log
         self.url = ""
+        # A connection each: a test must not meet one that an earlier test left in a bad state.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self.client = httpx.Client(timeout=60, limits=limits, verify=False, trust_env=False)
+        """For tests that ask from many threads too."""
 
     @property
     def pid(self) -> int:
         """The supervisor's."""
-        return self.process.pid
+        return self.popen.pid
 
     def get(self, path: str) -> httpx.Response:
         """One GET."""
-        return httpx.get(self.url + path, timeout=30)
+        return self.client.get(self.url + path)
 
     def infer(
         self, model: str, data: Any, *, shape: list[int], datatype: str = "FP32", name: str = "x", **body: Any
-    ) -> Any:
+    ) -> httpx.Response:
         """One JSON request with one input."""
         tensor = {"name": name, "datatype": datatype, "shape": shape, "data": data}
-        return httpx.post(f"{self.url}/v2/models/{model}/infer", json={"inputs": [tensor], **body}, timeout=60)
+        return self.client.post(f"{self.url}/v2/models/{model}/infer", json={"inputs": [tensor], **body})
+
+    def raw(self) -> Raw:
+        """A connection for bytes that no HTTP client would send."""
+        return Raw(self.url)
+
+    def index(self, model: str) -> dict[str, str]:
+        """The model's entry in the repository index."""
+        entries: list[dict[str, str]] = self.get("/v2/repository/index").json()
+        return next(entry for entry in entries if entry["name"] == model)
 
     def is_ready(self, model: str | None = None) -> bool:
         """Whether the server, or one model, says it is ready."""
@@ -77,17 +105,91 @@ class Running:
         """The process id of the model's host."""
         return int(json.loads((self.replica_folder(model) / "journal.json").read_text())["host_pid"])
 
+    def process(self, model: str, what: str) -> int:
+        """The process id of the model's ``host``, ``guardian``, ``tritonserver`` or ``stub``."""
+        folder = self.replica_folder(model)
+        for pid, command in processes_of(folder).items():
+            if _role(command) == what:
+                return pid
+        raise AssertionError(f"no {what} in {folder}")
+
+    def workers(self) -> list[int]:
+        """The process ids of the gateway workers."""
+        return [pid for pid, command in processes_of(self.folder).items() if "app.worker" in command]
+
     def stop(self, timeout_s: float = 60.0) -> int:
         """Stop it as Ctrl-C does. Returns the exit status."""
-        self.process.send_signal(signal.SIGINT)
-        return self.process.wait(timeout_s)
+        self.popen.send_signal(signal.SIGINT)
+        return self.popen.wait(timeout_s)
+
+
+class Raw:
+    """One TCP connection to a server."""
+
+    def __init__(self, url: str, timeout_s: float = 30.0) -> None:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=timeout_s)
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        """Send all of it, however long that takes."""
+        self.socket.sendall(data)
+
+    def answer(self, method: str = "POST") -> tuple[int, dict[str, str], bytes]:
+        """Read one answer: status, headers in small letters, body."""
+        response = http.client.HTTPResponse(self.socket, method=method)
+        try:
+            response.begin()
+            headers = {name.lower(): value for name, value in response.getheaders()}
+            return response.status, headers, response.read()
+        finally:
+            response.close()
+
+
+@contextlib.contextmanager
+def in_background(*calls: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Run the calls in a thread each while the block runs; at its end the list has what they gave, in order."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(index: int, call: Callable[[], Any]) -> None:
+        try:
+            results[index] = call()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index, call)) for index, call in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield results
+    finally:
+        for thread in threads:
+            thread.join()
 
 
 @contextlib.contextmanager
 def serve(
-    config: dict[str, Any], *, ready: bool = True, cwd: Path = SERVICES, arguments: tuple[str, ...] = ()
+    config: dict[str, Any],
+    *,
+    ready: bool = True,
+    cwd: Path = SERVICES,
+    arguments: tuple[str, ...] = (),
+    prefix: tuple[str, ...] = (),
 ) -> Iterator[Running]:
-    """Run ``headwater serve`` on a free port, with the test services on the path, until the block ends."""
+    """Run ``headwater serve`` on a free port, with the test services on the path, until the block ends.
+
+    Args:
+        config: the configuration; what it doesn't say of port and ``runtime_dir`` is a free one and a temporary one.
+        ready: whether to wait for every model.
+        cwd: where it runs.
+        arguments: after the configuration's path.
+        prefix: a command that runs ours.
+    """
     # Not pytest's own folders: their names are too long for unix sockets.
     with tempfile.TemporaryDirectory(prefix="hw-") as name:
         folder = Path(name)
@@ -97,7 +199,7 @@ def serve(
         log = folder / "log"
         with log.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "app", "serve", str(path), *arguments],
+                [*prefix, sys.executable, "-m", "app", "serve", str(path), *arguments],
                 cwd=cwd,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -106,7 +208,7 @@ def serve(
                 # `-m` would put the services' folder first, where a module could hide one of ours.
                 env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
             )
-        running = Running(process, folder / "run", log)
+        running = Running(process, Path(content["server"]["runtime_dir"]), log)
         try:
             running.url = wait_for(lambda: _url(running), START_TIMEOUT_S, "the server's address")
             if ready:
@@ -116,6 +218,7 @@ def serve(
             sys.stderr.write(log.read_text()[-6000:])
             raise
         finally:
+            running.client.close()
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
                 try:
@@ -126,8 +229,8 @@ def serve(
 
 
 def _has_ended(running: Running) -> bool:
-    if running.process.poll() is not None:
-        raise AssertionError(f"the server ended with {running.process.returncode}:\n{running.log.read_text()[-3000:]}")
+    if running.popen.poll() is not None:
+        raise AssertionError(f"the server ended with {running.popen.returncode}:\n{running.log.read_text()[-3000:]}")
     return False
 
 
@@ -139,18 +242,46 @@ def _url(running: Running) -> str:
     return ""
 
 
-def leftovers(folder: Path) -> list[str]:
-    """What is left of a server that used this ``runtime_dir``: processes, shared-memory segments, files."""
-    found = [str(path) for path in folder.rglob("*")] if folder.exists() else []
+def processes_of(folder: Path) -> dict[int, str]:
+    """Process id and command line of every process that was started for a server or replica with this folder."""
+    found = {}
+    named = re.compile(re.escape(str(folder)) + r"(?![\w-])")  # `slow-1` is no `slow-12`
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if str(folder) in command:
-                    found.append(f"process {entry.name}: {command}")
+                if named.search(command):
+                    found[int(entry.name)] = command
     return found
 
 
-def segments() -> set[str]:
-    """Shared-memory segments of PyTriton on this machine."""
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("pytrtion", "psm_"))}
+def _role(command: str) -> str:
+    roles = {
+        "app.guardian": "guardian",
+        "inference.replica": "host",
+        "backend_stub": "stub",
+        "bin/tritonserver": "tritonserver",
+    }
+    return next((role for word, role in roles.items() if word in command), "")
+
+
+def segments_of(folder: Path) -> set[str]:
+    """Names in /dev/shm that the processes of a server or replica have mapped."""
+    names: set[str] = set()
+    for pid in processes_of(folder):
+        with contextlib.suppress(OSError):
+            names.update(re.findall(r"/dev/shm/([^ \n]+)", Path(f"/proc/{pid}/maps").read_text()))
+    return names
+
+
+def leftovers(folder: Path, segments: set[str] | None = None) -> list[str]:
+    """What is left of a server or replica: processes, files in its folder, and those of the segments that it had."""
+    found = [str(path) for path in folder.rglob("*")] if folder.exists() else []
+    found += [f"process {pid}: {command}" for pid, command in processes_of(folder).items()]
+    found += [f"segment {name}" for name in segments or () if Path("/dev/shm", name).exists()]
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    """A process's resident memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from typing import Literal
+import re
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from starlette.types import Receive, Scope
 from app.bodies import BodyReader
 from app.disconnects import DisconnectWatch
 from app.errors import BadRequest
+from app.json_faults import PARSE_ERRORS, at, key_text, kind_of, shown, split_path
 from app.models import Models
 from app.replies import Reply
 from app.routes.boundary import Endpoint
@@ -24,6 +26,8 @@ from inference.signature import EmbeddingSpec, Signature
 __all__ = ["EmbeddingsEndpoint"]
 
 _JSON = (b"content-type", b"application/json")
+_FIELD: Final = re.compile(r"Object (contains unknown|missing required) field `(.*)`\Z", re.DOTALL)
+_KINDS: Final = re.compile(r"Expected `([^`]*)`, got `([^`]*)`\Z")
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,26 +69,40 @@ def _decode(raw: bytes) -> _Body:
     try:
         return msgspec.json.decode(raw, type=_Body)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        field = path.rstrip("`").lstrip(".") or None
-        raise BadRequest(f"{field or 'body'}: {message[:1].lower()}{message[1:]}", field=field) from error
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise BadRequest(f"body: expected a JSON object: {error}", field="body") from error
+        message, path = split_path(error)
+        path = path.lstrip(".")
+        if named := _FIELD.match(message):
+            came = f"got {shown(named[2])}" if named[1] == "contains unknown" else "got an object without it"
+            field = key_text(named[2])
+            raise at(field, None, f"expected the fields {', '.join(_Body.__struct_fields__)}, {came}") from None
+        if kinds := _KINDS.match(message):
+            raise at(path or "body", None, f"expected {kind_of(kinds[1])}, got {kind_of(kinds[2])}") from None
+        raise at(path or "body", None, f"{message[:1].lower()}{message[1:]}") from None
+    except UnicodeDecodeError as error:
+        raise _not_utf8("body", error) from None
+    except PARSE_ERRORS as error:
+        raise BadRequest(f"body: expected a JSON object: {error}", field="body") from None
 
 
 def _texts(raw: msgspec.Raw) -> list[str]:
     try:
         value = msgspec.json.decode(raw, type=str | list[str])
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UnicodeDecodeError as error:
+        raise _not_utf8("input", error) from None
+    except PARSE_ERRORS as error:
         raise BadRequest(
             "input: expected a string or a list of strings (lists of token ids are not supported by this model): "
             f"{error}",
             field="input",
-        ) from error
+        ) from None
     texts = [value] if isinstance(value, str) else value
     if not texts:
         raise BadRequest("input: expected at least one string, got an empty list", field="input")
     return texts
+
+
+def _not_utf8(field: str, error: UnicodeDecodeError) -> BadRequest:
+    return at(field, None, f"expected JSON in UTF-8, got byte 0x{error.object[error.start]:02x} in a string")
 
 
 def _request(signature: Signature, spec: EmbeddingSpec, texts: list[str], dimensions: int | None) -> InferRequest:
@@ -98,6 +116,8 @@ def _request(signature: Signature, spec: EmbeddingSpec, texts: list[str], dimens
                 f"dimensions: model `{signature.name}` has embeddings of one length only; leave it out",
                 field="dimensions",
             )
+        if dimensions < 1:
+            raise BadRequest(f"dimensions: expected at least 1, got {shown(dimensions)}", field="dimensions")
         try:
             row_parameters[chosen.name] = chosen.check(dimensions)
         except DeclarationError as error:
@@ -115,7 +135,8 @@ def _request(signature: Signature, spec: EmbeddingSpec, texts: list[str], dimens
 
 def _answer(body: _Body, vectors: RawTensor, tokens: int) -> bytes:
     rows, length = vectors.shape
-    array = np.frombuffer(vectors.data, "<f4").reshape(rows, length)
+    # Rows that share a call are as long as the longest that any of them asked for.
+    array = np.frombuffer(vectors.data, "<f4").reshape(rows, length)[:, : body.dimensions]
     embeddings: list[object]
     if body.encoding_format == "base64":
         embeddings = [base64.b64encode(array[row].tobytes()).decode() for row in range(rows)]

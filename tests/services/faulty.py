@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from inference import BadInput, Model, Tensor
+from inference import BadInput, Model, Parameter, Tensor
 
 POISON = -1.0
 BAD_INPUT = -2.0
@@ -40,14 +40,32 @@ class Faulty(Model):
 
 
 class Slow(Model):
-    """Sleeps for as many seconds as the largest x of the batch says, then gives back x and the batch's size."""
+    """Sleeps for as many seconds as the largest x of the batch says, then gives back x, scaled and shifted.
+
+    Also says how many rows shared the call, and how many it had computed before.
+
+    Args:
+        marker: a file that is made when a call with an x above 0 begins.
+    """
 
     inputs = (Tensor("x", "FP32", [1]),)
-    outputs = (Tensor("y", "FP32", [1]), Tensor("batch", "INT32", [1]))
+    outputs = (Tensor("y", "FP32", [1]), Tensor("batch", "INT32", [1]), Tensor("seen", "INT32", [1]))
+    parameters = (Parameter("scale", "float", 1.0), Parameter("shift", "float", 0.0, per="row"))
 
-    def __call__(self, *, x: Any) -> Any:
+    def __init__(self, marker: str = "") -> None:
+        self.marker = marker
+        self.rows = 0
+
+    def __call__(self, *, x: Any, parameters: dict[str, Any]) -> Any:
+        seen = self.rows
+        self.rows += len(x)
+        if self.marker and x.max() > 0:
+            with open(self.marker, "w"):
+                pass
         time.sleep(float(x.max()))
-        return {"y": x, "batch": np.full((len(x), 1), len(x), np.int32)}
+        y = x * np.float32(parameters["scale"]) + np.array(parameters["shift"], np.float32)[:, None]
+        counts = {"batch": len(x), "seen": seen}
+        return {"y": y, **{name: np.full((len(x), 1), count, np.int32) for name, count in counts.items()}}
 
 
 class FailsToLoad(Model):

@@ -1,0 +1,40 @@
+"""Whether tensors go through PyTriton's shared-memory store, or inline: the store is faster for large ones only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from inference.datatypes import DATATYPES
+from inference.signature import Signature, TensorSpec
+
+__all__ = ["ASSUMED_DIMENSION", "batch_bytes", "uses_store"]
+
+STORE_FROM_BYTES: Final = 128 * 1024
+"""Inputs and outputs of a full batch together."""
+ASSUMED_DIMENSION: Final = 64
+"""What a dimension that varies, and the bytes of a ``BYTES`` element, are taken for."""
+
+
+def uses_store(wanted: str, signature: Signature) -> bool:
+    """Whether a deployment's replicas use the store.
+
+    Args:
+        wanted: the configuration's ``tensor_store``: ``on``, ``off``, or ``auto``, which decides by `batch_bytes`.
+        signature: the model's.
+    """
+    if wanted != "auto":
+        return wanted == "on"
+    return batch_bytes((*signature.inputs, *signature.outputs), signature.max_batch_size) >= STORE_FROM_BYTES
+
+
+def batch_bytes(specs: Iterable[TensorSpec], rows: int) -> int:
+    """Bytes of so many rows of these tensors, as far as their declarations tell."""
+    return rows * sum(_row_bytes(spec) for spec in specs)
+
+
+def _row_bytes(spec: TensorSpec) -> int:
+    size_bytes = DATATYPES[spec.datatype].size_bytes or ASSUMED_DIMENSION
+    for dim in spec.shape:
+        size_bytes *= ASSUMED_DIMENSION if dim < 0 else dim
+    return size_bytes

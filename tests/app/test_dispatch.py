@@ -1,0 +1,452 @@
+"""Batching and the way back, against a replica that the test answers for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from app.dispatch import Dispatcher
+from app.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
+from app.routing import DeploymentRoute, ReplicaRoute, State
+from app.tensors import InferRequest, OutputWish, RawTensor
+from inference.datatypes import pack_bytes
+from inference.report import HEADWATER, REPORT, CallNote, RowReport, Status, encode_reports
+from inference.signature import Signature, TensorSpec
+
+NUMBERS = Signature(
+    name="m",
+    inputs=(TensorSpec("x", "FP32", (-1,)),),
+    outputs=(TensorSpec("y", "FP32", (-1,)),),
+    max_batch_size=4,
+)
+TEXTS = Signature(
+    name="m", inputs=(TensorSpec("t", "BYTES", (1,)),), outputs=(TensorSpec("t", "BYTES", (1,)),), max_batch_size=4
+)
+
+
+class Call:
+    """One call that the replica has, to be answered by the test."""
+
+    def __init__(self, head: bytes, data: Sequence[bytes | memoryview]) -> None:
+        self.head: dict[str, Any] = json.loads(head)
+        self.data = b"".join(data)
+        self.answered: asyncio.Future[dict[str, RawTensor]] = asyncio.get_running_loop().create_future()
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.head["inputs"][0]["shape"])
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def values(self) -> list[float]:
+        return [float(value) for value in np.frombuffer(self.data, np.float32)]
+
+    @property
+    def note(self) -> CallNote:
+        return msgspec.json.decode(self.head.get("parameters", {}).get(HEADWATER, "{}"), type=CallNote)
+
+    def answer(self, reports: Sequence[RowReport] | None = None) -> None:
+        """Answer with the inputs doubled."""
+        doubled = (np.frombuffer(self.data, np.float32) * 2).tobytes()
+        self.give({"y": RawTensor("FP32", tuple(self.shape), doubled)}, reports)
+
+    def give(self, outputs: dict[str, RawTensor], reports: Sequence[RowReport] | None = None) -> None:
+        report = encode_reports(reports or [RowReport(Status.OK)] * self.rows, 5)
+        self.answered.set_result({**outputs, REPORT: RawTensor("UINT8", report.shape, report.tobytes())})
+
+
+class Replica:
+    """A `ReplicaClient`."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.is_closed = False
+
+    async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
+        call = Call(head, data)
+        self.calls.append(call)
+        return await call.answered
+
+    def close(self) -> None:
+        self.is_closed = True
+        for call in self.calls:
+            if not call.answered.done():
+                call.answered.set_exception(ReplicaLost("the replica ended"))
+
+
+class Bench:
+    """A dispatcher with replicas of the test's own."""
+
+    def __init__(self, signature: Signature = NUMBERS, replicas: int = 1, **route: Any) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.route = DeploymentRoute(
+            name="m",
+            state=State.READY,
+            signature=signature,
+            replicas=tuple(ReplicaRoute(f"m-{index}", "", "") for index in range(replicas)),
+            **route,
+        )
+        self.dispatcher = Dispatcher(self.route, self._connect)
+
+    def _connect(self, name: str, route: ReplicaRoute) -> Replica:
+        self.replicas[route.id] = Replica()
+        return self.replicas[route.id]
+
+    @property
+    def calls(self) -> list[Call]:
+        return [call for replica in self.replicas.values() for call in replica.calls]
+
+    def send(self, *values: float, **fields: Any) -> asyncio.Task[dict[str, RawTensor]]:
+        """A request with these values, one a row."""
+        data = np.array(values, np.float32).tobytes()
+        return self.send_tensor("x", RawTensor("FP32", (len(values), 1), data), **fields)
+
+    def send_tensor(self, name: str, tensor: RawTensor, **fields: Any) -> asyncio.Task[dict[str, RawTensor]]:
+        request = InferRequest(
+            id="",
+            inputs={name: tensor},
+            rows=tensor.shape[0],
+            outputs=[OutputWish(spec.name, True) for spec in self.route.signature.outputs],  # type: ignore[union-attr]
+            batch_parameters=fields.pop("batch", {}),
+            row_parameters=fields.pop("row", {}),
+            **fields,
+        )
+        return asyncio.create_task(self.dispatcher.infer(request))
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+async def settle() -> None:
+    """Let everything that is due happen."""
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+def numbers(outputs: dict[str, RawTensor]) -> list[float]:
+    return [float(value) for value in np.frombuffer(outputs["y"].data, np.float32)]
+
+
+def test_a_request_to_an_idle_replica_leaves_at_once() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send(1)
+        await settle()
+        assert bench.calls[0].values == [1]
+        bench.calls[0].answer()
+        assert numbers(await task) == [2]
+
+    run(scenario)
+
+
+def test_requests_that_arrive_together_go_together() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        tasks = [bench.send(1), bench.send(2, 3)]
+        await settle()
+        assert [call.values for call in bench.calls] == [[1, 2, 3]]
+        bench.calls[0].answer()
+        assert [numbers(await task) for task in tasks] == [[2], [4, 6]]
+
+    run(scenario)
+
+
+def test_rows_gather_while_the_replica_is_busy() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=1)
+        bench.send(0)
+        await settle()
+        tasks = [bench.send(value) for value in (1, 2, 3)]
+        await settle()
+        assert len(bench.calls) == 1
+        bench.calls[0].answer()
+        await settle()
+        assert bench.calls[1].values == [1, 2, 3]
+        bench.calls[1].answer()
+        assert [numbers(await task) for task in tasks] == [[2], [4], [6]]
+
+    run(scenario)
+
+
+def test_a_busy_replica_gets_another_call_when_a_batch_is_full() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=2)
+        bench.send(0)
+        await settle()
+        for value in range(3):
+            bench.send(value)
+        await settle()
+        assert len(bench.calls) == 1
+        bench.send(9)
+        await settle()
+        assert [call.rows for call in bench.calls] == [1, 4]
+
+    run(scenario)
+
+
+def test_rows_wait_for_company_as_long_as_the_delay_says() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_queue_delay_ms=60_000)
+        tasks = [bench.send(value) for value in range(3)]
+        await settle()
+        assert bench.calls == []
+        tasks.append(bench.send(3))
+        await settle()
+        assert [call.rows for call in bench.calls] == [4]
+
+    run(scenario)
+
+
+def test_a_delay_ends_by_itself() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_queue_delay_ms=5)
+        task = bench.send(1)
+        while not bench.calls:
+            await asyncio.sleep(0.001)
+        bench.calls[0].answer()
+        assert numbers(await task) == [2]
+
+    run(scenario)
+
+
+def test_a_large_request_is_split_and_its_parts_joined_in_order() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=8)
+        task = bench.send(*range(10))
+        await settle()
+        assert [call.rows for call in bench.calls] == [4, 4]
+        for call in reversed(bench.calls):
+            call.answer()
+        await settle()
+        bench.calls[-1].answer()
+        outputs = await task
+        assert numbers(outputs) == [value * 2 for value in range(10)]
+        assert outputs["y"].shape == (10, 1)
+
+    run(scenario)
+
+
+def test_the_replica_with_fewest_outstanding_rows_is_next() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2, max_in_flight=4)
+        bench.send(1, 2)
+        await settle()
+        bench.send(3)
+        await settle()
+        assert [[call.rows for call in replica.calls] for replica in bench.replicas.values()] == [[2], [1]]
+
+    run(scenario)
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_queue_size=3, max_in_flight=1)
+        bench.send(0)
+        await settle()
+        bench.send(1, 2, 3)
+        await settle()
+        with pytest.raises(QueueFull) as caught:
+            await bench.send(4)
+        assert (caught.value.retry_after_s or 0) >= 1
+        assert "3 of 3 rows wait" in caught.value.message
+
+    run(scenario)
+
+
+def test_a_request_larger_than_the_queue_is_wrong_not_early() -> None:
+    async def scenario() -> None:
+        with pytest.raises(BadRequest, match="at most 3 rows"):
+            await Bench(max_queue_size=3).send(*range(4))
+
+    run(scenario)
+
+
+def test_rows_whose_deadline_passed_in_the_queue_are_not_computed() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=1)
+        bench.send(0)
+        await settle()
+        late = bench.send(1, timeout_us=1000)
+        kept = bench.send(2)
+        with pytest.raises(DeadlineExceeded, match="waited in the queue"):
+            await late
+        assert bench.dispatcher.queued_rows == 1
+        bench.calls[0].answer()
+        await settle()
+        assert bench.calls[1].values == [2]
+        bench.calls[1].answer()
+        assert numbers(await kept) == [4]
+
+    run(scenario)
+
+
+def test_a_deadline_that_passes_during_the_call_answers_too() -> None:
+    async def scenario() -> None:
+        bench = Bench(timeout_s=0.005)
+        with pytest.raises(DeadlineExceeded, match="while it was computed"):
+            await bench.send(1)
+
+    run(scenario)
+
+
+def test_rows_of_a_client_that_went_away_are_not_computed() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=1)
+        bench.send(0)
+        await settle()
+        gone = bench.send(*range(6))
+        await settle()
+        gone.cancel()
+        await settle()
+        assert bench.dispatcher.queued_rows == 0
+        bench.calls[0].answer()
+        await settle()
+        assert len(bench.calls) == 1
+
+    run(scenario)
+
+
+def test_rows_that_fail_leave_their_neighbours_alone() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        tasks = [bench.send(1), bench.send(2), bench.send(3, 4)]
+        await settle()
+        bench.calls[0].answer(
+            [
+                RowReport(Status.OK),
+                RowReport(Status.RAISED, "ValueError: no"),
+                RowReport(Status.OK),
+                RowReport(Status.BAD_INPUT, "x: wrong"),
+            ]
+        )
+        assert numbers(await tasks[0]) == [2]
+        with pytest.raises(CallableFailed, match="^ValueError: no$"):
+            await tasks[1]
+        with pytest.raises(BadRequest, match="^row 1: x: wrong$"):
+            await tasks[2]
+
+    run(scenario)
+
+
+def test_a_replica_that_is_taken_away_fails_its_calls_and_what_waits() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=1)
+        running = bench.send(0)
+        await settle()
+        waiting = bench.send(1)
+        await settle()
+        route = msgspec.structs.replace(bench.route, replicas=(), state=State.UNAVAILABLE, reason="killed")
+        bench.dispatcher.update(route)
+        with pytest.raises(ReplicaLost):
+            await running
+        with pytest.raises(Unavailable, match="UNAVAILABLE: killed"):
+            await waiting
+        with pytest.raises(Unavailable) as caught:
+            await bench.send(2)
+        assert caught.value.retry_after_s
+
+    run(scenario)
+
+
+def test_what_waits_goes_to_the_replica_that_is_left() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2, max_in_flight=1)
+        tasks = [bench.send(value) for value in (0,)]
+        await settle()
+        tasks.append(bench.send(1))
+        await settle()
+        tasks.append(bench.send(2))
+        await settle()
+        bench.dispatcher.update(msgspec.structs.replace(bench.route, replicas=bench.route.replicas[1:]))
+        with pytest.raises(ReplicaLost):
+            await tasks[0]
+        left = bench.replicas["m-1"]
+        left.calls[0].answer()
+        await settle()
+        left.calls[1].answer()
+        assert [numbers(await task) for task in tasks[1:]] == [[2], [4]]
+
+    run(scenario)
+
+
+def test_parameters_per_batch_keep_requests_apart_and_those_per_row_follow_their_rows() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=9)
+        bench.send(1, batch={"f": 1.0}, row={"o": 1})
+        bench.send(2, 3, batch={"f": 1.0}, row={"o": 2})
+        await settle()
+        bench.send(4, batch={"f": 2.0}, row={"o": 3})
+        await settle()
+        assert bench.calls[0].note == CallNote(parameters={"f": 1.0}, rows={"o": [1, 2, 2]})
+        bench.calls[0].answer()
+        await settle()
+        assert bench.calls[1].note == CallNote(parameters={"f": 2.0}, rows={"o": [3]})
+
+    run(scenario)
+
+
+def test_texts_are_cut_where_their_rows_end() -> None:
+    async def scenario() -> None:
+        bench = Bench(TEXTS)
+        tasks = [
+            bench.send_tensor("t", RawTensor("BYTES", (len(texts), 1), pack_bytes(texts)))
+            for texts in ([b"a"], [b"", b"long text"], [b"\xff\x00"])
+        ]
+        await settle()
+        call = bench.calls[0]
+        call.give({"t": RawTensor("BYTES", (4, 1), call.data)})
+        answers = [await task for task in tasks]
+        assert [bytes(answer["t"].data) for answer in answers] == [
+            pack_bytes([b"a"]),
+            pack_bytes([b"", b"long text"]),
+            pack_bytes([b"\xff\x00"]),
+        ]
+
+    run(scenario)
+
+
+def test_rows_without_elements_travel_as_placeholders_and_come_back_empty() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send_tensor("x", RawTensor("FP32", (2, 0), b""))
+        await settle()
+        call = bench.calls[0]
+        assert call.shape == [2, 1]
+        assert call.note.shapes == {"x": [2, 0]}
+        call.answer([RowReport(Status.OK, '{"y":[2,0]}')] * 2)
+        assert (await task)["y"] == RawTensor("FP32", (2, 0), b"")
+
+    run(scenario)
+
+
+def test_a_request_without_rows_is_answered_without_a_call() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        outputs = await bench.send_tensor("x", RawTensor("FP32", (0, 7), b""))
+        assert outputs["y"] == RawTensor("FP32", (0, 0), b"")
+        assert bench.calls == []
+
+    run(scenario)
+
+
+def test_statistics_count_requests_rows_and_calls() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        tasks = [bench.send(1), bench.send(2, 3)]
+        await settle()
+        bench.calls[0].answer()
+        await asyncio.gather(*tasks)
+        counts = bench.dispatcher.statistics
+        assert (counts.requests, counts.rows, counts.calls, counts.failures) == (2, 3, 1, 0)
+
+    run(scenario)

@@ -1,0 +1,149 @@
+"""A guardian, around a command of the test's own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import wait_for
+
+SLEEP = "import time; time.sleep(600)"
+UNLOADS = """
+import signal, sys, pathlib
+signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1]).write_text("unloaded"), sys.exit(0)))
+print("up", flush=True)
+signal.pause()
+"""
+HAS_CHILDREN = """
+import subprocess, sys, time, pathlib
+group = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+session = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+pathlib.Path(sys.argv[1]).write_text(f"{group.pid} {session.pid}")
+time.sleep(600)
+"""
+
+
+@dataclass
+class Guarded:
+    """A guardian and the test's ends of its pipes."""
+
+    process: subprocess.Popen[bytes]
+    directory: Path
+    status: int
+    command: int
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """All status lines; waits for the guardian's end."""
+        content = b""
+        while chunk := os.read(self.status, 65536):
+            content += chunk
+        return [json.loads(line) for line in content.splitlines()]
+
+    def host(self) -> int:
+        """Process id of the guarded command."""
+        path = self.directory / "journal.json"
+        return int(json.loads(wait_for(lambda: path.exists() and path.read_text()))["host_pid"])
+
+
+@contextlib.contextmanager
+def guarding(tmp_path: Path, code: str, *arguments: str) -> Iterator[Guarded]:
+    directory = tmp_path / "m-1"
+    directory.mkdir()
+    status_read, status_write = os.pipe()
+    command_read, command_write = os.pipe()
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "app.guardian", "m", str(directory), str(status_write), str(command_read),
+            "--", sys.executable, "-c", code, *arguments,
+        ],
+        pass_fds=(status_write, command_read),
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(status_write)
+    os.close(command_read)
+    guarded = Guarded(process, directory, status_read, command_write)
+    try:
+        yield guarded
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(command_write)
+        process.wait(20)
+        os.close(status_read)
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_a_host_that_ends_is_reported_and_swept(tmp_path: Path) -> None:
+    with guarding(tmp_path, "import sys; sys.exit(7)") as guarded:
+        ending, ended = guarded.statuses()
+        assert ending == {"event": "ending", "text": "exited with status 7"}
+        assert (ended["exit_status"], ended["leftovers"]) == (7, [])
+        assert guarded.process.wait(5) == 7
+        assert not guarded.directory.exists()
+
+
+def test_a_host_that_is_killed_is_reported_so(tmp_path: Path) -> None:
+    with guarding(tmp_path, SLEEP) as guarded:
+        os.kill(guarded.host(), signal.SIGKILL)
+        assert guarded.statuses()[0]["text"] == "killed by SIGKILL"
+
+
+def test_stop_lets_the_host_unload(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    with guarding(tmp_path, UNLOADS, str(marker)) as guarded:
+        pid = guarded.host()
+        wait_for(lambda: b"SIGTERM" in _caught(pid), what="the handler")
+        os.write(guarded.command, b"stop\n")
+        assert guarded.statuses()[0]["text"] == "stopped"
+        assert marker.read_text() == "unloaded"
+
+
+def _caught(pid: int) -> bytes:
+    """Whether a process catches SIGTERM, from the mask in /proc."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
+    return b"SIGTERM" if mask & (1 << (signal.SIGTERM - 1)) else b""
+
+
+def test_the_end_of_the_pipe_ends_everything_at_once(tmp_path: Path) -> None:
+    with guarding(tmp_path, SLEEP) as guarded:
+        host = guarded.host()
+        os.close(guarded.command)
+        assert guarded.statuses()[0]["text"] == "the supervisor is gone"
+        assert not is_alive(host)
+
+
+@pytest.mark.parametrize("kill", ["host", "pipe"])
+def test_no_descendant_is_left_not_even_in_a_session_of_its_own(tmp_path: Path, kill: str) -> None:
+    marker = tmp_path / "pids"
+    with guarding(tmp_path, HAS_CHILDREN, str(marker)) as guarded:
+        pids = [int(word) for word in wait_for(lambda: marker.exists() and marker.read_text()).split()]
+        assert all(is_alive(pid) for pid in pids)
+        if kill == "host":
+            os.kill(guarded.host(), signal.SIGKILL)
+        else:
+            os.close(guarded.command)
+        guarded.statuses()
+        guarded.process.wait(10)
+        assert not any(is_alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_meant_for_the_supervisor_are_left_to_it(tmp_path: Path, number: signal.Signals) -> None:
+    with guarding(tmp_path, SLEEP) as guarded:
+        host = guarded.host()
+        guarded.process.send_signal(number)
+        os.close(guarded.command)
+        assert guarded.statuses()[0]["text"] == "the supervisor is gone"
+        assert not is_alive(host)

@@ -1,0 +1,89 @@
+"""Sweeping what a replica leaves behind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import pytest
+
+from app.sweep import Journal, make_instance_folder, segments_mapped_by, sweep_replica, sweep_stale
+
+
+@pytest.fixture
+def segment() -> Iterator[SharedMemory]:
+    memory = SharedMemory(create=True, size=4096)
+    yield memory
+    memory.close()
+    path = Path("/dev/shm") / memory.name
+    if path.exists():
+        memory.unlink()
+    else:
+        from multiprocessing import resource_tracker
+
+        resource_tracker.unregister(f"/{memory.name}", "shared_memory")
+
+
+def replica_in(folder: Path) -> Path:
+    replica = folder / "m-1"
+    (replica / "workspace").mkdir(parents=True)
+    (replica / "workspace" / "binary").write_text("x")
+    return replica
+
+
+def test_segments_that_a_process_has_mapped_are_found(segment: SharedMemory) -> None:
+    assert segment.name in segments_mapped_by([os.getpid()])
+
+
+def test_a_process_that_is_gone_has_none() -> None:
+    assert segments_mapped_by([2**22 + 1]) == set()
+
+
+def test_the_journal_survives_its_writer(tmp_path: Path) -> None:
+    Journal(tmp_path).note(17, ["psm_a"])
+    again = Journal(tmp_path)
+    again.note(17, ["psm_b"])
+    assert (Journal(tmp_path).host_pid, Journal(tmp_path).segments) == (17, {"psm_a", "psm_b"})
+
+
+def test_a_damaged_journal_counts_as_none(tmp_path: Path) -> None:
+    (tmp_path / "journal.json").write_text("{")
+    assert Journal(tmp_path).host_pid == 0
+
+
+def test_the_folder_the_named_segments_and_those_of_the_host_go(tmp_path: Path, segment: SharedMemory) -> None:
+    replica = replica_in(tmp_path)
+    pid = 4_000_000_000 + secrets.randbelow(1_000_000)
+    backend = Path(f"/dev/shm/pytrtion{pid}-abc")
+    backend.write_text("x")
+    Journal(replica).note(pid, [segment.name])
+    assert sweep_replica(replica) == []
+    assert not replica.exists()
+    assert not backend.exists()
+    assert not (Path("/dev/shm") / segment.name).exists()
+
+
+def test_segments_that_are_gone_already_are_no_failure(tmp_path: Path) -> None:
+    replica = replica_in(tmp_path)
+    Journal(replica).note(1, ["psm_never_was"])
+    assert sweep_replica(replica) == []
+
+
+def test_an_instance_that_ended_without_sweeping_is_swept_later(tmp_path: Path) -> None:
+    folder, lock = make_instance_folder(tmp_path)
+    Journal(replica_in(folder)).note(1, [])
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert sweep_stale(tmp_path) == []  # it lives: its lock is held
+    os.close(lock)
+    assert sweep_stale(tmp_path) == [folder]
+    assert not folder.exists()
+
+
+def test_folders_that_are_not_ours_stay(tmp_path: Path) -> None:
+    other = tmp_path / f"headwater-{os.getuid()}-notes"
+    other.mkdir()
+    assert sweep_stale(tmp_path) == []
+    assert other.exists()

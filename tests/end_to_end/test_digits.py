@@ -1,0 +1,111 @@
+"""Every held-out digit, over HTTP and at once, is read as the model called directly reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from running import Running
+
+from inference.zoo.digits import Digits
+from inference.zoo.digits_data import LabelledImages, held_out
+
+AT_ONCE = 32
+ROWS_A_REQUEST = (*[1] * 24, 2, 7, 64, 130)
+"""Over and over: single images mostly; the last is more than two of the model's batches."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Answers(NamedTuple):
+    """What a model said of all images."""
+
+    logits: Array
+    """FP32 [n, 10]."""
+    digits: Array
+    """INT32 [n]."""
+
+
+@pytest.fixture(scope="module")
+def images() -> LabelledImages:
+    return held_out()
+
+
+@pytest.fixture(scope="module")
+def direct(images: LabelledImages) -> Answers:
+    """The model called in this process."""
+    model = Digits()
+    model.load("cpu")
+    outputs = model(torch.from_numpy(images.images))
+    return Answers(outputs["logits"].numpy(), outputs["digit"].numpy()[:, 0])
+
+
+@pytest.fixture(scope="module")
+def served(demo: Running, images: LabelledImages) -> Answers:
+    """The model asked over HTTP, by many clients at once."""
+    return asyncio.run(_ask(f"{demo.url}/v2/models/digits/infer", _requests(images.images)))
+
+
+def _requests(images: Array) -> list[Array]:
+    ends = itertools.accumulate(itertools.cycle(ROWS_A_REQUEST))
+    return np.split(images, list(itertools.takewhile(lambda end: end < len(images), ends)))
+
+
+async def _ask(url: str, requests: Sequence[Array]) -> Answers:
+    limits = httpx.Limits(max_connections=AT_ONCE)
+    async with httpx.AsyncClient(limits=limits, timeout=60) as client:
+        answers = await asyncio.gather(*[_ask_one(client, url, rows) for rows in requests])
+    return Answers(*map(np.concatenate, zip(*answers, strict=True)))
+
+
+async def _ask_one(client: httpx.AsyncClient, url: str, rows: Array) -> Answers:
+    tensor = {"name": "image", "datatype": "FP32", "shape": list(rows.shape), "data": rows.tolist()}
+    answer = await client.post(url, json={"inputs": [tensor]})
+    assert answer.status_code == 200, answer.text
+    logits, digit = answer.json()["outputs"]
+    assert (logits["shape"], digit["shape"]) == ([len(rows), 10], [len(rows), 1])
+    return Answers(np.array(logits["data"], np.float32).reshape(-1, 10), np.array(digit["data"], np.int32))
+
+
+def test_there_are_450_images_in_requests_of_several_sizes(images: LabelledImages) -> None:
+    sizes = [len(rows) for rows in _requests(images.images)]
+    assert sum(sizes) == len(images.labels) == 450
+    assert len(sizes) > AT_ONCE
+    assert {1, 64, 130} <= set(sizes)
+
+
+def test_at_least_97_in_100_are_read_right(served: Answers, images: LabelledImages) -> None:
+    assert (served.digits == images.labels).mean() >= 0.97
+
+
+def test_every_digit_is_the_one_that_the_model_gives_directly(served: Answers, direct: Answers) -> None:
+    assert served.digits.tolist() == direct.digits.tolist()
+
+
+def test_logits_agree_with_the_model_called_directly(served: Answers, direct: Answers) -> None:
+    assert np.abs(served.logits - direct.logits).max() < 1e-5
+
+
+def test_all_images_in_one_binary_request(demo: Running, images: LabelledImages, direct: Answers) -> None:
+    data = images.images.tobytes()
+    tensor = {
+        "name": "image",
+        "datatype": "FP32",
+        "shape": list(images.images.shape),
+        "parameters": {"binary_data_size": len(data)},
+    }
+    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    answer = httpx.post(f"{demo.url}/v2/models/digits/infer", content=head + data, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    raw = answer.content[int(answer.headers["inference-header-content-length"]) :]
+    logits = np.frombuffer(raw[: 450 * 10 * 4], "<f4").reshape(450, 10)
+    assert np.abs(logits - direct.logits).max() < 1e-5
+    assert np.frombuffer(raw[450 * 10 * 4 :], "<i4").tolist() == direct.digits.tolist()

@@ -1,0 +1,140 @@
+"""A replica that dies or stops, in whatever way: quick answers, nothing left, and another one by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from running import Running, leftovers, processes_of, segments_of, serve, wait_for
+
+EXIT_PROCESS = -5.0
+# What is done to which process, and within how many seconds everything in flight has its answer.
+WAYS = {
+    "host-killed": ("host", signal.SIGKILL, 2.0),
+    "tritonserver-killed": ("tritonserver", signal.SIGKILL, 2.0),
+    "stub-killed": ("stub", signal.SIGKILL, 2.0),
+    "guardian-killed": ("guardian", signal.SIGKILL, 2.0),
+    "host-stopped": ("host", signal.SIGSTOP, 3.0),
+    "tritonserver-stopped": ("tritonserver", signal.SIGSTOP, 3.0),
+    "stub-stopped": ("stub", signal.SIGSTOP, 3.0),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the models put their marks."""
+    return tmp_path_factory.mktemp("marks")
+
+
+@pytest.fixture(scope="module")
+def mortal(folder: Path) -> Iterator[Running]:
+    """A server with one deployment for each way to die: a deployment that died often waits longer for its next try."""
+
+    def slow(name: str, **more: Any) -> dict[str, Any]:
+        batching = {"max_batch_size": 4, "max_in_flight": 2}
+        return {
+            "model": "faulty:Slow",
+            "options": {"marker": str(folder / name)},
+            "batching": batching,
+            "warmup_batch_sizes": [],
+            **more,
+        }
+
+    config = {"deployments": {**{way: slow(way) for way in WAYS}, "two": slow("two", replicas=2), "exits": {"model": "faulty:Faulty"}}}
+    with serve(config) as running:
+        yield running
+        segments = segments_of(running.folder)
+        assert running.stop() == 0
+        assert leftovers(running.folder, segments) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_requests_in_flight_end_soon_and_a_new_replica_comes(mortal: Running, folder: Path, way: str) -> None:
+    role, number, within_s = WAYS[way]
+    old = mortal.replica_folder(way)
+    segments = segments_of(old)
+    assert segments
+
+    def ask(_: int) -> tuple[httpx.Response, float]:
+        answer = mortal.infer(way, [25.0], shape=[1, 1])
+        return answer, time.monotonic()
+
+    with ThreadPoolExecutor(32) as pool:
+        asked = pool.map(ask, range(32))
+        wait_for((folder / way).exists, what="the first call")
+        # All are sent: once a request sent after them has been looked at.
+        time.sleep(0.2)
+        os.kill(mortal.process(way, role), number)
+        killed = time.monotonic()
+        wait_for(lambda: mortal.index(way)["state"] == "UNAVAILABLE", 10, "the model to be unavailable")
+        assert mortal.index(way)["reason"]
+        refused = mortal.infer(way, [0.0], shape=[1, 1])
+        assert (refused.status_code, way in refused.json()["error"]) == (503, True), refused.text
+        ended = list(asked)
+
+    for answer, at in ended:
+        assert answer.status_code == 503, answer.text
+        assert int(answer.headers["retry-after"]) >= 1
+        assert at - killed < within_s
+    wait_for(lambda: leftovers(old, segments) == [], 10, "everything of the old replica to be gone")
+    wait_for(lambda: mortal.is_ready(way), 60, "a new replica")
+    assert mortal.infer(way, [0.0], shape=[1, 1]).status_code == 200
+
+
+def test_a_callable_that_ends_the_process_takes_only_its_own_replica(mortal: Running) -> None:
+    old = mortal.replica_folder("exits")
+    answer = mortal.infer("exits", [EXIT_PROCESS], shape=[1, 1])
+    assert answer.status_code == 503, answer.text
+    assert int(answer.headers["retry-after"]) >= 1
+    assert "exits" in answer.json()["error"] or "replica" in answer.json()["error"]
+    wait_for(lambda: "status 3" in mortal.index("exits")["reason"], what="the exit status as the reason")
+    wait_for(lambda: mortal.is_ready("exits"), 60, "a new replica")
+    assert not old.exists()
+    assert mortal.infer("exits", [1.0], shape=[1, 1]).status_code == 200
+
+
+def test_the_other_replica_of_a_deployment_goes_on_answering(mortal: Running) -> None:
+    folders = [path for path in mortal.folder.glob("headwater-*/two-*")]
+    assert len(folders) == 2
+    hosts = [int(pid) for path in folders for pid, line in processes_of(path).items() if _is_host(line)]
+    assert len(hosts) == 2
+    os.kill(hosts[0], signal.SIGKILL)
+    wait_for(lambda: not folders[0].exists() or not folders[1].exists(), 10, "the killed replica's folder to be gone")
+    for _ in range(20):
+        assert mortal.infer("two", [0.0], shape=[1, 1]).status_code == 200
+    assert mortal.index("two")["state"] == "READY"
+    wait_for(lambda: len(list(mortal.folder.glob("headwater-*/two-*/ready"))) == 2, 60, "the second replica to be back")
+
+
+def _is_host(command: str) -> bool:
+    return "inference.replica" in command and "app.guardian" not in command
+
+
+def test_a_model_that_fails_to_load_keeps_no_other_from_serving() -> None:
+    deployments = {
+        "good": {"model": "faulty:Faulty", "warmup_batch_sizes": []},
+        "bad": {"model": "faulty:FailsToLoad", "warmup_batch_sizes": []},
+    }
+    with serve({"deployments": deployments}, ready=False) as running:
+        wait_for(lambda: running.is_ready("good"), 60, "the good model")
+        assert running.infer("good", [2.0], shape=[1, 1]).json()["outputs"][0]["data"] == [4.0]
+        wait_for(lambda: "RuntimeError: no weights here" in running.index("bad")["reason"], 30, "the reason")
+        assert running.index("bad")["state"] == "LOADING"
+        assert running.infer("bad", [2.0], shape=[1, 1]).status_code == 503
+        assert not running.is_ready()
+
+        wait_for(lambda: running.index("bad")["state"] == "FAILED", 120, "the tries to be over")
+
+        assert running.index("bad")["reason"] == "RuntimeError: no weights here"
+        refused = running.infer("bad", [2.0], shape=[1, 1])
+        assert (refused.status_code, "no weights here" in refused.json()["error"]) == (503, True)
+        assert running.infer("good", [2.0], shape=[1, 1]).status_code == 200
+        assert not list(running.folder.glob("headwater-*/bad-*"))
+        assert running.stop() == 0
