@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -113,9 +114,10 @@ class Parameter:
         """
         wanted = _PARAMETER_TYPES[self.type]
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            with contextlib.suppress(OverflowError):  # else it stays an int, which is refused below
+                value = float(value)
         if not isinstance(value, wanted) or (wanted is not bool and isinstance(value, bool)):
-            raise DeclarationError(f"parameter {self.name!r}: expected {self.type}, got {value!r}")
+            raise DeclarationError(f"parameter {self.name!r}: expected {self.type}, got {_shown(value)}")
         assert isinstance(value, (str, int, float, bool))
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if self.minimum is not None and not value >= self.minimum:
@@ -124,8 +126,13 @@ class Parameter:
                 raise DeclarationError(f"parameter {self.name!r}: expected at most {self.maximum}, got {value!r}")
         if self.choices is not None and value not in self.choices:
             allowed = ", ".join(repr(choice) for choice in self.choices)
-            raise DeclarationError(f"parameter {self.name!r}: expected one of {allowed}, got {value!r}")
+            raise DeclarationError(f"parameter {self.name!r}: expected one of {allowed}, got {_shown(value)}")
         return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 @dataclass(frozen=True)

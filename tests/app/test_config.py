@@ -44,7 +44,7 @@ def test_the_environment_reaches_into_deployments_whatever_its_case() -> None:
         ({"deployments": {}}, "`deployments`: dictionary should have at least 1 item"),
         ({**MINIMAL, "sever": {}}, "`sever`: unknown field"),
         ({**MINIMAL, "server": {"port": "abc"}}, "`server.port`: "),
-        ({**MINIMAL, "server": {"port": 70000}}, "`server.port`: input should be less than or equal to 65535, got 70000"),
+        ({**MINIMAL, "server": {"port": 70000}}, "input should be less than or equal to 65535, got 70000"),
         ({"deployments": {"a b": {"model": "m:M"}}}, "deployment name 'a b': expected letters"),
         ({"deployments": {"a": {}}}, "`deployments.a.model`: required, but missing"),
         ({"deployments": {"a": {"model": "m"}}}, "`deployments.a.model`: expected module:Class such as"),

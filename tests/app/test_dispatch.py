@@ -69,15 +69,15 @@ class Replica:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.is_closed = False
+        self.called = asyncio.Event()
 
     async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
         call = Call(head, data)
         self.calls.append(call)
+        self.called.set()
         return await call.answered
 
     def close(self) -> None:
-        self.is_closed = True
         for call in self.calls:
             if not call.answered.done():
                 call.answered.set_exception(ReplicaLost("the replica ended"))
@@ -211,8 +211,7 @@ def test_a_delay_ends_by_itself() -> None:
     async def scenario() -> None:
         bench = Bench(max_queue_delay_ms=5)
         task = bench.send(1)
-        while not bench.calls:
-            await asyncio.sleep(0.001)
+        await asyncio.wait_for(bench.replicas["m-0"].called.wait(), 10)
         bench.calls[0].answer()
         assert numbers(await task) == [2]
 
@@ -330,9 +329,9 @@ def test_rows_that_fail_leave_their_neighbours_alone() -> None:
             ]
         )
         assert numbers(await tasks[0]) == [2]
-        with pytest.raises(CallableFailed, match="^ValueError: no$"):
+        with pytest.raises(CallableFailed, match=r"^ValueError: no$"):
             await tasks[1]
-        with pytest.raises(BadRequest, match="^row 1: x: wrong$"):
+        with pytest.raises(BadRequest, match=r"^row 1: x: wrong$"):
             await tasks[2]
 
     run(scenario)

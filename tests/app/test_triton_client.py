@@ -21,17 +21,30 @@ JSON = (
 )
 
 
+class Seen(list[bytes]):
+    """Requests that the server has read."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+
+    def add(self, request: bytes) -> None:
+        self.append(request)
+        self.first.set()
+
+
 def answer(body: bytes, status: bytes = b"200 OK", json_length: int = len(JSON)) -> bytes:
-    return (
-        b"HTTP/1.1 %s\r\nContent-Length: %d\r\nInference-Header-Content-Length: %d\r\n\r\n%s"
-        % (status, len(body), json_length, body)
+    return b"HTTP/1.1 %s\r\nContent-Length: %d\r\nInference-Header-Content-Length: %d\r\n\r\n%s" % (
+        status,
+        len(body),
+        json_length,
+        body,
     )
 
 
-def run(answers: list[bytes | None], scenario: Callable[[TritonClient, list[bytes]], Awaitable[None]]) -> int:
+def run(answers: list[bytes | None], scenario: Callable[[TritonClient, Seen], Awaitable[None]]) -> int:
     """Run a scenario against a server that gives these answers in turn (None: it hangs up). Returns connections."""
     connections = 0
-    seen: list[bytes] = []
+    seen = Seen()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal connections
@@ -40,7 +53,7 @@ def run(answers: list[bytes | None], scenario: Callable[[TritonClient, list[byte
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = next(int(line.split(b":")[1]) for line in head.splitlines() if line.startswith(b"Content-L"))
-                seen.append(head + await reader.readexactly(length))
+                seen.add(head + await reader.readexactly(length))
                 reply = answers.pop(0)
                 if reply is None:
                     break
@@ -66,7 +79,7 @@ def run(answers: list[bytes | None], scenario: Callable[[TritonClient, list[byte
 
 
 def test_tensors_come_back_and_the_connection_is_used_again() -> None:
-    async def scenario(client: TritonClient, seen: list[bytes]) -> None:
+    async def scenario(client: TritonClient, seen: Seen) -> None:
         for _ in range(3):
             outputs = await client.infer(HEAD, [b"ab", memoryview(b"c")])
             assert outputs == {"y": RawTensor("UINT8", (1, 2), b"hi"), "z": RawTensor("UINT8", (1, 1), b"!")}
@@ -79,8 +92,8 @@ def test_tensors_come_back_and_the_connection_is_used_again() -> None:
 
 
 def test_an_error_is_one_line_of_what_triton_said() -> None:
-    async def scenario(client: TritonClient, seen: list[bytes]) -> None:
-        with pytest.raises(CallableFailed, match="refused the call: no such input$"):
+    async def scenario(client: TritonClient, seen: Seen) -> None:
+        with pytest.raises(CallableFailed, match=r"refused the call: no such input$"):
             await client.infer(HEAD, [])
 
     run([answer(b'{"error":"no such input\\nTraceback (most recent call last)"}', b"400 Bad Request")], scenario)
@@ -88,7 +101,7 @@ def test_an_error_is_one_line_of_what_triton_said() -> None:
 
 @pytest.mark.parametrize("reply", [None, b"nonsense\r\n\r\n"])
 def test_a_replica_that_hangs_up_or_talks_nonsense_is_lost(reply: bytes | None) -> None:
-    async def scenario(client: TritonClient, seen: list[bytes]) -> None:
+    async def scenario(client: TritonClient, seen: Seen) -> None:
         with pytest.raises(ReplicaLost):
             await client.infer(HEAD, [])
 
@@ -96,10 +109,9 @@ def test_a_replica_that_hangs_up_or_talks_nonsense_is_lost(reply: bytes | None) 
 
 
 def test_closing_ends_calls_under_way_and_refuses_others() -> None:
-    async def scenario(client: TritonClient, seen: list[bytes]) -> None:
+    async def scenario(client: TritonClient, seen: Seen) -> None:
         call = asyncio.create_task(client.infer(HEAD, []))
-        while not seen:
-            await asyncio.sleep(0.001)
+        await seen.first.wait()
         client.close()
         with pytest.raises(ReplicaLost):
             await call
@@ -110,10 +122,9 @@ def test_closing_ends_calls_under_way_and_refuses_others() -> None:
 
 
 def test_a_cancelled_call_does_not_leave_its_answer_to_the_next() -> None:
-    async def scenario(client: TritonClient, seen: list[bytes]) -> None:
+    async def scenario(client: TritonClient, seen: Seen) -> None:
         call = asyncio.create_task(client.infer(HEAD, []))
-        while not seen:
-            await asyncio.sleep(0.001)
+        await seen.first.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call

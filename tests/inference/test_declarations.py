@@ -1,0 +1,117 @@
+"""Declaring models, and what travels of a declaration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from inference import Embedding, Model, Parameter, Tensor
+from inference.errors import DeclarationError
+from inference.signature import Signature
+
+
+class Plain(Model):
+    """Does something.
+
+    And more of it.
+    """
+
+    inputs = (Tensor("x", "FP32", [-1, 3]), Tensor("mask", "BOOL", [2], optional=True), Tensor("t", "BYTES", [1]))
+    outputs = (Tensor("y", "FP32", [4]),)
+    parameters = (Parameter("k", "int", 3, minimum=1, maximum=9),)
+
+
+def signature_of(model: Model) -> Signature:
+    return Signature.of(model, name="m", max_batch_size=8)
+
+
+def changed(**attributes: Any) -> Model:
+    model: Model = type("Changed", (Plain,), attributes)()
+    return model
+
+
+def test_a_signature_has_everything_and_survives_the_way_to_the_gateway() -> None:
+    signature = signature_of(Plain())
+    assert [spec.name for spec in signature.inputs] == ["x", "mask", "t"]
+    assert signature.description == "Does something."
+    assert msgspec.json.decode(msgspec.json.encode(signature), type=Signature) == signature
+
+
+def test_an_example_is_made_up_where_none_is_given() -> None:
+    assert signature_of(Plain()).example_row() == {"x": [[0.0, 0.0, 0.0]], "t": ["example"]}
+
+
+def test_a_models_own_example_comes_first() -> None:
+    row = signature_of(changed(example={"x": [[1.0, 2.0, 3.0]], "mask": [True, False]})).example_row()
+    assert row == {"x": [[1.0, 2.0, 3.0]], "mask": [True, False], "t": ["example"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("", "FP32", [1]), "tensor name"),
+        (("1x", "FP32", [1]), "tensor name"),
+        (("headwater_report", "FP32", [1]), "reserved"),
+        (("x", "FLOAT", [1]), "datatype: expected one of BOOL"),
+        (("x", "FP32", [0]), "shape: expected positive dimensions"),
+        (("x", "FP32", [-2]), "shape: expected positive dimensions"),
+        (("x", "FP32", [True]), "shape: expected positive dimensions"),
+        (("x", "FP32", []), r"expected one row's shape such as \[1\]"),
+    ],
+)
+def test_a_tensor_that_contradicts_itself_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
+        Tensor(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"default": "a"}, "expected int, got 'a'"),
+        ({"default": True}, "expected int, got True"),
+        ({"default": 1.0}, r"expected int, got 1\.0"),
+        ({"default": 0, "minimum": 1}, "expected at least 1, got 0"),
+        ({"default": 5, "maximum": 4}, "expected at most 4, got 5"),
+        ({"default": 5, "choices": (1, 2)}, "expected one of 1, 2, got 5"),
+        ({"default": 1, "per": "call"}, "expected 'batch' or 'row'"),
+        ({"default": 1, "name": "timeout"}, "a meaning of its own"),
+        ({"default": 1, "type": "number"}, "type: expected one of str"),
+    ],
+)
+def test_a_parameter_that_contradicts_itself_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
+        Parameter(**{"name": "k", "type": "int", **fields})
+
+
+@pytest.mark.parametrize("value", [float("nan"), 10**400], ids=["nan", "huge"])
+def test_a_number_that_is_none_fits_no_bounds(value: Any) -> None:
+    with pytest.raises(DeclarationError):
+        Parameter("p", "float", 1.0, minimum=0, maximum=2).check(value)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"inputs": ()}, "Changed.inputs: expected at least one Tensor"),
+        ({"outputs": ()}, "Changed.outputs: expected at least one Tensor"),
+        ({"inputs": "x"}, "Changed.inputs: expected a list of Tensor"),
+        ({"inputs": (Tensor("x", "FP32", [1]), Tensor("x", "FP32", [1]))}, "'x' is declared 2 times"),
+        ({"inputs": (Tensor("x", "FP32", [1], optional=True),)}, "at least one input that isn't optional"),
+        ({"outputs": (Tensor("y", "FP32", [1], optional=True),)}, "'y': an output can't be optional"),
+        ({"parameters": (1,)}, "Changed.parameters: expected a list of Parameter"),
+        ({"parameters": (Parameter("a", "int", 1),) * 2}, "'a' is declared 2 times"),
+        ({"example": {"z": 1}}, "Changed.example, 'z': expected the name of an input"),
+        ({"embedding": Embedding("x", "y")}, "embedding, input: expected a BYTES"),
+        ({"embedding": Embedding("t", "z")}, "embedding, output: expected an FP32 output"),
+        ({"embedding": Embedding("t", "y", tokens="y")}, "embedding, tokens: expected an INT32"),
+        (
+            {"embedding": Embedding("t", "y", dimensions="k")},
+            "embedding, dimensions: expected an int parameter per row",
+        ),
+    ],
+)
+def test_a_model_that_contradicts_itself_is_refused_by_name(attributes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
+        signature_of(changed(**attributes))
