@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import msgspec
@@ -60,7 +60,7 @@ class ControlServer:
                 await writer.wait_closed()
 
 
-async def receive_tables(path: Path) -> AsyncIterator[RoutingTable]:
+async def receive_tables(path: Path) -> AsyncGenerator[RoutingTable, None]:
     """A worker's end: yield each table as it comes; ends when the supervisor does."""
     reader, writer = await asyncio.open_unix_connection(path, limit=MAX_MESSAGE_BYTES)
     try:

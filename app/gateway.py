@@ -39,7 +39,6 @@ def create_app(models: Models, server: Server) -> FastAPI:
         server: limits and switches.
     """
     gateway = FastAPI(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None)
-    gateway.openapi_version = "3.0.3"  # the newest that the bundled Swagger UI renders
     gateway.add_middleware(RequestContext, access_log=AccessLog() if server.access_log else None)
     gateway.add_exception_handler(HeadwaterError, _on_error)
     gateway.add_exception_handler(HTTPException, _on_http_error)

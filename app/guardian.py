@@ -98,12 +98,22 @@ class Guardian:
                 else:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wakeup, 512)
+                    self._reap_orphans()
             if self._host.poll() is not None:
                 return "stopped" if stop_before is not None else _describe_exit(self._host.returncode)
             if stop_before is not None and time.monotonic() > stop_before:
                 return f"stopped, but unload() took more than {UNLOAD_TIMEOUT_S:g} s"
             if stop_before is None and (reason := self._inspect()) is not None:
                 return reason
+
+    def _reap_orphans(self) -> None:
+        """Take in the ends of what the callable started and left; the host's own is for `_watch`."""
+        assert self._host is not None
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if ended.si_pid == self._host.pid:
+                    return
+                os.waitpid(ended.si_pid, 0)
 
     def _inspect(self) -> str | None:
         """Look at every process of the group. Returns what is wrong, if it was so at the last check too."""
@@ -120,7 +130,7 @@ class Guardian:
             state = current.get(pid, (name, ""))[1]
             if state not in _BAD_STATES:
                 continue
-            if not _is_vital(name):
+            if pid != self._host.pid and not _is_vital(name):
                 if pid not in current:
                     del self._members[pid]
                 continue
@@ -171,7 +181,7 @@ def _describe_exit(returncode: int) -> str:
 
 
 def _is_vital(name: str) -> bool:
-    """Whether the replica can't do without it: Triton and its stubs; the host is our own child."""
+    """Whether the replica can't do without it: Triton and its stubs, and the host."""
     return name.startswith(("tritonserver", "triton_python_b"))
 
 

@@ -296,8 +296,8 @@ def _error_schemas() -> dict[str, Any]:
                     "properties": {
                         "message": {"type": "string"},
                         "type": {"type": "string"},
-                        "param": {"type": "string", "nullable": True},
-                        "code": {"type": "integer", "nullable": True},
+                        "param": {"type": ["string", "null"]},
+                        "code": {"type": ["integer", "null"]},
                     },
                 }
             },

@@ -22,9 +22,11 @@ from inference.environment import library_path
 from inference.handshake import ReplicaSpec, ReplicaStatus
 from inference.signature import Signature
 
-__all__ = ["ReplicaProcess"]
+__all__ = ["GUARDIAN_LOST", "ReplicaProcess"]
 
 LOG_LINES_KEPT = 50
+PIPES_TIMEOUT_S = 2.0
+GUARDIAN_LOST = "its guardian was killed"
 
 
 class ReplicaProcess:
@@ -119,17 +121,28 @@ class ReplicaProcess:
         """Take in what the guardian said last; to be called when it has been reaped."""
         if self.directory.exists():
             # The guardian was killed itself. Its work is done here: the group first, since it holds our pipes open.
-            self._mark_ending()
-            self.reason = self.reason or "its guardian was killed"
+            self.mark_ending(GUARDIAN_LOST)
             host_pid = Journal(self.directory).host_pid
             if host_pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(host_pid, signal.SIGKILL)
-            await asyncio.gather(*self._tasks)
+            # A process that the callable started in a session of its own may hold the pipes open for ever.
+            await asyncio.wait(self._tasks, timeout=PIPES_TIMEOUT_S)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             self.leftovers = sweep_replica(self.directory)
-        await asyncio.gather(*self._tasks)
-        self._mark_ending()
+        else:
+            await asyncio.gather(*self._tasks)
+        self.mark_ending()
         self.kill()
+
+    def mark_ending(self, reason: str = "") -> None:
+        """Note that it can't be used any more; a reason that is known already stays."""
+        self.reason = self.reason or reason
+        self.ending.set()
+        if not self.ready.done():
+            self.ready.set_result(False)
 
     def route(self) -> ReplicaRoute:
         """How gateway workers reach it."""
@@ -179,19 +192,13 @@ class ReplicaProcess:
         elif status.event == "failed":
             self.reason = status.text
         elif status.event == "ending":
-            self.reason = self.reason or status.text
-            self._mark_ending()
+            self.mark_ending(status.text)
         elif status.event == "ended":
             self.leftovers = status.leftovers
 
     def _take_log(self, line: str) -> None:
         self.log.append(line)
         self._on_log(line)
-
-    def _mark_ending(self) -> None:
-        self.ending.set()
-        if not self.ready.done():
-            self.ready.set_result(False)
 
 
 async def _read_lines(fd: int, take: Callable[[str], None]) -> None:

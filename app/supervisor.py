@@ -22,7 +22,7 @@ import msgspec
 from app.config import Config, Deployment
 from app.control import ControlServer
 from app.errors import StartError
-from app.replica_process import ReplicaProcess
+from app.replica_process import GUARDIAN_LOST, ReplicaProcess
 from app.routing import DeploymentRoute, RoutingTable, State
 from app.sweep import make_instance_folder, sweep_stale
 from app.worker_settings import WorkerSettings
@@ -40,6 +40,8 @@ STEADY_AFTER_S = 60.0
 FAILED_STARTS_LIMIT = 5
 """Starts in a row that end before ready; then the deployment has failed."""
 REPLICA_END_TIMEOUT_S = 20.0
+LAST_LINES_S = 0.1
+"""How long what a guardian wrote may take to be read after its end."""
 
 
 class _Served:
@@ -261,6 +263,9 @@ class Supervisor:
             served.name, id, served.config, self._folder, self._user_paths, on_progress=progress, on_log=log
         )
         exited = self._follow(replica.start())
+        # A guardian says why it ends, unless it is killed: its last lines come first.
+        loop = asyncio.get_running_loop()
+        exited.add_done_callback(lambda _: loop.call_later(LAST_LINES_S, replica.mark_ending, GUARDIAN_LOST))
         self._replicas[id] = replica
         return replica, exited
 

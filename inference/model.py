@@ -131,7 +131,10 @@ class Parameter:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        return "a number of thousands of digits"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

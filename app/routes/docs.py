@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.staticfiles import StaticFiles
-from swagger_ui_bundle import swagger_ui_path
 
 __all__ = ["docs_routes"]
 
@@ -15,7 +17,7 @@ ASSETS = "/docs/assets"
 
 def docs_routes(gateway: FastAPI) -> None:
     """Add the routes."""
-    gateway.mount(ASSETS, StaticFiles(directory=swagger_ui_path), name="docs-assets")
+    gateway.mount(ASSETS, StaticFiles(directory=_static_folder()), name="docs-assets")
 
     @gateway.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
@@ -24,9 +26,17 @@ def docs_routes(gateway: FastAPI) -> None:
             title="Headwater",
             swagger_js_url=f"{ASSETS}/swagger-ui-bundle.js",
             swagger_css_url=f"{ASSETS}/swagger-ui.css",
-            swagger_favicon_url=f"{ASSETS}/favicon-32x32.png",
+            swagger_favicon_url=f"{ASSETS}/favicon.png",
         )
 
     @gateway.get("/", include_in_schema=False)
     async def root() -> RedirectResponse:
         return RedirectResponse("/docs")
+
+
+def _static_folder() -> Path:
+    """Where fastapi-offline keeps its copy of Swagger UI; of that package only these files are used."""
+    spec = importlib.util.find_spec("fastapi_offline")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "static"

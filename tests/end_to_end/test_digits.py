@@ -54,8 +54,13 @@ def served(demo: Running, images: LabelledImages) -> Answers:
 
 
 def _requests(images: Array) -> list[Array]:
-    ends = itertools.accumulate(itertools.cycle(ROWS_A_REQUEST))
-    return np.split(images, list(itertools.takewhile(lambda end: end < len(images), ends)))
+    pieces = []
+    sizes = itertools.cycle(ROWS_A_REQUEST)
+    while len(images):
+        rows = next(sizes)
+        pieces.append(images[:rows])
+        images = images[rows:]
+    return pieces
 
 
 async def _ask(url: str, requests: Sequence[Array]) -> Answers:

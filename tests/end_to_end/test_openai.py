@@ -16,7 +16,7 @@ from sentence_transformers import SentenceTransformer
 
 from inference.zoo.text import DIMENSION, Text, weights_folder
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "brew", "strong", "tea", "in", "the", "old", "harbour"]
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "seven", "lazy", "wizards", "drinking", "harbour", "tea"]
 SENTENCES = ["A cat sleeps.", "Zwei Straßen weiter: 💛 東京!", "Taxes are due in April, as they were last year."]
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -61,9 +61,9 @@ def vectors_of(response: openai.types.CreateEmbeddingResponse) -> Array:
 
 
 def mixed_texts(count: int) -> list[str]:
-    """Texts of 1 to about 300 words in no order of length, no two alike."""
+    """Texts of 1 to about 80 words in no order of length, no two alike."""
     random = np.random.default_rng(0)
-    lengths = random.permutation(np.geomspace(1, 300, count).astype(int))
+    lengths = random.permutation(np.geomspace(1, 80, count).astype(int))
     return [f"{number} " + " ".join(random.choice(WORDS, length)) for number, length in enumerate(lengths)]
 
 
@@ -121,7 +121,7 @@ class TestEmbeddings:
 
     def test_the_end_users_label_changes_nothing(self, shortening: openai.OpenAI) -> None:
         plain, labelled = (
-            shortening.embeddings.create(model="short", input="abc", **more) for more in ({}, {"user": "u-1"})
+            shortening.embeddings.create(model="short", input="abc", user=user) for user in (openai.omit, "u-1")
         )
         assert vectors_of(plain).tolist() == vectors_of(labelled).tolist()
 
@@ -263,7 +263,7 @@ class TestErrors:
             (b'{"model": 5, "input": "abc"}', "model", "expected a string, got an integer"),
             (b'{"model": "text", "input": null}', "input", "got `null`"),
             (b'{"model": "text", "input": ["abc", 1]}', "input", "got `int`"),
-            (b'{"model": "text", "input": "abc", "dimensions": 1.5}', "dimensions", "expected an integer, got a number"),
+            (b'{"model": "text", "input": "abc", "dimensions": 1.5}', "dimensions", "expected an integer"),
             (b'{"model": "text", "input": "\xff"}', "input", "UTF-8, got byte 0xff"),
             (b'{"model": "\xff", "input": "abc"}', "body", "UTF-8, got byte 0xff"),
             (b'{"model": "text", "input": "\\ud800"}', "body", "expected a JSON object"),

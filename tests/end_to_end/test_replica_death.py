@@ -6,23 +6,22 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from running import Running, leftovers, processes_of, segments_of, serve, wait_for
+from running import Running, in_background, leftovers, processes_of, segments_of, serve, wait_for
 
 EXIT_PROCESS = -5.0
 # What is done to which process, and within how many seconds everything in flight has its answer.
 WAYS = {
     "host-killed": ("host", signal.SIGKILL, 2.0),
-    "tritonserver-killed": ("tritonserver", signal.SIGKILL, 2.0),
+    "triton-killed": ("tritonserver", signal.SIGKILL, 2.0),
     "stub-killed": ("stub", signal.SIGKILL, 2.0),
     "guardian-killed": ("guardian", signal.SIGKILL, 2.0),
     "host-stopped": ("host", signal.SIGSTOP, 3.0),
-    "tritonserver-stopped": ("tritonserver", signal.SIGSTOP, 3.0),
+    "triton-stopped": ("tritonserver", signal.SIGSTOP, 3.0),
     "stub-stopped": ("stub", signal.SIGSTOP, 3.0),
 }
 
@@ -62,24 +61,20 @@ def test_requests_in_flight_end_soon_and_a_new_replica_comes(mortal: Running, fo
     segments = segments_of(old)
     assert segments
 
-    def ask(_: int) -> tuple[httpx.Response, float]:
+    def ask() -> tuple[httpx.Response, float]:
         answer = mortal.infer(way, [25.0], shape=[1, 1])
         return answer, time.monotonic()
 
-    with ThreadPoolExecutor(32) as pool:
-        asked = pool.map(ask, range(32))
-        wait_for((folder / way).exists, what="the first call")
-        # All are sent: once a request sent after them has been looked at.
-        time.sleep(0.2)
+    with in_background(*[ask] * 32) as answers:
+        wait_for((folder / way).exists, 10, "the first call")
         os.kill(mortal.process(way, role), number)
         killed = time.monotonic()
         wait_for(lambda: mortal.index(way)["state"] == "UNAVAILABLE", 10, "the model to be unavailable")
         assert mortal.index(way)["reason"]
         refused = mortal.infer(way, [0.0], shape=[1, 1])
         assert (refused.status_code, way in refused.json()["error"]) == (503, True), refused.text
-        ended = list(asked)
 
-    for answer, at in ended:
+    for answer, at in answers:
         assert answer.status_code == 503, answer.text
         assert int(answer.headers["retry-after"]) >= 1
         assert at - killed < within_s

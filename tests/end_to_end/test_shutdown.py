@@ -1,0 +1,240 @@
+"""How a server ends, and what it is like to be without a part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from running import SERVICES, Running, in_background, leftovers, processes_of, segments_of, serve, wait_for
+
+
+def slow(marker: Path, **server: Any) -> dict[str, Any]:
+    """A configuration with one deployment, `slow`."""
+    deployment = {
+        "model": "faulty:Slow",
+        "options": {"marker": str(marker)},
+        "batching": {"max_batch_size": 4, "max_queue_size": 8, "max_in_flight": 1},
+        "warmup_batch_sizes": [],
+    }
+    return {"deployments": {"slow": deployment}, "server": server}
+
+
+def sleep(running: Running, seconds: float) -> httpx.Response:
+    """A request that takes so long."""
+    return running.infer("slow", [seconds], shape=[1, 1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_drains_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    with serve(slow(tmp_path / "marker")) as running:
+        segments = segments_of(running.folder)
+        assert segments
+        with in_background(lambda: sleep(running, 2.0), lambda: running.popen.wait(60)) as ends:
+            wait_for((tmp_path / "marker").exists, what="the call")
+            running.popen.send_signal(number)
+            wait_for(lambda: running.get("/v2/health/ready").status_code == 503, 1, "not to be ready")
+            assert running.get("/v2/health/live").status_code == 200
+            refused = sleep(running, 0.0)
+            assert (refused.status_code, "stopping" in refused.text) == (503, True)
+            assert int(refused.headers["retry-after"]) >= 1
+        answer, status = ends
+        assert answer.status_code == 200, answer
+        assert answer.json()["outputs"][0]["data"] == [2.0]
+        assert status == 0
+        assert leftovers(running.folder, segments) == []
+
+
+def test_a_connection_is_refused_once_the_gateway_has_ended(tmp_path: Path) -> None:
+    with serve(slow(tmp_path / "marker")) as running:
+        running.popen.send_signal(signal.SIGTERM)
+
+        def is_refused() -> bool:
+            try:
+                running.client.get(running.url + "/v2/health/live", timeout=5)
+            except httpx.ConnectError:
+                return True
+            return False
+
+        wait_for(is_refused, 30, "connections to be refused, rather than to hang")
+        assert running.popen.wait(30) == 0
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with serve(slow(tmp_path / "marker")) as running:
+        segments = segments_of(running.folder)
+        with in_background(lambda: sleep(running, 25.0)):
+            wait_for((tmp_path / "marker").exists, what="the call")
+            running.popen.send_signal(signal.SIGINT)
+            wait_for(lambda: "SIGINT: stopping" in running.log.read_text(), what="the first to be taken")
+            started = time.monotonic()
+            running.popen.send_signal(signal.SIGINT)
+            running.popen.wait(30)
+            assert time.monotonic() - started < 5
+        assert leftovers(running.folder, segments) == []
+
+
+def test_a_request_that_outlasts_the_shutdown_timeout_gets_503(tmp_path: Path) -> None:
+    with serve(slow(tmp_path / "marker", shutdown_timeout_s=1)) as running:
+        with in_background(lambda: sleep(running, 25.0)) as answers:
+            wait_for((tmp_path / "marker").exists, what="the call")
+            started = time.monotonic()
+            assert running.stop() == 0
+            assert time.monotonic() - started < 10
+        assert answers[0].status_code == 503, answers[0]
+
+
+def test_nothing_survives_a_supervisor_that_was_killed(tmp_path: Path) -> None:
+    with serve(slow(tmp_path / "marker")) as running:
+        segments = segments_of(running.folder)
+        replica = running.replica_folder("slow")
+        running.popen.kill()
+        wait_for(lambda: not processes_of(running.folder), 5, "every process to end")
+        wait_for(lambda: leftovers(replica, segments) == [], 5, "the replica's files and segments to be gone")
+        # Nobody is left who could remove the instance's own folder: the next start does.
+        stale = next(running.folder.glob("headwater-*"))
+        with serve(slow(tmp_path / "marker", runtime_dir=str(running.folder))) as following:
+            assert not stale.exists()
+            assert str(stale) in following.log.read_text()
+            assert following.stop() == 0
+        assert leftovers(running.folder, segments) == []
+
+
+def test_what_a_kill_of_everything_leaves_is_swept_by_the_next_start(tmp_path: Path) -> None:
+    with serve(slow(tmp_path / "marker")) as running:
+        segments = segments_of(running.folder)
+        os.kill(running.process("slow", "guardian"), signal.SIGSTOP)  # can't sweep
+        pids = processes_of(running.folder)
+        for pid in (running.pid, *pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not processes_of(running.folder), 5, "every process to end")
+        assert leftovers(running.folder, segments)
+        with serve(slow(tmp_path / "marker", runtime_dir=str(running.folder))) as following:
+            assert following.stop() == 0
+        assert leftovers(running.folder, segments) == []
+
+
+def test_a_second_server_with_the_same_runtime_dir_leaves_the_first_alone(tmp_path: Path) -> None:
+    with (
+        serve(slow(tmp_path / "marker")) as first,
+        serve(slow(tmp_path / "marker", runtime_dir=str(first.folder))) as second,
+    ):
+        assert sleep(first, 0.0).status_code == 200
+        assert second.stop() == 0
+        assert sleep(first, 0.0).status_code == 200
+        assert first.stop() == 0
+        assert leftovers(first.folder) == []
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server with two gateway workers."""
+    with serve(slow(tmp_path_factory.mktemp("pair") / "marker", workers=2)) as running:
+        yield running
+        segments = segments_of(running.folder)
+        assert running.stop() == 0
+        assert leftovers(running.folder, segments) == []
+
+
+def test_limits_are_shared_by_two_workers(pair: Running) -> None:
+    # At most 4 rows compute for each worker, and at most half of the queue of 8 waits in each.
+    with in_background(*[lambda: sleep(pair, 1.0)] * 60) as answers:
+        pass
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) == {200, 429}
+    assert 6 <= statuses.count(200) <= 2 * (4 + 4)
+
+
+def test_a_gateway_worker_that_was_killed_is_replaced(pair: Running) -> None:
+    before = pair.workers()
+    assert len(before) == 2
+    os.kill(before[0], signal.SIGKILL)
+    wait_for(lambda: len(set(pair.workers()) | set(before)) == 3 and len(pair.workers()) == 2, 10, "another worker")
+    # The other goes on meanwhile, and the new one takes its share of the connections.
+    prefixes = set()
+
+    def both_answer() -> bool:
+        answer = sleep(pair, 0.0)
+        assert answer.status_code == 200
+        prefixes.add(answer.headers["x-request-id"].partition("-")[0])
+        return len(prefixes) == 2
+
+    wait_for(both_answer, 20, "both workers to answer")
+
+
+def test_the_only_gateway_worker_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    with serve(slow(tmp_path / "marker")) as running:
+        replica = running.replica_folder("slow")
+        os.kill(running.workers()[0], signal.SIGKILL)
+        wait_for(lambda: running.is_ready(), 10, "another worker")
+        assert sleep(running, 0.0).status_code == 200
+        assert running.replica_folder("slow") == replica
+        assert running.stop() == 0
+
+
+def test_a_port_that_is_taken_ends_the_start_and_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config.write_text(yaml.safe_dump(slow(tmp_path / "marker", port=port, runtime_dir=str(tmp_path / "run"))))
+        command = [sys.executable, "-m", "app", "serve", str(config)]
+        environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+        ended = subprocess.run(command, cwd=SERVICES, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "server.port" in ended.stderr
+    assert str(port) in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert leftovers(tmp_path / "run") == []
+
+
+def _can_make_namespaces() -> bool:
+    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("nsenter") is None:
+        return False
+    command = ["unshare", "--fork", "--pid", "--mount-proc", "true"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not _can_make_namespaces(), reason="needs root, and leave to make a process namespace")
+def test_as_process_1_it_reaps_orphans(tmp_path: Path) -> None:
+    with serve(slow(tmp_path / "marker"), prefix=("unshare", "--fork", "--pid", "--mount-proc", "--kill-child")) as running:
+        supervisor = _children(running.pid)[0]
+        assert _status(supervisor, "NSpid").split()[-1] == "1"
+        # A shell in its namespace leaves a child behind, which becomes the supervisor's.
+        enter = ["nsenter", "--target", str(supervisor), "--pid", "--mount"]
+        script = "sleep 1 & echo started"
+        entered = subprocess.run([*enter, "sh", "-c", script], stdout=subprocess.PIPE, text=True, timeout=30)
+        assert "started" in entered.stdout
+        orphan = wait_for(lambda: [pid for pid in _children(supervisor) if _status(pid, "Name") == "sleep"], 5, "it")[0]
+        wait_for(lambda: not Path(f"/proc/{orphan}").exists(), 10, "the orphan to end and be reaped")
+        assert sleep(running, 0.0).status_code == 200
+        os.kill(supervisor, signal.SIGTERM)
+        assert running.popen.wait(60) == 0
+        assert leftovers(running.folder) == []
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and _status(int(entry.name), "PPid") == str(parent):
+            found.append(int(entry.name))
+    return found
+
+
+def _status(pid: int, field: str) -> str:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return line.partition(":")[2].strip()
+    return ""
