@@ -119,6 +119,10 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._rows_per_s = 0.0
         self.statistics = Statistics()
+        self.in_flight = 0
+        """Requests under way, waiting ones among them."""
+        self.is_draining = False
+        """Whether the server is about to stop: what is under way goes on, nothing new is taken."""
         self.route = route
         self._queue = BatchQueue(1)
         self.update(route)
@@ -162,6 +166,8 @@ class Dispatcher:
         Raises:
             Unavailable: they can't.
         """
+        if self.is_draining:
+            raise Unavailable("the server is stopping")
         if self.route.signature is None or not self._replicas:
             raise self._unavailable()
         return self.route.signature
@@ -186,6 +192,7 @@ class Dispatcher:
         if request.timeout_us:
             timeout_s = min(timeout_s, request.timeout_us / 1e6)
         timer = self._loop.call_later(timeout_s, self._expire, pending, timeout_s)
+        self.in_flight += 1
         try:
             return await pending.future
         except BaseException:
@@ -193,6 +200,7 @@ class Dispatcher:
             self._withdraw(pending)
             raise
         finally:
+            self.in_flight -= 1
             timer.cancel()
 
     # Admission
@@ -326,7 +334,8 @@ class Dispatcher:
 
     def _split(self, tensors: Outputs, reports: Sequence[RowReport], rows: int) -> dict[str, _Output]:
         """Prepare a batch's outputs for being cut; those without elements get their true shape back."""
-        signature = self.check_ready()
+        signature = self.route.signature
+        assert signature is not None
         true_shapes: dict[str, list[int]] = {}
         for report in reports:
             if report.status is Status.OK and report.message:

@@ -38,7 +38,7 @@ def create_app(models: Models, server: Server) -> FastAPI:
         models: what to serve; may change while the application runs.
         server: limits and switches.
     """
-    gateway = FastAPI(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None)
+    gateway = FastAPI(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     gateway.add_middleware(RequestContext, access_log=AccessLog() if server.access_log else None)
     gateway.add_exception_handler(HeadwaterError, _on_error)
     gateway.add_exception_handler(HTTPException, _on_http_error)
@@ -53,7 +53,7 @@ def create_app(models: Models, server: Server) -> FastAPI:
         Route("/v1/embeddings", EmbeddingsEndpoint(models, reader), methods=["POST"]),
     ]
     gateway.include_router(health_routes(models))
-    gateway.include_router(metadata_routes(models))
+    gateway.include_router(metadata_routes(models, reader))
     gateway.include_router(openai_model_routes(models))
     docs_routes(gateway)
 

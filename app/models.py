@@ -70,6 +70,7 @@ class Models:
                 self._models[route.name] = ServedModel(Dispatcher(route, self._connect))
             else:
                 model.dispatcher.update(route)
+            self._models[route.name].dispatcher.is_draining = table.draining
         for name in [name for name in self._models if name not in names]:
             self._models.pop(name).dispatcher.close()
 
@@ -107,6 +108,11 @@ class Models:
     def is_ready(self) -> bool:
         """Whether every deployment can take requests, and the server isn't about to stop."""
         return not self.is_draining and all(model.route.state is State.READY for model in self)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests under way."""
+        return sum(model.dispatcher.in_flight for model in self)
 
     def close(self) -> None:
         """End all calls."""

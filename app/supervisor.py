@@ -40,6 +40,8 @@ STEADY_AFTER_S = 60.0
 FAILED_STARTS_LIMIT = 5
 """Starts in a row that end before ready; then the deployment has failed."""
 REPLICA_END_TIMEOUT_S = 20.0
+WORKER_END_TIMEOUT_S = 5.0
+"""How long a gateway worker may take to end once nothing is under way in it."""
 LAST_LINES_S = 0.1
 """How long what a guardian wrote may take to be read after its end."""
 
@@ -121,6 +123,7 @@ class Supervisor:
                 for slot in range(served.config.replicas):
                     self._spawn(self._keep_replica(served, slot))
             await self._stop_requested.wait()
+            listener.close()  # the workers have it too: with the last of them, connections are refused
             await self._stop()
         finally:
             listener.close()
@@ -352,11 +355,10 @@ class Supervisor:
 
     async def _stop(self) -> None:
         self._stopping = True
-        self._publish()  # not ready first
+        self._publish()  # workers are then not ready, answer what they have, and end
         hurry = asyncio.create_task(self._hurry.wait())
-        for worker in self._workers.values():
-            _signal(worker.pid, signal.SIGTERM)
-        await self._until(lambda: not self._workers, self._config.server.shutdown_timeout_s, hurry)
+        timeout_s = self._config.server.shutdown_timeout_s + WORKER_END_TIMEOUT_S
+        await self._until(lambda: not self._workers, timeout_s, hurry)
         for worker in self._workers.values():
             _signal(worker.pid, signal.SIGKILL)
         for replica in self._replicas.values():

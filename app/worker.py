@@ -9,6 +9,7 @@ import asyncio
 import logging
 import socket
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,10 @@ __all__ = ["main"]
 
 logger = logging.getLogger("headwater")
 
+DRAIN_POLL_S = 0.02
+LAST_ANSWERS_TIMEOUT_S = 2
+"""How long clients may take to read the answers that are ready when the server stops."""
+
 
 async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
     models = Models()
@@ -39,28 +44,41 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
             server_header=False,
             date_header=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=max(1, int(options.shutdown_timeout_s)),
+            timeout_graceful_shutdown=LAST_ANSWERS_TIMEOUT_S,
             h11_max_incomplete_event_size=64 * 1024,
             ws="none",
         )
     )
     first_table = asyncio.Event()
+    draining = asyncio.Event()
 
     async def follow() -> None:
         async for table in receive_tables(Path(settings.control)):
             models.update(table)
             first_table.set()
+            if table.draining:
+                draining.set()
         logger.error("the supervisor is gone: stopping")
         server.force_exit = True
         server.should_exit = True
         models.close()
 
-    following = asyncio.create_task(follow())
+    async def drain() -> None:
+        """Answer what is under way, and 503 to what still comes; then end."""
+        await draining.wait()
+        deadline_s = time.monotonic() + options.shutdown_timeout_s
+        while models.in_flight and time.monotonic() < deadline_s:
+            await asyncio.sleep(DRAIN_POLL_S)
+        models.close()
+        server.should_exit = True
+
+    tasks = [asyncio.create_task(follow()), asyncio.create_task(drain())]
     await first_table.wait()
     try:
         await server.serve(sockets=[listener])
     finally:
-        following.cancel()
+        for task in tasks:
+            task.cancel()
         models.close()
 
 

@@ -55,8 +55,12 @@ class EmbeddingsEndpoint(Endpoint):
         assert signature.embedding is not None
         texts = _texts(body.input)
         request = _request(signature, signature.embedding, texts, body.dimensions)
-        async with DisconnectWatch(receive):
-            outputs = await model.dispatcher.infer(request)
+        try:
+            async with DisconnectWatch(receive):
+                outputs = await model.dispatcher.infer(request)
+        except BadRequest as error:
+            error.field = "input"  # as this API calls it
+            raise
         vectors = outputs[signature.embedding.output]
         tokens = 0
         if signature.embedding.tokens is not None:

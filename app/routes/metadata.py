@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 import app
+from app.bodies import BodyReader
+from app.errors import BadRequest
 from app.models import VERSION, Models, ServedModel
+from app.routing import State
 from inference.datatypes import DATATYPES
 from inference.signature import Signature, TensorSpec
 
@@ -24,7 +28,12 @@ EXTENSIONS = [
 ]
 
 
-def metadata_routes(models: Models) -> APIRouter:
+class _IndexRequest(msgspec.Struct, forbid_unknown_fields=True):
+    ready: bool = False
+    """Only models that are ready."""
+
+
+def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     """The Open Inference Protocol's metadata routes and Triton's extensions of them."""
     router = APIRouter(tags=["models"])
 
@@ -55,10 +64,16 @@ def metadata_routes(models: Models) -> APIRouter:
     async def index() -> JSONResponse:
         return JSONResponse([_index_entry(model) for model in models])
 
-    # Triton's form of the same; its body may ask for ready models only.
-    @router.post("/v2/repository/index", include_in_schema=False)
+    @router.post("/v2/repository/index", include_in_schema=False)  # Triton's form of the same
     async def index_by_post(request: Request) -> JSONResponse:
-        return JSONResponse([_index_entry(model) for model in models])
+        body, _ = await reader.read(request.scope, request.receive)
+        try:
+            asked = msgspec.json.decode(body, type=_IndexRequest) if body.strip() else _IndexRequest()
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRequest(f'body: expected {{"ready": true or false}} or nothing: {error}', field="body") from error
+        return JSONResponse(
+            [_index_entry(model) for model in models if not asked.ready or model.route.state is State.READY]
+        )
 
     return router
 
