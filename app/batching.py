@@ -13,6 +13,7 @@ DEFAULT_PRIORITY = 5
 LAST_PRIORITY = 10
 PRIORITY_STEP_S = 1.0
 """A level of priority is worth this much waiting: the order is kept by it, and no level starves another."""
+REMOVED_LIMIT = 16
 LOOK_AHEAD = 4
 """Rows of similar size are looked for among this many batches' worth of waiting ones."""
 
@@ -56,10 +57,13 @@ class BatchQueue:
         self.rows = 0
         """Rows waiting."""
         self._lanes: dict[Hashable, list[tuple[float, int, Item]]] = {}
+        self._removed = 0
+        """Removed since the last compaction."""
         self._arrivals = itertools.count()
 
     def push(self, item: Item) -> None:
-        """Add an item."""
+        """Add an item; one that was taken may come back, and keeps its place in the order."""
+        item.alive = True
         lane = self._lanes.get(item.key)
         if lane is None:
             lane = self._lanes[item.key] = []
@@ -72,6 +76,11 @@ class BatchQueue:
             return False
         item.alive = False
         self.rows -= item.rows
+        self._removed += 1
+        # What was removed keeps its rows in memory until it is reached in its lane, which a busy replica may delay
+        # without end: clear it out before it outweighs what waits.
+        if self._removed > REMOVED_LIMIT and 2 * self._removed > len(self):
+            self._compact()
         return True
 
     def pop(self) -> list[Item]:
@@ -100,19 +109,30 @@ class BatchQueue:
         self.rows = 0
         return items
 
-    def has_full_batch(self) -> bool:
-        """Whether some lane could fill a batch."""
+    def next_is_full(self) -> bool:
+        """Whether the next batch would be full."""
         if self.rows < self.max_batch_size:
             return False
-        return any(
-            sum(item.rows for _, _, item in lane if item.alive) >= self.max_batch_size for lane in self._lanes.values()
-        )
+        lane = self._first_lane()
+        return lane is not None and sum(item.rows for _, _, item in lane if item.alive) >= self.max_batch_size
+
+    def __len__(self) -> int:
+        """Items held, those removed but not yet cleared out among them."""
+        return sum(map(len, self._lanes.values()))
 
     def oldest_s(self) -> float:
         """When the first item in order arrived; the queue must not be empty."""
         lane = self._first_lane()
         assert lane is not None
         return lane[0][2].arrived_s
+
+    def _compact(self) -> None:
+        self._removed = 0
+        for key, lane in list(self._lanes.items()):
+            lane[:] = [entry for entry in lane if entry[2].alive]
+            heapq.heapify(lane)
+            if not lane:
+                del self._lanes[key]
 
     def _first_lane(self) -> list[tuple[float, int, Item]] | None:
         found: list[tuple[float, int, Item]] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import zlib
 
 from starlette.types import Receive, Scope
@@ -49,24 +50,37 @@ class BodyReader:
         length = headers.get(b"content-length")
         if length is not None and length.isdigit() and int(length) > self._max_bytes:
             raise self._too_large(int(length))
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone("the client went away before its body had arrived")
-        body: bytes = message.get("body", b"")
-        if message.get("more_body", False):
-            try:
-                body = await asyncio.wait_for(self._read_rest(body, receive), self._timeout_s)
-            except asyncio.TimeoutError:
-                raise BodyTooSlow(f"body: expected all of it within {self._timeout_s:g} s") from None
-        if len(body) > self._max_bytes:
-            raise self._too_large(len(body))
+        body = await self._read_in_time(receive)
         if encoding != b"identity":
             body = self._unpack(body, _WINDOW_BITS[encoding], encoding)
         return body, headers
 
-    async def _read_rest(self, first: bytes, receive: Receive) -> bytes:
-        chunks = [first]
-        size = len(first)
+    async def _read_in_time(self, receive: Receive) -> bytes:
+        # Not `asyncio.wait_for`, which makes a task of its own: most bodies are there already.
+        task = asyncio.current_task()
+        assert task is not None
+        is_late = False
+
+        def stop() -> None:
+            nonlocal is_late
+            is_late = True
+            task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, stop)
+        try:
+            return await self._read_all(receive)
+        except asyncio.CancelledError:
+            if not is_late:
+                raise
+            if sys.version_info >= (3, 11):
+                task.uncancel()
+            raise BodyTooSlow(f"body: expected all of it within {self._timeout_s:g} s") from None
+        finally:
+            timer.cancel()
+
+    async def _read_all(self, receive: Receive) -> bytes:
+        chunks: list[bytes] = []
+        size = 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -77,7 +91,7 @@ class BodyReader:
                 raise self._too_large(size)
             chunks.append(chunk)
             if not message.get("more_body", False):
-                return b"".join(chunks)
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _unpack(self, packed: bytes, window_bits: int, encoding: bytes) -> bytes:
         unpacker = zlib.decompressobj(window_bits)

@@ -7,11 +7,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 
+from app.batch_request import encode_batch
 from app.batching import BatchQueue, Item
 from app.errors import (
     BadRequest,
@@ -20,24 +20,27 @@ from app.errors import (
     HeadwaterError,
     QueueFull,
     ReplicaLost,
+    ReplicaUnreachable,
     Unavailable,
 )
 from app.routing import DeploymentRoute, ReplicaRoute, State
+from app.row_slices import SlicedTensor, join_rows
 from app.statistics import Statistics
-from app.tensors import InferRequest, RawTensor, Scalar
+from app.tensors import InferRequest, RawTensor
 from app.triton_client import ReplicaClient, TritonClient
-from inference.datatypes import DATATYPES
-from inference.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports, placeholder_shape
+from inference.report import REPORT, RowReport, Status, decode_reports
 from inference.signature import Signature
 
 __all__ = ["Dispatcher"]
 
 logger = logging.getLogger("headwater.dispatch")
 
-RETRY_AFTER_LOADING_S = 5
+RETRY_AFTER_S = {State.LOADING: 5, State.FAILED: 60}
 RETRY_AFTER_LOST_S = 2
 RETRY_AFTER_LIMIT_S = 60
 RATE_SMOOTHING = 0.2
+TIMER_RESOLUTION_S = 0.001
+"""uvloop counts timers in whole milliseconds."""
 
 Outputs = dict[str, RawTensor]
 
@@ -45,10 +48,12 @@ Outputs = dict[str, RawTensor]
 class _Pending:
     """A request under way: its parts, and what is known of their answers."""
 
-    __slots__ = ("future", "items", "missing", "parts", "request")
+    __slots__ = ("future", "items", "missing", "parts", "request", "signature")
 
-    def __init__(self, request: InferRequest, future: asyncio.Future[Outputs]) -> None:
+    def __init__(self, request: InferRequest, signature: Signature, future: asyncio.Future[Outputs]) -> None:
         self.request = request
+        self.signature = signature
+        """That it was checked against; another version of the model may be served before it is answered."""
         self.future = future
         self.items: list[Item] = []
         self.parts: list[Outputs] = []
@@ -75,26 +80,8 @@ class _Replica:
     calls: int = 0
     rows: int = 0
     """Outstanding."""
-
-
-@dataclass(slots=True)
-class _Output:
-    """What the splitting of one output's bytes needs."""
-
-    tensor: RawTensor
-    shape: tuple[int, ...]
-    """Without the batch axis."""
-    row_bytes: int
-    offsets: list[int] = field(default_factory=list)
-    """Of ``BYTES``: where each row starts, and the end."""
-
-    def rows(self, start: int, count: int) -> RawTensor:
-        shape = (count, *self.shape)
-        if self.offsets:
-            data = self.tensor.data[self.offsets[start] : self.offsets[start + count]]
-        else:
-            data = self.tensor.data[start * self.row_bytes : (start + count) * self.row_bytes]
-        return RawTensor(self.tensor.datatype, shape, data)
+    is_lost: bool = False
+    """It failed as a whole; it gets no call any more, and the supervisor will take it from the table."""
 
 
 class Dispatcher:
@@ -120,9 +107,9 @@ class Dispatcher:
         self._rows_per_s = 0.0
         self.statistics = Statistics()
         self.in_flight = 0
-        """Requests under way, waiting ones among them."""
+        """Requests under way."""
         self.is_draining = False
-        """Whether the server is about to stop: what is under way goes on, nothing new is taken."""
+        """Whether new requests are refused; those under way are still answered."""
         self.route = route
         self._queue = BatchQueue(1)
         self.update(route)
@@ -139,9 +126,12 @@ class Dispatcher:
 
     def update(self, route: DeploymentRoute) -> None:
         """Take in a new state of the deployment: other replicas, another signature."""
-        self.route = route
         if route.signature is not None:
             self._queue.max_batch_size = route.signature.max_batch_size
+            if route.signature == self.route.signature:
+                # The same object, so that what was made for it stays good.
+                route = msgspec.structs.replace(route, signature=self.route.signature)
+        self.route = route
         wanted = {replica.id: replica for replica in route.replicas}
         for id in [id for id in self._replicas if id not in wanted]:
             self._replicas.pop(id).client.close()
@@ -155,6 +145,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """End all calls; their requests are answered with `ReplicaLost`."""
+        self._stop_delay()
         for replica in self._replicas.values():
             replica.client.close()
         for item in self._queue.drain():
@@ -167,7 +158,7 @@ class Dispatcher:
             Unavailable: they can't.
         """
         if self.is_draining:
-            raise Unavailable("the server is stopping")
+            raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
         if self.route.signature is None or not self._replicas:
             raise self._unavailable()
         return self.route.signature
@@ -186,7 +177,7 @@ class Dispatcher:
         if request.rows == 0:
             return _no_rows(signature)
         self._admit(request)
-        pending = _Pending(request, self._loop.create_future())
+        pending = _Pending(request, signature, self._loop.create_future())
         self._enqueue(pending)
         timeout_s = self.route.timeout_s
         if request.timeout_us:
@@ -197,7 +188,8 @@ class Dispatcher:
             return await pending.future
         except BaseException:
             # Failed, or cancelled because the client went away: what still waits must not be computed.
-            self._withdraw(pending)
+            for item in pending.items:
+                self._queue.remove(item)
             raise
         finally:
             self.in_flight -= 1
@@ -207,18 +199,17 @@ class Dispatcher:
 
     def _unavailable(self) -> Unavailable:
         route = self.route
-        retry_after_s = RETRY_AFTER_LOADING_S if route.state is State.LOADING else RETRY_AFTER_LOST_S
         return Unavailable(
             f"model `{route.name}` is {route.state.value}: {route.reason or 'no replica is ready'}",
-            retry_after_s=retry_after_s,
+            retry_after_s=RETRY_AFTER_S.get(route.state, RETRY_AFTER_LOST_S),
         )
 
     def _admit(self, request: InferRequest) -> None:
         limit = self.route.max_queue_size
         if request.rows > limit:
             raise BadRequest(
-                f"inputs: expected at most {limit} rows (max_queue_size of model `{self.route.name}`), "
-                f"got {request.rows}; send them in several requests",
+                f"inputs: expected at most {limit} rows (max_queue_size of model `{self.route.name}`, over its gateway "
+                f"workers), got {request.rows}; send them in several requests",
                 field="inputs",
             )
         if self._queue.rows + request.rows > limit:
@@ -232,6 +223,7 @@ class Dispatcher:
     def _enqueue(self, pending: _Pending) -> None:
         request = pending.request
         key = (
+            id(pending.signature),
             tuple([(name, tensor.shape[1:]) for name, tensor in request.inputs.items()]),
             tuple(request.batch_parameters.items()),
         )
@@ -241,13 +233,13 @@ class Dispatcher:
         count = -(-request.rows // limit)
         pending.missing = count
         pending.parts = [{}] * count
-        cuts = None if count == 1 else {name: _cut(tensor) for name, tensor in request.inputs.items()}
+        slices = None if count == 1 else {name: SlicedTensor(tensor) for name, tensor in request.inputs.items()}
         for index in range(count):
             start = index * limit
             rows = min(limit, request.rows - start)
-            inputs = (
-                request.inputs if cuts is None else {name: output.rows(start, rows) for name, output in cuts.items()}
-            )
+            inputs = request.inputs
+            if slices is not None:
+                inputs = {name: sliced.rows(start, rows) for name, sliced in slices.items()}
             item = Item(
                 key,
                 rows,
@@ -272,16 +264,14 @@ class Dispatcher:
         self._dispatch_due = False
         while self._queue.rows:
             replica = self._choose()
-            if replica is None or (replica.calls and not self._queue.has_full_batch()):
+            if replica is None or (replica.calls and not self._queue.next_is_full()):
                 return
             if self.route.max_queue_delay_ms and not self._delay_is_over():
                 return
             batch = self._queue.pop()
-            if not batch:
-                return
             replica.calls += 1
             replica.rows += sum(item.rows for item in batch)
-            task = self._loop.create_task(self._call(replica, [item.payload for item in batch]))
+            task = self._loop.create_task(self._call(replica, batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -289,32 +279,58 @@ class Dispatcher:
         """The replica with the fewest outstanding rows, among those that may have another call."""
         best: _Replica | None = None
         for replica in self._replicas.values():
-            if replica.calls < self.route.max_in_flight and (best is None or replica.rows < best.rows):
+            if (
+                replica.calls < self.route.max_in_flight
+                and not replica.is_lost
+                and (best is None or replica.rows < best.rows)
+            ):
                 best = replica
         return best
 
     def _delay_is_over(self) -> bool:
-        if self._queue.has_full_batch():
+        """Whether the first rows have waited for company as long as they should; if not, looks again when they have."""
+        left_s = self._queue.oldest_s() + self.route.max_queue_delay_ms / 1000 - self._loop.time()
+        if left_s < TIMER_RESOLUTION_S or self._queue.next_is_full():
             return True
-        oldest_s = self._queue.oldest_s()
-        due_s = oldest_s + self.route.max_queue_delay_ms / 1000
-        if due_s <= self._loop.time():
-            return True
-        if self._delay is None or self._delay.cancelled() or self._delay.when() <= self._loop.time():
-            self._delay = self._loop.call_at(due_s, self._dispatch)
+        if self._delay is None:
+            self._delay = self._loop.call_later(left_s, self._on_delay)
         return False
+
+    def _on_delay(self) -> None:
+        self._delay = None
+        self._dispatch()
+
+    def _stop_delay(self) -> None:
+        if self._delay is not None:
+            self._delay.cancel()
+            self._delay = None
 
     # The call
 
-    async def _call(self, replica: _Replica, parts: list[_Part]) -> None:
+    async def _call(self, replica: _Replica, batch: list[Item]) -> None:
+        parts: list[_Part] = [item.payload for item in batch]
         rows = sum(part.rows for part in parts)
         started_ns = time.perf_counter_ns()
         try:
-            head, data = _encode(self.check_ready(), parts, rows)
+            signature = parts[0].pending.signature
+            head, data = encode_batch(signature, [(part.pending.request, part.inputs, part.rows) for part in parts])
             tensors = await replica.client.infer(head, data)
             reports, compute_us = decode_reports(tensors.pop(REPORT).data, rows)
-            outputs = self._split(tensors, reports, rows)
+            if any(report.status is Status.BROKEN for report in reports):
+                replica.is_lost = True
+            took_ns = time.perf_counter_ns() - started_ns
+            self._note_rate(rows, took_ns)
+            self.statistics.note_call(rows, compute_us * 1000)
+            outputs = _sliced(signature, tensors, reports, rows)
+            self._distribute(parts, outputs, reports, started_ns, compute_us * 1000)
+        except ReplicaUnreachable:
+            # It never had them; another may. If there is none, they wait until the table says so.
+            replica.is_lost = True
+            for item in batch:
+                if not item.payload.pending.future.done():
+                    self._queue.push(item)
         except HeadwaterError as error:
+            replica.is_lost = replica.is_lost or isinstance(error, ReplicaLost)
             for part in parts:
                 # One each: an exception that is raised in several tasks gathers the tracebacks of all.
                 self._fail(part.pending, type(error)(error.message, retry_after_s=error.retry_after_s))
@@ -322,46 +338,23 @@ class Dispatcher:
             logger.exception("model %s: a batch of %d rows failed in the gateway", self.route.name, rows)
             for part in parts:
                 self._fail(part.pending, CallableFailed(f"internal error: {type(error).__name__}"))
-        else:
-            took_ns = time.perf_counter_ns() - started_ns
-            self._note_rate(rows, took_ns)
-            self.statistics.note_call(rows, compute_us * 1000)
-            self._distribute(parts, outputs, reports, started_ns, compute_us * 1000)
         finally:
             replica.calls -= 1
             replica.rows -= rows
             self._schedule()
-
-    def _split(self, tensors: Outputs, reports: Sequence[RowReport], rows: int) -> dict[str, _Output]:
-        """Prepare a batch's outputs for being cut; those without elements get their true shape back."""
-        signature = self.route.signature
-        assert signature is not None
-        true_shapes: dict[str, list[int]] = {}
-        for report in reports:
-            if report.status is Status.OK and report.message:
-                true_shapes = msgspec.json.decode(report.message)
-                break
-        outputs = {}
-        for spec in signature.outputs:
-            tensor = tensors.get(spec.name)
-            if tensor is None:  # nobody wanted it
-                continue
-            tensor.datatype = spec.datatype  # BF16 travels under another name
-            if spec.name in true_shapes:
-                tensor = RawTensor(spec.datatype, tuple(true_shapes[spec.name]), b"")
-            if tensor.shape[0] != rows:
-                raise CallableFailed(f"output {spec.name!r}: expected {rows} rows, got shape {list(tensor.shape)}")
-            outputs[spec.name] = _cut(tensor)
-        return outputs
 
     def _note_rate(self, rows: int, took_ns: int) -> None:
         rate = rows / (took_ns / 1e9) * max(1, len(self._replicas))
         self._rows_per_s += RATE_SMOOTHING * (rate - self._rows_per_s) if self._rows_per_s else rate
 
     def _distribute(
-        self, parts: Sequence[_Part], outputs: dict[str, _Output], reports: list[RowReport], started_ns: int,
+        self,
+        parts: Sequence[_Part],
+        outputs: dict[str, SlicedTensor],
+        reports: list[RowReport],
+        started_ns: int,
         compute_ns: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         start = 0
         for part in parts:
             pending = part.pending
@@ -370,7 +363,9 @@ class Dispatcher:
             if error is not None:
                 self._fail(pending, error)
             elif not pending.future.done():
-                pending.parts[part.index] = {name: output.rows(start, part.rows) for name, output in outputs.items()}
+                pending.parts[part.index] = {
+                    wish.name: outputs[wish.name].rows(start, part.rows) for wish in pending.request.outputs
+                }
                 pending.missing -= 1
                 if pending.missing == 0:
                     self.statistics.note_request(pending.request.rows, started_ns - part.arrived_ns, compute_ns)
@@ -380,21 +375,19 @@ class Dispatcher:
     # Ends
 
     def _finish(self, pending: _Pending) -> None:
-        try:
-            whole = pending.parts[0] if len(pending.parts) == 1 else _join(pending.parts, pending.request.rows)
-        except CallableFailed as error:
-            self._fail(pending, error)
-        else:
-            pending.future.set_result(whole)
+        whole = pending.parts[0]
+        if len(pending.parts) > 1:
+            try:
+                whole = {name: join_rows(name, [part[name] for part in pending.parts]) for name in whole}
+            except CallableFailed as error:
+                self._fail(pending, error)
+                return
+        pending.future.set_result(whole)
 
     def _fail(self, pending: _Pending, error: HeadwaterError) -> None:
         if not pending.future.done():
             pending.future.set_exception(error)
             self.statistics.failures += 1
-
-    def _withdraw(self, pending: _Pending) -> None:
-        for item in pending.items:
-            self._queue.remove(item)
 
     def _expire(self, pending: _Pending, timeout_s: float) -> None:
         waiting = any(item.alive for item in pending.items)
@@ -411,87 +404,25 @@ def _varying_bytes(inputs: dict[str, RawTensor]) -> int:
     return sum(len(tensor.data) for tensor in inputs.values() if tensor.datatype == "BYTES")
 
 
-def _encode(signature: Signature, parts: Sequence[_Part], rows: int) -> tuple[bytes, list[bytes | memoryview]]:
-    """A batch as a request to Triton: its JSON, and the inputs' bytes."""
-    first = parts[0]
-    data: list[bytes | memoryview] = []
-    inputs = []
-    note = CallNote(parameters=first.pending.request.batch_parameters, rows=_row_parameters(parts))
-    for spec in signature.inputs:
-        name = spec.name
-        tensor = first.inputs.get(name)
-        if tensor is None:
+def _sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport], rows: int) -> dict[str, SlicedTensor]:
+    """Prepare a batch's outputs for being cut; those without elements get their true shape back."""
+    true_shapes: dict[str, list[int]] = {}
+    for report in reports:
+        if report.status is Status.OK and report.message:
+            true_shapes = msgspec.json.decode(report.message)
+            break
+    outputs = {}
+    for spec in signature.outputs:
+        tensor = tensors.get(spec.name)
+        if tensor is None:  # nobody wanted it
             continue
-        datatype = DATATYPES[spec.datatype]
-        shape = [rows, *tensor.shape[1:]]
-        if 0 in shape:
-            note.shapes[name] = shape
-            shape = placeholder_shape(rows, spec.shape)
-            pieces: list[bytes | memoryview] = [bytes((datatype.size_bytes or 4) * math.prod(shape))]
-        else:
-            pieces = [part.inputs[name].data for part in parts]
-        data += pieces
-        inputs.append(
-            {
-                "name": name,
-                "datatype": datatype.wire,
-                "shape": shape,
-                "parameters": {"binary_data_size": sum(map(len, pieces))},
-            }
-        )
-    wanted = dict.fromkeys(wish.name for part in parts for wish in part.pending.request.outputs)
-    head: dict[str, Any] = {
-        "inputs": inputs,
-        "outputs": [{"name": name, "parameters": {"binary_data": True}} for name in (*wanted, REPORT)],
-    }
-    if note.parameters or note.rows or note.shapes:
-        head["parameters"] = {HEADWATER: msgspec.json.encode(note).decode()}
-    return msgspec.json.encode(head), data
-
-
-def _row_parameters(parts: Sequence[_Part]) -> dict[str, list[Scalar]]:
-    return {
-        name: [value for part in parts for value in [part.pending.request.row_parameters[name]] * part.rows]
-        for name in parts[0].pending.request.row_parameters
-    }
-
-
-def _cut(tensor: RawTensor) -> _Output:
-    """Prepare a tensor for being cut along the batch axis."""
-    rows = tensor.shape[0]
-    tail = tensor.shape[1:]
-    if tensor.datatype == "BYTES" and len(tensor.data):
-        return _Output(tensor, tail, 0, _bytes_offsets(tensor.data, math.prod(tail)))
-    return _Output(tensor, tail, len(tensor.data) // rows)
-
-
-def _bytes_offsets(data: bytes | memoryview, elements: int) -> list[int]:
-    """Where each row of a ``BYTES`` tensor starts, and the end."""
-    offsets = [0]
-    offset, count = 0, 0
-    from_bytes = int.from_bytes
-    while offset < len(data):
-        offset += 4 + from_bytes(data[offset : offset + 4], "little")
-        count += 1
-        if count == elements:
-            offsets.append(offset)
-            count = 0
-    return offsets
-
-
-def _join(parts: Sequence[Outputs], rows: int) -> Outputs:
-    """One request's parts, in one."""
-    joined = {}
-    for name, first in parts[0].items():
-        for part in parts:
-            if part[name].shape[1:] != first.shape[1:]:
-                raise CallableFailed(
-                    f"output {name!r}: the request was larger than max_batch_size, and its parts came back with "
-                    f"different shapes: {list(first.shape)} and {list(part[name].shape)}; send fewer rows at once"
-                )
-        data = b"".join(part[name].data for part in parts)
-        joined[name] = RawTensor(first.datatype, (rows, *first.shape[1:]), data)
-    return joined
+        tensor.datatype = spec.datatype  # BF16 travels under another name
+        if spec.name in true_shapes:
+            tensor = RawTensor(spec.datatype, tuple(true_shapes[spec.name]), b"")
+        if tensor.shape[0] != rows:
+            raise CallableFailed(f"output {spec.name!r}: expected {rows} rows, got shape {list(tensor.shape)}")
+        outputs[spec.name] = SlicedTensor(tensor)
+    return outputs
 
 
 def _no_rows(signature: Signature) -> Outputs:

@@ -16,6 +16,7 @@
     ├── CallableFailed             500  the user's callable raised, or broke its declaration
     ├── Unavailable                503  loading, draining or crashed; Retry-After
     │   └── ReplicaLost                 the replica ended while it had the request
+    │       └── ReplicaUnreachable      the replica ended before it had it
     └── DeadlineExceeded           504  queueing included
 
     ConfigError                    for the operator: the configuration is wrong; names the field
@@ -41,6 +42,7 @@ __all__ = [
     "NotFound",
     "QueueFull",
     "ReplicaLost",
+    "ReplicaUnreachable",
     "StartError",
     "Unavailable",
     "UnsupportedMediaType",
@@ -146,6 +148,10 @@ class Unavailable(HeadwaterError):
 
 class ReplicaLost(Unavailable):
     """The replica ended while it had the request."""
+
+
+class ReplicaUnreachable(ReplicaLost):
+    """The replica ended before it had the request: nothing of it was computed."""
 
 
 class DeadlineExceeded(HeadwaterError):

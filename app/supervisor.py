@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from app.check import runtime_dir_problems
 from app.config import Config, Deployment
 from app.control import ControlServer
 from app.errors import StartError
@@ -150,6 +151,9 @@ class Supervisor:
         return listener
 
     def _make_folder(self) -> int:
+        # A socket's path that is too long, for one, shows only when a model that says it is ready is called.
+        for problem in runtime_dir_problems(self._config.server, self._served):
+            raise StartError(str(problem))
         parent = self._config.server.runtime_dir
         try:
             for stale in sweep_stale(parent):

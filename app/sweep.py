@@ -1,9 +1,9 @@
-"""Removes what a replica's end leaves behind: shared-memory segments and its folder.
+"""Removes what a replica's end leaves behind: shared-memory segments and folders.
 
 A process group that is killed frees its memory, but not these: ``/dev/shm/pytrtion<pid>-*`` of Triton's Python backend,
-anonymous ``/dev/shm/psm_*`` of PyTriton's tensor store, the workspace with its copy of Triton's binaries. The names of
-the anonymous segments can only be read from the maps of processes that still live, so the guardian notes them in a
-journal while the replica runs.
+anonymous ``/dev/shm/psm_*`` of PyTriton's tensor store, an empty ``/tmp/python_env_*``, the workspace with its copy of
+Triton's binaries. The names of the anonymous segments can only be read from the maps of processes that still live, so
+the guardian notes them in a journal while the replica runs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = ["Journal", "make_instance_folder", "segments_mapped_by", "sweep_replica", "sweep_stale"]
 
 SHARED_MEMORY = Path("/dev/shm")
+BACKEND_FOLDERS = Path("/tmp")
+"""Where Triton's Python backend makes its ``python_env_*``, whatever TMPDIR says."""
 _JOURNAL = "journal.json"
 _LOCK = "lock"
 _SEGMENT = re.compile(rb"/dev/shm/(psm_[0-9a-z_]+|pytrtion[^ /\n]+)")
@@ -65,6 +68,9 @@ def sweep_replica(directory: Path) -> list[str]:
     if journal.host_pid:
         segments.update(SHARED_MEMORY.glob(f"pytrtion{journal.host_pid}-*"))
     left = []
+    for folder in _backend_folders(directory):
+        with contextlib.suppress(OSError):  # not empty, or gone: then it isn't of our replica
+            folder.rmdir()
     for segment in segments:
         try:
             segment.unlink(missing_ok=True)
@@ -74,6 +80,29 @@ def sweep_replica(directory: Path) -> list[str]:
     if directory.exists():
         left.append(str(directory))
     return left
+
+
+def _backend_folders(directory: Path) -> list[Path]:
+    """Folders that Triton's Python backend made for environments that it unpacks, of which our models have none.
+
+    It removes its own only when it ends in order, and nothing in it says whose it is, other than when it was made:
+    while the replica started. If another replica started at the same time, its empty one goes too, and is not missed.
+    """
+    try:
+        started_ns = (directory / "spec.json").stat().st_mtime_ns
+    except FileNotFoundError:
+        return []
+    try:
+        ready_ns = (directory / "ready").stat().st_mtime_ns
+    except FileNotFoundError:
+        ready_ns = time.time_ns()
+    found = []
+    for folder in BACKEND_FOLDERS.glob("python_env_*"):
+        with contextlib.suppress(OSError):
+            seen = folder.stat()
+            if seen.st_uid == os.getuid() and started_ns <= seen.st_mtime_ns <= ready_ns:
+                found.append(folder)
+    return found
 
 
 def make_instance_folder(parent: Path | None) -> tuple[Path, int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["InferRequest", "OutputWish", "RawTensor"]
+from inference.model import Scalar
 
-Scalar = str | int | float | bool
+__all__ = ["InferRequest", "OutputWish", "RawTensor", "Scalar"]
 
 
 @dataclass(slots=True)

@@ -7,13 +7,14 @@ gateway's CPU time that a gRPC call costs (see docs/design.md).
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from typing import Protocol, cast
 
 import httptools
 import msgspec
 
-from app.errors import CallableFailed, ReplicaLost
+from app.errors import CallableFailed, ReplicaLost, ReplicaUnreachable
 from app.tensors import RawTensor
 
 __all__ = ["ReplicaClient", "TritonClient"]
@@ -33,7 +34,8 @@ class ReplicaClient(Protocol):
             The outputs, by name.
 
         Raises:
-            ReplicaLost: the replica went away before it answered.
+            ReplicaUnreachable: the replica was gone before it had the call.
+            ReplicaLost: it went away before it answered.
             CallableFailed: it answered with an error.
         """
         ...
@@ -62,6 +64,7 @@ class _Error(msgspec.Struct):
     error: str
 
 
+_STUB_LOST = re.compile(r"Stub process .*is not healthy")
 _reply_decoder = msgspec.json.Decoder(_Reply)
 
 
@@ -102,7 +105,10 @@ class TritonClient:
         else:
             connection.close()
         if status != 200:
-            raise CallableFailed(f"the replica refused the call: {_first_line(body)}")
+            reason = _first_line(body)
+            if _STUB_LOST.search(reason):  # Triton noticed it before the guardian did
+                raise ReplicaLost("the replica ended while it had the request")
+            raise CallableFailed(f"the replica refused the call: {reason}")
         return _tensors(body, json_length)
 
     def close(self) -> None:
@@ -118,12 +124,12 @@ class TritonClient:
             if not connection.lost:
                 return connection
         if self._closed:
-            raise ReplicaLost("the replica ended")
+            raise ReplicaUnreachable("the replica ended")
         loop = asyncio.get_running_loop()
         try:
             _, connection = await loop.create_unix_connection(lambda: _Connection(self._all), self._path)
         except OSError as error:
-            raise ReplicaLost("the replica ended") from error
+            raise ReplicaUnreachable("the replica ended") from error
         return connection
 
 
@@ -143,7 +149,7 @@ class _Connection(asyncio.Protocol):
     async def exchange(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, int, bytes]:
         """Send a request; returns the answer's status, the length of its JSON part (0: all) and its body."""
         if self._transport is None or self.lost:
-            raise ReplicaLost("the replica ended")
+            raise ReplicaUnreachable("the replica ended")
         self._waiter = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._body = []

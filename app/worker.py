@@ -6,16 +6,19 @@ Run by `app.supervisor` as ``python -m app.worker SETTINGS_FILE LISTENER_FD``. I
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import uvicorn
 
 from app.config import Server
+from app.connection import BoundedConnection
 from app.control import receive_tables
 from app.gateway import create_app
 from app.logs import set_up_logging
@@ -45,8 +48,10 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
             date_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=LAST_ANSWERS_TIMEOUT_S,
-            h11_max_incomplete_event_size=64 * 1024,
             ws="none",
+            http=cast(
+                "type[asyncio.Protocol]", functools.partial(BoundedConnection, head_timeout_s=options.body_timeout_s)
+            ),
         )
     )
     first_table = asyncio.Event()
@@ -67,7 +72,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
         """Answer what is under way, and 503 to what still comes; then end."""
         await draining.wait()
         deadline_s = time.monotonic() + options.shutdown_timeout_s
-        while models.in_flight and time.monotonic() < deadline_s:
+        while models.in_flight and time.monotonic() < deadline_s:  # noqa: ASYNC110 - only at the end
             await asyncio.sleep(DRAIN_POLL_S)
         models.close()
         server.should_exit = True

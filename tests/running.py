@@ -276,7 +276,8 @@ def segments_of(folder: Path) -> set[str]:
 
 def leftovers(folder: Path, segments: set[str] | None = None) -> list[str]:
     """What is left of a server or replica: processes, files in its folder, and those of the segments that it had."""
-    found = [str(path) for path in folder.rglob("*")] if folder.exists() else []
+    # Not `rglob`, which fails where files go while it looks.
+    found = [str(Path(parent, name)) for parent, folders, files in os.walk(folder) for name in (*folders, *files)]
     found += [f"process {pid}: {command}" for pid, command in processes_of(folder).items()]
     found += [f"segment {name}" for name in segments or () if Path("/dev/shm", name).exists()]
     return found

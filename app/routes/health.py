@@ -15,11 +15,11 @@ def health_routes(models: Models) -> APIRouter:
     """``/v2/health/live``, ``/v2/health/ready`` and ``/v2/models/{model}/ready``."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/v2/health/live", summary="Whether the gateway answers")
+    @router.get("/v2/health/live", response_class=Response, summary="Whether the gateway answers")
     async def live() -> Response:
         return Response()
 
-    @router.get("/v2/health/ready", summary="Whether every model is ready")
+    @router.get("/v2/health/ready", response_class=Response, summary="Whether every model is ready")
     async def ready() -> Response:
         if models.is_draining:
             raise Unavailable("the server is stopping")
@@ -30,7 +30,7 @@ def health_routes(models: Models) -> APIRouter:
             )
         return Response()
 
-    @router.get("/v2/models/{model}/ready", summary="Whether the model is ready")
+    @router.get("/v2/models/{model}/ready", response_class=Response, summary="Whether the model is ready")
     @router.get("/v2/models/{model}/versions/{version}/ready", include_in_schema=False)
     async def model_ready(model: str, version: str | None = None) -> Response:
         models.get(model, version).dispatcher.check_ready()

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.batching import LOOK_AHEAD, BatchQueue, Item
+from app.batching import LOOK_AHEAD, REMOVED_LIMIT, BatchQueue, Item
 
 
 def item(key: str = "a", rows: int = 1, *, size: int = 0, at: float = 0.0, priority: int = 0) -> Item:
@@ -76,11 +76,32 @@ def test_the_oldest_goes_although_none_is_like_it() -> None:
     assert odd in queue.pop()
 
 
-def test_a_full_batch_is_of_one_key() -> None:
+def test_the_next_batch_is_full_only_of_its_own_key() -> None:
     queue = filled(item("a", 3), item("b", 3))
-    assert not queue.has_full_batch()
     queue.push(item("b", 1))
-    assert queue.has_full_batch()
+    assert not queue.next_is_full()
+    queue.push(item("a", 1))
+    assert queue.next_is_full()
+
+
+def test_an_item_that_comes_back_keeps_its_place() -> None:
+    first, second = item(at=0), item(at=1)
+    queue = filled(first, second, max_batch_size=1)
+    assert queue.pop() == [first]
+    queue.push(first)
+    assert queue.pop() == [first]
+    assert queue.rows == 1
+
+
+def test_what_was_removed_is_not_held_while_nothing_is_taken() -> None:
+    queue = BatchQueue(4)
+    queue.push(item(at=0))
+    for index in range(1000):
+        gone = item("ab"[index % 2], at=index + 1)
+        queue.push(gone)
+        queue.remove(gone)
+    assert queue.rows == 1
+    assert len(queue) < 50
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -127,6 +148,10 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def rows_are_counted(self) -> None:
         assert self.queue.rows == sum(each.rows for each in self.waiting)
+
+    @invariant()
+    def little_is_held_that_does_not_wait(self) -> None:
+        assert len(self.queue) <= 2 * len(self.waiting) + 2 * REMOVED_LIMIT + 2
 
 
 TestQueue = QueueMachine.TestCase

@@ -221,7 +221,7 @@ def test_a_runtime_dir_with_white_space() -> None:
 
 
 def test_a_runtime_dir_too_long_for_sockets() -> None:
-    long = Path("/tmp") / ("x" * 60)
+    long = Path("/tmp") / ("x" * 40)
     assert runtime_dir_problems(Server(runtime_dir=long), []) == []
     (problem,) = runtime_dir_problems(Server(runtime_dir=long), ["a-rather-long-name"])
     assert "a unix socket's has 107" in problem.reason

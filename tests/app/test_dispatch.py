@@ -10,9 +10,18 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import uvloop
 
 from app.dispatch import Dispatcher
-from app.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
+from app.errors import (
+    BadRequest,
+    CallableFailed,
+    DeadlineExceeded,
+    QueueFull,
+    ReplicaLost,
+    ReplicaUnreachable,
+    Unavailable,
+)
 from app.routing import DeploymentRoute, ReplicaRoute, State
 from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import pack_bytes
@@ -218,6 +227,22 @@ def test_a_delay_ends_by_itself() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("delay_ms", [0.3, 1, 2, 2.4, 5])
+def test_delays_end_on_the_event_loop_that_serves_too(delay_ms: float) -> None:
+    # uvloop counts timers in whole milliseconds, and gives a handle of another class for those that round to none.
+    async def scenario() -> None:
+        bench = Bench(max_queue_delay_ms=delay_ms)
+        replica = bench.replicas["m-0"]
+        for value in range(30):
+            task = bench.send(value)
+            await asyncio.wait_for(replica.called.wait(), 10)
+            replica.called.clear()
+            replica.calls[-1].answer()
+            assert numbers(await task) == [value * 2]
+
+    uvloop.run(asyncio.wait_for(scenario(), 20))
+
+
 def test_a_large_request_is_split_and_its_parts_joined_in_order() -> None:
     async def scenario() -> None:
         bench = Bench(max_in_flight=8)
@@ -374,6 +399,98 @@ def test_what_waits_goes_to_the_replica_that_is_left() -> None:
         await settle()
         left.calls[1].answer()
         assert [numbers(await task) for task in tasks[1:]] == [[2], [4]]
+
+    run(scenario)
+
+
+def test_what_waits_is_answered_while_the_server_drains() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=1)
+        tasks = [bench.send(*range(4)) for _ in range(3)]
+        await settle()
+        bench.dispatcher.is_draining = True
+        for index in range(3):
+            bench.calls[index].answer()
+            await settle()
+        assert [numbers(await task) for task in tasks] == [[0, 2, 4, 6]] * 3
+        with pytest.raises(Unavailable, match="stopping"):
+            await bench.send(1)
+
+    run(scenario)
+
+
+def test_a_replica_that_was_lost_gets_no_more_calls() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2, max_in_flight=4)
+        lost, left = bench.replicas.values()
+        first = bench.send(1)
+        await settle()
+        lost.calls[0].answered.set_exception(ReplicaLost("gone"))
+        with pytest.raises(ReplicaLost):
+            await first
+        for value in range(5):
+            task = bench.send(value)
+            await settle()
+            left.calls[-1].answer()
+            assert numbers(await task) == [value * 2]
+        assert len(lost.calls) == 1
+
+    run(scenario)
+
+
+def test_rows_that_a_replica_never_had_go_to_another() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2, max_in_flight=4)
+        gone, left = bench.replicas.values()
+        task = bench.send(1, 2)
+        await settle()
+        gone.calls[0].answered.set_exception(ReplicaUnreachable("gone"))
+        await settle()
+        left.calls[0].answer()
+        assert numbers(await task) == [2, 4]
+
+    run(scenario)
+
+
+def test_rows_whose_only_replica_is_unreachable_wait_until_the_table_says_so() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send(1)
+        await settle()
+        bench.calls[0].answered.set_exception(ReplicaUnreachable("gone"))
+        await settle()
+        assert not task.done()
+        bench.dispatcher.update(msgspec.structs.replace(bench.route, replicas=(), state=State.UNAVAILABLE))
+        with pytest.raises(Unavailable):
+            await task
+
+    run(scenario)
+
+
+def test_a_request_keeps_the_signature_it_was_checked_against() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=1)
+        bench.send(0)
+        await settle()
+        task = bench.send(1)
+        await settle()
+        renamed = msgspec.structs.replace(NUMBERS, inputs=(TensorSpec("z", "FP32", (-1,)),))
+        bench.dispatcher.update(msgspec.structs.replace(bench.route, signature=renamed))
+        bench.calls[0].answer()
+        await settle()
+        assert bench.calls[1].head["inputs"][0]["name"] == "x"
+        bench.calls[1].answer()
+        assert numbers(await task) == [2]
+
+    run(scenario)
+
+
+def test_an_unchanged_signature_stays_the_same_object() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        copy = msgspec.json.decode(msgspec.json.encode(NUMBERS), type=Signature)
+        bench.dispatcher.update(msgspec.structs.replace(bench.route, signature=copy))
+        assert bench.dispatcher.signature is NUMBERS
 
     run(scenario)
 

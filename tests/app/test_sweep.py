@@ -87,3 +87,28 @@ def test_folders_that_are_not_ours_stay(tmp_path: Path) -> None:
     other.mkdir()
     assert sweep_stale(tmp_path) == []
     assert other.exists()
+
+
+def test_folders_of_the_backend_that_were_made_while_the_replica_started_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.sweep.BACKEND_FOLDERS", tmp_path)
+    replica = replica_in(tmp_path)
+    for number, name in enumerate(
+        ["python_env_early", "spec", "python_env_own", "python_env_used", "ready", "python_env_late"]
+    ):
+        path = tmp_path / name
+        if name in ("spec", "ready"):
+            path = replica / {"spec": "spec.json", "ready": "ready"}[name]
+            path.touch()
+        else:
+            path.mkdir()
+            if name == "python_env_used":
+                (path / "unpacked").touch()
+        os.utime(path, (1000 + number, 1000 + number))
+    assert sweep_replica(replica) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "python_env_early",
+        "python_env_late",
+        "python_env_used",
+    ]

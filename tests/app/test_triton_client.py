@@ -99,6 +99,15 @@ def test_an_error_is_one_line_of_what_triton_said() -> None:
     run([answer(b'{"error":"no such input\\nTraceback (most recent call last)"}', b"400 Bad Request")], scenario)
 
 
+def test_a_stub_that_triton_finds_dead_means_that_the_replica_is_lost() -> None:
+    async def scenario(client: TritonClient, seen: Seen) -> None:
+        with pytest.raises(ReplicaLost):
+            await client.infer(HEAD, [])
+
+    refusal = b'{"error":"Stub process \'m_0_0\' is not healthy."}'
+    run([answer(refusal, b"500 Internal Server Error")], scenario)
+
+
 @pytest.mark.parametrize("reply", [None, b"nonsense\r\n\r\n"])
 def test_a_replica_that_hangs_up_or_talks_nonsense_is_lost(reply: bytes | None) -> None:
     async def scenario(client: TritonClient, seen: Seen) -> None:

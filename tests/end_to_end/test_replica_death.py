@@ -46,7 +46,13 @@ def mortal(folder: Path) -> Iterator[Running]:
             **more,
         }
 
-    config = {"deployments": {**{way: slow(way) for way in WAYS}, "two": slow("two", replicas=2), "exits": {"model": "faulty:Faulty"}}}
+    config = {
+        "deployments": {
+            **{way: slow(way) for way in WAYS},
+            "two": slow("two", replicas=2),
+            "exits": {"model": "faulty:Faulty"},
+        }
+    }
     with serve(config) as running:
         yield running
         segments = segments_of(running.folder)
@@ -96,7 +102,7 @@ def test_a_callable_that_ends_the_process_takes_only_its_own_replica(mortal: Run
 
 
 def test_the_other_replica_of_a_deployment_goes_on_answering(mortal: Running) -> None:
-    folders = [path for path in mortal.folder.glob("headwater-*/two-*")]
+    folders = list(mortal.folder.glob("headwater-*/two-*"))
     assert len(folders) == 2
     hosts = [int(pid) for path in folders for pid, line in processes_of(path).items() if _is_host(line)]
     assert len(hosts) == 2

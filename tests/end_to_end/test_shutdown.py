@@ -201,6 +201,19 @@ def test_a_port_that_is_taken_ends_the_start_and_is_named(tmp_path: Path) -> Non
     assert leftovers(tmp_path / "run") == []
 
 
+def test_a_runtime_dir_too_deep_for_sockets_ends_the_start_and_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    deep = tmp_path / ("d" * 90)
+    config.write_text(yaml.safe_dump(slow(tmp_path / "marker", port=0, runtime_dir=str(deep))))
+    command = [sys.executable, "-m", "app", "serve", str(config)]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    ended = subprocess.run(command, cwd=SERVICES, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "server.runtime_dir" in ended.stderr
+    assert "a unix socket's has 107" in ended.stderr
+    assert leftovers(deep) == []
+
+
 def _can_make_namespaces() -> bool:
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("nsenter") is None:
         return False
@@ -210,7 +223,9 @@ def _can_make_namespaces() -> bool:
 
 @pytest.mark.skipif(not _can_make_namespaces(), reason="needs root, and leave to make a process namespace")
 def test_as_process_1_it_reaps_orphans(tmp_path: Path) -> None:
-    with serve(slow(tmp_path / "marker"), prefix=("unshare", "--fork", "--pid", "--mount-proc", "--kill-child")) as running:
+    with serve(
+        slow(tmp_path / "marker"), prefix=("unshare", "--fork", "--pid", "--mount-proc", "--kill-child")
+    ) as running:
         supervisor = _children(running.pid)[0]
         assert _status(supervisor, "NSpid").split()[-1] == "1"
         # A shell in its namespace leaves a child behind, which becomes the supervisor's.
