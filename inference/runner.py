@@ -6,10 +6,8 @@ No exception leaves `Runner.handle`: PyTriton would answer the whole batch with 
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -18,13 +16,12 @@ import numpy as np
 
 from inference.datatypes import DATATYPES, bf16_to_float32, float32_to_bf16
 from inference.errors import BadInput, BadOutput, DeclarationError
+from inference.failure_log import FailureLog
 from inference.model import Model
 from inference.report import HEADWATER, REPORT, CallNote, RowReport, Status, encode_reports, placeholder_shape
 from inference.signature import Signature, TensorSpec
 
 __all__ = ["Runner", "TritonRequest"]
-
-logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Arrays = dict[str, Array]
@@ -46,6 +43,7 @@ class _Part(NamedTuple):
     inputs: Arrays
     batch_parameters: dict[str, Any]
     row_parameters: dict[str, list[Any]]
+    is_warmup: bool
 
 
 class _Outcome(NamedTuple):
@@ -62,7 +60,7 @@ class Runner:
         model: loaded.
         signature: its declarations.
         device: where torch tensors are put.
-        on_broken: called once if the model's device can't be used any more; the replica then ends.
+        on_broken: called if the model's device can't be used any more; the replica then ends.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class Runner:
         """Calls made to isolate rows of a call that failed."""
         self.warmups = 0
         """Calls made to warm up."""
-        self._in_warmup = False
+        self._failures = FailureLog()
 
     async def handle(self, requests: Sequence[TritonRequest]) -> list[Arrays]:
         """Answer what Triton merged: one dict of outputs a request, the hidden report among them."""
@@ -104,6 +102,8 @@ class Runner:
             group = [part for part in (parts[index] for index in members) if part is not None]
             started = time.perf_counter_ns()
             outcome = await self._run_group(group)
+            if len(groups) > 1:  # the callable may reuse its outputs' memory in the next group's call
+                outcome = _Outcome(_copied(outcome.outputs), outcome.reports)
             compute_us = (time.perf_counter_ns() - started) // 1000
             start = 0
             for index, part in zip(members, group, strict=True):
@@ -126,7 +126,6 @@ class Runner:
     def _read(self, request: TritonRequest) -> _Part:
         given = request.parameters or {}
         note = msgspec.json.decode(given[HEADWATER], type=CallNote) if HEADWATER in given else CallNote()
-        self._in_warmup = note.warmup
         inputs: Arrays = {}
         rows = 0
         for spec in self._signature.inputs:
@@ -152,7 +151,7 @@ class Runner:
                 batch[parameter.name] = (
                     parameter.check(given[parameter.name]) if parameter.name in given else parameter.default
                 )
-        return _Part(rows, inputs, batch, per_row)
+        return _Part(rows, inputs, batch, per_row, note.warmup)
 
     async def _run_group(self, group: Sequence[_Part]) -> _Outcome:
         """Run parts that may share a call."""
@@ -163,7 +162,7 @@ class Runner:
             inputs = {name: np.concatenate([part.inputs[name] for part in group]) for name in first.inputs}
             per_row = {name: [v for part in group for v in part.row_parameters[name]] for name in first.row_parameters}
         rows = sum(part.rows for part in group)
-        batch = _Batch(inputs, first.batch_parameters, per_row)
+        batch = _Batch(inputs, first.batch_parameters, per_row, first.is_warmup)
         reports = [RowReport(Status.OK)] * rows
         pieces = await self._isolate(batch, list(range(rows)), reports, retry=False)
         try:
@@ -183,7 +182,9 @@ class Runner:
         Returns the pieces that succeeded, each with its rows; writes the others' reports.
         """
         try:
-            return [(rows, await self._call(batch, rows, retry=retry))]
+            outputs = await self._call(batch, rows, retry=retry)
+            # Kept beside other calls' outputs, whose memory the callable may reuse.
+            return [(rows, _copied(outputs) if retry else outputs)]
         except BaseException as error:
             # SystemExit and the like too: PyTriton's thread would end of them, and the replica hang.
             report = self._report(error)
@@ -197,7 +198,7 @@ class Runner:
         return []
 
     async def _call(self, batch: _Batch, rows: list[int], *, retry: bool) -> Arrays:
-        if self._in_warmup:
+        if batch.is_warmup:
             self.warmups += 1
         elif retry:
             self.retries += 1
@@ -252,15 +253,16 @@ class Runner:
         return outputs
 
     def _report(self, error: BaseException) -> RowReport:
+        text = _text_of(error)
         if isinstance(error, BadInput):
-            return RowReport(Status.BAD_INPUT, str(error))
+            return RowReport(Status.BAD_INPUT, text)
+        self._failures.note(error)
         if isinstance(error, BadOutput):
-            return RowReport(Status.BAD_OUTPUT, str(error))
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        if _breaks_device(error):
+            return RowReport(Status.BAD_OUTPUT, text)
+        reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        if _breaks_device(reason, self._device):
             self._on_broken(reason)
             return RowReport(Status.BROKEN, reason)
-        logger.debug("callable raised:\n%s", "".join(traceback.format_exception(error)))
         return RowReport(Status.RAISED, reason)
 
     def _join(self, pieces: Sequence[tuple[list[int], Arrays]], rows: int) -> Arrays:
@@ -307,10 +309,22 @@ class _Batch(NamedTuple):
     inputs: Arrays
     parameters: dict[str, Any]
     row_parameters: dict[str, list[Any]]
+    is_warmup: bool
 
 
 class _RaggedPieces(Exception):
     """Outputs of the pieces of one batch differ in shape."""
+
+
+def _copied(outputs: Arrays) -> Arrays:
+    return {name: array.copy() for name, array in outputs.items()}
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its message can't be read)"
 
 
 def _group_key(part: _Part) -> object:
@@ -372,6 +386,19 @@ def _as_objects(value: Array, where: str) -> Array:
     return flat.reshape(value.shape)
 
 
-def _breaks_device(error: BaseException) -> bool:
-    """Whether a CUDA error has poisoned the context, so that every later call would fail too."""
-    return isinstance(error, RuntimeError) and "CUDA error" in str(error) and "out of memory" not in str(error)
+def _breaks_device(reason: str, device: str) -> bool:
+    """Whether a CUDA error has poisoned the context, so that every later call would fail too.
+
+    Some CUDA errors (a wrong launch configuration, say) leave it usable: trying tells.
+    """
+    if "CUDA error" not in reason or "out of memory" in reason:
+        return False
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not device.startswith("cuda"):
+        return True
+    try:
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).add_(1).cpu()
+    except RuntimeError:
+        return True
+    return False

@@ -121,6 +121,53 @@ def test_what_a_callable_writes_into_its_input_does_not_reach_a_retry() -> None:
     assert answer["y"][0] == 101
 
 
+def test_a_callable_that_reuses_its_outputs_memory_mixes_up_no_rows() -> None:
+    class Reuser(Echo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = np.zeros((64, 1), np.float32)
+
+        def __call__(self, *, x: Any) -> Any:
+            if (x < 0).any():
+                raise ValueError("negative")
+            self.memory[: len(x)] = x * 2
+            return {"y": self.memory[: len(x)]}
+
+    answers = handle(runner_of(Reuser()), Request({"x": rows(1, 2)}), Request({"x": rows(3, -1)}))
+    assert answers[0]["y"].tolist() == [[2], [4]]
+    assert answers[1]["y"][0] == 6
+
+    class Wide(Reuser):
+        def __call__(self, *, x: Any) -> Any:
+            self.memory.fill(x.sum())
+            return {"y": self.memory[: len(x)]}
+
+    wide = np.ones((1, 2), np.float32)
+    answers = handle(runner_of(Wide()), Request({"x": rows(7)}), Request({"x": wide}))
+    assert [answer["y"].tolist() for answer in answers] == [[[7]], [[2]]]
+
+
+def test_an_exception_whose_message_can_not_be_read_stays_in_the_runner() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    class Raiser(Echo):
+        def __call__(self, *, x: Any) -> Any:
+            raise Mute
+
+    (answer,) = handle(runner_of(Raiser()), Request({"x": rows(1)}))
+    assert reports(answer)[0] == RowReport(Status.RAISED, "Mute: (its message can't be read)")
+
+
+def test_the_operator_sees_where_a_callable_fails_but_not_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    runner = runner_of(Echo())
+    for _ in range(50):
+        handle(runner, Request({"x": rows(-1)}))
+    assert len(caplog.records) == 1
+    assert 'raise ValueError("negative")' in caplog.text
+
+
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), RecursionError("deep"), MemoryError()])
 def test_nothing_a_callable_raises_leaves_the_runner(error: BaseException) -> None:
     class Raiser(Echo):
