@@ -33,9 +33,7 @@ class AccessLog:
         note = state.get("note", "")
         if self._is_human:
             now = time.strftime("%H:%M:%S")
-            # A path is the client's: nothing in it may forge a line or command the terminal.
-            shown = path if path.isprintable() else ascii(path)
-            line = f"{now} {method} {shown} {status} {took_s * 1000:.1f} ms {note} {request_id}\n"
+            line = f"{now} {method} {_safe(path)} {status} {took_s * 1000:.1f} ms {_safe(note)} {request_id}\n"
         else:
             line = (
                 json.dumps(
@@ -63,3 +61,8 @@ class AccessLog:
         if lines:
             self._stream.write("".join(lines))
             self._stream.flush()
+
+
+def _safe(text: str) -> str:
+    """Paths and messages may hold what a client sent: nothing in it may forge a line or command the terminal."""
+    return text if text.isprintable() else ascii(text)

@@ -78,11 +78,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         reply = error_reply(
-            MethodNotAllowed(f"method {request.method}: not allowed on {path}; allowed: {allowed}"), path
+            MethodNotAllowed(f"method {request.method}: not allowed on {path[:200]}; allowed: {allowed}"), path
         )
         return _response(reply, {"allow": allowed})
     if error.status_code == 404:
-        return _response(error_reply(NotFound(f"route {path}: unknown; see /docs"), path))
+        return _response(error_reply(NotFound(f"route {path[:200]}: unknown; see /docs"), path))
     reply = error_reply(CallableFailed(str(error.detail)), path)
     reply.status = error.status_code
     return _response(reply)

@@ -92,6 +92,8 @@ class Guardian:
                 if key.fd == self._command_fd:
                     if not os.read(self._command_fd, 64):
                         return "the supervisor is gone"
+                    if not (self._directory / READY_FILE).exists():
+                        return "stopped before it was ready"
                     if stop_before is None:
                         stop_before = time.monotonic() + UNLOAD_TIMEOUT_S
                         self._host.send_signal(signal.SIGTERM)

@@ -18,6 +18,7 @@ from app.replies import error_reply
 __all__ = ["RequestContext"]
 
 MAX_HEADER_BYTES = 32 * 1024
+"""Of a request's headers and its path together."""
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}\Z")
 
 
@@ -42,6 +43,7 @@ class RequestContext:
         started = time.perf_counter()
         request_id = b""
         size_bytes = 0
+        size_bytes += len(scope.get("raw_path") or b"") + len(scope["query_string"])
         for name, value in scope["headers"]:
             size_bytes += len(name) + len(value)
             if name == b"x-request-id" and _REQUEST_ID.match(value):
@@ -67,6 +69,9 @@ class RequestContext:
                 await error_reply(error, scope["path"])(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
+        except Exception:
+            state["status"] = 500  # answered outside of this
+            raise
         finally:
             if self._log is not None:
                 seen = state.get("status", status if complete else 499)

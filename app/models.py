@@ -8,7 +8,7 @@ from app.dispatch import Dispatcher
 from app.errors import BadRequest, NotFound
 from app.request_codec import RequestDecoder
 from app.response_codec import ResponseEncoder
-from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable
 from app.triton_client import ReplicaClient
 from inference.signature import Signature
 
@@ -103,11 +103,6 @@ class Models:
             )
             raise BadRequest(f"model: `{name}` gives no embeddings; models that do: {able or 'none'}", field="model")
         return model
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether every deployment can take requests, and the server isn't about to stop."""
-        return not self.is_draining and all(model.route.state is State.READY for model in self)
 
     @property
     def in_flight(self) -> int:

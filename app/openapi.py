@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 from app.models import Models
@@ -10,6 +11,9 @@ from inference.datatypes import DATATYPES
 from inference.signature import Signature, TensorSpec
 
 __all__ = ["example_body", "openapi_schema"]
+
+LARGEST_EXAMPLE = 1000
+"""Elements of an input, for which an example is made up."""
 
 _ERRORS = {
     400: "The request's content is wrong; the message names the field",
@@ -55,7 +59,9 @@ def openapi_schema(generated: dict[str, Any], models: Models) -> dict[str, Any]:
 
 
 def example_body(signature: Signature) -> dict[str, Any] | None:
-    """A request in JSON that the model answers; None if an input has no JSON form."""
+    """A request in JSON that the model answers; None if an input has no JSON form, or is too large to look at."""
+    if signature.example is None and any(math.prod(spec.shape) > LARGEST_EXAMPLE for spec in signature.inputs):
+        return None
     row = signature.example_row()
     inputs = []
     for spec in signature.inputs:

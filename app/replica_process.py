@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,8 +24,8 @@ from inference.signature import Signature
 
 __all__ = ["GUARDIAN_LOST", "ReplicaProcess"]
 
-LOG_LINES_KEPT = 50
 PIPES_TIMEOUT_S = 2.0
+LINE_LIMIT_BYTES = 16 * 1024 * 1024
 GUARDIAN_LOST = "its guardian was killed"
 
 
@@ -62,7 +62,6 @@ class ReplicaProcess:
         """Why it failed or ended, as far as known."""
         self.leftovers: list[str] = []
         """What could not be swept."""
-        self.log: collections.deque[str] = collections.deque(maxlen=LOG_LINES_KEPT)
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[bool] = loop.create_future()
         """True once it serves; False if it ends before."""
@@ -77,31 +76,39 @@ class ReplicaProcess:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start the guardian, which starts the replica. Whoever reaps the guardian must call `ended`."""
-        self.directory.mkdir(mode=0o700)
-        (self.directory / "tmp").mkdir(mode=0o700)
-        status_read, status_write = os.pipe()
-        command_read, self._command_fd = os.pipe()
-        output_read, output_write = os.pipe()
-        self._write_spec(status_write)
-        guardian = subprocess.Popen(
-            [
-                sys.executable, "-m", "app.guardian", self._name, str(self.directory), str(status_write),
-                str(command_read), "--", sys.executable, "-m", "inference.replica", self._name, str(self.directory),
-            ],
-            cwd=self.directory,  # neither sees what lies in the user's folder
-            env=self._environment(),
-            pass_fds=(status_write, command_read),
-            stdin=subprocess.DEVNULL,
-            stdout=output_write,
-            stderr=output_write,
-            start_new_session=True,
-        )  # fmt: skip
-        for fd in (status_write, command_read, output_write):
-            os.close(fd)
+        """Start the guardian, which starts the replica. Whoever reaps the guardian must call `ended`.
+
+        Raises:
+            OSError: the machine lacks what it takes: space, processes, file descriptors.
+        """
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            # What is theirs is closed here in any case, since the guardian has it; what is ours only if this fails.
+            self.directory.mkdir(mode=0o700)
+            ours.callback(shutil.rmtree, self.directory, ignore_errors=True)
+            (self.directory / "tmp").mkdir(mode=0o700)
+            status_read, status_write = _pipe(ours, theirs)
+            output_read, output_write = _pipe(ours, theirs)
+            command_read, command_write = _pipe(theirs, ours)
+            self._write_spec(status_write)
+            guardian = subprocess.Popen(
+                [
+                    sys.executable, "-m", "app.guardian", self._name, str(self.directory), str(status_write),
+                    str(command_read), "--",
+                    sys.executable, "-m", "inference.replica", self._name, str(self.directory),
+                ],
+                cwd=self.directory,  # neither sees what lies in the user's folder
+                env=self._environment(),
+                pass_fds=(status_write, command_read),
+                stdin=subprocess.DEVNULL,
+                stdout=output_write,
+                stderr=output_write,
+                start_new_session=True,
+            )  # fmt: skip
+            ours.pop_all()
+        self._command_fd = command_write
         self._tasks = [
             asyncio.create_task(_read_lines(status_read, self._take_status)),
-            asyncio.create_task(_read_lines(output_read, self._take_log)),
+            asyncio.create_task(_read_lines(output_read, self._on_log)),
         ]
         return guardian
 
@@ -181,7 +188,11 @@ class ReplicaProcess:
         return environment
 
     def _take_status(self, line: str) -> None:
-        status = msgspec.json.decode(line, type=ReplicaStatus)
+        try:
+            status = msgspec.json.decode(line, type=ReplicaStatus)
+        except msgspec.MsgspecError as error:  # a callable has found the pipe and writes to it
+            self._on_log(f"not a status: {line[:200]!r} ({error})")
+            return
         if status.event == "progress":
             self._on_progress(status.text)
         elif status.event == "ready":
@@ -196,14 +207,18 @@ class ReplicaProcess:
         elif status.event == "ended":
             self.leftovers = status.leftovers
 
-    def _take_log(self, line: str) -> None:
-        self.log.append(line)
-        self._on_log(line)
+
+def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe whose ends are closed by these stacks."""
+    read, write = os.pipe()
+    reader.callback(os.close, read)
+    writer.callback(os.close, write)
+    return read, write
 
 
 async def _read_lines(fd: int, take: Callable[[str], None]) -> None:
     """Call ``take`` with each line from a pipe, until its other end is closed everywhere."""
-    reader = asyncio.StreamReader(limit=1024 * 1024)
+    reader = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0)

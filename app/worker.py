@@ -63,7 +63,13 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
             first_table.set()
             if table.draining:
                 draining.set()
-        logger.error("the supervisor is gone: stopping")
+
+    def on_supervisor_gone(following: asyncio.Task[None]) -> None:
+        """Without a supervisor there is nobody to say where replicas are: end, however that came."""
+        if following.cancelled():
+            return
+        logger.error("the supervisor is gone: stopping", exc_info=following.exception())
+        first_table.set()
         server.force_exit = True
         server.should_exit = True
         models.close()
@@ -77,10 +83,13 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
         models.close()
         server.should_exit = True
 
-    tasks = [asyncio.create_task(follow()), asyncio.create_task(drain())]
+    following = asyncio.create_task(follow())
+    following.add_done_callback(on_supervisor_gone)
+    tasks = [following, asyncio.create_task(drain())]
     await first_table.wait()
     try:
-        await server.serve(sockets=[listener])
+        if not server.should_exit:
+            await server.serve(sockets=[listener])
     finally:
         for task in tasks:
             task.cancel()

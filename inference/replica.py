@@ -29,6 +29,8 @@ from inference.tensor_store import uses_store
 __all__ = ["choose_device", "main"]
 
 PR_SET_PDEATHSIG = 1
+READY_FILE = "ready"
+LARGE_EXAMPLE_BYTES = 64 * 1024
 
 
 class _Reporter:
@@ -53,9 +55,9 @@ def main() -> None:
     directory = Path(sys.argv[2])
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
     reporter = _Reporter(spec.status_fd)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    stop = _stop_on_sigterm(directory)
     try:
-        _serve(spec, directory, reporter)
+        _serve(spec, directory, reporter, stop)
     except Exception as error:
         if not isinstance(error, ModelError) or error.__cause__ is not None:
             traceback.print_exc()  # where in the user's code it came from
@@ -64,7 +66,23 @@ def main() -> None:
         os._exit(1)
 
 
-def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter) -> None:
+def _stop_on_sigterm(directory: Path) -> threading.Event:
+    """An event that SIGTERM sets once the replica serves; before that there is nothing to unload, and it ends at once.
+
+    A handler rather than a mask: a mask would be inherited by Triton, and by what the callable starts.
+    """
+    stop = threading.Event()
+
+    def on_sigterm(number: int, frame: object) -> None:
+        if not (directory / READY_FILE).exists():
+            os._exit(0)
+        stop.set()
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    return stop
+
+
+def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter, stop: threading.Event) -> None:
     reporter.progress("checking the environment")
     require()
     sys.path[:0] = spec.user_paths
@@ -98,16 +116,24 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter) -> None:
         signature, triton.http_socket, spec.token, [min(size, spec.max_batch_size) for size in sizes],
         timeout_s=spec.load_timeout_s, progress=reporter.progress,
     )  # fmt: skip
-    (directory / "ready").touch()  # tells the guardian that every process of the group counts from now on
-    reporter.send(ReplicaStatus("ready", signature=msgspec.to_builtins(signature), facts={"device": device}))
+    (directory / READY_FILE).touch()  # tells the guardian that every process of the group counts from now on
+    told = msgspec.to_builtins(_without_large_example(signature))
+    reporter.send(ReplicaStatus("ready", signature=told, facts={"device": device}))
 
-    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    stop.wait()
     model.unload()
     reporter.send(ReplicaStatus("unloaded"))
     sys.stdout.flush()
     sys.stderr.flush()
     # Not Triton.stop(): the guardian ends the whole group at once, where stop() takes 5 s and more.
     os._exit(0)
+
+
+def _without_large_example(signature: Signature) -> Signature:
+    """What the gateway is told: an example that is too long to show has served its purpose in the warm-up."""
+    if signature.example is None or len(msgspec.json.encode(signature.example)) <= LARGE_EXAMPLE_BYTES:
+        return signature
+    return msgspec.structs.replace(signature, example=None)
 
 
 def choose_device(wanted: str, uses_torch: bool) -> str:

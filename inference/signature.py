@@ -68,14 +68,6 @@ class Signature(msgspec.Struct, frozen=True):
     description: str = ""
     """First paragraph of the class's docstring."""
 
-    def input(self, name: str) -> TensorSpec | None:
-        """The input of that name, if there is one."""
-        return next((spec for spec in self.inputs if spec.name == name), None)
-
-    def output(self, name: str) -> TensorSpec | None:
-        """The output of that name, if there is one."""
-        return next((spec for spec in self.outputs if spec.name == name), None)
-
     def example_row(self) -> dict[str, Any]:
         """One row by input name, as nested lists: the model's own example, filled up with neutral values."""
         row = dict(self.example or {})
