@@ -52,7 +52,7 @@ class BodyReader:
             raise self._too_large(int(length))
         body = await self._read_in_time(receive)
         if encoding != b"identity":
-            body = self._unpack(body, _WINDOW_BITS[encoding], encoding)
+            body = await asyncio.to_thread(self._unpack, body, _WINDOW_BITS[encoding], encoding)
         return body, headers
 
     async def _read_in_time(self, receive: Receive) -> bytes:

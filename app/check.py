@@ -41,8 +41,8 @@ TRITON_REGION_BYTES = 4 * MIB
 UNIX_PATH_BYTES = 107
 """Of a socket's path on Linux: ``sun_path`` less its closing zero."""
 INSTANCE_NAME_BYTES = len("/headwater--xxxxxxxx")
-REPLICA_SOCKET_BYTES = len("-99999/workspace/_0_0-server.sock")
-"""Of the path of a replica's longest socket, which is PyTriton's, without the deployment's name that is in it twice."""
+REPLICA_SOCKET_BYTES = len("/r99999/w/_0_0-server.sock")
+"""Of the path of a replica's longest socket, which is PyTriton's, without the deployment's name."""
 
 _PLACEHOLDER = "none"
 
@@ -142,7 +142,7 @@ def runtime_dir_problems(server: Server, deployments: Iterable[str]) -> list[Pro
         reason = f"{str(root)!r} has white space, at which PyTriton splits Triton's arguments"
         problems.append(Problem(title, reason, another))
     name = max((len(name) for name in deployments), default=0)
-    length = len(os.fsencode(root)) + INSTANCE_NAME_BYTES + len(str(os.getuid())) + 1 + 2 * name + REPLICA_SOCKET_BYTES
+    length = len(os.fsencode(root)) + INSTANCE_NAME_BYTES + len(str(os.getuid())) + name + REPLICA_SOCKET_BYTES
     if length > UNIX_PATH_BYTES:
         reason = f"the path of a replica's socket would have {length} bytes; a unix socket's has {UNIX_PATH_BYTES}"
         mend = f"{another}, {length - UNIX_PATH_BYTES} bytes shorter than {root}; or shorten the deployment's name"

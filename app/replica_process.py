@@ -34,9 +34,9 @@ class ReplicaProcess:
 
     Args:
         name: the deployment's.
-        id: unique; also the name of the replica's folder.
+        id: unique.
         deployment: its configuration.
-        instance: the instance's folder.
+        directory: the replica's folder, which is made.
         user_paths: put first on the replica's ``sys.path``.
         on_progress: called with each stage of the start.
         on_log: called with each line that the replica writes.
@@ -47,14 +47,14 @@ class ReplicaProcess:
         name: str,
         id: str,
         deployment: Deployment,
-        instance: Path,
+        directory: Path,
         user_paths: tuple[str, ...],
         *,
         on_progress: Callable[[str], None],
         on_log: Callable[[str], None],
     ) -> None:
         self.id = id
-        self.directory = instance / id
+        self.directory = directory
         self.token = secrets.token_urlsafe(24)
         self.signature: Signature | None = None
         self.facts: dict[str, str] = {}

@@ -28,6 +28,7 @@ _Parameters = dict[str, str | int | float | bool | None] | None
 _NO_DATA: Final = msgspec.Raw(b"")
 _MAX_DIM: Final = 2**31 - 1
 _MAX_HOLLOW: Final = 2**24
+_MAX_BYTES_ELEMENTS: Final = 10**6
 _MAX_ID_CHARACTERS: Final = 1000
 _MAX_PRIORITY: Final = 2**32 - 1
 _MAX_TIMEOUT_US: Final = 2**64 - 1
@@ -311,6 +312,12 @@ def _count(shape: list[int], declared: _Declared, index: int) -> int:
         else:
             if count == 0:
                 _check_hollow(shape, declared, index)
+            elif count > _MAX_BYTES_ELEMENTS and not declared.size_bytes:
+                raise at(
+                    f"inputs[{index}].shape",
+                    declared.spec.name,
+                    f"expected at most {_MAX_BYTES_ELEMENTS} BYTES elements in a request, got {count}",
+                )
             return count
     expected = ", ".join(["rows", *map(str, declared.spec.shape)])
     path, name = f"inputs[{index}].shape", declared.spec.name

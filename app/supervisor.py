@@ -58,6 +58,8 @@ class _Served:
         self.signature: Signature | None = None
         self.ready: dict[str, ReplicaProcess] = {}
         self.failed_slots = 0
+        self.is_decided = False
+        """Whether its first start has succeeded or failed."""
 
 
 class Supervisor:
@@ -88,9 +90,10 @@ class Supervisor:
         self._stop_requested = asyncio.Event()
         self._hurry = asyncio.Event()
         self._next_replica = 0
-        self._decided: set[str] = set()
+        self._is_announced = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._folder = Path()
+        self._url = ""
         self._status = 0
         # Loading is mostly imports and disk; more at once than cores only makes each slower.
         self._start_slots = asyncio.Semaphore(max(2, os.cpu_count() or 2))
@@ -111,8 +114,8 @@ class Supervisor:
         lock = self._make_folder()
         try:
             host, port = listener.getsockname()[:2]
-            self.url = f"http://{_url_host(host)}:{port}"
-            logger.info("listening on %s", self.url)
+            self._url = f"http://{_url_host(host)}:{port}"
+            logger.info("listening on %s", self._url)
             await self._control.start(self._folder / "control")
             self._publish()
             settings = WorkerSettings(
@@ -210,8 +213,13 @@ class Supervisor:
             async with self._start_slots:
                 if self._stopping:
                     return
-                replica, exited = self._start_replica(served)
                 started = time.monotonic()
+                try:
+                    replica, exited = self._start_replica(served)
+                except OSError as error:  # no space, processes or descriptors: it may pass, and others go on serving
+                    logger.error("%s: a replica can't be started: %s", served.name, error)
+                    backoff_s = await self._pause(backoff_s)
+                    continue
                 is_ready = await self._await_ready(served, replica)
             if is_ready:
                 failed_starts = 0
@@ -248,11 +256,16 @@ class Supervisor:
                     return
                 if not served.ready and served.state is not State.UNAVAILABLE:
                     self._set_state(served, State.LOADING, f"trying again after: {reason}")
+                self._decide(served)
             if time.monotonic() - started > STEADY_AFTER_S:
                 backoff_s = FIRST_BACKOFF_S
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._stop_requested.wait(), backoff_s)
-            backoff_s = min(backoff_s * 2, LAST_BACKOFF_S)
+            backoff_s = await self._pause(backoff_s)
+
+    async def _pause(self, backoff_s: float) -> float:
+        """Wait before another start, unless the server stops meanwhile. Returns how long to wait next time."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._stop_requested.wait(), backoff_s)
+        return min(backoff_s * 2, LAST_BACKOFF_S)
 
     def _start_replica(self, served: _Served) -> tuple[ReplicaProcess, asyncio.Future[int]]:
         self._next_replica += 1
@@ -266,8 +279,10 @@ class Supervisor:
         def log(line: str) -> None:
             logger.info("%s | %s", id, line)
 
+        # A folder's name is short, because sockets lie in it, whose paths must be.
+        folder = self._folder / f"r{self._next_replica}"
         replica = ReplicaProcess(
-            served.name, id, served.config, self._folder, self._user_paths, on_progress=progress, on_log=log
+            served.name, id, served.config, folder, self._user_paths, on_progress=progress, on_log=log
         )
         exited = self._follow(replica.start())
         # A guardian says why it ends, unless it is killed: its last lines come first.
@@ -289,11 +304,15 @@ class Supervisor:
             logger.info("%s: %s -> %s: %s", served.name, served.state.value, state.value, reason)
         served.state, served.reason = state, reason
         self._publish()
-        if state is not State.LOADING or "trying again" in reason:
-            self._decided.add(served.name)
-            if self._decided == set(self._served):
-                self._decided.add("")  # once only
-                self._on_serving(self.url, [(item.name, item.signature, item.reason) for item in self._served.values()])
+        if state is not State.LOADING:
+            self._decide(served)
+
+    def _decide(self, served: _Served) -> None:
+        """Note that a deployment's first start has succeeded or failed; with the last of them, say what is served."""
+        served.is_decided = True
+        if not self._is_announced and all(item.is_decided for item in self._served.values()):
+            self._is_announced = True
+            self._on_serving(self._url, [(item.name, item.signature, item.reason) for item in self._served.values()])
 
     def _publish(self) -> None:
         workers = self._config.server.workers
@@ -318,10 +337,16 @@ class Supervisor:
     # Gateway workers
 
     async def _keep_worker(self, index: int, listener: socket.socket, settings: WorkerSettings) -> None:
+        """Keep one gateway worker running."""
         backoff_s = FIRST_BACKOFF_S
         while not self._stopping:
             started = time.monotonic()
-            process = self._start_worker(index, listener, settings)
+            try:
+                process = self._start_worker(index, listener, settings)
+            except OSError as error:
+                logger.error("gateway worker %d can't be started: %s", index, error)
+                backoff_s = await self._pause(backoff_s)
+                continue
             exited = self._follow(process)
             self._workers[index] = process
             code = await exited
@@ -331,9 +356,7 @@ class Supervisor:
             logger.error("gateway worker %d ended with %d; starting another", index, code)
             if time.monotonic() - started > STEADY_AFTER_S:
                 backoff_s = FIRST_BACKOFF_S
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._stop_requested.wait(), backoff_s)
-            backoff_s = min(backoff_s * 2, LAST_BACKOFF_S)
+            backoff_s = await self._pause(backoff_s)
 
     def _start_worker(self, index: int, listener: socket.socket, settings: WorkerSettings) -> subprocess.Popen[bytes]:
         path = self._folder / f"worker-{index}.json"

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ __all__ = ["Journal", "make_instance_folder", "segments_mapped_by", "sweep_repli
 SHARED_MEMORY = Path("/dev/shm")
 BACKEND_FOLDERS = Path("/tmp")
 """Where Triton's Python backend makes its ``python_env_*``, whatever TMPDIR says."""
+STRAYS_TIMEOUT_S = 5.0
 _JOURNAL = "journal.json"
 _LOCK = "lock"
 _SEGMENT = re.compile(rb"/dev/shm/(psm_[0-9a-z_]+|pytrtion[^ /\n]+)")
@@ -82,6 +84,36 @@ def sweep_replica(directory: Path) -> list[str]:
     return left
 
 
+def _end_strays(directory: Path) -> None:
+    """End what is left of a replica whose guardian was killed together with its supervisor: a Triton without a host."""
+    group = Journal(directory).host_pid
+    deadline = time.monotonic() + STRAYS_TIMEOUT_S
+    while strays := [pid for pid in _group_members(group) if f"{directory}/".encode() in _command(pid)]:
+        for pid in strays:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.02)
+
+
+def _group_members(group: int) -> list[int]:
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(entry)) == group:
+                    found.append(int(entry))
+    return found
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def _backend_folders(directory: Path) -> list[Path]:
     """Folders that Triton's Python backend made for environments that it unpacks, of which our models have none.
 
@@ -136,6 +168,7 @@ def sweep_stale(parent: Path | None) -> list[Path]:
             found.append(folder)
             for replica in folder.iterdir():
                 if (replica / _JOURNAL).exists():
+                    _end_strays(replica)
                     sweep_replica(replica)
             shutil.rmtree(folder, ignore_errors=True)
         finally:

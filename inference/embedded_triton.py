@@ -82,7 +82,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
             ),
             security_config=TritonSecurityConfig(access_token=token, restricted_endpoints=list(_RESTRICTED)),
             triton_lifecycle_policy=TritonLifecyclePolicy(launch_triton_on_startup=True, local_model_store=True),
-            workspace=directory / "workspace",
+            workspace=directory / "w",
         )
 
     @property

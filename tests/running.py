@@ -98,8 +98,13 @@ class Running:
 
     def replica_folder(self, model: str) -> Path:
         """The folder of the model's newest replica."""
-        found = list(self.folder.glob(f"headwater-*/{model}-*"))
-        return max(found, key=lambda path: int(path.name.rpartition("-")[2]))
+        specs = self.folder.glob("headwater-*/r*/spec.json")
+        found = []
+        for path in specs:
+            with contextlib.suppress(FileNotFoundError):  # it may end meanwhile
+                if json.loads(path.read_text())["name"] == model:
+                    found.append(path.parent)
+        return max(found, key=lambda path: int(path.name[1:]))
 
     def replica_pid(self, model: str) -> int:
         """The process id of the model's host."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.types import Receive, Scope
 
 from app.bodies import BodyReader
@@ -12,6 +14,9 @@ from app.replies import Reply
 from app.routes.boundary import Endpoint
 
 __all__ = ["InferEndpoint"]
+
+LARGE_BYTES = 256 * 1024
+"""From here on coding takes milliseconds and is left to a thread, so that other requests don't wait for it."""
 
 _JSON = (b"content-type", b"application/json")
 _OCTETS = (b"content-type", b"application/octet-stream")
@@ -30,10 +35,17 @@ class InferEndpoint(Endpoint):
         model = self._models.get(path["model"], path.get("version"))
         decoder, encoder = model.codecs()
         body, headers = await self._reader.read(scope, receive)
-        request = decoder.decode(body, _header_length(headers))
+        header_length = _header_length(headers)
+        if len(body) < LARGE_BYTES:
+            request = decoder.decode(body, header_length)
+        else:
+            request = await asyncio.to_thread(decoder.decode, body, header_length)
         async with DisconnectWatch(receive):
             outputs = await model.dispatcher.infer(request)
-        pieces, json_length = encoder.encode(request, outputs)
+        if sum(len(tensor.data) for tensor in outputs.values()) < LARGE_BYTES:
+            pieces, json_length = encoder.encode(request, outputs)
+        else:
+            pieces, json_length = await asyncio.to_thread(encoder.encode, request, outputs)
         scope["state"]["note"] = f"rows={request.rows}"
         if json_length is None:
             return Reply(200, pieces, [_JSON])

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import wait_for
+
+from tests.running import wait_for
 
 SLEEP = "import time; time.sleep(600)"
 UNLOADS = """
@@ -104,9 +105,17 @@ def test_stop_lets_the_host_unload(tmp_path: Path) -> None:
     with guarding(tmp_path, UNLOADS, str(marker)) as guarded:
         pid = guarded.host()
         wait_for(lambda: b"SIGTERM" in _caught(pid), what="the handler")
+        (guarded.directory / "ready").touch()
         os.write(guarded.command, b"stop\n")
         assert guarded.statuses()[0]["text"] == "stopped"
         assert marker.read_text() == "unloaded"
+
+
+def test_a_host_that_is_not_ready_is_stopped_at_once(tmp_path: Path) -> None:
+    with guarding(tmp_path, SLEEP) as guarded:
+        guarded.host()
+        os.write(guarded.command, b"stop\n")
+        assert guarded.statuses()[0]["text"] == "stopped before it was ready"
 
 
 def _caught(pid: int) -> bytes:

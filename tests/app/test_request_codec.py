@@ -827,3 +827,12 @@ def test_tritonclient_default_is_binary_outputs() -> None:
     tensor = tritonclient.http.InferInput("x", [2, 2], "FP32").set_data_from_numpy(SAMPLES["FP32"])
     body, length = tritonclient.http.InferenceServerClient.generate_request_body([tensor])
     assert one_input("FP32", 2).decode(body, length).outputs == [OutputWish("y", True)]
+
+
+def test_the_elements_of_a_bytes_tensor_are_bounded() -> None:
+    signature = Signature(
+        name="m", inputs=(TensorSpec("t", "BYTES", (-1,)),), outputs=(TensorSpec("y", "FP32", (1,)),), max_batch_size=4
+    )
+    head = b'{"inputs":[{"name":"t","datatype":"BYTES","shape":[1,1000001],"parameters":{"binary_data_size":4000004}}]}'
+    with pytest.raises(BadRequest, match=r"inputs\[0\]\.shape .*at most 1000000 BYTES elements in a request"):
+        RequestDecoder(signature).decode(head + bytes(4_000_004), len(head))

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -80,6 +84,29 @@ def test_an_instance_that_ended_without_sweeping_is_swept_later(tmp_path: Path) 
     os.close(lock)
     assert sweep_stale(tmp_path) == [folder]
     assert not folder.exists()
+
+
+HAS_A_CHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_triton_that_outlived_its_host_guardian_and_supervisor_is_ended(tmp_path: Path) -> None:
+    folder, lock = make_instance_folder(tmp_path)
+    replica = replica_in(folder)
+    command = [sys.executable, "-c", HAS_A_CHILD, f"{replica}/w/tritonserver"]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True) as stray:
+        assert stray.stdout is not None
+        stranger = int(stray.stdout.readline())  # of the same group, but nothing says that it is ours
+        Journal(replica).note(stray.pid, [])
+        os.close(lock)
+        threading.Thread(target=stray.wait, daemon=True).start()  # as init reaps orphans
+        sweep_stale(tmp_path)
+        assert stray.wait(10) == -signal.SIGKILL
+        os.kill(stranger, signal.SIGKILL)  # fails if it is gone
 
 
 def test_folders_that_are_not_ours_stay(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from running import Running, wait_for
+
+from tests.running import Running, wait_for
 
 MAX_BODY_BYTES = 20_000_000  # of `services`
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from running import Running
+from tests.running import Running
 
 
 def test_a_model_answers(services: Running) -> None:

@@ -17,15 +17,15 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.http
-from forwarding import forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from running import Running
 from tritonclient.utils import InferenceServerException
 
 from inference.datatypes import DATATYPES, pack_bytes
 from inference.report import REPORT
+from tests.forwarding import forward
+from tests.running import Running
 
 Json = dict[str, Any]
 Array = np.ndarray[Any, np.dtype[Any]]

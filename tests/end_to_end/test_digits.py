@@ -12,10 +12,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from running import Running
 
 from inference.zoo.digits import Digits
 from inference.zoo.digits_data import LabelledImages, held_out
+from tests.running import Running
 
 AT_ONCE = 32
 ROWS_A_REQUEST = (*[1] * 24, 2, 7, 64, 130)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from running import Running
+from tests.running import Running
 
 # Models that fail or wait by design are left out. Of the others 504 alone is right, since the requests made up ask for
 # deadlines of microseconds too.

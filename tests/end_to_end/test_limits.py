@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from running import Raw, Running, in_background, resident_bytes, wait_for
+
+from tests.running import Raw, Running, in_background, resident_bytes, wait_for
 
 MAX_BODY_BYTES = 20_000_000  # of `services`
 MEGABYTE = 1024 * 1024

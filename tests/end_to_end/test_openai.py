@@ -11,10 +11,10 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from running import Running
 from sentence_transformers import SentenceTransformer
 
 from inference.zoo.text import DIMENSION, Text, weights_folder
+from tests.running import Running
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "seven", "lazy", "wizards", "drinking", "harbour", "tea"]
 SENTENCES = ["A cat sleeps.", "Zwei Straßen weiter: 💛 東京!", "Taxes are due in April, as they were last year."]

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from running import Running, resident_bytes
+
+from tests.running import Running, resident_bytes
 
 POISON, BAD_INPUT, SYSTEM_EXIT, WRONG_OUTPUT = -1.0, -2.0, -3.0, -4.0
 MEGABYTE = 1024 * 1024

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from running import Running, in_background, leftovers, processes_of, segments_of, serve, wait_for
+
+from tests.running import Running, in_background, leftovers, processes_of, segments_of, serve, wait_for
 
 EXIT_PROCESS = -5.0
 # What is done to which process, and within how many seconds everything in flight has its answer.

@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from running import SERVICES, Running, in_background, leftovers, processes_of, segments_of, serve, wait_for
+
+from tests.running import SERVICES, Running, in_background, leftovers, processes_of, segments_of, serve, wait_for
 
 
 def slow(marker: Path, **server: Any) -> dict[str, Any]:

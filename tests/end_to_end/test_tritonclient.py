@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import tritonclient.http
 import tritonclient.http.aio
-from running import Running
 from tritonclient.utils import InferenceServerException
 
 import app
+from tests.running import Running
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Call = Callable[..., Any]
