@@ -96,15 +96,18 @@ class Running:
             return self.get(path).status_code == 200
         return False
 
-    def replica_folder(self, model: str) -> Path:
-        """The folder of the model's newest replica."""
-        specs = self.folder.glob("headwater-*/r*/spec.json")
+    def replica_folders(self, model: str) -> list[Path]:
+        """The folders of the model's replicas, oldest first."""
         found = []
-        for path in specs:
+        for path in self.folder.glob("headwater-*/r*/spec.json"):
             with contextlib.suppress(FileNotFoundError):  # it may end meanwhile
                 if json.loads(path.read_text())["name"] == model:
                     found.append(path.parent)
-        return max(found, key=lambda path: int(path.name[1:]))
+        return sorted(found, key=lambda path: int(path.name[1:]))
+
+    def replica_folder(self, model: str) -> Path:
+        """The folder of the model's newest replica."""
+        return self.replica_folders(model)[-1]
 
     def replica_pid(self, model: str) -> int:
         """The process id of the model's host."""

@@ -103,7 +103,7 @@ def test_a_callable_that_ends_the_process_takes_only_its_own_replica(mortal: Run
 
 
 def test_the_other_replica_of_a_deployment_goes_on_answering(mortal: Running) -> None:
-    folders = list(mortal.folder.glob("headwater-*/two-*"))
+    folders = mortal.replica_folders("two")
     assert len(folders) == 2
     hosts = [int(pid) for path in folders for pid, line in processes_of(path).items() if _is_host(line)]
     assert len(hosts) == 2
