@@ -112,7 +112,11 @@ def test_the_other_replica_of_a_deployment_goes_on_answering(mortal: Running) ->
     for _ in range(20):
         assert mortal.infer("two", [0.0], shape=[1, 1]).status_code == 200
     assert mortal.index("two")["state"] == "READY"
-    wait_for(lambda: len(list(mortal.folder.glob("headwater-*/two-*/ready"))) == 2, 60, "the second replica to be back")
+
+    def both_are_ready() -> bool:
+        return sum((folder / "ready").exists() for folder in mortal.replica_folders("two")) == 2
+
+    wait_for(both_are_ready, 60, "the second replica to be back")
 
 
 def _is_host(command: str) -> bool:
