@@ -142,5 +142,5 @@ def test_a_model_that_fails_to_load_keeps_no_other_from_serving() -> None:
         refused = running.infer("bad", [2.0], shape=[1, 1])
         assert (refused.status_code, "no weights here" in refused.json()["error"]) == (503, True)
         assert running.infer("good", [2.0], shape=[1, 1]).status_code == 200
-        assert not list(running.folder.glob("headwater-*/bad-*"))
+        assert running.replica_folders("bad") == []
         assert running.stop() == 0
