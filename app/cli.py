@@ -106,7 +106,10 @@ def _check(options: argparse.Namespace) -> int:
 
 def _announce(url: str, served: list[tuple[str, Signature | None, str]]) -> None:
     """Print what is served, with a line to paste for each."""
-    print(f"\nHeadwater serves at {url}   (docs: {url}/docs)\n")
+    if any(signature is not None for _, signature, _ in served):
+        print(f"\nHeadwater serves at {url}   (docs: {url}/docs)\n")
+    else:
+        print(f"\nHeadwater listens at {url}, but serves nothing yet\n")
     for name, signature, reason in served:
         if signature is None:
             print(f"  {name}: not served: {reason}\n")

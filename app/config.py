@@ -165,6 +165,7 @@ def read_config(
     if not isinstance(content, dict):
         raise ConfigError(f"{source}: expected a mapping with `deployments`, got {type(content).__name__}")
     merged: dict[str, Any] = _copy(content)
+    overrides: dict[tuple[str, ...], str] = {}
     for name, text in (os.environ if environment is None else environment).items():
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
             path = name[len(ENVIRONMENT_PREFIX) :].split("__")
@@ -172,13 +173,13 @@ def read_config(
                 value = yaml.safe_load(text)
             except yaml.YAMLError as error:
                 raise ConfigError(f"environment variable {name}: not valid YAML: {text!r}") from error
-            _set(merged, path, value, where=f"environment variable {name}")
+            overrides[_set(merged, path, value, where=f"environment variable {name}")] = f"environment variable {name}"
     for dotted, value in flags.items():
-        _set(merged, dotted.split("."), value, where=f"flag {dotted}")
+        overrides[_set(merged, dotted.split("."), value, where=f"flag {dotted}")] = f"flag {dotted}"
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
-        lines = [_describe(detail) for detail in error.errors(include_url=False)]
+        lines = [_describe(detail, overrides) for detail in error.errors(include_url=False)]
         raise ConfigError(f"{source}: " + "; ".join(lines)) from None
 
 
@@ -186,25 +187,41 @@ def _copy(value: Any) -> Any:
     return {key: _copy(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _set(tree: dict[str, Any], path: list[str], value: object, *, where: str) -> None:
-    """Set a nested field; a part matches an existing key, or a field's lower-case name, whatever its case."""
+def _set(tree: dict[str, Any], path: list[str], value: object, *, where: str) -> tuple[str, ...]:
+    """Set a nested field; a part matches an existing key, or a field's lower-case name, whatever its case.
+
+    Returns the field's path as it is in the tree.
+    """
+    matched = []
     for part in path[:-1]:
         part = _match(tree, part)
+        matched.append(part)
         branch = tree.setdefault(part, {})
         if branch is None:
             branch = tree[part] = {}
         if not isinstance(branch, dict):
             raise ConfigError(f"{where}: `{part}` is no section")
         tree = branch
-    tree[_match(tree, path[-1])] = value
+    last = _match(tree, path[-1])
+    tree[last] = value
+    return (*matched, last)
 
 
 def _match(tree: Mapping[str, Any], part: str) -> str:
     return next((key for key in tree if isinstance(key, str) and key.lower() == part.lower()), part.lower())
 
 
-def _describe(detail: Any) -> str:
-    where = ".".join(str(part) for part in detail["loc"]) or "configuration"
+def _describe(detail: Any, overrides: Mapping[tuple[str, ...], str]) -> str:
+    location = tuple(str(part) for part in detail["loc"])
+    where = ".".join(location) or "configuration"
+    for path, source in overrides.items():
+        # What came from outside the file, or stands beside what did and is missing because of it.
+        if path[: len(location)] == location or path[: len(location) - 1] == location[:-1] != ():
+            return f"{_text(detail, where)} ({source} is laid over it)"
+    return _text(detail, where)
+
+
+def _text(detail: Any, where: str) -> str:
     if detail["type"] == "extra_forbidden":
         return f"`{where}`: unknown field"
     if detail["type"] == "missing":

@@ -22,7 +22,7 @@ from app.replies import Reply, error_reply
 from app.routes.docs import docs_routes
 from app.routes.embeddings import EmbeddingsEndpoint
 from app.routes.health import health_routes
-from app.routes.infer import InferEndpoint
+from app.routes.infer import InferEndpoint, InferShortcut
 from app.routes.metadata import metadata_routes
 from app.routes.openai_models import openai_model_routes
 
@@ -39,14 +39,14 @@ def create_app(models: Models, server: Server) -> FastAPI:
         server: limits and switches.
     """
     gateway = FastAPI(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    reader = BodyReader(server.max_body_bytes, server.body_timeout_s)
+    infer = InferEndpoint(models, reader)
+    gateway.add_middleware(InferShortcut, endpoint=infer)
     gateway.add_middleware(RequestContext, access_log=AccessLog() if server.access_log else None)
     gateway.add_exception_handler(HeadwaterError, _on_error)
     gateway.add_exception_handler(HTTPException, _on_http_error)
     gateway.add_exception_handler(Exception, _on_exception)
 
-    reader = BodyReader(server.max_body_bytes, server.body_timeout_s)
-    infer = InferEndpoint(models, reader)
-    # First, since they are asked for most.
     gateway.router.routes[:0] = [
         Route("/v2/models/{model}/infer", infer, methods=["POST"]),
         Route("/v2/models/{model}/versions/{version}/infer", infer, methods=["POST"]),

@@ -267,8 +267,7 @@ def _checked(parameter: Parameter, value: object) -> Scalar:
         raise at(path, None, f"expected float, got {shown(value)}, which is beyond a float") from None
     except DeclarationError as error:
         # Its own wording quotes the value whole, and as Python writes it.
-        wrong = f", got {value!r}"
-        message = str(error).removeprefix(f"parameter {parameter.name!r}: ").removesuffix(wrong)
+        message = str(error).removeprefix(f"parameter {parameter.name!r}: ").rpartition(", got ")[0]
         raise at(path, None, f"{message}, got {shown(value)}") from None
 
 

@@ -253,6 +253,10 @@ class Supervisor:
                     served.failed_slots += 1
                     if served.failed_slots == served.config.replicas:
                         self._set_state(served, State.FAILED, reason)
+                        logger.error(
+                            "%s: FAILED and not tried again; correct it and restart the server: %s", served.name, reason
+                        )
+                        self._end_if_nothing_is_left()
                     return
                 if not served.ready and served.state is not State.UNAVAILABLE:
                     self._set_state(served, State.LOADING, f"trying again after: {reason}")
@@ -260,6 +264,13 @@ class Supervisor:
             if time.monotonic() - started > STEADY_AFTER_S:
                 backoff_s = FIRST_BACKOFF_S
             backoff_s = await self._pause(backoff_s)
+
+    def _end_if_nothing_is_left(self) -> None:
+        """A server of which every deployment has failed serves nobody: whoever started it should know."""
+        if all(served.state is State.FAILED for served in self._served.values()):
+            logger.critical("every deployment has failed: stopping")
+            self._status = 1
+            self._stop_requested.set()
 
     async def _pause(self, backoff_s: float) -> float:
         """Wait before another start, unless the server stops meanwhile. Returns how long to wait next time."""

@@ -104,8 +104,10 @@ def _call(connection: UnixConnection, signature: Signature, token: str, rows: in
         raise ReplicaError(f"warm-up with a batch of {rows}: Triton said {answer.decode(errors='replace')}")
     reports, _ = decode_reports(answer[int(response.headers["Inference-Header-Content-Length"]) :], rows)
     for report in reports:
-        if report.status is not Status.OK:
-            raise ReplicaError(
-                f"warm-up with a batch of {rows}: {report.message}. If the model can't take the values tried, declare "
-                f"`example` in it: {json.dumps(row, default=str)[:300]}"
-            )
+        if report.status is Status.OK:
+            continue
+        hint = ""
+        if report.status in (Status.RAISED, Status.BAD_INPUT):
+            tried = json.dumps(row, default=str)[:300]
+            hint = f". The values tried were {tried}; if the model can't take these, declare `example` in it"
+        raise ReplicaError(f"warm-up with a batch of {rows}: {report.message}{hint}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from starlette.types import Receive, Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.bodies import BodyReader
 from app.disconnects import DisconnectWatch
@@ -13,13 +13,41 @@ from app.models import Models
 from app.replies import Reply
 from app.routes.boundary import Endpoint
 
-__all__ = ["InferEndpoint"]
+__all__ = ["InferEndpoint", "InferShortcut"]
 
 LARGE_BYTES = 256 * 1024
 """From here on coding takes milliseconds and is left to a thread, so that other requests don't wait for it."""
 
 _JSON = (b"content-type", b"application/json")
 _OCTETS = (b"content-type", b"application/octet-stream")
+
+
+_PREFIX = "/v2/models/"
+_SUFFIX = "/infer"
+
+
+class InferShortcut:
+    """Leads the one route that is called thousands of times a second past the framework's inner layers.
+
+    They took a quarter of a worker's time, and do nothing for an endpoint that handles its own errors. What isn't
+    exactly that route and method goes on to the router.
+    """
+
+    def __init__(self, app: ASGIApp, endpoint: InferEndpoint) -> None:
+        self._app = app
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection's scope."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            path = scope["path"]
+            if path.startswith(_PREFIX) and path.endswith(_SUFFIX):
+                name = path[len(_PREFIX) : -len(_SUFFIX)]
+                if name and "/" not in name:
+                    scope["path_params"] = {"model": name}
+                    await self._endpoint(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
 
 
 class InferEndpoint(Endpoint):

@@ -67,6 +67,18 @@ def test_all_wrong_fields_are_named_at_once() -> None:
         assert f"`{field}`" in str(caught.value)
 
 
+def test_what_came_from_outside_the_file_is_said_to() -> None:
+    with pytest.raises(
+        ConfigError, match=r"`server\.prot`: unknown field \(environment variable HEADWATER_SERVER__PROT"
+    ):
+        read(MINIMAL, {"HEADWATER_SERVER__PROT": "1"})
+    with pytest.raises(ConfigError, match=r"`deployments\.text\.model`: required, but missing \(environment variable"):
+        read(MINIMAL, {"HEADWATER_DEPLOYMENTS__TEXT__TIMEOUT_S": "5"})
+    with pytest.raises(ConfigError) as caught:
+        read({**MINIMAL, "server": {"port": "abc"}}, {"HEADWATER_DEPLOYMENTS__SCALE__TIMEOUT_S": "5"})
+    assert "laid over" not in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["deployments: [", "\tdeployments: x", "a: b: c"])
 def test_bad_yaml_is_said_to_be_so(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.yaml"
