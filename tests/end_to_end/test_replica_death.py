@@ -144,3 +144,14 @@ def test_a_model_that_fails_to_load_keeps_no_other_from_serving() -> None:
         assert running.infer("good", [2.0], shape=[1, 1]).status_code == 200
         assert running.replica_folders("bad") == []
         assert running.stop() == 0
+
+
+def test_a_server_that_can_serve_nothing_ends_and_says_so() -> None:
+    config = {"deployments": {"bad": {"model": "faulty:FailsToLoad", "warmup_batch_sizes": []}}}
+    with serve(config, ready=False) as running:
+        assert running.popen.wait(90) == 1
+        log = running.log.read_text()
+        assert "bad: FAILED and not tried again" in log
+        assert "no weights here" in log
+        assert "serves nothing yet" in log
+        assert leftovers(running.folder) == []
