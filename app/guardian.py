@@ -65,12 +65,13 @@ class Guardian:
         os.set_blocking(wakeup_read, False)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # the supervisor decides, over the pipe
         os.set_inheritable(self._command_fd, False)
         host = self._host = subprocess.Popen(
             self._arguments, pass_fds=(self._status_fd,), stdin=subprocess.DEVNULL, start_new_session=True
         )
+        # The supervisor decides, over the pipe. Not before the start: what is ignored stays so in all that is started.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         self._journal.note(host.pid, ())
         reason = self._watch(wakeup_read)
         self._send(event="ending", text=reason)

@@ -111,6 +111,14 @@ def test_stop_lets_the_host_unload(tmp_path: Path) -> None:
         assert marker.read_text() == "unloaded"
 
 
+def test_what_it_starts_ignores_no_signal(tmp_path: Path) -> None:
+    with guarding(tmp_path, SLEEP) as guarded:
+        status = Path(f"/proc/{guarded.host()}/status").read_text()
+        ignored = int(next(line for line in status.splitlines() if line.startswith("SigIgn")).split()[1], 16)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            assert not ignored & (1 << (number - 1))
+
+
 def test_a_host_that_is_not_ready_is_stopped_at_once(tmp_path: Path) -> None:
     with guarding(tmp_path, SLEEP) as guarded:
         guarded.host()
