@@ -1,0 +1,323 @@
+"""A model that is an ONNX file, run by ONNX Runtime: ``onnx:PATH`` in a configuration."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from inference.arrays import Array, as_objects
+from inference.environment import Problem
+from inference.errors import BadInput, BadOutput, DeclarationError
+from inference.loader import LoadError
+from inference.model import Model, Tensor
+
+__all__ = ["OnnxModel", "open_model"]
+
+CUDA: Final = "CUDAExecutionProvider"
+CPU: Final = "CPUExecutionProvider"
+FATAL: Final = 4
+"""ONNX Runtime's log level: what is less than fatal, it also raises."""
+
+_DATATYPES: Final = {
+    "bool": "BOOL",
+    **{f"{sign}int{bits}": f"{sign}INT{bits}".upper() for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    "float16": "FP16",
+    "float": "FP32",
+    "double": "FP64",
+    "string": "BYTES",
+}
+"""By ONNX Runtime's name of an element type; it exchanges bfloat16 with no numpy array."""
+
+_PREFIX: Final = re.compile(
+    r"\[ONNXRuntimeError\] : \d+ : (\w+) : (?:Load model from .*? failed:)?(?:/\S+:\d+ .*?\) (?=[A-Z]))?"
+)
+"""What stands in front of its messages: code, file, and at times the line and function of its own source."""
+
+
+class _Port(NamedTuple):
+    """One of the file's inputs or outputs."""
+
+    onnx_name: str
+    tensor: Tensor
+    is_flat: bool
+    """Whether the file has it as [n], where we have [n, 1]."""
+    takes_one_row: bool
+    """Whether the file fixes its first dimension to 1."""
+
+
+class OnnxModel(Model):
+    """An ONNX file; its inputs and outputs are declared as the file has them.
+
+    The first dimension of each is the batch axis. A file in which that of any is fixed to 1 is run once a row. Other
+    dimensions that have no fixed size vary between requests. A tensor of one dimension, [n], is declared as [1].
+    Strings travel as UTF-8. A name that the protocol has no form for gets ``_`` for each run of other characters:
+    ``input:0`` becomes ``input_0``, and ``/a/b`` becomes ``_a_b``.
+
+    Args:
+        path: the file.
+        rename: name in the file to name in requests, of inputs and outputs.
+
+    Raises:
+        LoadError: ONNX Runtime can't read the file, or an input or output can't be served; the message names it.
+    """
+
+    _session: Any
+
+    def __init__(self, path: Path, *, rename: Mapping[str, str] | None = None) -> None:
+        self._path = path
+        self._title = f"model onnx:{path}"
+        # Only to look into the file, so it isn't optimized; `load` opens it again, for the device.
+        session = self._open([CPU], optimize=False)
+        taken, given = session.get_inputs(), session.get_outputs()
+        new_names = self._checked_names(rename, [node.name for node in (*taken, *given)])
+        self._inputs = self._ports("input", taken, new_names)
+        self._outputs = self._ports("output", given, new_names)
+        self._row_by_row = any(port.takes_one_row for port in (*self._inputs, *self._outputs))
+        # What other models know of their class, this one knows of its file.
+        self.inputs = tuple(port.tensor for port in self._inputs)  # type: ignore[misc]
+        self.outputs = tuple(port.tensor for port in self._outputs)  # type: ignore[misc]
+        self.__doc__ = _description(path, session.get_modelmeta())
+
+    def load(self, device: str) -> None:
+        """Open the file for a device. ``OMP_NUM_THREADS``, if set, says how many threads compute.
+
+        Raises:
+            LoadError: a GPU is wanted, but this ONNX Runtime can't use it.
+        """
+        if not device.startswith("cuda"):
+            self._session = self._open([CPU])
+            return
+        import onnxruntime
+
+        wrong = f"device {device!r} needs ONNX Runtime's {CUDA}, but "
+        if CUDA not in onnxruntime.get_available_providers():
+            raise self._error(
+                f"{wrong}onnxruntime {onnxruntime.__version__} is a build without it",
+                "install onnxruntime-gpu in place of onnxruntime, or set `device: cpu`",
+            )
+        onnxruntime.preload_dlls()  # finds the CUDA libraries that are installed as Python packages
+        index = int(device.partition(":")[2] or 0)
+        session = self._open([(CUDA, {"device_id": index}), CPU])
+        if CUDA not in session.get_providers():  # it only logs that, and goes on without
+            raise self._error(
+                f"{wrong}onnxruntime {onnxruntime.__version__} can't start it: its CUDA or cuDNN libraries are missing",
+                "install those of the versions that this onnxruntime-gpu was built for, or set `device: cpu`",
+            )
+        self._session = session
+
+    def __call__(self, /, **inputs: Array) -> dict[str, Array]:
+        """Compute all outputs.
+
+        Raises:
+            BadInput: a string is not UTF-8.
+            BadOutput: the file is run once a row, and an output has another number of rows than 1, or rows that differ
+                in shape.
+        """
+        feed = {port.onnx_name: _fed(port, inputs[port.tensor.name]) for port in self._inputs}
+        names = [port.onnx_name for port in self._outputs]
+        if not self._row_by_row:
+            results = self._session.run(names, feed)
+        else:
+            rows = len(next(iter(feed.values())))
+            singles = [
+                self._session.run(names, {name: array[row : row + 1] for name, array in feed.items()})
+                for row in range(rows)
+            ]
+            results = [
+                _joined(port, pieces) for port, pieces in zip(self._outputs, zip(*singles, strict=True), strict=True)
+            ]
+        return {port.tensor.name: _taken(port, array) for port, array in zip(self._outputs, results, strict=True)}
+
+    def unload(self) -> None:
+        """Free what `load` took."""
+        del self._session
+
+    def _error(self, reason: str, mend: str) -> LoadError:
+        return LoadError(Problem(self._title, reason, mend))
+
+    def _open(self, providers: Sequence[object], *, optimize: bool = True) -> Any:
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise self._error(f"it needs onnxruntime: {error}", "pip install onnxruntime") from error
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = FATAL
+        options.inter_op_num_threads = 1
+        options.intra_op_num_threads = _threads() if optimize else 1
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        if not optimize:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        try:
+            return onnxruntime.InferenceSession(str(self._path), options, providers=providers)
+        except Exception as error:  # each of its errors is a class of its own, without a common one
+            raise self._error(*_unreadable(str(error), onnxruntime.__version__)) from error
+
+    def _checked_names(self, rename: object, known: Sequence[str]) -> Mapping[str, str]:
+        if rename is None:
+            return {}
+        where = "options.rename"
+        if not isinstance(rename, Mapping):
+            raise self._error(
+                f"{where}: expected a mapping of name in the file to name in requests, got {rename!r}",
+                f"write it such as `rename: {{{known[0]!r}: x}}`",
+            )
+        for name in rename:
+            if name not in known:
+                raise self._error(f"{where}: the file has no {name!r}; it has {', '.join(known)}", "correct the name")
+        return rename
+
+    def _ports(self, kind: str, nodes: Sequence[Any], new_names: Mapping[str, str]) -> list[_Port]:
+        if not nodes:
+            raise self._error(f"it has no {kind}s, expected at least one", f"export it with the {kind}s as arguments")
+        ports: list[_Port] = []
+        for node in nodes:
+            port = self._port(kind, node, new_names)
+            for other in ports:
+                if other.tensor.name == port.tensor.name:
+                    raise self._error(
+                        f"{kind}s {other.onnx_name!r} and {node.name!r} would both be named {port.tensor.name!r}",
+                        f"name one of them in options: `rename: {{{node.name!r}: ...}}`",
+                    )
+            ports.append(port)
+        return ports
+
+    def _port(self, kind: str, node: Any, new_names: Mapping[str, str]) -> _Port:
+        where = f"{kind} {node.name!r}"
+        match = re.fullmatch(r"tensor\((\w+)\)", node.type)
+        datatype = _DATATYPES.get(match[1]) if match is not None else None
+        if datatype is None:
+            raise self._error(
+                f"{where}, type: expected a tensor of {', '.join(_DATATYPES)}, got {node.type}",
+                "export it with such a type, by a cast in the model if need be",
+            )
+        if not node.shape:
+            raise self._error(
+                f"{where}, shape: expected the batch axis as first dimension, got none: it is a scalar, or the file "
+                "does not say",
+                "export it as [batch, ...]; onnx.shape_inference.infer_shapes finds shapes that are only missing",
+            )
+        first, *others = node.shape
+        if isinstance(first, int) and first not in (-1, 1):
+            raise self._error(
+                f"{where}, shape: expected a batch axis of any size, or 1, as first dimension, got {first}",
+                "export it with that dimension dynamic: torch.onnx.export's dynamic_shapes or dynamic_axes",
+            )
+        dims = [dim if isinstance(dim, int) else -1 for dim in others]
+        name = new_names.get(node.name, _served_name(node.name))
+        try:
+            tensor = Tensor(name, datatype, dims or [1])
+        except DeclarationError as error:
+            raise self._error(
+                f"{where}: {error}", f"export it otherwise, or name it in options: `rename: {{{node.name!r}: ...}}`"
+            ) from error
+        return _Port(node.name, tensor, is_flat=not dims, takes_one_row=first == 1)
+
+
+def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> OnnxModel:
+    """Find an ONNX file and make a model of it, not yet loaded.
+
+    Args:
+        path: as in the configuration.
+        options: ``rename`` only, see `OnnxModel`.
+        search: folders in which a relative path is looked for, after the working folder.
+
+    Raises:
+        LoadError: there is no such file, or no such option, or the file can't be served.
+    """
+    title = f"model onnx:{path}"
+    for name in options:
+        if name != "rename":
+            reason = f"unknown option {name!r}; its options are rename"
+            raise LoadError(Problem(title, reason, f"correct or remove `options.{name}`"))
+    wanted = Path(path).expanduser()
+    folders = dict.fromkeys(Path(folder).absolute() for folder in (".", *search))
+    places = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]
+    for place in places:
+        if place.is_file():
+            return OnnxModel(place, **options)
+    tried = " or ".join(str(place) for place in places)
+    folder = next((place for place in places if place.is_dir()), None)
+    reason = f"there is no file {tried}" if folder is None else f"expected a file, got the folder {folder}"
+    mend = "correct the path; a relative one starts in the working folder or in that of the configuration"
+    raise LoadError(Problem(title, reason, mend))
+
+
+def _unreadable(message: str, version: str) -> tuple[str, str]:
+    """Reason and mend of an error that ONNX Runtime raised on opening a file."""
+    code = found[1] if (found := _PREFIX.match(message)) else ""
+    text = " ".join(_PREFIX.sub("", message).split())
+    if code == "INVALID_PROTOBUF" or re.search("No graph was found|not have a graph", text):
+        return f"it is no ONNX file, or only a part of one: {text[:300]}", "export or copy it again"
+    if re.search("[Ee]xternal data|cannot get file size", text):
+        return (
+            f"its external data can't be read: {text[-300:]}",
+            "put the data file beside the ONNX file, under the name that it had when it was exported",
+        )
+    return (
+        f"ONNX Runtime {version} can't run it: {text[:300]}",
+        "correct the model, export it with an opset and operators that this version has, or update onnxruntime",
+    )
+
+
+def _threads() -> int:
+    """What ``OMP_NUM_THREADS`` says; 0, as many as there are cores, if it says nothing."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
+
+
+def _served_name(onnx_name: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", onnx_name)
+    return name if re.match(r"[A-Za-z_]", name) else f"_{name}"
+
+
+def _description(path: Path, meta: Any) -> str:
+    text = str(meta.description or meta.graph_description).strip()
+    return text or f"The ONNX file {path.name}" + (f", made by {meta.producer_name}." if meta.producer_name else ".")
+
+
+def _fed(port: _Port, array: Array) -> Array:
+    """An input as the file has it."""
+    if port.tensor.datatype == "BYTES":
+        array = _decoded(port.tensor.name, array)
+    return array.reshape(len(array)) if port.is_flat else array
+
+
+def _decoded(name: str, array: Array) -> Array:
+    texts = np.empty(array.size, object)
+    for index, element in enumerate(array.ravel().tolist()):
+        try:
+            texts[index] = element.decode()
+        except UnicodeDecodeError as error:
+            # The replica calls again with the failing row alone, whose index is then 0 and says nothing to the client.
+            row = f", row {index * len(array) // array.size}" if len(array) > 1 else ""
+            raise BadInput(
+                f"input {name!r}{row}: expected UTF-8, got byte 0x{element[error.start]:02x} at position {error.start}"
+            ) from error
+    return texts.reshape(array.shape)
+
+
+def _joined(port: _Port, pieces: Sequence[Array]) -> Array:
+    """One output of all rows, from those of runs of one row each."""
+    where = f"output {port.tensor.name!r}"
+    for piece in pieces:
+        if len(piece) != 1:
+            raise BadOutput(f"{where}: expected 1 row from a run of 1 row, got shape {list(piece.shape)}")
+    shapes = {piece.shape[1:] for piece in pieces}
+    if len(shapes) > 1:
+        shown = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
+        raise BadOutput(
+            f"{where}: expected rows of one shape, got {shown}; set `batching.max_batch_size: 1`, or pad in the model"
+        )
+    return np.concatenate(pieces)
+
+
+def _taken(port: _Port, array: Array) -> Array:
+    """An output as it is declared."""
+    if port.tensor.datatype == "BYTES":
+        array = as_objects(array, f"output {port.tensor.name!r}")
+    return array.reshape(-1, 1) if port.is_flat and array.ndim == 1 else array
