@@ -1,0 +1,179 @@
+"""Another Python for a deployment's replicas: what it is, whether it can serve, and the environment it gets.
+
+Only what runs there knows its version, packages and libpython, so it is asked, by a program that any Python from 2.7 on
+understands. Headwater need not be installed there: a folder with a link to our `inference` is put on its path.
+
+Imports the standard library only: `app.launcher` runs in the environment of a deployment, whose PYTHONPATH may hold
+packages that are for the other Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from app.errors import StartError
+
+__all__ = ["Interpreter", "InterpreterError", "find_interpreter", "foreign_environment", "stage_package"]
+
+OLDEST_PYTHON: Final = (3, 10)
+NEWEST_PYTHON: Final = (3, 12)
+"""As `inference.environment` has them; that module can't be imported there to say so."""
+ASK_TIMEOUT_S: Final = 30.0
+"""A cold disk can take seconds over the first start of a Python."""
+NEEDED: Final = {"pytriton": "nvidia-pytriton", "numpy": "'numpy<2'", "msgspec": "msgspec"}
+"""Modules that a replica imports, and what to install for each."""
+CONFUSING: Final = ("PYTHONHOME", "VIRTUAL_ENV")
+"""Variables that tell of the Python that Headwater runs under."""
+
+_MARK: Final = "headwater-interpreter:"
+
+
+class InterpreterError(StartError):
+    """A Python that a deployment names can't run its replicas."""
+
+    def __init__(self, path: str, reason: str, mend: str) -> None:
+        super().__init__(f"python {path}: {reason}; {mend}")
+        self.path = path
+        self.reason = reason
+        self.mend = mend
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python that can run replicas."""
+
+    path: str
+    """Absolute. Not resolved: the link that it may be is what makes it the Python of a virtual environment."""
+    libraries: tuple[str, ...]
+    """Folders in which its libpython may lie, the likeliest first."""
+
+    def library_path(self, environ: Mapping[str, str]) -> str:
+        """Its ``LD_LIBRARY_PATH``, as `inference.environment.library_path` computes it for the running Python."""
+        # An empty element would mean the current folder.
+        entries = [entry for entry in (*self.libraries, *environ.get("LD_LIBRARY_PATH", "").split(":")) if entry]
+        return ":".join(dict.fromkeys(entries))
+
+
+def stage_package(folder: Path) -> Path:
+    """Make a folder that holds a link to our `inference` and nothing else; returned for `foreign_environment`."""
+    folder.mkdir()
+    (folder / "inference").symlink_to(Path(__file__).resolve().parents[1] / "inference")
+    return folder
+
+
+def foreign_environment(environ: Mapping[str, str], stage: Path) -> dict[str, str]:
+    """An environment for another Python: without what is meant for ours, and with our `inference` on its path."""
+    environment = {name: value for name, value in environ.items() if name not in CONFUSING}
+    ours = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    entries = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry not in ours]
+    environment["PYTHONPATH"] = os.pathsep.join([str(stage), *entries])
+    return environment
+
+
+def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> Interpreter:
+    """Ask a Python what it is, and check that it can run replicas. Takes some ten milliseconds.
+
+    Nothing is remembered from one call to the next: what is missing may be installed between two starts, which changes
+    neither the path nor the time of the file.
+
+    Args:
+        path: of the interpreter; a relative one starts in the working folder.
+        environ: what the replica will get; see `foreign_environment`.
+
+    Raises:
+        InterpreterError: it isn't there, is no CPython 3.10 to 3.12, doesn't answer, or lacks what a replica imports.
+    """
+    absolute = os.path.abspath(path)
+    _check_file(absolute)
+    report = _ask(absolute, environ)
+    version = tuple(report["version"])
+    if report["implementation"] != "cpython" or not OLDEST_PYTHON <= version[:2] <= NEWEST_PYTHON:
+        got = f"{report['implementation']} {'.'.join(map(str, version))}"
+        raise InterpreterError(absolute, f"expected CPython 3.10 to 3.12, got {got}", "name one of these")
+    missing = [module for module in NEEDED if module not in report["modules"]]
+    if missing:
+        names = ", ".join(NEEDED[module].strip("'").partition("<")[0] for module in missing)
+        verb = "is" if len(missing) == 1 else "are"
+        install = " ".join(NEEDED[module] for module in missing)
+        reason = f"{names} {verb} not installed there"
+        raise InterpreterError(absolute, reason, f"{absolute} -m pip install {install}")
+    numpy = next(iter(report["numpy"]), "")
+    if numpy and int(numpy.partition(".")[0]) >= 2:
+        reason = f"expected numpy 1.x there, got {numpy}, with which PyTriton loses tensors without elements"
+        raise InterpreterError(absolute, reason, f"{absolute} -m pip install {NEEDED['numpy']}")
+    return Interpreter(absolute, tuple(report["libraries"]))
+
+
+def _check_file(path: str) -> None:
+    name_one = "name a Python interpreter, such as the bin/python of a virtual environment"
+    if os.path.isdir(path):
+        inside = os.path.join(path, "bin", "python")
+        mend = f"name {inside}" if os.path.exists(inside) else name_one
+        raise InterpreterError(path, "expected an interpreter, got a folder", mend)
+    if os.path.exists(path):
+        if not os.access(path, os.X_OK):
+            raise InterpreterError(path, "it is not executable", f"{name_one}, or allow it: chmod +x {path}")
+    elif os.path.islink(path):
+        reason = f"it is a link to {os.readlink(path)}, which is not there"
+        raise InterpreterError(path, reason, "make its virtual environment again")
+    else:
+        mend = f"{name_one}; PATH is not searched, and a relative path starts where Headwater was started"
+        raise InterpreterError(path, "there is no such file", mend)
+
+
+def _ask(path: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        process = subprocess.Popen(
+            [path, "-c", _QUESTION],
+            cwd="/",  # a folder without modules that could hide those of its standard library
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # what it may start ends with it
+        )
+    except OSError as error:
+        reason = f"it can't be executed: {error.strerror}"
+        raise InterpreterError(path, reason, "name a Python interpreter of this machine's kind") from None
+    try:
+        output, errors = process.communicate(timeout=ASK_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        reason = f"it did not say in {ASK_TIMEOUT_S:g} s what it is"
+        raise InterpreterError(path, reason, f"try it: {path} -c 'print(1)'") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+    for line in output.decode(errors="replace").splitlines():  # its site may print too
+        if line.startswith(_MARK):
+            report: dict[str, Any] = json.loads(line[len(_MARK) :])
+            return report
+    said = next((line.strip() for line in reversed(errors.decode(errors="replace").splitlines()) if line.strip()), "")
+    reason = f"it doesn't answer as Python does: {said[:300]}" if said else "it doesn't answer as Python does"
+    raise InterpreterError(path, reason, f"name a Python interpreter that works; try it: {path} -c 'print(1)'")
+
+
+# The libraries as `inference.environment.library_path` has them.
+_QUESTION: Final = f"""
+import json, platform, sys
+report = {{"version": list(sys.version_info[:3]), "implementation": platform.python_implementation().lower()}}
+if sys.version_info >= (3, 10):
+    import importlib.metadata, importlib.util, sysconfig
+    modules = [name for name in {tuple(NEEDED)!r} if importlib.util.find_spec(name) is not None]
+    libraries = [sysconfig.get_config_var("LIBDIR"), sys.base_prefix + "/lib"]
+    report.update(modules=modules, libraries=[folder for folder in libraries if folder])
+    report.update(numpy=[found.version for found in importlib.metadata.distributions(name="numpy")])
+sys.stdout.write("\\n{_MARK}" + json.dumps(report) + "\\n")
+"""

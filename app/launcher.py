@@ -1,0 +1,44 @@
+"""Becomes a replica under another Python, or says why that Python can't run one.
+
+Started by `app.guardian` as ``python -m app.launcher PYTHON NAME FOLDER STATUS_FD``, under Headwater's own Python. It
+is a process by itself, and has the replica's process id from the start: so the supervisor doesn't wait for an
+interpreter that may hang, and nothing is left of it when the replica is stopped meanwhile.
+
+Imports the standard library only; see `app.interpreter`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from app.interpreter import InterpreterError, find_interpreter, foreign_environment, stage_package
+
+__all__ = ["main"]
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Entry point; see the module's docstring."""
+    python, name, directory, status_fd = sys.argv[1:]
+    # Should the guardian be killed, nobody would end us; it stays so when we have become the replica.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    environment = foreign_environment(os.environ, stage_package(Path(directory) / "python"))
+    try:
+        interpreter = find_interpreter(python, environment)
+        environment["LD_LIBRARY_PATH"] = interpreter.library_path(environment)
+        arguments = [interpreter.path, "-m", "inference.replica", name, directory]
+        os.execve(interpreter.path, arguments, environment)
+    except (InterpreterError, OSError) as error:
+        status = {"event": "failed", "text": str(error)}  # a `ReplicaStatus`, whose module needs msgspec
+        os.write(int(status_fd), json.dumps(status).encode() + b"\n")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
