@@ -15,7 +15,7 @@ import http.client
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonS
 
 from inference.datatypes import DATATYPES
 from inference.errors import ReplicaError
+from inference.frame import FRAME
 from inference.report import REPORT
 from inference.signature import Signature, TensorSpec
 
@@ -86,6 +87,11 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         )
 
     @property
+    def grpc_socket(self) -> Path:
+        """Where Triton's gRPC listens."""
+        return self.directory / "g:1"
+
+    @property
     def http_socket(self) -> Path:
         """Where Triton's HTTP listens."""
         return self.directory / "h"
@@ -98,6 +104,19 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
             inputs=[_tensor(spec) for spec in signature.inputs],
             outputs=[*(_tensor(spec) for spec in signature.outputs), Tensor(name=REPORT, dtype=np.uint8, shape=(-1,))],
             config=ModelConfig(max_batch_size=signature.max_batch_size, batcher=DynamicBatcher()),
+        )
+
+    def bind_frames(
+        self, signature: Signature, infer: Callable[[list[Any]], AsyncIterator[list[dict[str, Any]]]]
+    ) -> None:
+        """Bind one callable that answers each request with any number of frames (`inference.frame`)."""
+        self.bind(
+            model_name=signature.name,
+            infer_func=infer,
+            inputs=[_tensor(spec) for spec in signature.inputs],
+            outputs=[Tensor(name=FRAME, dtype=np.uint8, shape=(-1,))],
+            # Without Triton's batcher: what it merges would have to end as one.
+            config=ModelConfig(max_batch_size=signature.max_batch_size, batcher=None, decoupled=True),
         )
 
     def start(self) -> None:

@@ -24,7 +24,7 @@ from typing import Final
 
 from inference.errors import ReplicaError
 
-__all__ = ["Problem", "library_path", "problems", "require", "versions"]
+__all__ = ["Problem", "library_path", "package_versions", "problems", "require", "versions"]
 
 OLDEST_PYTHON: Final = (3, 10)
 NEWEST_PYTHON: Final = (3, 12)
@@ -104,6 +104,12 @@ def versions() -> dict[str, str | None]:
         "libpython": None if stub is None else _libpython_of(stub, library_path(os.environ)),
         "platform": f"{platform.platform()}, {os.cpu_count()} CPUs",
     }
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that matter, by name, of those that are there; starts no process."""
+    found = {name: _version(name) for name in ("numpy", "nvidia-pytriton", "torch")}
+    return {"python": platform.python_version(), **{name: version for name, version in found.items() if version}}
 
 
 def _version(distribution: str) -> str | None:

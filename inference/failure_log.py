@@ -6,7 +6,7 @@ import logging
 import time
 import traceback
 
-__all__ = ["FailureLog"]
+__all__ = ["FailureLog", "text_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,3 +38,11 @@ class FailureLog:
         except Exception:  # an exception whose own message can't be read
             text = "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__
         logger.warning("the callable failed%s\n%s", more, text.rstrip())
+
+
+def text_of(error: BaseException) -> str:
+    """Its message, whatever its class does."""
+    try:
+        return str(error)
+    except Exception:
+        return "(its message can't be read)"

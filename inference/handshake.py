@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from inference.pipeline import PipelineSpec
+
 __all__ = ["ReplicaSpec", "ReplicaStatus"]
 
 
@@ -15,7 +17,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     name: str
     """The deployment."""
     model: str
-    """``module:Class``."""
+    """``module:Class`` or ``onnx:PATH``; empty for a pipeline."""
     token: str
     """The embedded Triton's access token."""
     status_fd: int
@@ -24,6 +26,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     working_dir: str
     """Where relative paths in the user's code start."""
     options: dict[str, Any] = {}
+    pipeline: PipelineSpec | None = None
+    """Steps that are computed together."""
     max_batch_size: int = 1
     device: str = "auto"
     threads: int | None = None

@@ -7,7 +7,7 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ from inference.environment import Problem
 from inference.errors import DeclarationError, ReplicaError
 from inference.model import Model
 
-__all__ = ["LoadError", "construct", "load_class", "problem_of"]
+__all__ = ["LoadError", "construct", "load_class", "load_model", "problem_of"]
 
 
 class LoadError(ReplicaError):
@@ -86,6 +86,24 @@ def construct(cls: type[Model], options: Mapping[str, Any]) -> Model:
         return cls(**options)
     except (Exception, SystemExit) as error:
         raise LoadError(problem_of(error, title, "its constructor")) from error
+
+
+def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> Model:
+    """Make a model, not yet loaded, from what a configuration names.
+
+    Args:
+        reference: ``module:Class``, or ``onnx:PATH``.
+        options: keyword arguments of the constructor.
+        search: folders in which a relative path is looked for, besides the working folder.
+
+    Raises:
+        ReplicaError: it can't be made; the message says why and how to mend it.
+    """
+    if reference.startswith("onnx:"):
+        from inference.onnx_model import open_model
+
+        return open_model(reference.removeprefix("onnx:"), options, search)
+    return construct(load_class(reference), options)
 
 
 def problem_of(error: BaseException, title: str, doing: str) -> Problem:

@@ -190,6 +190,10 @@ class Model:
     """Whether calling twice with the same rows does no harm. If so, the rows of a call that raises are tried again
     in smaller groups until the failing ones are alone; if not, they all fail together."""
 
+    mutates_features: ClassVar[bool] = False
+    """Of a step of a pipeline: whether `__call__` writes into its inputs. If so it gets copies of those that others
+    read too; if it writes without saying so, it fails."""
+
     embedding: ClassVar[Embedding | None] = None
     """Set it to serve the model at ``/v1/embeddings`` too."""
 

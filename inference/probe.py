@@ -1,23 +1,25 @@
 """Tries models without loading them: imports and constructs each, and reads its declarations.
 
 ``python -m inference.probe`` reads a JSON list of `Request` on its standard input and prints, as each is done, one
-JSON `Finding` a line. It is a process of its own because a model's module may do anything: one that ends the process
-leaves those findings that were printed before it.
+JSON `Finding` a line; of a pipeline one for each step, and then one for the whole. It is a process of its own because a
+model's module may do anything: one that ends the process leaves those findings that were printed before it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
+from inference.device import choose_device
 from inference.environment import Problem
 from inference.errors import DeclarationError, ReplicaError
-from inference.loader import LoadError, construct, load_class, problem_of
-from inference.replica import choose_device
+from inference.loader import LoadError, load_model, problem_of
+from inference.pipeline import PipelineSpec, make_plan
 from inference.signature import Signature
 
 __all__ = ["Finding", "Request", "main", "probe"]
@@ -27,8 +29,11 @@ class Request(msgspec.Struct, frozen=True):
     """What to try; the fields are a deployment's."""
 
     name: str
-    model: str
+    model: str = ""
+    """Empty for a pipeline."""
     options: dict[str, Any] = {}
+    pipeline: PipelineSpec | None = None
+    """Steps that one replica computes."""
     max_batch_size: int = 1
     device: str = "auto"
     path: tuple[str, ...] = ()
@@ -38,35 +43,59 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What came of one request."""
+    """What came of one request, or of one step of it."""
 
     name: str
+    step: str = ""
+    """Of a pipeline: this one is of a step, and more of the same name follow."""
     signature: Signature | None = None
     problems: tuple[dict[str, str], ...] = ()
     """Each an `inference.environment.Problem`."""
 
 
-def probe(request: Request) -> Finding:
-    """Try one model. Its module stays imported, and ``sys.path`` and the working folder stay changed."""
+def probe(request: Request) -> Iterator[Finding]:
+    """Try one model, or a pipeline's. Their modules stay imported, and ``sys.path`` and the working folder stay
+    changed."""
     sys.path[:0] = [entry for entry in request.path if entry not in sys.path]
     if request.working_dir is not None:
         os.chdir(request.working_dir)
     title = f"deployment {request.name}"
-    problems = []
+    problems: list[Problem] = []
     signature = None
-    try:
-        model = construct(load_class(request.model), request.options)
-        signature = Signature.of(model, name=request.name, max_batch_size=request.max_batch_size)
-    except LoadError as error:
-        problems.append(Problem(title, f"{request.model}: {error.problem.reason}", error.problem.mend))
-    except DeclarationError as error:
-        problems.append(Problem(title, f"{request.model}: {error}", "correct the declaration"))
-    except Exception as error:  # the declarations may be properties, which run the user's code
-        problem = problem_of(error, title, "reading its declarations")
-        problems.append(Problem(title, f"{request.model}: {problem.reason}", problem.mend))
+    if request.pipeline is None:
+        signature, problems = _try(title, request.name, request.model, request.options, request)
+    else:
+        signatures: dict[str, Signature] = {}
+        for step in request.pipeline.steps:
+            found, wrong = _try(f"{title}, step {step.name}", step.name, step.model, step.options, request)
+            yield Finding(request.name, step.name, found, tuple(asdict(problem) for problem in wrong))
+            if found is not None:
+                signatures[step.name] = found
+        if len(signatures) == len(request.pipeline.steps):
+            try:
+                plan = make_plan(request.pipeline, signatures, name=request.name, max_batch_size=request.max_batch_size)
+                signature = plan.signature
+            except DeclarationError as error:
+                problems.append(Problem(title, str(error), "correct the pipeline, or the model's declaration"))
     if request.device.startswith("cuda"):
         problems += _device_problems(title, request.device)
-    return Finding(request.name, signature, tuple(asdict(problem) for problem in problems))
+    yield Finding(request.name, "", signature, tuple(asdict(problem) for problem in problems))
+
+
+def _try(
+    title: str, name: str, reference: str, options: dict[str, Any], request: Request
+) -> tuple[Signature | None, list[Problem]]:
+    """The signature of a model, or what is wrong with it."""
+    try:
+        model = load_model(reference, options, request.path)
+        return Signature.of(model, name=name, max_batch_size=request.max_batch_size), []
+    except LoadError as error:
+        return None, [Problem(title, f"{reference}: {error.problem.reason}", error.problem.mend)]
+    except DeclarationError as error:
+        return None, [Problem(title, f"{reference}: {error}", "correct the declaration")]
+    except Exception as error:  # the declarations may be properties, which run the user's code
+        problem = problem_of(error, title, "reading its declarations")
+        return None, [Problem(title, f"{reference}: {problem.reason}", problem.mend)]
 
 
 def _device_problems(title: str, wanted: str) -> list[Problem]:
@@ -98,8 +127,9 @@ def main() -> None:
     with os.fdopen(os.dup(1), "wb") as output:
         os.dup2(2, 1)
         for request in requests:
-            output.write(msgspec.json.encode(probe(request)) + b"\n")
-            output.flush()
+            for finding in probe(request):
+                output.write(msgspec.json.encode(finding) + b"\n")
+                output.flush()
 
 
 if __name__ == "__main__":

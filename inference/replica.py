@@ -20,13 +20,13 @@ from pathlib import Path
 
 import msgspec
 
-from inference.environment import require
-from inference.errors import ModelError, ReplicaError
+from inference.environment import package_versions, require
+from inference.errors import ModelError
 from inference.handshake import ReplicaSpec, ReplicaStatus
 from inference.signature import Signature
 from inference.tensor_store import uses_store
 
-__all__ = ["choose_device", "main"]
+__all__ = ["main"]
 
 PR_SET_PDEATHSIG = 1
 READY_FILE = "ready"
@@ -90,38 +90,30 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter, stop: thread
 
     # Heavy imports come after the environment is known to be right, so that its message is the one that is read.
     from inference.embedded_triton import EmbeddedTriton
-    from inference.loader import construct, load_class
-    from inference.runner import Runner
-    from inference.warmup import batch_sizes, warm_up
+    from inference.served import load_served
+    from inference.warmup import FrameCaller, HttpCaller, batch_sizes, warm_up
 
-    reporter.progress(f"importing {spec.model}")
-    model = construct(load_class(spec.model), spec.options)
-    signature = Signature.of(model, name=spec.name, max_batch_size=spec.max_batch_size)
-    device = choose_device(spec.device, model.arrays == "torch" or "torch" in sys.modules)
-    if spec.threads is not None and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(spec.threads)
-
-    reporter.progress(f"loading on {device}")
-    model.load(device)
+    served = load_served(spec, reporter.progress, on_broken=_end_soon)
+    signature, device = served.signature, served.device
 
     reporter.progress("starting Triton")
     if not uses_store(spec.tensor_store, signature):
         os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
     triton = EmbeddedTriton(directory, spec.token)
-    runner = Runner(model, signature, device, on_broken=_end_soon)
-    triton.bind_model(signature, runner.handle)
+    served.bind(triton)
     triton.start()
     sizes = batch_sizes(spec.max_batch_size) if spec.warmup_batch_sizes is None else spec.warmup_batch_sizes
+    caller = FrameCaller if served.answers_in_frames else HttpCaller
     warm_up(
-        signature, triton.http_socket, spec.token, [min(size, spec.max_batch_size) for size in sizes],
-        timeout_s=spec.load_timeout_s, progress=reporter.progress,
+        signature, caller(signature, triton, spec.token, spec.load_timeout_s),
+        [min(size, spec.max_batch_size) for size in sizes], progress=reporter.progress,
     )  # fmt: skip
     (directory / READY_FILE).touch()  # tells the guardian that every process of the group counts from now on
     told = msgspec.to_builtins(_without_large_example(signature))
-    reporter.send(ReplicaStatus("ready", signature=told, facts={"device": device}))
+    reporter.send(ReplicaStatus("ready", signature=told, facts={"device": device, **package_versions()}))
 
     stop.wait()
-    model.unload()
+    served.unload()
     reporter.send(ReplicaStatus("unloaded"))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -134,29 +126,6 @@ def _without_large_example(signature: Signature) -> Signature:
     if signature.example is None or len(msgspec.json.encode(signature.example)) <= LARGE_EXAMPLE_BYTES:
         return signature
     return msgspec.structs.replace(signature, example=None)
-
-
-def choose_device(wanted: str, uses_torch: bool) -> str:
-    """Resolve ``auto`` and check a GPU that was asked for.
-
-    Args:
-        wanted: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        uses_torch: whether to import torch to look for a GPU; without it ``auto`` is ``cpu``.
-
-    Raises:
-        ReplicaError: there is no such GPU.
-    """
-    if wanted == "cpu" or (wanted == "auto" and not uses_torch):
-        return "cpu"
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "auto":
-        return "cuda:0" if count else "cpu"
-    index = int(wanted.partition(":")[2] or 0)
-    if index >= count:
-        raise ReplicaError(f"device: expected one of {count} GPUs, got {wanted!r}; use `device: cpu` or `auto`")
-    return f"cuda:{index}"
 
 
 def _reason(error: Exception) -> str:

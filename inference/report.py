@@ -70,6 +70,12 @@ class CallNote(msgspec.Struct, omit_defaults=True):
     """True shapes of inputs without elements, batch axis included."""
     warmup: bool = False
     """Whether this is a warm-up call; counted apart."""
+    heads: list[tuple[int, int]] = []
+    """Of a pipeline: for so many rows (second) the heads wanted (first, bit 0 for the signature's first head)."""
+    stream: str = ""
+    """Names a streaming request, so that it can be cancelled."""
+    cancel: str = ""
+    """Asks to end the stream of that name; whatever else the call carries is ignored."""
 
 
 def placeholder_shape(rows: int, declared: Sequence[int]) -> list[int]:

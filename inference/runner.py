@@ -9,41 +9,23 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from inference.datatypes import DATATYPES, bf16_to_float32, float32_to_bf16
+from inference.arrays import Array, argument, wire, zeros
+from inference.device import breaks_device
 from inference.errors import BadInput, BadOutput, DeclarationError
-from inference.failure_log import FailureLog
+from inference.failure_log import FailureLog, text_of
 from inference.model import Model
-from inference.report import HEADWATER, REPORT, CallNote, RowReport, Status, encode_reports, placeholder_shape
-from inference.signature import Signature, TensorSpec
+from inference.report import REPORT, RowReport, Status, encode_reports, placeholder_shape
+from inference.request import Part, TritonRequest, read_request
+from inference.signature import Signature
 
-__all__ = ["Runner", "TritonRequest"]
+__all__ = ["Runner"]
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Arrays = dict[str, Array]
-
-_NAMES = {row.numpy: row.name for row in DATATYPES.values() if row.name != "BF16"}
-
-
-class TritonRequest(Protocol):
-    """What PyTriton hands over: ``pytriton.proxy.types.Request``."""
-
-    data: dict[str, Array]
-    parameters: dict[str, Any] | None
-
-
-class _Part(NamedTuple):
-    """One Triton request: its place in the list, and what it carries."""
-
-    rows: int
-    inputs: Arrays
-    batch_parameters: dict[str, Any]
-    row_parameters: dict[str, list[Any]]
-    is_warmup: bool
 
 
 class _Outcome(NamedTuple):
@@ -86,11 +68,11 @@ class Runner:
         self._turn_grad_off()
         answers: list[Arrays] = [{}] * len(requests)
         groups: dict[object, list[int]] = {}
-        parts: list[_Part | None] = []
+        parts: list[Part | None] = []
         failures: dict[int, tuple[int, RowReport]] = {}
         for index, request in enumerate(requests):
             try:
-                part = self._read(request)
+                part = read_request(self._signature, request)
             except DeclarationError as error:  # only a client that talks to Triton directly gets here
                 rows = len(next(iter(request.data.values())))
                 failures[index] = (rows, RowReport(Status.BAD_INPUT, str(error)))
@@ -123,37 +105,7 @@ class Runner:
             sys.modules["torch"].set_grad_enabled(False)
             self._grad_off = True
 
-    def _read(self, request: TritonRequest) -> _Part:
-        given = request.parameters or {}
-        note = msgspec.json.decode(given[HEADWATER], type=CallNote) if HEADWATER in given else CallNote()
-        inputs: Arrays = {}
-        rows = 0
-        for spec in self._signature.inputs:
-            array = request.data.get(spec.name)
-            if array is None:
-                continue
-            if spec.name in note.shapes:
-                array = np.empty(note.shapes[spec.name], array.dtype)
-            inputs[spec.name] = array
-            rows = len(array)
-        batch: dict[str, Any] = {}
-        per_row: dict[str, list[Any]] = {}
-        for parameter in self._signature.parameters:
-            if parameter.per == "row":
-                values = note.rows.get(parameter.name)
-                if values is None:
-                    value = parameter.check(given[parameter.name]) if parameter.name in given else parameter.default
-                    values = [value] * rows
-                per_row[parameter.name] = list(values)
-            elif parameter.name in note.parameters:
-                batch[parameter.name] = note.parameters[parameter.name]
-            else:
-                batch[parameter.name] = (
-                    parameter.check(given[parameter.name]) if parameter.name in given else parameter.default
-                )
-        return _Part(rows, inputs, batch, per_row, note.warmup)
-
-    async def _run_group(self, group: Sequence[_Part]) -> _Outcome:
+    async def _run_group(self, group: Sequence[Part]) -> _Outcome:
         """Run parts that may share a call."""
         first = group[0]
         if len(group) == 1:
@@ -162,7 +114,7 @@ class Runner:
             inputs = {name: np.concatenate([part.inputs[name] for part in group]) for name in first.inputs}
             per_row = {name: [v for part in group for v in part.row_parameters[name]] for name in first.row_parameters}
         rows = sum(part.rows for part in group)
-        batch = _Batch(inputs, first.batch_parameters, per_row, first.is_warmup)
+        batch = _Batch(inputs, first.batch_parameters, per_row, first.note.warmup)
         reports = [RowReport(Status.OK)] * rows
         pieces = await self._isolate(batch, list(range(rows)), reports, retry=False)
         try:
@@ -209,28 +161,17 @@ class Runner:
             array = batch.inputs.get(spec.name)
             # A copy: the callable may write into it, and the rows may be needed again.
             if array is not None:
-                array = self._argument(spec, array.copy() if len(rows) == len(array) else array[rows])
+                array = argument(
+                    spec, array.copy() if len(rows) == len(array) else array[rows], self._model.arrays, self._device
+                )
             arguments[spec.name] = array
         if self._takes_parameters:
-            chosen = {name: [values[row] for row in rows] for name, values in batch.row_parameters.items()}
-            arguments["parameters"] = {**batch.parameters, **chosen}
+            per_row = {name: [values[row] for row in rows] for name, values in batch.row_parameters.items()}
+            arguments["parameters"] = {**batch.parameters, **per_row}
         result = self._model(**arguments)
         if self._is_async or inspect.isawaitable(result):
             result = await result
         return self._check(result, len(rows))
-
-    def _argument(self, spec: TensorSpec, array: Array) -> Any:
-        if spec.datatype == "BYTES":
-            return array
-        if self._model.arrays == "torch":
-            import torch
-
-            if spec.datatype == "BF16":
-                tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-            else:
-                tensor = torch.from_numpy(array)
-            return tensor if self._device == "cpu" else tensor.to(self._device, non_blocking=True)
-        return bf16_to_float32(array) if spec.datatype == "BF16" else array
 
     def _check(self, result: object, rows: int) -> Arrays:
         """Check what the callable returned against its declaration, and bring it into wire form.
@@ -249,18 +190,18 @@ class Runner:
         for spec in self._signature.outputs:
             if spec.name not in result:
                 raise BadOutput(f"{kind} returned no output {spec.name!r}, expected {', '.join(declared)}")
-            outputs[spec.name] = _wire(spec, result[spec.name], rows)
+            outputs[spec.name] = wire(spec, result[spec.name], rows)
         return outputs
 
     def _report(self, error: BaseException) -> RowReport:
-        text = _text_of(error)
+        text = text_of(error)
         if isinstance(error, BadInput):
             return RowReport(Status.BAD_INPUT, text)
         self._failures.note(error)
         if isinstance(error, BadOutput):
             return RowReport(Status.BAD_OUTPUT, text)
         reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        if _breaks_device(reason, self._device):
+        if breaks_device(reason, self._device):
             self._on_broken(reason)
             return RowReport(Status.BROKEN, reason)
         return RowReport(Status.RAISED, reason)
@@ -280,7 +221,7 @@ class Runner:
             tails = {outputs[spec.name].shape[1:] for _, outputs in pieces}
             if len(tails) > 1:
                 raise _RaggedPieces
-            joined[spec.name] = array = _zeros(spec, (rows, *tails.pop()))
+            joined[spec.name] = array = zeros(spec, (rows, *tails.pop()))
             for members, outputs in pieces:
                 array[members] = outputs[spec.name]
         return joined
@@ -293,14 +234,14 @@ class Runner:
         if empty:
             for spec in self._signature.outputs:
                 if spec.name in empty:
-                    outputs[spec.name] = _zeros(spec, tuple(placeholder_shape(len(reports), spec.shape)))
+                    outputs[spec.name] = zeros(spec, tuple(placeholder_shape(len(reports), spec.shape)))
             text = msgspec.json.encode(empty).decode()
             reports = [RowReport(Status.OK, text) if report.status is Status.OK else report for report in reports]
         outputs[REPORT] = encode_reports(reports, compute_us)
         return outputs
 
     def _blank(self, rows: int) -> Arrays:
-        return {spec.name: _zeros(spec, tuple(placeholder_shape(rows, spec.shape))) for spec in self._signature.outputs}
+        return {spec.name: zeros(spec, tuple(placeholder_shape(rows, spec.shape))) for spec in self._signature.outputs}
 
 
 class _Batch(NamedTuple):
@@ -320,85 +261,6 @@ def _copied(outputs: Arrays) -> Arrays:
     return {name: array.copy() for name, array in outputs.items()}
 
 
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:
-        return "(its message can't be read)"
-
-
-def _group_key(part: _Part) -> object:
+def _group_key(part: Part) -> object:
     shapes = tuple((name, array.shape[1:]) for name, array in part.inputs.items())
     return shapes, tuple(part.batch_parameters.items())
-
-
-def _zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
-    dtype = DATATYPES[spec.datatype].numpy
-    return np.full(shape, b"", dtype) if dtype.hasobject else np.zeros(shape, dtype)
-
-
-def _wire(spec: TensorSpec, value: object, rows: int) -> Array:
-    """Check one output and bring it into wire form: numpy, ``BF16`` as its bit pattern, ``BYTES`` as objects."""
-    where = f"output {spec.name!r}"
-    wanted = f"{spec.datatype} [{', '.join(str(dim) for dim in (rows, *spec.shape))}]"
-    array, datatype = _as_array(spec, value, where)
-    if datatype != spec.datatype:
-        raise BadOutput(f"{where}: expected {wanted}, got {datatype} {list(array.shape)}")
-    if array.ndim != len(spec.shape) + 1 or any(
-        dim not in (-1, got) for dim, got in zip(spec.shape, array.shape[1:], strict=True)
-    ):
-        raise BadOutput(f"{where}: expected {wanted}, got {datatype} {list(array.shape)}")
-    if len(array) != rows:
-        raise BadOutput(f"{where}: expected {wanted}, got {datatype} {list(array.shape)}: {rows} rows went in")
-    return np.ascontiguousarray(array)
-
-
-def _as_array(spec: TensorSpec, value: object, where: str) -> tuple[Array, str]:
-    """The value as a numpy array in wire form, and the datatype that it is of."""
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        tensor: Any = value
-        tensor = tensor.detach()
-        if tensor.dtype is torch.bfloat16:
-            bits: Array = tensor.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
-            return bits, "BF16"
-        value = tensor.cpu().numpy()
-    if spec.datatype == "BYTES" and isinstance(value, (list, tuple)):
-        value = np.array(value, dtype=object)
-    if not isinstance(value, np.ndarray):
-        raise BadOutput(f"{where}: expected a numpy array or torch tensor, got {type(value).__name__}")
-    if value.dtype.kind in "OSU":
-        return _as_objects(value, where), "BYTES"
-    if spec.datatype == "BF16" and value.dtype == np.float32:
-        return float32_to_bf16(value), "BF16"
-    native = value.dtype.newbyteorder("=")
-    return value.astype(native, copy=False), _NAMES.get(native, str(native))
-
-
-def _as_objects(value: Array, where: str) -> Array:
-    flat = np.empty(value.size, dtype=object)
-    for index, element in enumerate(value.ravel().tolist()):
-        if isinstance(element, str):
-            element = element.encode()
-        if not isinstance(element, bytes):
-            raise BadOutput(f"{where}: expected bytes or str elements, got {type(element).__name__}")
-        flat[index] = element
-    return flat.reshape(value.shape)
-
-
-def _breaks_device(reason: str, device: str) -> bool:
-    """Whether a CUDA error has poisoned the context, so that every later call would fail too.
-
-    Some CUDA errors (a wrong launch configuration, say) leave it usable: trying tells.
-    """
-    if "CUDA error" not in reason or "out of memory" in reason:
-        return False
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not device.startswith("cuda"):
-        return True
-    try:
-        torch.cuda.synchronize(device)
-        torch.zeros(1, device=device).add_(1).cpu()
-    except RuntimeError:
-        return True
-    return False

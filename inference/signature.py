@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from inference.errors import DeclarationError
 from inference.model import Embedding, Model, Parameter, Tensor
 
-__all__ = ["EmbeddingSpec", "ParameterSpec", "Signature", "TensorSpec"]
+__all__ = ["EmbeddingSpec", "HeadSpec", "ParameterSpec", "Signature", "TensorSpec"]
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -52,6 +52,18 @@ class EmbeddingSpec(msgspec.Struct, frozen=True):
     dimensions: str | None = None
 
 
+class HeadSpec(msgspec.Struct, frozen=True):
+    """One head of a pipeline."""
+
+    name: str
+    outputs: tuple[str, ...]
+    """Those of the pipeline's outputs that it computes."""
+    timeout_s: float | None = None
+    """From the moment at which the request arrived; None: the request's own deadline."""
+    on_error: Literal["fail", "omit"] = "fail"
+    """Whether its failure fails the request, or leaves its outputs out."""
+
+
 class Signature(msgspec.Struct, frozen=True):
     """Everything about a model that the gateway needs to check, batch and document requests."""
 
@@ -67,6 +79,10 @@ class Signature(msgspec.Struct, frozen=True):
     """One row as nested lists, by input name."""
     description: str = ""
     """First paragraph of the class's docstring."""
+    heads: tuple[HeadSpec, ...] = ()
+    """Of a pipeline, in the order of the configuration; every output belongs to exactly one."""
+    streams: bool = False
+    """Whether it answers a request with any number of results rather than one."""
 
     def example_row(self) -> dict[str, Any]:
         """One row by input name, as nested lists: the model's own example, filled up with neutral values."""
@@ -109,7 +125,12 @@ class Signature(msgspec.Struct, frozen=True):
             embedding=embedding,
             example=example,
             description=description if type(model).__doc__ else "",
+            streams=_is_generator(type(model).__call__),
         )
+
+
+def _is_generator(function: object) -> bool:
+    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
 
 
 def _zero(datatype: str) -> object:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from inference.datatypes import DATATYPES, float32_to_bf16, pack_bytes
-from inference.embedded_triton import UnixConnection
+from inference.embedded_triton import EmbeddedTriton, UnixConnection
 from inference.errors import DeclarationError, ReplicaError
-from inference.report import HEADWATER, REPORT, CallNote, Status, decode_reports
+from inference.frame import decode_frame
+from inference.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
 from inference.signature import Signature, TensorSpec
 
-__all__ = ["batch_sizes", "example_rows", "warm_up"]
+__all__ = ["Caller", "FrameCaller", "HttpCaller", "batch_sizes", "example_rows", "warm_up"]
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
@@ -53,61 +53,149 @@ def example_rows(spec: TensorSpec, value: object, rows: int) -> tuple[bytes, lis
     return row * rows, [rows, *array.shape]
 
 
+class Caller(Protocol):
+    """Calls the replica's own Triton as a gateway does."""
+
+    def call(self, inputs: Sequence[tuple[TensorSpec, bytes, list[int]]], rows: int) -> list[RowReport]:
+        """One call; gives a report for each row that failed, and of the others as many as it likes.
+
+        Args:
+            inputs: declaration, bytes and shape with the batch axis.
+            rows: how many.
+
+        Raises:
+            ReplicaError: there was no answer.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the connection."""
+        ...
+
+
 def warm_up(
-    signature: Signature, socket: Path, token: str, sizes: Sequence[int], *, timeout_s: float,
-    progress: Callable[[str], None],
+    signature: Signature, caller: Caller, sizes: Sequence[int], *, progress: Callable[[str], None]
 ) -> None:  # fmt: skip
-    """Call the model once with each batch size.
+    """Call the model once with each batch size; a pipeline with all its heads.
 
     Raises:
         ReplicaError: a call failed; the message has the callable's own.
     """
-    connection = UnixConnection(socket, timeout_s)
+    row = signature.example_row()
     try:
         for number, rows in enumerate(sizes, start=1):
             progress(f"warming up, batch of {rows} ({number}/{len(sizes)})")
-            _call(connection, signature, token, rows)
+            inputs = [
+                (spec, *example_rows(spec, row[spec.name], rows)) for spec in signature.inputs if spec.name in row
+            ]
+            for report in caller.call(inputs, rows):
+                if report.status is Status.OK:
+                    continue
+                hint = ""
+                if report.status in (Status.RAISED, Status.BAD_INPUT):
+                    tried = json.dumps(row, default=str)[:300]
+                    hint = f". The values tried were {tried}; if the model can't take these, declare `example` in it"
+                raise ReplicaError(f"warm-up with a batch of {rows}: {report.message}{hint}")
     finally:
-        connection.close()
+        caller.close()
 
 
-def _call(connection: UnixConnection, signature: Signature, token: str, rows: int) -> None:
-    row = signature.example_row()
-    inputs: list[dict[str, Any]] = []
-    chunks: list[bytes] = []
-    for spec in signature.inputs:
-        if spec.name not in row:
-            continue
-        data, shape = example_rows(spec, row[spec.name], rows)
-        wire = DATATYPES[spec.datatype].wire
-        inputs.append(
-            {"name": spec.name, "datatype": wire, "shape": shape, "parameters": {"binary_data_size": len(data)}}
-        )
-        chunks.append(data)
-    note = msgspec.json.encode(CallNote(warmup=True)).decode()
-    head = json.dumps(
-        {
-            "inputs": inputs,
-            "outputs": [{"name": REPORT, "parameters": {"binary_data": True}}],
-            "parameters": {HEADWATER: note},
-        }
-    ).encode()
-    body = head + b"".join(chunks)
-    headers = {"Inference-Header-Content-Length": str(len(head)), "triton-access-token": token}
-    try:
-        connection.request("POST", f"/v2/models/{signature.name}/infer", body, headers)
-        response = connection.getresponse()
-        answer = response.read()
-    except OSError as error:
-        raise ReplicaError(f"warm-up with a batch of {rows}: no answer: {error}") from error
-    if response.status != 200:
-        raise ReplicaError(f"warm-up with a batch of {rows}: Triton said {answer.decode(errors='replace')}")
-    reports, _ = decode_reports(answer[int(response.headers["Inference-Header-Content-Length"]) :], rows)
-    for report in reports:
-        if report.status is Status.OK:
-            continue
-        hint = ""
-        if report.status in (Status.RAISED, Status.BAD_INPUT):
-            tried = json.dumps(row, default=str)[:300]
-            hint = f". The values tried were {tried}; if the model can't take these, declare `example` in it"
-        raise ReplicaError(f"warm-up with a batch of {rows}: {report.message}{hint}")
+class HttpCaller:
+    """Calls a model that answers whole, over HTTP.
+
+    Args:
+        signature: the model's.
+        triton: started.
+        token: its access token.
+        timeout_s: of a call.
+    """
+
+    def __init__(self, signature: Signature, triton: EmbeddedTriton, token: str, timeout_s: float) -> None:
+        self._signature = signature
+        self._token = token
+        self._connection = UnixConnection(triton.http_socket, timeout_s)
+
+    def call(self, inputs: Sequence[tuple[TensorSpec, bytes, list[int]]], rows: int) -> list[RowReport]:
+        """See `Caller.call`."""
+        tensors: list[dict[str, Any]] = [
+            {
+                "name": spec.name,
+                "datatype": DATATYPES[spec.datatype].wire,
+                "shape": shape,
+                "parameters": {"binary_data_size": len(data)},
+            }
+            for spec, data, shape in inputs
+        ]
+        head = json.dumps(
+            {
+                "inputs": tensors,
+                "outputs": [{"name": REPORT, "parameters": {"binary_data": True}}],
+                "parameters": {HEADWATER: msgspec.json.encode(CallNote(warmup=True)).decode()},
+            }
+        ).encode()
+        body = b"".join((head, *(data for _, data, _ in inputs)))
+        headers = {"Inference-Header-Content-Length": str(len(head)), "triton-access-token": self._token}
+        try:
+            self._connection.request("POST", f"/v2/models/{self._signature.name}/infer", body, headers)
+            response = self._connection.getresponse()
+            answer = response.read()
+        except OSError as error:
+            raise ReplicaError(f"warm-up with a batch of {rows}: no answer: {error}") from error
+        if response.status != 200:
+            raise ReplicaError(f"warm-up with a batch of {rows}: Triton said {answer.decode(errors='replace')}")
+        return decode_reports(answer[int(response.headers["Inference-Header-Content-Length"]) :], rows)[0]
+
+    def close(self) -> None:
+        """See `Caller.close`."""
+        self._connection.close()
+
+
+class FrameCaller:
+    """Calls a pipeline, or a model that streams, over gRPC. Of a stream the first result is enough.
+
+    Args:
+        signature: the model's.
+        triton: started.
+        token: its access token.
+        timeout_s: of a call.
+    """
+
+    def __init__(self, signature: Signature, triton: EmbeddedTriton, token: str, timeout_s: float) -> None:
+        import grpc
+        from tritonclient.grpc import service_pb2_grpc
+
+        self._signature = signature
+        self._metadata = (("triton-grpc-protocol-triton-access-token", token),)
+        self._timeout_s = timeout_s
+        self._channel = grpc.insecure_channel(f"unix:{triton.grpc_socket}")
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._failure = grpc.RpcError
+
+    def call(self, inputs: Sequence[tuple[TensorSpec, bytes, list[int]]], rows: int) -> list[RowReport]:
+        """See `Caller.call`."""
+        from tritonclient.grpc import service_pb2
+
+        name = f"warm-up-{rows}"
+        request = service_pb2.ModelInferRequest(model_name=self._signature.name, id=name)
+        note = CallNote(warmup=True, stream=name if self._signature.streams else "")
+        request.parameters[HEADWATER].string_param = msgspec.json.encode(note).decode()
+        request.parameters["triton_enable_empty_final_response"].bool_param = True
+        for spec, data, shape in inputs:
+            request.inputs.add(name=spec.name, datatype=DATATYPES[spec.datatype].wire, shape=shape)
+            request.raw_input_contents.append(data)
+        reports: list[RowReport] = []
+        try:
+            answers = self._stub.ModelStreamInfer(iter([request]), metadata=self._metadata, timeout=self._timeout_s)
+            for answer in answers:
+                if answer.error_message:
+                    raise ReplicaError(f"warm-up with a batch of {rows}: Triton said {answer.error_message}")
+                for raw in answer.infer_response.raw_output_contents:
+                    for piece in decode_frame(raw)[0].pieces:
+                        reports += [RowReport(Status(status), message) for _, status, message in piece.failures]
+        except self._failure as error:
+            raise ReplicaError(f"warm-up with a batch of {rows}: no answer: {error}") from error
+        return reports
+
+    def close(self) -> None:
+        """See `Caller.close`."""
+        self._channel.close()

@@ -1,0 +1,105 @@
+"""Tensors in a replica: from what travels to what a callable takes, and back; checked on the way."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from inference.datatypes import DATATYPES, bf16_to_float32, float32_to_bf16
+from inference.errors import BadOutput
+from inference.signature import TensorSpec
+
+__all__ = ["NAMES", "Array", "argument", "as_objects", "wire", "zeros"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+NAMES: Final = {row.numpy: row.name for row in DATATYPES.values() if row.name != "BF16"}
+"""Datatype of each numpy type."""
+
+
+def zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
+    """An array in wire form of zeros, or of empty ``BYTES`` elements."""
+    dtype = DATATYPES[spec.datatype].numpy
+    return np.full(shape, b"", dtype) if dtype.hasobject else np.zeros(shape, dtype)
+
+
+def wire(spec: TensorSpec, value: object, rows: int) -> Array:
+    """Check one output and bring it into wire form: numpy, ``BF16`` as its bit pattern, ``BYTES`` as objects.
+
+    Raises:
+        BadOutput: it isn't as declared, or hasn't so many rows.
+    """
+    where = f"output {spec.name!r}"
+    wanted = f"{spec.datatype} [{', '.join(str(dim) for dim in (rows, *spec.shape))}]"
+    array, datatype = _as_array(spec, value, where)
+    if datatype != spec.datatype:
+        raise BadOutput(f"{where}: expected {wanted}, got {datatype} {list(array.shape)}")
+    if array.ndim != len(spec.shape) + 1 or any(
+        dim not in (-1, got) for dim, got in zip(spec.shape, array.shape[1:], strict=True)
+    ):
+        raise BadOutput(f"{where}: expected {wanted}, got {datatype} {list(array.shape)}")
+    if len(array) != rows:
+        raise BadOutput(f"{where}: expected {wanted}, got {datatype} {list(array.shape)}: {rows} rows went in")
+    return np.ascontiguousarray(array)
+
+
+def _as_array(spec: TensorSpec, value: object, where: str) -> tuple[Array, str]:
+    """The value as a numpy array in wire form, and the datatype that it is of."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        tensor: Any = value
+        tensor = tensor.detach()
+        if tensor.dtype is torch.bfloat16:
+            bits: Array = tensor.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
+            return bits, "BF16"
+        value = tensor.cpu().numpy()
+    if spec.datatype == "BYTES" and isinstance(value, (list, tuple)):
+        value = np.array(value, dtype=object)
+    if not isinstance(value, np.ndarray):
+        raise BadOutput(f"{where}: expected a numpy array or torch tensor, got {type(value).__name__}")
+    if value.dtype.kind in "OSU":
+        return as_objects(value, where), "BYTES"
+    if spec.datatype == "BF16" and value.dtype == np.float32:
+        return float32_to_bf16(value), "BF16"
+    native = value.dtype.newbyteorder("=")
+    return value.astype(native, copy=False), NAMES.get(native, str(native))
+
+
+def as_objects(value: Array, where: str) -> Array:
+    """An array of text or bytes as one of ``bytes`` objects.
+
+    Raises:
+        BadOutput: an element is neither.
+    """
+    flat = np.empty(value.size, dtype=object)
+    for index, element in enumerate(value.ravel().tolist()):
+        if isinstance(element, str):
+            element = element.encode()
+        if not isinstance(element, bytes):
+            raise BadOutput(f"{where}: expected bytes or str elements, got {type(element).__name__}")
+        flat[index] = element
+    return flat.reshape(value.shape)
+
+
+def argument(spec: TensorSpec, array: Array, kind: Literal["numpy", "torch"], device: str) -> Any:
+    """An input as a callable takes it.
+
+    Args:
+        spec: its declaration.
+        array: in wire form; the callable may write into it.
+        kind: what the callable works on, see `inference.Model.arrays`.
+        device: where torch tensors are put.
+    """
+    if spec.datatype == "BYTES":
+        return array
+    if kind == "torch":
+        import torch
+
+        if spec.datatype == "BF16":
+            tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        else:
+            tensor = torch.from_numpy(array)
+        return tensor if device == "cpu" else tensor.to(device, non_blocking=True)
+    return bf16_to_float32(array) if spec.datatype == "BF16" else array

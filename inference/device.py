@@ -1,0 +1,52 @@
+"""Which device a replica computes on, and whether it still can."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from inference.errors import ReplicaError
+
+__all__ = ["breaks_device", "choose_device"]
+
+
+def breaks_device(reason: str, device: str) -> bool:
+    """Whether a CUDA error has poisoned the context, so that every later call would fail too.
+
+    Some CUDA errors (a wrong launch configuration, say) leave it usable: trying tells.
+    """
+    # torch's words and ONNX Runtime's
+    if not ("CUDA error" in reason or "CUDA failure" in reason) or "out of memory" in reason:
+        return False
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not device.startswith("cuda"):
+        return True
+    try:
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).add_(1).cpu()
+    except RuntimeError:
+        return True
+    return False
+
+
+def choose_device(wanted: str, uses_torch: bool) -> str:
+    """Resolve ``auto`` and check a GPU that was asked for.
+
+    Args:
+        wanted: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        uses_torch: whether to import torch to look for a GPU; without it ``auto`` is ``cpu``.
+
+    Raises:
+        ReplicaError: there is no such GPU.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not uses_torch):
+        return "cpu"
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        return "cuda:0" if count else "cpu"
+    index = int(wanted.partition(":")[2] or 0)
+    if index >= count:
+        raise ReplicaError(f"device: expected one of {count} GPUs, got {wanted!r}; use `device: cpu` or `auto`")
+    return f"cuda:{index}"

@@ -1,0 +1,112 @@
+"""A frame: what a fused pipeline or a streaming model answers, one decoupled Triton response each.
+
+Triton's requested outputs are per request, and PyTriton checks, copies and stores each tensor on its own; so a frame is
+one output, `FRAME`: ``UINT8 [1, size]``. Its bytes are the length of a MessagePack head (little-endian uint32), the
+head, and the tensors' bytes in the protocol's binary form, in the head's order.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+
+from inference.arrays import Array
+from inference.datatypes import pack_bytes
+from inference.signature import TensorSpec
+
+__all__ = ["FRAME", "Frame", "FrameTensor", "Piece", "StepCount", "decode_frame", "encode_frame", "tensor_bytes"]
+
+FRAME: Final = "headwater_frame"
+
+_LENGTH: Final = struct.Struct("<I")
+
+
+class FrameTensor(msgspec.Struct, array_like=True):
+    """One tensor of a piece."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    """Batch axis first."""
+    size_bytes: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Piece(msgspec.Struct, array_like=True):
+    """What one head says of those rows of the batch that wanted it, in their order."""
+
+    head: str
+    rows: int
+    compute_us: int
+    """Microseconds that its step took."""
+    failures: list[tuple[int, int, str]] = []
+    """Row among these rows, `inference.report.Status`, message. The tensors hold zeros there."""
+    tensors: list[FrameTensor] = []
+    """Empty if every row failed."""
+    is_last: bool = True
+    """Whether the head has nothing more to say of these rows; of a stream, False but for its end."""
+
+
+class StepCount(msgspec.Struct, array_like=True):
+    """What a step did since the call's last frame."""
+
+    step: str
+    calls: int
+    """Retries and warm-up left out."""
+    retries: int
+    compute_us: int
+    """Microseconds, retries included."""
+
+
+class Frame(msgspec.Struct, array_like=True):
+    """What is known since the call's last frame."""
+
+    pieces: list[Piece]
+    counts: list[StepCount]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def tensor_bytes(spec: TensorSpec, array: Array) -> bytes:
+    """An array in wire form as its bytes."""
+    if spec.datatype == "BYTES":
+        return pack_bytes(array.ravel().tolist())
+    return array.tobytes()
+
+
+def encode_frame(frame: Frame, data: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Encode a frame and the bytes of all its tensors, in order. Returns UINT8 [1, size]."""
+    head = _encoder.encode(frame)
+    raw = b"".join((_LENGTH.pack(len(head)), head, *data))
+    return np.frombuffer(raw, np.uint8).reshape(1, -1)
+
+
+def decode_frame(raw: bytes | memoryview) -> tuple[Frame, list[list[memoryview]]]:
+    """Decode what `encode_frame` wrote: the frame, and of each piece its tensors' bytes, views of ``raw``.
+
+    Raises:
+        ValueError: the bytes are no frame.
+    """
+    view = memoryview(raw)
+    if len(view) < _LENGTH.size:
+        raise ValueError(f"expected a frame, got {len(view)} bytes")
+    offset = _LENGTH.size + _LENGTH.unpack_from(view)[0]
+    try:
+        frame = _decoder.decode(view[_LENGTH.size : offset])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"expected a frame's head: {error}") from error
+    data = []
+    for piece in frame.pieces:
+        views = []
+        for tensor in piece.tensors:
+            views.append(view[offset : offset + tensor.size_bytes])
+            offset += tensor.size_bytes
+        data.append(views)
+    if offset != len(view):
+        raise ValueError(f"expected a frame of {offset} bytes, got {len(view)}")
+    return frame, data

@@ -1,0 +1,446 @@
+"""A pipeline: steps joined by their tensors. What a configuration says of one, and the plan that comes of it.
+
+`check_names` finds what can be known to be wrong without any model; `make_plan` joins the steps' signatures to one
+signature of the whole. Both name what they find. A source is written ``STEP.OUTPUT``, or ``input.NAME`` for an input of
+the pipeline itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, Final, Literal
+
+import msgspec
+
+from inference.errors import DeclarationError
+from inference.model import Tensor
+from inference.signature import EmbeddingSpec, HeadSpec, ParameterSpec, Signature, TensorSpec
+
+__all__ = [
+    "INPUT",
+    "PipelineSpec",
+    "Plan",
+    "PlannedStep",
+    "StepSpec",
+    "Wire",
+    "check_names",
+    "make_plan",
+    "tensor_text",
+]
+
+INPUT: Final = "input"
+"""Stands for the pipeline itself where a step's name is expected; no step can have it."""
+
+
+class StepSpec(msgspec.Struct, frozen=True):
+    """One step, as the configuration says."""
+
+    name: str
+    model: str = ""
+    """``module:Class`` or ``onnx:PATH``; empty if the step is a deployment that stands elsewhere."""
+    deployment: str = ""
+    """Name of the deployment that computes it (placement ``graph`` only)."""
+    options: dict[str, Any] = {}
+    inputs: dict[str, str] = {}
+    """Source of each input. An input that isn't listed is found by its name."""
+    timeout_s: float | None = None
+    on_error: Literal["fail", "omit"] = "fail"
+
+
+class PipelineSpec(msgspec.Struct, frozen=True):
+    """A pipeline, as the configuration says."""
+
+    steps: tuple[StepSpec, ...]
+    heads: tuple[str, ...]
+    """Steps whose outputs are the pipeline's."""
+    placement: Literal["fused", "graph"] = "fused"
+    trunk: str | None = None
+    """The step whose inputs are the pipeline's, where the configuration has a trunk and heads rather than a graph."""
+    embedding: EmbeddingSpec | None = None
+
+
+class Wire(msgspec.Struct, frozen=True):
+    """Where an input of a step comes from."""
+
+    input: str
+    step: str
+    """`INPUT` for the pipeline itself."""
+    output: str
+
+    @property
+    def source(self) -> str:
+        """As it is written in a configuration."""
+        return f"{self.step}.{self.output}"
+
+
+class PlannedStep(msgspec.Struct, frozen=True):
+    """A step with everything about it known."""
+
+    spec: StepSpec
+    signature: Signature
+    wires: tuple[Wire, ...]
+    """One for each input that gets something; the others are optional."""
+    expected: dict[str, TensorSpec] = {}
+    """By input: what must arrive, as exactly as its producer's and its own declaration tell together."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.spec.name
+
+    @property
+    def parents(self) -> tuple[str, ...]:
+        """Steps that must have run before."""
+        return tuple(dict.fromkeys(wire.step for wire in self.wires if wire.step != INPUT))
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A pipeline that is known to fit together."""
+
+    steps: tuple[PlannedStep, ...]
+    """Each after those that it needs."""
+    signature: Signature
+    """Of the whole."""
+
+    def needed(self, heads: Iterable[str]) -> set[str]:
+        """The steps that must run for these heads, themselves included."""
+        wanted = set(heads)
+        for step in reversed(self.steps):
+            if step.name in wanted:
+                wanted.update(step.parents)
+        return wanted
+
+
+def tensor_text(datatype: str, shape: Sequence[int]) -> str:
+    """A tensor as messages name it, such as ``FP32 [8, 384]``."""
+    return f"{datatype} [{', '.join(map(str, shape))}]"
+
+
+def check_names(spec: PipelineSpec) -> None:
+    """Check what the configuration alone tells.
+
+    Raises:
+        DeclarationError: a step or head that doesn't exist, a source that is none, or a cycle.
+    """
+    names = [step.name for step in spec.steps]
+    known = ", ".join(f"`{name}`" for name in names)
+    if not spec.heads:
+        raise DeclarationError(f"pipeline, heads: expected at least one of its steps {known}, got none")
+    for head in spec.heads:
+        if head not in names:
+            raise DeclarationError(f"pipeline, heads: expected some of its steps {known}, got `{head}`")
+        if spec.heads.count(head) > 1:
+            raise DeclarationError(f"pipeline, heads: `{head}` is listed {spec.heads.count(head)} times")
+    for step in spec.steps:
+        for given, source in step.inputs.items():
+            _split(step.name, given, source, names)
+    parents = {step.name: _stated_parents(step) for step in spec.steps}
+    if spec.trunk is not None:
+        for step in spec.steps:
+            if step.name != spec.trunk:
+                parents[step.name].add(spec.trunk)
+    _order(parents)
+
+
+def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: str, max_batch_size: int) -> Plan:
+    """Join the steps.
+
+    Args:
+        spec: what the configuration says.
+        signatures: of every step, by name.
+        name: the deployment's.
+        max_batch_size: of the whole.
+
+    Raises:
+        DeclarationError: the steps don't fit together; the message names step, tensor, what was expected and what came.
+    """
+    check_names(spec)
+    inputs = _Inputs()
+    wires: dict[str, tuple[Wire, ...]] = {}
+    expected: dict[str, dict[str, TensorSpec]] = {}
+    for step in spec.steps:
+        signature = signatures[step.name]
+        for given in step.inputs:
+            if given not in {tensor.name for tensor in signature.inputs}:
+                has = _names(signature.inputs)
+                raise DeclarationError(f"step `{step.name}`, inputs: expected some of its inputs {has}, got `{given}`")
+        found = [wire for tensor in signature.inputs if (wire := _wire(spec, step, tensor, signatures)) is not None]
+        wires[step.name] = tuple(found)
+        expected[step.name] = {}
+        for wire in found:
+            tensor = _tensor(signature.inputs, wire.input)
+            if wire.step == INPUT:
+                inputs.add(step.name, wire, tensor)
+                expected[step.name][wire.input] = tensor
+            else:
+                expected[step.name][wire.input] = _joined(step.name, wire, tensor, signatures[wire.step])
+    order = _order({step.name: {wire.step for wire in wires[step.name]} - {INPUT} for step in spec.steps})
+    _check_use(spec, wires)
+    by_name = {step.name: step for step in spec.steps}
+    steps = tuple(PlannedStep(by_name[one], signatures[one], wires[one], expected[one]) for one in order)
+    whole = _signature(spec, steps, inputs, name=name, max_batch_size=max_batch_size)
+    return Plan(steps, whole)
+
+
+def _split(step: str, name: str, source: str, known: Sequence[str]) -> tuple[str, str]:
+    """The step and the output that a source names."""
+    where = f"step `{step}`, input `{name}`"
+    producer, dot, output = source.partition(".")
+    if not dot or not producer or not output:
+        raise DeclarationError(f"{where}: expected STEP.OUTPUT or {INPUT}.NAME, got `{source}`")
+    if producer != INPUT and producer not in known:
+        listed = ", ".join(f"`{one}`" for one in known)
+        raise DeclarationError(f"{where}: unknown step `{producer}`; expected {listed} or `{INPUT}`")
+    if producer == INPUT:
+        try:
+            Tensor(output, "BYTES", [1])
+        except DeclarationError as error:  # the name is no tensor's
+            raise DeclarationError(f"{where}: {error}") from None
+    return producer, output
+
+
+def _stated_parents(step: StepSpec) -> set[str]:
+    return {source.partition(".")[0] for source in step.inputs.values()} - {INPUT}
+
+
+def _order(parents: Mapping[str, set[str]]) -> list[str]:
+    """Each step after its parents, otherwise as the configuration has them."""
+    sorter = TopologicalSorter(parents)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = " -> ".join(f"`{name}`" for name in error.args[1])
+        raise DeclarationError(f"pipeline: expected steps without a cycle, got {circle}") from None
+    names = list(parents)
+    rank = {name: index for index, name in enumerate(names)}
+    ready: list[int] = []
+    order: list[str] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(ready, rank[name])
+        first = names[heapq.heappop(ready)]
+        order.append(first)
+        sorter.done(first)
+    return order
+
+
+def _trunk_inputs(spec: PipelineSpec, signatures: Mapping[str, Signature]) -> set[str]:
+    """Names that the trunk's inputs have as the pipeline's."""
+    trunk = next((step for step in spec.steps if step.name == spec.trunk), None)
+    if trunk is None:
+        return set()
+    names = (tensor.name for tensor in signatures[trunk.name].inputs)
+    return {trunk.inputs.get(name, f"{INPUT}.{name}").partition(".")[2] for name in names}
+
+
+def _wire(spec: PipelineSpec, step: StepSpec, tensor: TensorSpec, signatures: Mapping[str, Signature]) -> Wire | None:
+    """Where an input comes from: what the configuration says, or the one tensor of that name."""
+    where = f"step `{step.name}`, input `{tensor.name}`"
+    if tensor.name in step.inputs:
+        producer, output = _split(step.name, tensor.name, step.inputs[tensor.name], list(signatures))
+        if producer != INPUT and output not in {one.name for one in signatures[producer].outputs}:
+            has = _names(signatures[producer].outputs)
+            raise DeclarationError(
+                f"{where}: nobody produces `{producer}.{output}`; the outputs of `{producer}` are {has}"
+            )
+        return Wire(tensor.name, producer, output)
+    if step.name == spec.trunk:
+        return Wire(tensor.name, INPUT, tensor.name)
+    candidates = [
+        Wire(tensor.name, producer, tensor.name)
+        for producer in signatures
+        if producer != step.name
+        and (spec.trunk is None or producer == spec.trunk)
+        and tensor.name in {one.name for one in signatures[producer].outputs}
+    ]
+    if tensor.name in _trunk_inputs(spec, signatures):
+        candidates.append(Wire(tensor.name, INPUT, tensor.name))
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        both = " and ".join(f"`{wire.source}`" for wire in candidates)
+        raise DeclarationError(
+            f"{where}: doubly mapped, to {both}; say which: `inputs: {{{tensor.name}: {candidates[0].source}}}`"
+        )
+    if tensor.optional:
+        return None
+    lacking = "no other step has an output" if spec.trunk is None else f"`{spec.trunk}` has no input or output"
+    raise DeclarationError(
+        f"{where}: unmapped: {lacking} `{tensor.name}`; say where it comes from: "
+        f"`inputs: {{{tensor.name}: STEP.OUTPUT}}`, or `{INPUT}.{tensor.name}` for an input of the pipeline"
+    )
+
+
+def _names(tensors: Iterable[TensorSpec]) -> str:
+    return ", ".join(f"`{tensor.name}`" for tensor in tensors)
+
+
+def _tensor(tensors: Iterable[TensorSpec], name: str) -> TensorSpec:
+    return next(tensor for tensor in tensors if tensor.name == name)
+
+
+def _unified(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
+    """The shape that fits both, -1 where neither says; None if there is none."""
+    if len(one) != len(other) or any(-1 not in pair and pair[0] != pair[1] for pair in zip(one, other, strict=True)):
+        return None
+    return tuple(max(pair) for pair in zip(one, other, strict=True))
+
+
+def _joined(step: str, wire: Wire, taken: TensorSpec, producer: Signature) -> TensorSpec:
+    """What passes from one step to another."""
+    given = _tensor(producer.outputs, wire.output)
+    shape = _unified(taken.shape, given.shape)
+    if taken.datatype != given.datatype or shape is None:
+        what = "datatype" if taken.datatype != given.datatype else "shape"
+        raise DeclarationError(
+            f"step `{step}`, input `{wire.input}`: {what} mismatch: expected "
+            f"{tensor_text(taken.datatype, taken.shape)}, got {tensor_text(given.datatype, given.shape)} "
+            f"from `{wire.source}`"
+        )
+    return TensorSpec(wire.input, taken.datatype, shape, taken.optional)
+
+
+class _Inputs:
+    """The pipeline's own inputs, as its steps ask for them."""
+
+    def __init__(self) -> None:
+        self.specs: dict[str, TensorSpec] = {}
+        self._first: dict[str, str] = {}
+
+    def add(self, step: str, wire: Wire, tensor: TensorSpec) -> None:
+        name = wire.output
+        if name not in self.specs:
+            self.specs[name] = TensorSpec(name, tensor.datatype, tensor.shape, tensor.optional)
+            self._first[name] = step
+            return
+        known = self.specs[name]
+        shape = _unified(known.shape, tensor.shape)
+        if shape is None or known.datatype != tensor.datatype:
+            raise DeclarationError(
+                f"pipeline, input `{name}`: step `{self._first[name]}` expects "
+                f"{tensor_text(known.datatype, known.shape)}, step `{step}` "
+                f"{tensor_text(tensor.datatype, tensor.shape)}"
+            )
+        self.specs[name] = TensorSpec(name, known.datatype, shape, known.optional and tensor.optional)
+
+
+def _check_use(spec: PipelineSpec, wires: Mapping[str, Sequence[Wire]]) -> None:
+    used = set(spec.heads) | {wire.step for found in wires.values() for wire in found}
+    for step in spec.steps:
+        if step.name not in used:
+            raise DeclarationError(
+                f"step `{step.name}`: neither a head nor an input of another step; map one of its outputs, list it "
+                "under `heads`, or remove it"
+            )
+
+
+def _signature(
+    spec: PipelineSpec, steps: Sequence[PlannedStep], inputs: _Inputs, *, name: str, max_batch_size: int
+) -> Signature:
+    by_name = {step.name: step for step in steps}
+    owner: dict[str, str] = {}
+    outputs: list[TensorSpec] = []
+    for head in spec.heads:
+        for tensor in by_name[head].signature.outputs:
+            if tensor.name in owner:
+                raise DeclarationError(
+                    f"pipeline: heads `{owner[tensor.name]}` and `{head}` both have an output `{tensor.name}`; "
+                    "rename one"
+                )
+            owner[tensor.name] = head
+            outputs.append(tensor)
+    if all(tensor.optional for tensor in inputs.specs.values()):
+        optional = ", ".join(f"`{one}`" for one in inputs.specs)
+        raise DeclarationError(
+            "pipeline, inputs: expected at least one that isn't optional, got "
+            f"{f'only {optional}' if optional else 'none'}; map a step's input to `{INPUT}.NAME`"
+        )
+    streaming = [step.name for step in steps if step.signature.streams]
+    _check_streaming(spec, steps, streaming)
+    example: dict[str, Any] = {}
+    for step in steps:
+        for wire in step.wires:
+            if wire.step == INPUT and wire.output not in example and wire.input in (step.signature.example or {}):
+                example[wire.output] = (step.signature.example or {})[wire.input]
+    return Signature(
+        name=name,
+        inputs=tuple(inputs.specs.values()),
+        outputs=tuple(outputs),
+        parameters=_parameters(steps),
+        max_batch_size=max_batch_size,
+        idempotent=all(step.signature.idempotent for step in steps),
+        embedding=_embedding(spec.embedding, inputs.specs, outputs),
+        example=example or None,
+        description=_description(spec, steps),
+        heads=tuple(
+            HeadSpec(
+                head,
+                tuple(tensor.name for tensor in by_name[head].signature.outputs),
+                by_name[head].spec.timeout_s,
+                by_name[head].spec.on_error,
+            )
+            for head in spec.heads
+        ),
+        streams=bool(streaming),
+    )
+
+
+def _check_streaming(spec: PipelineSpec, steps: Sequence[PlannedStep], streaming: Sequence[str]) -> None:
+    if not streaming:
+        return
+    if spec.placement == "graph":
+        raise DeclarationError(
+            f"step `{streaming[0]}` streams, which `placement: graph` can't carry from one deployment to another; "
+            "expected `placement: fused`"
+        )
+    if len(streaming) > 1:
+        both = " and ".join(f"`{name}`" for name in streaming)
+        raise DeclarationError(f"pipeline: expected at most one step that streams, got {both}")
+
+
+def _parameters(steps: Sequence[PlannedStep]) -> tuple[ParameterSpec, ...]:
+    found: dict[str, tuple[str, ParameterSpec]] = {}
+    for step in steps:
+        for parameter in step.signature.parameters:
+            first, known = found.setdefault(parameter.name, (step.name, parameter))
+            if known != parameter:
+                pairs = [(field, getattr(known, field), getattr(parameter, field)) for field in known.__struct_fields__]
+                told = "; ".join(f"{field}: {one!r} and {other!r}" for field, one, other in pairs if one != other)
+                raise DeclarationError(
+                    f"pipeline, parameter `{parameter.name}`: steps `{first}` and `{step.name}` declare it "
+                    f"differently ({told}); declare it alike, or rename one"
+                )
+            if parameter.name == "heads":
+                raise DeclarationError(
+                    f"step `{step.name}`, parameter `heads`: in a pipeline it picks the heads; rename it"
+                )
+    return tuple(parameter for _, parameter in found.values())
+
+
+def _embedding(
+    embedding: EmbeddingSpec | None, inputs: Mapping[str, TensorSpec], outputs: Sequence[TensorSpec]
+) -> EmbeddingSpec | None:
+    if embedding is None:
+        return None
+    given = {tensor.name: tensor for tensor in outputs}
+    wanted = [("input", embedding.input, inputs, "BYTES", (1,)), ("output", embedding.output, given, "FP32", (-1,))]
+    if embedding.tokens is not None:
+        wanted.append(("tokens", embedding.tokens, given, "INT32", (1,)))
+    for field, name, known, datatype, shape in wanted:
+        tensor = known.get(name)
+        if tensor is None or tensor.datatype != datatype or _unified(tensor.shape, shape) is None:
+            side = "input" if field == "input" else "output"
+            expected = f"an {side} {tensor_text(datatype, shape)}"
+            got = f"no {side} `{name}`" if tensor is None else tensor_text(tensor.datatype, tensor.shape)
+            raise DeclarationError(f"pipeline, embedding.{field}, `{name}`: expected {expected}, got {got}")
+    return embedding
+
+
+def _description(spec: PipelineSpec, steps: Sequence[PlannedStep]) -> str:
+    if len(steps) == 1:
+        return steps[0].signature.description
+    lead = " ".join(step.signature.description for step in steps if step.name not in spec.heads)
+    told = [f"{step.name}: {step.signature.description}" for step in steps if step.name in spec.heads]
+    return " ".join(filter(None, (lead, "Heads:", "; ".join(one.rstrip(".: ") for one in told)))) + "."

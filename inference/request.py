@@ -1,0 +1,72 @@
+"""What Triton hands over, read by the model's signature."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from inference.arrays import Array
+from inference.errors import DeclarationError
+from inference.report import HEADWATER, CallNote
+from inference.signature import Signature
+
+__all__ = ["Part", "TritonRequest", "read_request"]
+
+
+class TritonRequest(Protocol):
+    """What PyTriton hands over: ``pytriton.proxy.types.Request``."""
+
+    data: dict[str, Array]
+    parameters: dict[str, Any] | None
+
+
+class Part(NamedTuple):
+    """One Triton request."""
+
+    rows: int
+    inputs: dict[str, Array]
+    """In wire form; what was left out is absent."""
+    batch_parameters: dict[str, Any]
+    row_parameters: dict[str, list[Any]]
+    note: CallNote
+
+
+def read_request(signature: Signature, request: TritonRequest) -> Part:
+    """Read one request: tensors without elements get their true shape back, parameters their defaults.
+
+    Raises:
+        DeclarationError: a parameter is wrong, which the gateway would have refused, or the note is none.
+    """
+    given = request.parameters or {}
+    try:
+        note = msgspec.json.decode(given[HEADWATER], type=CallNote) if HEADWATER in given else CallNote()
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise DeclarationError(f"parameter {HEADWATER!r}: expected the JSON of a note: {error}") from error
+    inputs: dict[str, Array] = {}
+    rows = 0
+    for spec in signature.inputs:
+        array = request.data.get(spec.name)
+        if array is None:
+            continue
+        if spec.name in note.shapes:
+            array = np.empty(note.shapes[spec.name], array.dtype)
+        inputs[spec.name] = array
+        rows = len(array)
+    batch: dict[str, Any] = {}
+    per_row: dict[str, list[Any]] = {}
+    for parameter in signature.parameters:
+        if parameter.per == "row":
+            values = note.rows.get(parameter.name)
+            if values is None:
+                value = parameter.check(given[parameter.name]) if parameter.name in given else parameter.default
+                values = [value] * rows
+            per_row[parameter.name] = list(values)
+        elif parameter.name in note.parameters:
+            batch[parameter.name] = note.parameters[parameter.name]
+        else:
+            batch[parameter.name] = (
+                parameter.check(given[parameter.name]) if parameter.name in given else parameter.default
+            )
+    return Part(rows, inputs, batch, per_row, note)

@@ -1,0 +1,98 @@
+"""What a replica serves: one model, or the steps of a fused pipeline; loaded, and ready for being bound to Triton."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from inference.device import choose_device
+from inference.fused import FusedPipeline
+from inference.handshake import ReplicaSpec
+from inference.loader import load_model
+from inference.model import Model
+from inference.pipeline import PipelineSpec, StepSpec, make_plan
+from inference.runner import Runner
+from inference.signature import Signature
+
+if TYPE_CHECKING:
+    from inference.embedded_triton import EmbeddedTriton
+
+__all__ = ["Served", "load_served"]
+
+
+class Served:
+    """Loaded models, and what calls them.
+
+    Args:
+        signature: of the whole.
+        models: by step; a model that stands alone under its deployment's name.
+        device: where they are.
+        runner: calls them.
+    """
+
+    def __init__(
+        self, signature: Signature, models: Mapping[str, Model], device: str, runner: Runner | FusedPipeline
+    ) -> None:
+        self.signature = signature
+        self.device = device
+        self._models = models
+        self._runner = runner
+
+    @property
+    def answers_in_frames(self) -> bool:
+        """Whether its answers are frames, any number a request."""
+        return isinstance(self._runner, FusedPipeline)
+
+    def bind(self, triton: EmbeddedTriton) -> None:
+        """Bind it to a Triton that has not started yet."""
+        if isinstance(self._runner, FusedPipeline):
+            triton.bind_frames(self.signature, self._runner.handle)
+        else:
+            triton.bind_model(self.signature, self._runner.handle)
+
+    def unload(self) -> None:
+        """Call every model's `unload`, the last loaded first; one that raises keeps no other from its own."""
+        with contextlib.ExitStack() as stack:
+            for model in self._models.values():
+                stack.callback(model.unload)
+
+
+def load_served(
+    spec: ReplicaSpec, progress: Callable[[str], None], on_broken: Callable[[str], None]
+) -> Served:  # fmt: skip
+    """Import, construct, check and load what a replica serves.
+
+    Raises:
+        ModelError: something doesn't fit; the message names step and tensor.
+    """
+    steps = spec.pipeline.steps if spec.pipeline is not None else (StepSpec(spec.name, spec.model, "", spec.options),)
+    models: dict[str, Model] = {}
+    for step in steps:
+        progress(f"importing {step.model}")
+        models[step.name] = load_model(step.model, step.options, spec.user_paths)
+    signatures = {
+        name: Signature.of(model, name=name, max_batch_size=spec.max_batch_size) for name, model in models.items()
+    }
+    uses_torch = "torch" in sys.modules or any(model.arrays == "torch" for model in models.values())
+    device = choose_device(spec.device, uses_torch)
+    if spec.threads is not None and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(spec.threads)
+
+    pipeline = spec.pipeline
+    if pipeline is None and signatures[spec.name].streams:
+        pipeline = PipelineSpec(steps, heads=(spec.name,), trunk=spec.name)  # a pipeline of one step
+    if pipeline is not None:
+        plan = make_plan(pipeline, signatures, name=spec.name, max_batch_size=spec.max_batch_size)
+    for name, model in models.items():
+        progress(f"loading {name} on {device}" if spec.pipeline is not None else f"loading on {device}")
+        model.load(device)
+    if pipeline is None:
+        signature = signatures[spec.name]
+        return Served(signature, models, device, Runner(models[spec.name], signature, device, on_broken))
+    # A model that streams is no pipeline to anybody outside.
+    signature = plan.signature if spec.pipeline is not None else msgspec.structs.replace(plan.signature, heads=())
+    return Served(signature, models, device, FusedPipeline(plan, models, device, on_broken))

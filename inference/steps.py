@@ -1,0 +1,419 @@
+"""One step of a fused pipeline: calls its model on rows, accountable for each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from inference.arrays import Array, argument, wire
+from inference.device import breaks_device
+from inference.errors import BadInput, BadOutput, ModelError
+from inference.failure_log import FailureLog, text_of
+from inference.model import Model
+from inference.pipeline import INPUT, PlannedStep
+from inference.report import RowReport, Status
+from inference.signature import TensorSpec
+from inference.values import checked, converted, copied, joined, overlaps, refuses_writes, rows_of, settled, version_of
+
+__all__ = ["Given", "Handover", "Made", "Step"]
+
+T = TypeVar("T")
+
+
+class Handover(NamedTuple):
+    """An output that other steps take."""
+
+    output: str
+    consumer: str
+    input: str
+    expected: TensorSpec
+    """What must arrive there."""
+
+
+class Given(NamedTuple):
+    """What a step is called with."""
+
+    inputs: Mapping[str, Any]
+    """By input name: of the pipeline's own inputs an array in wire form, of others a value as its producer made it."""
+    rows: int
+    parameters: Mapping[str, Any] = {}
+    """Those of the whole pipeline, per batch."""
+    row_parameters: Mapping[str, Sequence[Any]] = {}
+    """One value a row."""
+    is_warmup: bool = False
+    shared: frozenset[str] = frozenset()
+    """Those of the inputs whose memory other steps read too."""
+
+
+@dataclass
+class Made:
+    """What a step made of its rows."""
+
+    good: list[int] = field(default_factory=list)
+    """Rows that succeeded; the values and arrays have these only, in order."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Outputs that other steps take."""
+    arrays: dict[str, Array] = field(default_factory=dict)
+    """Of a head, its outputs in wire form."""
+    failures: dict[int, RowReport] = field(default_factory=dict)
+    """By row."""
+    calls: int = 0
+    retries: int = 0
+    """As the step counts them; of a result of a stream, none."""
+    spoiled: tuple[str, ...] = ()
+    """Inputs that the model wrote into without saying so, and that others share."""
+
+
+class _Wrote(ModelError):
+    """A step wrote into an input."""
+
+    def __init__(self, message: str, spoiled: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.spoiled = spoiled
+
+
+class _Ragged(Exception):
+    """The pieces that isolation left differ in shape."""
+
+
+class _Watched(NamedTuple):
+    """A value that a model was given, which it must not write into."""
+
+    input: str
+    value: Any
+    version: int | None
+    is_shared: bool
+
+
+class _Piece(NamedTuple):
+    """What one call made."""
+
+    rows: list[int]
+    values: dict[str, Any]
+    arrays: dict[str, Array]
+
+
+class Step:
+    """Calls one step's model.
+
+    Args:
+        planned: its place in the pipeline.
+        model: loaded.
+        device: where torch tensors are put.
+        handovers: its outputs that other steps take.
+        is_head: whether its outputs are the pipeline's.
+        executor: runs calls, one after another, outside the event loop.
+        on_broken: called if the device can't be used any more.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedStep,
+        model: Model,
+        device: str,
+        *,
+        handovers: Sequence[Handover],
+        is_head: bool,
+        executor: Executor,
+        on_broken: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self.name = planned.name
+        self.planned = planned
+        self.model = model
+        self.is_head = is_head
+        self.calls = 0
+        """Calls of the model, retries and warm-up left out."""
+        self.retries = 0
+        """Calls made to isolate rows that fail, or because another step spoiled what this one had made."""
+        self.warmups = 0
+        self._device = device
+        self._handovers = handovers
+        self._executor = executor
+        self._on_broken = on_broken
+        self._is_async = inspect.iscoroutinefunction(type(model).__call__)
+        self._writes = False
+        """Whether it was caught writing into its inputs: from then on it gets copies, and still fails."""
+        self._failures = FailureLog()
+
+    async def run(self, given: Given, *, is_retry: bool = False) -> Made:
+        """Call the model; rows that make it fail are found by halving, and have a report each."""
+        made = Made()
+        pieces = await self._isolate(given, list(range(given.rows)), made, is_retry=is_retry)
+        try:
+            _join(made, pieces)
+        except _Ragged:
+            # Call once more with all good rows together.
+            good = [row for piece in pieces for row in piece.rows]
+            _join(made, await self._isolate(given, good, made, is_retry=True, split=False))
+        return made
+
+    async def iterate(self, given: Given) -> AsyncGenerator[Made, None]:
+        """Call a model that streams, and give what it yields, one after another; a failure is the last."""
+        rows = list(range(given.rows))
+        results: AsyncGenerator[_Piece, None] | None = None
+        watched: list[_Watched] = []
+
+        def own(result: object) -> _Piece:
+            # In the same breath: the model may reuse its outputs' memory in the next call, which another request makes.
+            return _owned(self._piece(result, rows, watched))
+
+        try:
+            while True:
+                made = Made()
+                try:
+                    if results is None:
+                        self._count(given, Made(), is_retry=False)
+                        arguments, watched = self._arguments(given, rows)
+                        results = self._results(arguments, own)
+                    with self._watching(watched):
+                        piece = await anext(results)
+                    _join(made, [piece])
+                except StopAsyncIteration:
+                    return
+                except BaseException as error:
+                    made.failures = dict.fromkeys(rows, self._report(error))
+                yield made
+                if made.failures:
+                    return
+        finally:
+            if results is not None:
+                await self._close(results)
+
+    async def _results(
+        self, arguments: Mapping[str, Any], own: Callable[[object], _Piece]
+    ) -> AsyncGenerator[_Piece, None]:  # fmt: skip
+        """What the model yields, whichever kind of generator it is, checked and in memory of our own."""
+        iterator = self.model(**arguments)
+        if hasattr(iterator, "__anext__"):
+            self._turn_grad_off()
+            try:
+                async for result in iterator:
+                    yield own(result)
+            finally:
+                await iterator.aclose()
+            return
+        end = object()
+
+        def step() -> _Piece | None:
+            result = next(iterator, end)
+            return None if result is end else own(result)
+
+        try:
+            while (piece := await self._in_executor(step)) is not None:
+                yield piece
+        finally:
+            await self._in_executor(iterator.close)
+
+    async def _close(self, results: AsyncGenerator[Any, None]) -> None:
+        """End a model's generator. What its clean-up raises is for the operator: its rows have their answer."""
+        try:
+            await results.aclose()
+        except BaseException as error:
+            self._failures.note(error)
+
+    async def _isolate(
+        self, given: Given, rows: list[int], made: Made, *, is_retry: bool, split: bool = True
+    ) -> list[_Piece]:  # fmt: skip
+        """Call with these rows; if that fails, with halves of them, until the failing rows are alone."""
+        try:
+            return [await self._call(given, rows, made, is_retry=is_retry)]
+        except BaseException as error:
+            # SystemExit and the like too: PyTriton's thread would end of them, and the replica hang.
+            report = self._report(error)
+            if isinstance(error, _Wrote):
+                made.spoiled += error.spoiled
+                split = False
+        if report.status is not Status.BROKEN and split and len(rows) > 1 and self.planned.signature.idempotent:
+            middle = len(rows) // 2
+            left = await self._isolate(given, rows[:middle], made, is_retry=True)
+            return left + await self._isolate(given, rows[middle:], made, is_retry=True)
+        made.failures.update(dict.fromkeys(rows, report))
+        return []
+
+    async def _call(self, given: Given, rows: list[int], made: Made, *, is_retry: bool) -> _Piece:
+        self._count(given, made, is_retry=is_retry)
+        arguments, watched = self._arguments(given, rows)
+        with self._watching(watched):
+            if self._is_async:
+                self._turn_grad_off()
+                result = await self.model(**arguments)
+            else:
+                result = await self._in_executor(lambda: self.model(**arguments))
+                if inspect.isawaitable(result):
+                    self._turn_grad_off()
+                    result = await result
+        piece = await self._checked(result, rows, watched)
+        if not is_retry:
+            return piece
+        return _owned(piece)  # kept beside other calls' outputs, whose memory the model may reuse
+
+    def _count(self, given: Given, made: Made, *, is_retry: bool) -> None:
+        if given.is_warmup:
+            self.warmups += 1
+        elif is_retry:
+            self.retries += 1
+            made.retries += 1
+        else:
+            self.calls += 1
+            made.calls += 1
+
+    def _arguments(self, given: Given, rows: list[int]) -> tuple[dict[str, Any], list[_Watched]]:
+        """What the model is called with, and what of it must not be written into."""
+        arguments: dict[str, Any] = {}
+        watched: list[_Watched] = []
+        own = {wire.input for wire in self.planned.wires if wire.step == INPUT}
+        kind = self.model.arrays
+        is_whole = len(rows) == given.rows
+        for spec in self.planned.signature.inputs:
+            value = given.inputs.get(spec.name)
+            if value is None:
+                arguments[spec.name] = None
+                continue
+            if spec.name in own:
+                arguments[spec.name] = argument(spec, value.copy() if is_whole else value[rows], kind, self._device)
+                continue
+            taken = converted(spec, value if is_whole else rows_of(value, rows), kind, self._device)
+            is_shared = taken is value and spec.name in given.shared
+            if self.model.mutates_features or self._writes:
+                taken, is_shared = copied(taken), False
+            if not self.model.mutates_features:
+                watched.append(_Watched(spec.name, taken, version_of(taken), is_shared))
+            arguments[spec.name] = taken
+        if self.planned.signature.parameters:
+            arguments["parameters"] = {
+                one.name: [given.row_parameters[one.name][row] for row in rows]
+                if one.per == "row"
+                else given.parameters[one.name]
+                for one in self.planned.signature.parameters
+            }
+        return arguments, watched
+
+    @contextlib.contextmanager
+    def _watching(self, watched: Sequence[_Watched]) -> Iterator[None]:
+        """While the model computes.
+
+        Raises:
+            _Wrote: it wrote into one of these, or tried to; whatever else it raised.
+        """
+        try:
+            yield
+        except ValueError as error:
+            refused = [one for one in watched if refuses_writes(one.value)]
+            if refused and "read-only" in str(error):  # numpy's words
+                raise self._wrote(refused, " or ") from error
+            raise
+        finally:
+            written = [one for one in watched if version_of(one.value) != one.version]
+            if written:
+                self._writes = True
+                raise self._wrote(written, " and ")
+
+    def _wrote(self, written: Sequence[_Watched], conjunction: str) -> _Wrote:
+        names = conjunction.join(f"`{one.input}`" for one in written)
+        return _Wrote(
+            f"step `{self.name}` writes into its input {names}, which other steps may read too: set "
+            f"`mutates_features = True` in {type(self.model).__name__}, so that it gets a copy",
+            tuple(one.input for one in written if one.is_shared),
+        )
+
+    async def _checked(self, result: object, rows: list[int], watched: Sequence[_Watched]) -> _Piece:
+        return await self._in_executor(lambda: self._piece(result, rows, watched))
+
+    def _piece(self, result: object, rows: list[int], watched: Sequence[_Watched]) -> _Piece:
+        """What the model returned for these rows, known to be as declared and ready for being shared."""
+        values, arrays = self._check(result, len(rows))
+        for name, value in values.items():
+            # Who writes into the output would write into what its producer was given, and others read.
+            if any(overlaps(value, one.value) for one in watched):
+                value = copied(value)
+            values[name] = settled(value)
+        return _Piece(rows, values, arrays)
+
+    def _check(self, result: object, rows: int) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Check what the model returned: what goes to other steps against what they expect, a head's outputs against
+        their declaration."""
+        kind = type(self.model).__name__
+        if not isinstance(result, Mapping):
+            raise BadOutput(f"{kind} returned {type(result).__name__}, expected a dict of output name to array")
+        declared = [spec.name for spec in self.planned.signature.outputs]
+        for name in result:
+            if name not in declared:
+                raise BadOutput(f"{kind} returned an output {name!r}, expected {', '.join(declared)}")
+        values: dict[str, Any] = {}
+        for one in self._handovers:
+            value = checked(
+                one.expected, result.get(one.output), rows,
+                where=f"step `{one.consumer}`, input `{one.input}`", source=f"`{self.name}`",
+            )  # fmt: skip
+            values.setdefault(one.output, value)
+        arrays: dict[str, Array] = {}
+        if self.is_head:
+            for spec in self.planned.signature.outputs:
+                if spec.name not in result:
+                    raise BadOutput(f"{kind} returned no output {spec.name!r}, expected {', '.join(declared)}")
+                arrays[spec.name] = wire(spec, result[spec.name], rows)
+        return values, arrays
+
+    def _report(self, error: BaseException) -> RowReport:
+        text = text_of(error)
+        if isinstance(error, BadInput):
+            return RowReport(Status.BAD_INPUT, text)
+        self._failures.note(error)
+        if isinstance(error, _Wrote):
+            return RowReport(Status.RAISED, text)
+        if isinstance(error, BadOutput):
+            # That of a hand-over names the step already.
+            return RowReport(Status.BAD_OUTPUT, text if text.startswith("step `") else f"step `{self.name}`: {text}")
+        reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        if breaks_device(reason, self._device):
+            self._on_broken(reason)
+            return RowReport(Status.BROKEN, reason)
+        return RowReport(Status.RAISED, f"step `{self.name}`: {reason}")
+
+    async def _in_executor(self, call: Callable[[], T]) -> T:
+        def run() -> T:
+            self._turn_grad_off()
+            try:
+                return call()
+            except (StopIteration, GeneratorExit) as error:  # no future can carry these into a coroutine
+                raise RuntimeError(f"the callable raised {type(error).__name__}") from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, run)
+
+    @staticmethod
+    def _turn_grad_off() -> None:
+        # Gradient mode belongs to a thread.
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.is_grad_enabled():
+            torch.set_grad_enabled(False)
+
+
+def _join(made: Made, pieces: Sequence[_Piece]) -> None:
+    """Take in the pieces: one value an output, of all rows that succeeded.
+
+    Raises:
+        _Ragged: the pieces' shapes differ.
+    """
+    if pieces:
+        made.values = {name: settled(value) for name, value in _joined([one.values for one in pieces]).items()}
+        made.arrays = _joined([one.arrays for one in pieces])
+    made.good = [row for one in pieces for row in one.rows]
+
+
+def _joined(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    for name in pieces[0]:
+        if len({tuple(piece[name].shape[1:]) for piece in pieces}) > 1:
+            raise _Ragged
+    return {name: joined([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def _owned(piece: _Piece) -> _Piece:
+    """The same in memory of its own."""
+    values = {name: settled(copied(value)) for name, value in piece.values.items()}
+    return _Piece(piece.rows, values, {name: copied(array) for name, array in piece.arrays.items()})

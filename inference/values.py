@@ -1,0 +1,151 @@
+"""Tensors between the steps of a fused pipeline: numpy arrays or torch tensors, wherever they are.
+
+``BYTES`` is always a numpy array of ``bytes`` objects; ``BF16`` is float32 in numpy and ``torch.bfloat16`` in torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from inference.arrays import NAMES, as_objects
+from inference.errors import BadOutput
+from inference.pipeline import tensor_text
+from inference.signature import TensorSpec
+
+__all__ = ["checked", "converted", "copied", "joined", "overlaps", "refuses_writes", "rows_of", "settled", "version_of"]
+
+
+def checked(spec: TensorSpec, value: Any, rows: int, *, where: str, source: str) -> Any:
+    """A step's output on its way to another step's input, once it is known to be what is expected there.
+
+    Args:
+        spec: what is expected.
+        value: what the producer returned.
+        rows: how many went into the producer.
+        where: the consumer, for messages.
+        source: the producer, for messages.
+
+    Raises:
+        BadOutput: it differs in datatype, shape or size.
+    """
+    expected = tensor_text(spec.datatype, (rows, *spec.shape))
+    if spec.datatype == "BYTES" and isinstance(value, (list, tuple)):
+        value = np.array(value, dtype=object)
+    if _is_torch(value):
+        datatype, shape = _torch_name(value), tuple(value.shape)
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind in "OSU":
+            value, datatype = as_objects(value, where), "BYTES"
+        elif spec.datatype == "BF16" and value.dtype == np.float32:
+            datatype = "BF16"
+        else:
+            value = value.astype(value.dtype.newbyteorder("="), copy=False)
+            datatype = NAMES.get(value.dtype, str(value.dtype))
+        shape = value.shape
+    else:
+        what = "nothing" if value is None else type(value).__name__
+        raise BadOutput(f"{where}: expected {expected}, got {what} from {source}")
+    fits = len(shape) == len(spec.shape) + 1 and all(
+        dim in (-1, got) for dim, got in zip((rows, *spec.shape), shape, strict=True)
+    )
+    if datatype != spec.datatype or not fits:
+        raise BadOutput(f"{where}: expected {expected}, got {tensor_text(datatype, shape)} from {source}")
+    return value
+
+
+def settled(value: Any) -> Any:
+    """A value made ready for being shared: torch counts the writes into it, numpy refuses them.
+
+    A tensor made under ``inference_mode`` counts none, and is copied once. Gradients end here.
+    """
+    if _is_torch(value):
+        return value.clone() if value.is_inference() else value.detach()
+    if value.flags.writeable:
+        value = value.view()
+        value.flags.writeable = False
+    return value
+
+
+def converted(spec: TensorSpec, value: Any, kind: Literal["numpy", "torch"], device: str) -> Any:
+    """A value as a step that works on ``kind`` takes it; itself if it is that already."""
+    if spec.datatype == "BYTES":
+        return value
+    if kind == "torch":
+        if _is_torch(value):
+            return value if str(value.device) == device else value.to(device)
+        import torch
+
+        tensor = torch.from_numpy(value.copy())  # torch has no read-only tensors
+        return tensor.to(device, torch.bfloat16 if spec.datatype == "BF16" else None)
+    if not _is_torch(value):
+        return value
+    array = (value.float() if spec.datatype == "BF16" else value).cpu().numpy()
+    array.flags.writeable = False
+    return array
+
+
+def copied(value: Any) -> Any:
+    """The same in memory of its own, which may be written."""
+    return value.clone() if _is_torch(value) else value.copy()
+
+
+def rows_of(value: Any, rows: Sequence[int]) -> Any:
+    """Some of its rows, in memory of their own."""
+    if _is_torch(value):
+        torch: Any = sys.modules["torch"]
+        return value.index_select(0, torch.tensor(rows, device=value.device))
+    return value[list(rows)]
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """All their rows together; their other dimensions must agree."""
+    if len(values) == 1:
+        return values[0]
+    if _is_torch(values[0]):
+        return sys.modules["torch"].cat(list(values))
+    return np.concatenate(values)
+
+
+def overlaps(one: Any, other: Any) -> bool:
+    """Whether two values may share memory, so that who writes into one may change the other."""
+    start, end = _memory(one)
+    other_start, other_end = _memory(other)
+    return start < other_end and other_start < end
+
+
+def refuses_writes(value: Any) -> bool:
+    """Whether it is a numpy array that can't be written."""
+    return isinstance(value, np.ndarray) and not value.flags.writeable
+
+
+def version_of(value: Any) -> int | None:
+    """How often a torch tensor was written to; None of anything else."""
+    return int(value._version) if _is_torch(value) and not value.is_inference() else None
+
+
+def _memory(value: Any) -> tuple[int, int]:
+    """The addresses from which and up to which a value's memory reaches."""
+    if _is_torch(value):
+        storage = value.untyped_storage()
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    start, end = np.byte_bounds(value)
+    return start, end
+
+
+def _is_torch(value: Any) -> bool:
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _torch_name(value: Any) -> str:
+    name = str(value.dtype).removeprefix("torch.")
+    if name == "bfloat16":
+        return "BF16"
+    try:
+        return NAMES.get(np.dtype(name), name)
+    except TypeError:
+        return name
