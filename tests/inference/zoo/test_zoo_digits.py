@@ -1,17 +1,19 @@
-"""The model Digits: what it declares, how well it reads, and that serving it needs nothing that training needs."""
+"""The digits models: what they declare, how well they do, and that serving them needs nothing that training needs."""
 
 import subprocess
 import sys
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
 from inference.signature import Signature, TensorSpec
-from inference.zoo.digits import Digits
+from inference.zoo.digits import Digit, Digits, Parity, Reconstruction, Trunk
+from inference.zoo.digits_anomalies import Scores, anomalies, auc
 from inference.zoo.digits_data import SPLIT_SEED, LabelledImages, held_out, split
-from inference.zoo.digits_net import FEATURES, WEIGHTS, load_net
+from inference.zoo.digits_net import FEATURES, WEIGHTS, DecoderNet, load_net, load_part
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +118,152 @@ def test_serving_it_needs_no_scikit_learn() -> None:
         "sys.exit(any(name in sys.modules for name in ('sklearn', 'scipy', 'inference.zoo.digits_data')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def trunk() -> Iterator[Trunk]:
+    trunk = Trunk()
+    trunk.load("cpu")
+    yield trunk
+    trunk.unload()
+
+
+@pytest.fixture(scope="module")
+def reconstruction() -> Iterator[Reconstruction]:
+    head = Reconstruction()
+    head.load("cpu")
+    yield head
+    head.unload()
+
+
+@pytest.fixture(scope="module")
+def features(trunk: Trunk, unseen: LabelledImages) -> torch.Tensor:
+    """Of all images held out."""
+    return trunk(image=torch.from_numpy(unseen.images))["features"]
+
+
+class TestTrunkAndDigit:
+    def test_together_they_are_the_whole_model(
+        self, model: Digits, features: torch.Tensor, unseen: LabelledImages
+    ) -> None:
+        head = Digit()
+        head.load("cpu")
+        whole, parts = model(image=torch.from_numpy(unseen.images)), head(features=features)
+        assert whole.keys() == parts.keys()
+        assert (whole["logits"] - parts["logits"]).abs().max() < 1e-6
+        assert torch.equal(whole["digit"], parts["digit"])
+
+    def test_features_are_not_negative(self, features: torch.Tensor) -> None:
+        assert (features.shape, features.dtype) == ((450, FEATURES), torch.float32)
+        assert features.min() >= 0
+
+    def test_signatures(self) -> None:
+        trunk = Signature.of(Trunk(), name="trunk", max_batch_size=64)
+        head = Signature.of(Digit(), name="digit", max_batch_size=64)
+        assert trunk.inputs == (TensorSpec("image", "FP32", (1, 8, 8)),)
+        assert trunk.outputs == head.inputs == (TensorSpec("features", "FP32", (64,)),)
+        assert head.outputs == Signature.of(Digits(), name="digits", max_batch_size=64).outputs
+
+
+class TestParity:
+    @pytest.fixture
+    def answers(self, features: torch.Tensor) -> tuple[Scores, list[bytes]]:
+        head = Parity()
+        head.load("cpu")
+        outputs = head(features=features)
+        return outputs["odd_probability"].numpy(), outputs["parity"][:, 0].tolist()
+
+    def test_it_tells_at_least_97_of_100(self, answers: tuple[Scores, list[bytes]], unseen: LabelledImages) -> None:
+        right = [
+            word == (b"odd" if label % 2 else b"even") for word, label in zip(answers[1], unseen.labels, strict=True)
+        ]
+        assert np.mean(right) >= 0.97  # measured: 0.987
+
+    def test_the_word_agrees_with_the_probability(self, answers: tuple[Scores, list[bytes]]) -> None:
+        probability, words = answers
+        assert ((probability >= 0) & (probability <= 1)).all()
+        assert words == [b"odd" if odd > 0.5 else b"even" for odd in probability[:, 0]]
+
+    def test_its_signature(self) -> None:
+        signature = Signature.of(Parity(), name="parity", max_batch_size=64)
+        assert signature.inputs == (TensorSpec("features", "FP32", (64,)),)
+        assert signature.outputs == (TensorSpec("odd_probability", "FP32", (1,)), TensorSpec("parity", "BYTES", (1,)))
+
+
+class TestReconstruction:
+    def test_its_error_is_less_than_a_third_of_the_mean_images(
+        self, reconstruction: Reconstruction, features: torch.Tensor, unseen: LabelledImages
+    ) -> None:
+        images = torch.from_numpy(unseen.images)
+        drawn = reconstruction(features=features, image=images)["reconstruction"]
+        error = (drawn - images).square().mean()
+        assert error < 6  # measured: 5.67
+        assert error < (images - images.mean(dim=0)).square().mean() / 3  # 18.9
+
+    def test_pixel_values_are_those_of_an_image(
+        self, reconstruction: Reconstruction, features: torch.Tensor, unseen: LabelledImages
+    ) -> None:
+        drawn = reconstruction(features=features, image=torch.from_numpy(unseen.images))["reconstruction"]
+        assert drawn.shape == (450, 1, 8, 8)
+        assert drawn.min() >= 0
+        assert 8 < drawn.max() <= 16
+
+    def test_the_score_is_the_root_mean_squared_difference_of_pixels(
+        self, reconstruction: Reconstruction, features: torch.Tensor
+    ) -> None:
+        drawn = reconstruction(features=features[:2], image=torch.zeros(2, 1, 8, 8))["reconstruction"]
+        offset = torch.tensor([0.0, 3.0]).view(2, 1, 1, 1)
+        score = reconstruction(features=features[:2], image=drawn + offset)["anomaly_score"]
+        torch.testing.assert_close(score, torch.tensor([[0.0], [3.0]]))
+
+    @pytest.mark.parametrize(
+        ("kind", "least"),
+        # measured: 1.0000, 1.0000, 0.8658, 0.9985
+        [("noise", 0.999), ("permuted", 0.999), ("constant", 0.84), ("salt and pepper", 0.99)],
+    )
+    def test_the_score_tells_digits_from_other_images(
+        self, trunk: Trunk, reconstruction: Reconstruction, unseen: LabelledImages, kind: str, least: float
+    ) -> None:
+        def scores(images: Scores) -> Scores:
+            image = torch.from_numpy(images)
+            score: Scores = reconstruction(image=image, **trunk(image=image))["anomaly_score"][:, 0].numpy()
+            return score
+
+        assert auc(scores(unseen.images), scores(anomalies(unseen)[kind])) >= least
+
+    def test_its_signature(self) -> None:
+        signature = Signature.of(Reconstruction(), name="reconstruction", max_batch_size=64)
+        assert signature.inputs == (TensorSpec("features", "FP32", (64,)), TensorSpec("image", "FP32", (1, 8, 8)))
+        assert signature.outputs == (
+            TensorSpec("reconstruction", "FP32", (1, 8, 8)),
+            TensorSpec("anomaly_score", "FP32", (1,)),
+        )
+
+
+class TestAnomalies:
+    def test_each_kind_has_as_many_images_as_there_are_digits(self, unseen: LabelledImages) -> None:
+        for images in anomalies(unseen).values():
+            assert images.shape == unseen.images.shape
+            assert images.dtype == np.float32
+            assert (images.min(), images.max()) == (0, 16)
+
+    def test_they_are_the_same_each_time(self, unseen: LabelledImages) -> None:
+        for one, other in zip(anomalies(unseen).values(), anomalies(unseen).values(), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    def test_permuted_images_keep_their_pixels(self, unseen: LabelledImages) -> None:
+        flat = anomalies(unseen)["permuted"].reshape(450, -1)
+        np.testing.assert_array_equal(np.sort(flat), np.sort(unseen.images.reshape(450, -1)))
+        assert (flat != unseen.images.reshape(450, -1)).any(axis=1).all()
+
+    def test_the_area_under_the_curve(self) -> None:
+        low, high = np.array([0.0, 1.0], np.float32), np.array([2.0, 3.0], np.float32)
+        assert auc(low, high) == 1
+        assert auc(high, low) == 0
+        assert auc(low, low) == 0.5
+        assert auc(np.array([1.0], np.float32), np.array([0.0, 1.0, 2.0, 3.0], np.float32)) == 0.625
+
+
+def test_a_part_that_the_weights_lack_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"layers\.0\.weight"):
+        load_part(DecoderNet(), "painter", "cpu")

@@ -1,4 +1,4 @@
-"""The model Text: that it agrees with sentence-transformers, and what it does with odd texts."""
+"""The text models: agreement with sentence-transformers, odd texts, and how often zero-shot labels are right."""
 
 import subprocess
 import sys
@@ -10,11 +10,12 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 
+from benchmarks.zero_shot import evaluate, read_data
 from inference import BadInput
-from inference.errors import ReplicaError
+from inference.errors import DeclarationError, ReplicaError
 from inference.signature import EmbeddingSpec, Signature, TensorSpec
 from inference.zoo import text as text_module
-from inference.zoo.text import MAX_TOKENS, Text, weights_folder
+from inference.zoo.text import MAX_TOKENS, Encoder, SentenceEmbedding, Text, ZeroShot, weights_folder
 
 TEXTS = {
     "a sentence": "The quick brown fox jumps over the lazy dog.",
@@ -142,3 +143,128 @@ def test_serving_it_needs_neither_sentence_transformers_nor_scikit_learn_nor_the
 def test_its_declarations_are_read_without_transformers() -> None:
     code = "import sys, inference.zoo.text; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+LABELS = {"animals": "A text about animals such as cats and dogs.", "money": ["Taxes and prices.", "A bank account."]}
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Iterator[Encoder]:
+    encoder = Encoder()
+    encoder.load("cpu")
+    yield encoder
+    encoder.unload()
+
+
+class TestEncoderAndSentenceEmbedding:
+    def test_together_they_are_the_whole_model(self, model: Text, encoder: Encoder) -> None:
+        texts = rows(*TEXTS.values())
+        whole, parts = model(text=texts), SentenceEmbedding()(**encoder(text=texts))
+        assert whole.keys() == parts.keys()
+        assert (whole["embedding"] - parts["embedding"]).abs().max() < 1e-6
+        assert torch.equal(whole["tokens"], parts["tokens"])
+
+    def test_no_gradient_is_recorded(self, encoder: Encoder) -> None:
+        assert not encoder(text=rows("fox"))["features"].requires_grad
+
+    def test_signatures(self) -> None:
+        encoder = Signature.of(Encoder(), name="trunk", max_batch_size=32)
+        head = Signature.of(SentenceEmbedding(), name="embedding", max_batch_size=32)
+        assert encoder.inputs == (TensorSpec("text", "BYTES", (1,)),)
+        assert encoder.outputs == head.inputs
+        assert head.inputs == (TensorSpec("features", "FP32", (384,)), TensorSpec("tokens", "INT32", (1,)))
+        assert head.outputs == Signature.of(Text(), name="text", max_batch_size=32).outputs
+
+
+@pytest.fixture(scope="module")
+def head() -> ZeroShot:
+    head = ZeroShot(labels=LABELS, output="subject")
+    head.load("cpu")
+    return head
+
+
+class TestZeroShot:
+    def test_it_chooses_the_closest_label(self, head: ZeroShot, encoder: Encoder) -> None:
+        features = encoder(text=rows("A kitten is napping.", "The bank raised its fees.", "A puppy barks."))["features"]
+        assert head(features=features)["subject"].tolist() == [[b"animals"], [b"money"], [b"animals"]]
+
+    def test_scores_add_up_to_one_and_the_highest_is_the_labels(self, head: ZeroShot, encoder: Encoder) -> None:
+        outputs = head(features=encoder(text=rows(*TEXTS.values()))["features"])
+        scores = outputs["subject_scores"]
+        assert (scores.shape, scores.dtype) == ((len(TEXTS), 2), torch.float32)
+        torch.testing.assert_close(scores.sum(dim=1), torch.ones(len(TEXTS)))
+        names = [name.encode() for name in LABELS]
+        assert [names[index] for index in scores.argmax(dim=1)] == outputs["subject"][:, 0].tolist()
+
+    def test_the_length_of_the_features_changes_nothing(self, head: ZeroShot, encoder: Encoder) -> None:
+        features = encoder(text=rows("A kitten is napping."))["features"]
+        torch.testing.assert_close(
+            head(features=features)["subject_scores"], head(features=features * 7)["subject_scores"]
+        )
+
+    def test_a_description_itself_is_similar_by_one(self, encoder: Encoder) -> None:
+        head = ZeroShot(labels={"a": "A cat sleeps.", "b": "Taxes are due."}, output="subject", temperature=1)
+        head.load("cpu")
+        embeddings = SentenceEmbedding()(**encoder(text=rows("A cat sleeps.", "Taxes are due.")))["embedding"]
+        scores = head(features=embeddings)["subject_scores"]
+        torch.testing.assert_close(scores, (embeddings @ embeddings.T).softmax(dim=1))
+
+    def test_it_keeps_no_encoder_of_its_own(self, head: ZeroShot) -> None:
+        (kept,) = [one for one in vars(head).values() if isinstance(one, (torch.Tensor, torch.nn.Module, Encoder))]
+        assert isinstance(kept, torch.Tensor)
+        assert kept.shape == (2, 384)
+
+    def test_each_instance_has_its_own_signature(self) -> None:
+        three = {**LABELS, "other": "Anything else."}
+        subject = Signature.of(ZeroShot(labels=LABELS, output="subject"), name="subject", max_batch_size=32)
+        mood = Signature.of(ZeroShot(labels=three, output="mood"), name="mood", max_batch_size=32)
+        assert subject.inputs == mood.inputs == (TensorSpec("features", "FP32", (384,)),)
+        assert subject.outputs == (TensorSpec("subject", "BYTES", (1,)), TensorSpec("subject_scores", "FP32", (2,)))
+        assert mood.outputs == (TensorSpec("mood", "BYTES", (1,)), TensorSpec("mood_scores", "FP32", (3,)))
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"labels": {}}, "labels: expected two at least, got 0"),
+            ({"labels": {"a": "A."}}, "labels: expected two at least, got 1"),
+            ({"labels": ["a", "b"]}, r"labels: expected a mapping of each label to its description, got \['a', 'b'\]"),
+            ({"labels": {True: "Yes.", False: "No."}}, "expected a text as label, got True; YAML reads yes, no"),
+            ({"labels": {"": "A.", "b": "B."}}, "expected a text as label, got ''"),
+            ({"labels": {"a": 1, "b": "B."}}, "labels, 'a': expected a description that is a text, got 1"),
+            ({"labels": {"a": " ", "b": "B."}}, "labels, 'a': expected a description that is a text, got ' '"),
+            (
+                {"labels": {"a": ["A.", None], "b": "B."}},
+                "labels, 'a': expected a description that is a text, got None",
+            ),
+            ({"labels": {"a": [], "b": "B."}}, "labels, 'a': expected one description at least, got none"),
+            ({"output": "features"}, "output: expected a name other than text, features, .*got 'features'"),
+            ({"output": 5}, "output: expected a name .*got 5"),
+            ({"output": "my topic"}, "tensor name: .*got 'my topic'"),
+            ({"output": "headwater_report"}, "the name is reserved"),
+            ({"temperature": 0}, "temperature: expected a finite number above 0, got 0"),
+            ({"temperature": float("nan")}, "temperature: .*got nan"),
+            ({"temperature": "warm"}, "temperature: .*got 'warm'"),
+        ],
+    )
+    def test_options_that_make_no_sense_are_named(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(DeclarationError, match=message):
+            ZeroShot(**{"labels": LABELS, "output": "subject", **options})
+
+
+class TestZeroShotOnTheSentencesWrittenForIt:
+    @pytest.mark.parametrize(
+        ("name", "least"),
+        [("topic", 0.94), ("sentiment", 0.71)],  # measured: 0.972 of 72, 0.750 of 60
+    )
+    def test_it_is_right_as_often_as_the_documentation_says(self, encoder: Encoder, name: str, least: float) -> None:
+        data = read_data()
+        assert evaluate(encoder, name, data["labels"][name], data["sentences"][name]).accuracy >= least
+
+    @pytest.mark.parametrize("name", ["topic", "sentiment"])
+    def test_there_are_at_least_60_different_sentences_of_which_each_label_has_its_share(self, name: str) -> None:
+        data = read_data()
+        sentences = data["sentences"][name]
+        assert list(sentences) == list(data["labels"][name])
+        assert len({len(texts) for texts in sentences.values()}) == 1
+        every = [text for texts in sentences.values() for text in texts]
+        assert len(set(every)) == len(every) >= 60
