@@ -1,0 +1,197 @@
+"""Jinja as transformers sets it up for chat templates, with every loop, call and output counted."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from typing import Any, Final, NoReturn, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from app.errors import BadRequest, ConfigError
+
+__all__ = ["Refused", "TemplateEnvironment"]
+
+_ITEMS: Final = "counted items"
+_JOIN: Final = "counted join"
+"""Names that no template can write."""
+
+
+class Refused(jinja2.TemplateError):
+    """The template called ``raise_exception``."""
+
+
+class _Budget(threading.local):
+    """What is left to the rendering that this thread does."""
+
+    def __init__(self, max_characters: int, max_seconds: float) -> None:
+        self._max_characters = max_characters
+        self._max_seconds = max_seconds
+        self._characters = 0
+        self._until_s = 0.0
+
+    def __enter__(self) -> None:
+        self._characters = 0
+        self._until_s = time.thread_time() + self._max_seconds
+
+    def __exit__(self, *_: object) -> None:
+        self._until_s = 0.0
+
+    def step(self) -> None:
+        if self._until_s and time.thread_time() > self._until_s:
+            raise _too_much(f"expected a conversation that renders within {self._max_seconds:g} s, got a longer one")
+
+    def write(self, characters: int) -> None:
+        self.step()
+        self._characters += characters
+        self.check(self._characters)
+
+    def check(self, characters: int) -> None:
+        if characters > self._max_characters:
+            raise _too_much(
+                f"expected a conversation of at most {self._max_characters} characters once rendered, got more"
+            )
+
+
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja as transformers sets it up for chat templates, with every loop, call and output counted."""
+
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def __init__(self, max_characters: int, max_seconds: float) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.budget = budget = _Budget(max_characters, max_seconds)
+
+        @jinja2.pass_context
+        def counted_output(_: Context, value: object) -> str:
+            text = str(value)
+            budget.write(len(text))
+            return text
+
+        def counted_items(items: Iterable[Any]) -> Iterator[Any]:
+            for item in items:
+                budget.step()
+                yield item
+
+        def counted_join(values: Iterable[object]) -> str:
+            text = "".join(map(str, values))
+            budget.check(len(text))
+            return text
+
+        # With a context, so that Jinja calls it for constants at rendering, too.
+        self.finalize = counted_output
+        self.filters |= {"tojson": _tojson, _ITEMS: counted_items, _JOIN: counted_join}
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+            "dict": _Dict(),
+            "namespace": _Namespace,
+        }
+
+    def compiled(self, name: str, source: str) -> jinja2.Template:
+        """The template, rewritten so that what it does is counted."""
+        try:
+            tree = _Counting().visit(self.parse(source))
+            return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None))
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"chat template {name!r}, line {error.lineno}: expected a Jinja template, got this: {error.message}"
+            ) from error
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        __self.budget.step()
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            sizes = [len(value) if isinstance(value, (str, list, tuple)) else value for value in (left, right)]
+            if sizes != [left, right] and all(isinstance(size, int) for size in sizes):
+                self.budget.check(sizes[0] * sizes[1])
+        if operator == "**" and isinstance(left, int) and isinstance(right, int):
+            self.budget.check(left.bit_length() * max(right, 0))
+        result = super().call_binop(context, operator, left, right)
+        if isinstance(result, (str, list, tuple)):
+            self.budget.check(len(result))
+        return result
+
+
+class _Counting(NodeTransformer):
+    """Puts a counter into every loop, and all text and every ``~`` through one."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _filtered(cast("nodes.Expr", node.iter), _ITEMS, node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), _JOIN, node.lineno)
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
+        return nodes.Const(node.data, lineno=node.lineno)
+
+
+def _filtered(node: nodes.Expr, name: str, lineno: int) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=lineno)
+
+
+class _Generation(Extension):
+    """``{% generation %}``, which marks for training what the assistant said: here just its content."""
+
+    tags = {"generation"}  # noqa: RUF012  as in the class that it extends
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
+
+
+class _Dict:
+    """``dict`` without the attributes of a class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+class _Namespace(Namespace):
+    """``namespace`` without names that begin with an underscore."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace can't have an attribute {name!r}")
+        super().__setitem__(name, value)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise Refused(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own escapes what HTML would take for markup.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _too_much(message: str) -> BadRequest:
+    return BadRequest(f"messages: {message}", field="messages")

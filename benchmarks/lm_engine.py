@@ -1,0 +1,225 @@
+"""The slot engine against the bare batched forward of the same model, and against transformers' ways to generate.
+
+``python -m benchmarks.lm_engine [--sizes 12,5] [--sequences 1,8,32] [--tokens N] [--prompt N] [--repeats N]
+[--device D] [--dtype D]``: prints milliseconds a step and tokens/s of decoding, medians over repeats with their spread,
+contenders interleaved. Prefill is left out: each contender is timed from the first token of all sequences on, or,
+where it doesn't say when that is, for many tokens minus for one. Set OMP_NUM_THREADS for figures to compare. The models
+are Llamas with random weights; all contenders compute `--tokens` tokens a sequence, greedily unless they say otherwise.
+Writes the raw figures to benchmarks/results/lm_engine.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from inference.lm.protocol import Sampling, SequenceRequest
+from inference.lm.slot_engine import SlotEngine
+
+RESULTS = Path(__file__).parent / "results" / "lm_engine.json"
+SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "5": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 5, "num_key_value_heads": 4},
+    "12": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_key_value_heads": 6},
+    "1100": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4},
+}
+"""By millions of parameters, about; the last has TinyLlama's shape, for a GPU."""
+HEAD_DIM: Final = 64
+VOCAB_SIZE: Final = 4096
+GENERATION: Final[Any] = GenerationConfig
+GREEDY: Final = Sampling(temperature=0)
+SAMPLED: Final = Sampling(temperature=0.8, top_p=0.95, seed=1)
+
+Contender: TypeAlias = Callable[[Any, int, int, int], float]
+"""Called with model, sequences, tokens of a prompt, tokens to generate; seconds a step of decoding."""
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", default="12,5")
+    parser.add_argument("--sequences", default="1,8,32")
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--without", default="", help="contenders to leave out, by the start of their names")
+    options = parser.parse_args()
+    logging.disable(logging.ERROR)  # continuous batching says at each start that psutil is missing
+    log: Any = transformers_logging
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    warnings.filterwarnings("ignore")
+    left_out = tuple(name for name in options.without.split(",") if name)
+    contenders = {name: run for name, run in CONTENDERS.items() if not (left_out and name.startswith(left_out))}
+    found: dict[str, dict[str, list[float]]] = {}
+    print(_machine())
+    for size in options.sizes.split(","):
+        model = _model(size, options.device, options.dtype)
+        title = f"{sum(one.numel() for one in model.parameters()) / 1e6:.1f}M parameters"
+        for count in map(int, options.sequences.split(",")):
+            seconds: dict[str, list[float]] = {name: [] for name in contenders}
+            for run in contenders.values():  # warm
+                run(model, count, options.prompt, 4)
+            for _ in range(options.repeats):
+                for name, run in contenders.items():
+                    seconds[name].append(run(model, count, options.prompt, options.tokens))
+            _print(f"{title}, {count} sequences", seconds, count)
+            found[f"{title}, {count} sequences"] = seconds
+    RESULTS.parent.mkdir(exist_ok=True)
+    raw = {"machine": _machine(), "options": vars(options), "seconds_a_step": found}
+    RESULTS.write_text(json.dumps(raw, indent=1))
+    print(f"raw figures: {RESULTS}")
+
+
+def _engine(model: Any, prompts: list[list[int]], tokens: int, sampling: Sampling) -> float:
+    engine = SlotEngine(model, max_sequences=len(prompts))
+    for row, prompt in enumerate(prompts):
+        engine.submit(SequenceRequest(str(row), prompt, tokens + 1, sampling))
+    count = 0
+    while count < len(prompts):  # all have their first token; with several chunks of prompts some have more
+        count = len({event.id for event in engine.step()}) if count else len(engine.step())
+    steps = 0
+    started = time.perf_counter()
+    while engine.active == len(prompts):
+        engine.step()
+        steps += 1
+    seconds = time.perf_counter() - started
+    engine.close()
+    return seconds / steps
+
+
+def _slot_engine(model: Any, count: int, prompt: int, tokens: int) -> float:
+    return _engine(model, _prompts(count, prompt), tokens, GREEDY)
+
+
+def _slot_engine_mixed(model: Any, count: int, prompt: int, tokens: int) -> float:
+    return _engine(model, _mixed(count, prompt), tokens, GREEDY)
+
+
+def _slot_engine_sampled(model: Any, count: int, prompt: int, tokens: int) -> float:
+    return _engine(model, _mixed(count, prompt), tokens, SAMPLED)
+
+
+@torch.inference_mode()
+def _bare(model: Any, count: int, prompt: int, tokens: int) -> float:
+    """A static batch: the model's forward with transformers' default cache, then argmax."""
+    cache = DynamicCache(config=model.config)
+    ids = torch.tensor(_prompts(count, prompt), device=model.device)
+    ids = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+    ids.tolist()
+    started = time.perf_counter()
+    for _ in range(tokens):
+        ids = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+        ids.tolist()
+    return (time.perf_counter() - started) / tokens
+
+
+def _generate(model: Any, count: int, prompt: int, tokens: int) -> float:
+    """`generate` on a static batch."""
+    ids = torch.tensor(_prompts(count, prompt), device=model.device)
+
+    def run(new: int) -> float:
+        started = time.perf_counter()
+        config = GENERATION(max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        return time.perf_counter() - started
+
+    first = run(1)
+    return (run(tokens + 1) - first) / tokens
+
+
+def _continuous(model: Any, count: int, prompt: int, tokens: int) -> float:
+    """transformers' continuous batching."""
+    prompts = _prompts(count, prompt)
+    before = model.config._attn_implementation
+
+    def run(new: int) -> float:
+        started = time.perf_counter()
+        outputs = model.generate_batch(
+            prompts,
+            generation_config=GENERATION(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=512),
+        )
+        if [len(one.generated_tokens) for one in outputs.values()] != [new] * count:
+            raise SystemExit("transformers' continuous batching did not generate what it was asked for")
+        return time.perf_counter() - started
+
+    try:
+        first = run(1)
+        return (run(tokens + 1) - first) / tokens
+    finally:
+        model.set_attn_implementation(before)
+
+
+CONTENDERS: Final[dict[str, Contender]] = {
+    "bare batched forward": _bare,
+    "slot engine": _slot_engine,
+    "slot engine, mixed lengths": _slot_engine_mixed,
+    "slot engine, mixed, sampled": _slot_engine_sampled,
+    "transformers generate": _generate,
+    "transformers continuous batching": _continuous,
+}
+BARE: Final = "bare batched forward"
+
+
+def _print(title: str, seconds: dict[str, list[float]], count: int) -> None:
+    print(f"\n{title:<40} {'ms a step':>9} {'(spread)':>14} {'tokens/s':>10} {'of the bare':>12}")
+    for name, all_seconds in seconds.items():
+        steps = sorted(one * 1000 for one in all_seconds)
+        median = statistics.median(steps)
+        ratio = statistics.median(bare / one for bare, one in zip(seconds[BARE], all_seconds, strict=True))
+        spread = f"({steps[0]:.1f}-{steps[-1]:.1f})"
+        print(f"  {name:<38} {median:>9.2f} {spread:>14} {count * 1000 / median:>10,.0f} {ratio:>12.2f}")
+
+
+def _prompts(count: int, length: int) -> list[list[int]]:
+    return [[(7 * row + 11 * place) % VOCAB_SIZE for place in range(length)] for row in range(count)]
+
+
+def _mixed(count: int, length: int) -> list[list[int]]:
+    """Lengths from half to one and a half times as many, the mean as given."""
+    if count == 1:
+        return _prompts(1, length)
+    return [ids[: length // 2 + row * length // (count - 1)] for row, ids in enumerate(_prompts(count, 2 * length))]
+
+
+def _model(size: str, device: str, dtype: str) -> Any:
+    torch.manual_seed(0)
+    shape = SHAPES[size]
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        num_attention_heads=shape["hidden_size"] // HEAD_DIM,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=None,
+        **shape,
+    )
+    model: Any = LlamaForCausalLM(config)
+    return model.to(device, getattr(torch, dtype)).eval()
+
+
+def _machine() -> str:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores"
+    return f"{device}, {torch.get_num_threads()} threads, Python {platform.python_version()}, {packages}"
+
+
+if __name__ == "__main__":
+    main()

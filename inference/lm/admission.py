@@ -1,0 +1,123 @@
+"""Who may start: a first-come-first-served queue in front of a cache with a budget in tokens."""
+
+from __future__ import annotations
+
+from inference.lm.errors import EngineFull, RequestRejected, RequestTooLong
+from inference.lm.protocol import SAMPLING_FIELDS, EngineLimits, Sampling, SequenceRequest
+
+__all__ = ["Admission"]
+
+_DEFAULTS = Sampling()
+
+
+class Admission:
+    """The requests that wait, and what those that have a place hold of the cache.
+
+    A request reserves room for its prompt and all of its answer before it starts, so one that runs always ends. The
+    cache is a rectangle, sequences × length: what is reserved is the number of sequences times the longest of them. A
+    request that doesn't fit yet holds back those behind it, so none waits for ever.
+    """
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self.limits = limits
+        self._waiting: dict[str, SequenceRequest] = {}
+        """In order of arrival."""
+        self._ready: dict[str, SequenceRequest] = {}
+        """Those with a place that `take` hasn't given out yet, in order of arrival."""
+        self._reserved: dict[str, int] = {}
+        """Of those with a place, by id: the tokens it may come to."""
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for a place."""
+        return len(self._waiting)
+
+    @property
+    def active(self) -> int:
+        """How many have one."""
+        return len(self._reserved)
+
+    @property
+    def reserved(self) -> int:
+        """Tokens."""
+        return len(self._reserved) * max(self._reserved.values(), default=0)
+
+    def submit(self, request: SequenceRequest) -> None:
+        """Give a request a place, or let it wait for one.
+
+        Raises:
+            EngineFull, RequestTooLong, RequestRejected: as `Engine.submit`.
+        """
+        self._check(request)
+        if self._waiting or not self._fits(request):
+            if len(self._waiting) >= self.limits.max_waiting:
+                raise EngineFull(
+                    f"{self.active} sequences run and {self.waiting} wait; `max_waiting` is {self.limits.max_waiting}"
+                )
+            self._waiting[request.id] = request
+        else:
+            self._place(request)
+
+    def take(self) -> SequenceRequest | None:
+        """The next request that has a place and was not taken yet."""
+        for id in self._ready:
+            return self._ready.pop(id)
+        return None
+
+    def release(self, id: str) -> bool:
+        """Forget a request wherever it is, and give its place to those whose turn it is; false if there is none."""
+        if self._waiting.pop(id, None) is None and self._reserved.pop(id, None) is None:
+            return False
+        self._ready.pop(id, None)
+        for request in list(self._waiting.values()):
+            if not self._fits(request):
+                break
+            del self._waiting[request.id]
+            self._place(request)
+        return True
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._waiting.clear()
+        self._ready.clear()
+        self._reserved.clear()
+
+    def _fits(self, request: SequenceRequest) -> bool:
+        count = len(self._reserved) + 1
+        longest = max(_tokens(request), *self._reserved.values(), 0)
+        return count <= self.limits.max_sequences and count * longest <= self.limits.cache_tokens
+
+    def _place(self, request: SequenceRequest) -> None:
+        self._reserved[request.id] = _tokens(request)
+        self._ready[request.id] = request
+
+    def _check(self, request: SequenceRequest) -> None:
+        limits = self.limits
+        if request.id in self._waiting or request.id in self._reserved:
+            raise RequestRejected(f"id: expected one that is not in use, got {request.id!r}")
+        if not request.prompt:
+            raise RequestRejected("prompt: expected at least one token, got none")
+        tokens = _tokens(request)
+        if tokens > limits.context_length:
+            raise RequestTooLong(
+                f"expected prompt and max_tokens to be at most {limits.context_length} tokens, the model's context; "
+                f"got {len(request.prompt)} + {request.max_tokens}"
+            )
+        if tokens > limits.cache_tokens:
+            raise RequestTooLong(
+                f"expected prompt and max_tokens to be at most {limits.cache_tokens} tokens, the cache's size; "
+                f"got {len(request.prompt)} + {request.max_tokens}"
+            )
+        if limits.sampling != SAMPLING_FIELDS:
+            for name in sorted(SAMPLING_FIELDS - limits.sampling):
+                if getattr(request.sampling, name) != getattr(_DEFAULTS, name):
+                    raise RequestRejected(f"{name}: this engine does not support it")
+        for name, ids in ("prompt", request.prompt), ("logit_bias", request.sampling.logit_bias):
+            if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+                raise RequestRejected(
+                    f"{name}: expected tokens from 0 to {limits.vocab_size - 1}, got {min(ids)} to {max(ids)}"
+                )
+
+
+def _tokens(request: SequenceRequest) -> int:
+    return len(request.prompt) + request.max_tokens

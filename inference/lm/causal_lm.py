@@ -1,0 +1,71 @@
+"""A causal language model from a Hugging Face folder, ready to compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from inference.errors import ReplicaError
+from inference.failure_log import text_of
+
+__all__ = ["AttentionImplementation", "CausalLM", "Dtype", "load_causal_lm"]
+
+Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionImplementation: TypeAlias = Literal["sdpa", "eager"]
+
+DTYPES: Final[dict[str, torch.dtype | str]] = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class CausalLM(NamedTuple):
+    """What a folder holds."""
+
+    model: PreTrainedModel
+    eos_ids: frozenset[int]
+    """Tokens that end a text, as its generation configuration says, or else its configuration."""
+
+
+def load_causal_lm(
+    folder: Path, *, device: str = "cpu", dtype: Dtype = "auto", attention: AttentionImplementation = "sdpa"
+) -> CausalLM:
+    """Load a model that `AutoModelForCausalLM` knows; nothing is fetched, and no code of the folder runs.
+
+    Args:
+        folder: with config.json and weights as safetensors.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        dtype: of the weights and activations; ``auto`` as the folder says.
+        attention: transformers' name of an implementation.
+
+    Raises:
+        ReplicaError: it can't be loaded.
+    """
+    if not (folder / "config.json").is_file():
+        raise ReplicaError(f"model: expected a Hugging Face folder, found no config.json in {folder}")
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=DTYPES[dtype],
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+        model = model.to(device).eval()
+    except Exception as error:
+        raise ReplicaError(f"model: {folder} can't be loaded: {type(error).__name__}: {text_of(error)}") from error
+    return CausalLM(model, _eos_ids(model))
+
+
+def _eos_ids(model: Any) -> frozenset[int]:
+    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return frozenset([found] if isinstance(found, int) else found)
+    return frozenset()

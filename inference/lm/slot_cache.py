@@ -1,0 +1,154 @@
+"""The key/value cache: a row a sequence, in one tensor a layer that attention reads without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+__all__ = ["SlotCache"]
+
+
+class _Window:
+    """Which part of the cache the present forward writes and reads; the layers share it."""
+
+    def __init__(self) -> None:
+        self.rows = slice(0, 0)
+        self.start = 0
+        """Cached tokens of each of these rows; of rows that differ, of the longest."""
+        self.each: tuple[Tensor, Tensor] | None = None
+        """Of rows that differ: their indices and the position of each one's new token, int64 [rows]."""
+
+
+class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' hook for subclasses
+    """One layer's keys and values, [rows, heads, length, size of a head] each; made when the model first writes."""
+
+    def __init__(self, window: _Window) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._window = window
+        self.shape = (0, 0)
+        """Rows and length."""
+        self.keys: Tensor
+        self.values: Tensor
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys = _blank(key_states, self.shape)
+        self.values = _blank(value_states, self.shape)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the new tokens' [rows, heads, tokens, size]; return all that the window shows."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        window = self._window
+        end = window.start + key_states.shape[2]
+        if window.each is None:
+            self.keys[window.rows, :, window.start : end] = key_states
+            self.values[window.rows, :, window.start : end] = value_states
+        else:
+            rows, positions = window.each
+            self.keys[rows, :, positions] = key_states[:, :, 0]
+            self.values[rows, :, positions] = value_states[:, :, 0]
+        return self.keys[window.rows, :, :end], self.values[window.rows, :, :end]
+
+    def resize(self, shape: tuple[int, int]) -> None:
+        """Keep what fits."""
+        if self.is_initialized and shape != self.shape:
+            keys, values = _blank(self.keys, shape), _blank(self.values, shape)
+            rows, length = min(self.shape[0], shape[0]), min(self.shape[1], shape[1])
+            keys[:rows, :, :length] = self.keys[:rows, :, :length]
+            values[:rows, :, :length] = self.values[:rows, :, :length]
+            self.keys, self.values = keys, values
+        self.shape = shape
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._window.start + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._window.start
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def _blank(like: Tensor, shape: tuple[int, int]) -> Tensor:
+    # Zeros, because what is masked still takes part: it is multiplied by 0, and memory may hold NaN.
+    return torch.zeros((shape[0], like.shape[1], shape[1], like.shape[3]), dtype=like.dtype, device=like.device)
+
+
+class SlotCache(Cache):
+    """Rows of keys and values, for transformers' models.
+
+    The rows that take a step together are always the first ones, so attention reads a view of the cache. A sequence
+    that ends leaves a hole, into which `move` puts another: one copy of a sequence where a sequence ends, instead of
+    a copy of all of them at each step. Lengths grow in chunks, rows by doubling, and the whole is never more than
+    the budget.
+
+    Args:
+        layers: how many the model has.
+        max_rows: how many sequences at most.
+        max_tokens: the budget: rows × length.
+        chunk: by how many tokens the length grows.
+    """
+
+    def __init__(self, layers: int, *, max_rows: int, max_tokens: int, chunk: int = 256) -> None:
+        self._window = _Window()
+        self._slots = [_SlotLayer(self._window) for _ in range(layers)]
+        super().__init__(layers=list(self._slots))
+        self._max_rows = max_rows
+        self._max_tokens = max_tokens
+        self._chunk = chunk
+        self.shape = (0, 0)
+        """Rows and length that memory is held for."""
+
+    def fit(self, rows: int, length: int) -> None:
+        """Have room for this many rows of this length, of which the product is within the budget."""
+        if rows <= self.shape[0] and length <= self.shape[1]:
+            return
+        new_rows, new_length = self.shape
+        if rows > new_rows:
+            new_rows = min(max(rows, 2 * new_rows), self._max_rows)
+        if length > new_length:
+            new_length = -(-length // self._chunk) * self._chunk
+        if new_rows * new_length > self._max_tokens:
+            new_rows = rows
+            new_length = max(length, min(new_length, self._max_tokens // rows))
+        try:
+            for layer in self._slots:
+                layer.resize((new_rows, new_length))
+        finally:  # out of memory half-way: what all layers have
+            self.shape = (
+                min(layer.shape[0] for layer in self._slots),
+                min(layer.shape[1] for layer in self._slots),
+            )
+
+    def aim(self, rows: slice, start: int) -> None:
+        """The next forward adds tokens to rows that all have `start` tokens."""
+        self._window.rows, self._window.start, self._window.each = rows, start, None
+
+    def aim_each(self, rows: Tensor, positions: Tensor, *, longest: int) -> None:
+        """The next forward adds one token to each of the first rows.
+
+        Args:
+            rows: int64 [sequences], 0, 1, 2, ...
+            positions: int64 [sequences]: how many tokens each has.
+            longest: the most of these.
+        """
+        self._window.rows, self._window.start, self._window.each = slice(0, len(rows)), longest, (rows, positions)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first tokens of rows to other rows."""
+        for layer in self._slots:
+            if layer.is_initialized:
+                for tensor in (layer.keys, layer.values):
+                    tensor[list(targets), :, :length] = tensor[list(sources), :, :length]
+
+    def wipe(self, row: int) -> None:
+        """Overwrite what a row holds: it isn't numbers."""
+        for layer in self._slots:
+            if layer.is_initialized:
+                layer.keys[row] = 0
+                layer.values[row] = 0

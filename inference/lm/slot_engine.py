@@ -1,0 +1,398 @@
+"""Continuous batching on a transformers model's own forward: sequences join and leave between steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inference.device import breaks_device
+from inference.errors import ReplicaError
+from inference.failure_log import FailureLog, text_of
+from inference.lm.admission import Admission
+from inference.lm.protocol import EngineLimits, Finish, SequenceRequest, TokenEvent
+from inference.lm.sampling import Choice, Sampler, choose
+from inference.lm.slot_cache import SlotCache
+from inference.lm.step_mask import StepMask
+
+__all__ = ["SlotEngine"]
+
+CHECK_LENGTHS: Final = (12, 4)
+"""Tokens of the prompts that the self-check computes."""
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A sequence that has a place."""
+
+    request: SequenceRequest
+    stops: frozenset[int]
+    sampler: Sampler
+    cached: int = 0
+    """Tokens in the cache: those of the prompt that were computed, then also those of the answer but the last."""
+    produced: int = 0
+    """Tokens of the answer."""
+    last: int = 0
+    """The answer's last token, which the next step computes with."""
+    has_ended: bool = False
+
+
+class SlotEngine:
+    """An engine whose cache has a row a sequence.
+
+    A step is one forward over all sequences that generate, and one over at most `prefill_chunk` tokens of prompts: a
+    chunk of a long one, or several short ones, padded. A prompt's last chunk yields its first token.
+
+    Rows 0 to n - 1 of the cache are the n sequences that generate; row n is that of a prompt computed in part.
+
+    Args:
+        model: a causal language model, in eval mode, where it is to compute.
+        eos_ids: its end-of-sequence tokens.
+        max_sequences: how many are computed together.
+        max_waiting: how many more may wait.
+        context_length: tokens of a prompt and its answer; by default what the model's configuration says.
+        cache_tokens: the cache's size: sequences × the longest of them; by default room for all.
+        prefill_chunk: tokens.
+        on_broken: called if the device can't be used any more.
+
+    Raises:
+        ReplicaError: the model can't be served so.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_ids: frozenset[int] = frozenset(),
+        max_sequences: int = 32,
+        max_waiting: int = 256,
+        context_length: int | None = None,
+        cache_tokens: int | None = None,
+        prefill_chunk: int = 256,
+        on_broken: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        config = model.config.get_text_config(decoder=True)
+        if context_length is None:
+            context_length = getattr(config, "max_position_embeddings", None)
+            if context_length is None:
+                raise ReplicaError("context_length: the model's configuration has none; set one")
+        if model.config._attn_implementation not in ("sdpa", "eager"):
+            raise ReplicaError(f"attention: expected sdpa or eager, got {model.config._attn_implementation}")
+        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+            raise ReplicaError(f"model: expected a causal language model, got {type(model).__name__}")
+        if cache_tokens is None:
+            cache_tokens = max_sequences * context_length
+        self._model = model
+        self._device = model.device
+        self._eos_ids = eos_ids
+        self._prefill_chunk = prefill_chunk
+        self._on_broken = on_broken
+        self._vocab_size = config.vocab_size
+        self._admission = Admission(
+            EngineLimits(
+                max_sequences=max_sequences,
+                max_waiting=max_waiting,
+                context_length=context_length,
+                cache_tokens=cache_tokens,
+                vocab_size=config.vocab_size,
+            )
+        )
+        self._mask = StepMask(config, model.dtype, self._device)
+        self._layers: int = config.num_hidden_layers
+        self._cache = self._blank_cache()
+        self._rows = torch.arange(max_sequences, device=self._device)
+        self._generating: list[_Sequence] = []
+        """Of row 0, row 1, ..."""
+        self._prompts: deque[_Sequence] = deque()
+        """Whose prompt is not or not all computed, in order of arrival; only the first can be in part."""
+        self._pending: list[TokenEvent] = []
+        self._failures = FailureLog()
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._admission.limits
+
+    @property
+    def active(self) -> int:
+        return self._admission.active
+
+    @property
+    def waiting(self) -> int:
+        return self._admission.waiting
+
+    @property
+    def cache_used(self) -> int:
+        return self._admission.reserved
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._pending or self.active or self.waiting)
+
+    @property
+    def cache_held(self) -> int:
+        """Tokens that memory is held for."""
+        rows, length = self._cache.shape
+        return rows * length
+
+    def submit(self, request: SequenceRequest) -> None:
+        """As `Engine.submit`."""
+        self._admission.submit(request)
+
+    @torch.inference_mode()
+    def cancel(self, id: str) -> bool:
+        """As `Engine.cancel`."""
+        if not self._admission.release(id):
+            return False
+        found = [one for one in (*self._generating, *self._prompts) if one.request.id == id]
+        for sequence in found:
+            sequence.has_ended = True
+        self._compact()
+        self._pending.append(TokenEvent(id, found[0].produced if found else 0, None, finish="cancelled"))
+        return True
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenEvent]:
+        """As `Engine.step`."""
+        events, self._pending = self._pending, []
+        if self._generating:
+            self._attempt(self._generating, 0, self._decode, events)
+        self._start(events)
+        group = self._group()
+        if group:
+            self._attempt(group, len(self._generating), lambda: self._prefill(group), events)
+        return events
+
+    def close(self) -> None:
+        """As `Engine.close`."""
+        self._admission.clear()
+        self._generating.clear()
+        self._prompts.clear()
+        self._pending.clear()
+        self._cache = self._blank_cache()
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Compare what the engine's cache and masks make of the model with what the model computes without them.
+
+        Call it before the first `submit`.
+
+        Raises:
+            ReplicaError: they differ, or the model fails.
+        """
+        prompts = [
+            [(5 * place + row) % self._vocab_size for place in range(length)]
+            for row, length in enumerate(CHECK_LENGTHS)
+        ]
+        try:
+            inputs = [torch.tensor([ids], device=self._device) for ids in prompts]
+            expected = torch.cat([self._model(ids, use_cache=False).logits[:, -1] for ids in inputs])
+            for row, ids in enumerate(prompts):
+                self._cache.fit(row + 1, len(ids))
+                self._cache.aim(slice(row, row + 1), 0)
+                self._forward([ids[:2]], start=0)
+                self._cache.aim(slice(row, row + 1), 2)
+                self._forward([ids[2:-1]], start=2)
+            got = self._forward_each([ids[-1] for ids in prompts], [len(ids) - 1 for ids in prompts])
+        except Exception as error:
+            reason = f"{type(error).__name__}: {text_of(error)}"
+            raise ReplicaError(f"model: it fails in the slot engine: {reason}") from error
+        finally:
+            self._cache = self._blank_cache()
+        scale = float(expected.float().std())
+        difference = float((got - expected).abs().max())
+        allowed = (0.01 if self._model.dtype == torch.float32 else 0.2) * scale
+        if not difference <= allowed:
+            raise ReplicaError(
+                f"model: {type(self._model).__name__} gives other logits with the slot engine's cache, by "
+                f"{difference:.2g} where {allowed:.2g} is rounding; the engine does not support its kind of attention"
+            )
+
+    def _blank_cache(self) -> SlotCache:
+        limits = self._admission.limits
+        return SlotCache(self._layers, max_rows=limits.max_sequences, max_tokens=limits.cache_tokens)
+
+    def _start(self, events: list[TokenEvent]) -> None:
+        """Take in those that have got a place."""
+        while (request := self._admission.take()) is not None:
+            if request.max_tokens == 0:
+                self._admission.release(request.id)
+                events.append(TokenEvent(request.id, 0, None, finish="length"))
+                continue
+            try:
+                sampler = Sampler(request.sampling, request.prompt, self._vocab_size, self._device)
+            except Exception as error:  # out of memory
+                self._admission.release(request.id)
+                events.append(TokenEvent(request.id, 0, None, finish="error", error=self._report(error)))
+                continue
+            stops = request.stop_ids if request.ignore_eos else request.stop_ids | self._eos_ids
+            self._prompts.append(_Sequence(request, stops, sampler))
+
+    def _attempt(
+        self,
+        sequences: Sequence[_Sequence],
+        first_row: int,
+        compute: Callable[[], Sequence[Choice]],
+        events: list[TokenEvent],
+    ) -> None:
+        """Compute tokens of sequences in successive rows; if that fails, these end, and only these."""
+        sequences = list(sequences)
+        try:
+            choices = compute()
+        except Exception as error:
+            text = self._report(error)
+            for sequence in sequences:
+                self._end(sequence, "error", events, text)
+        else:
+            # A prompt that isn't computed to its end yet has no choice.
+            for row, (sequence, choice) in enumerate(zip(sequences, choices, strict=False), first_row):
+                if choice.is_valid:
+                    self._advance(sequence, choice, events)
+                else:
+                    self._cache.wipe(row)
+                    self._end(sequence, "error", events, "the model's logits are not finite")
+        self._compact()
+
+    def _decode(self) -> list[Choice]:
+        """The next token of each sequence that generates."""
+        sequences = self._generating
+        logits = self._forward_each([one.last for one in sequences], [one.cached for one in sequences])
+        for one in sequences:
+            one.cached += 1
+        return choose(logits, [one.sampler for one in sequences])
+
+    def _group(self) -> list[_Sequence]:
+        """Whose prompts the next forward computes: a part of one, or as many whole ones as a padded chunk holds."""
+        group: list[_Sequence] = []
+        width = 0
+        for sequence in self._prompts:
+            width = max(width, len(sequence.request.prompt))
+            if group and (len(group) + 1) * width > self._prefill_chunk:
+                break
+            group.append(sequence)
+            if sequence.cached or width > self._prefill_chunk:
+                break
+        return group
+
+    def _prefill(self, group: Sequence[_Sequence]) -> list[Choice]:
+        """The first tokens of those whose prompt is computed to its end."""
+        start = group[0].cached
+        chunks = [one.request.prompt[start : start + self._prefill_chunk] for one in group]
+        first = len(self._generating)
+        self._fit(first + len(group), start + max(map(len, chunks)))
+        self._cache.aim(slice(first, first + len(group)), start)
+        logits = self._forward(chunks, start)
+        for one, chunk in zip(group, chunks, strict=True):
+            one.cached += len(chunk)
+        if group[0].cached < len(group[0].request.prompt):
+            return []
+        choices = choose(logits, [one.sampler for one in group])
+        for one in group:
+            self._prompts.remove(one)
+            self._generating.append(one)
+        return choices
+
+    def _forward(self, chunks: Sequence[Sequence[int]], start: int) -> Tensor:
+        """Logits [rows, vocab] after the last token of each chunk, which follow `start` tokens in the rows aimed at."""
+        lengths = [len(chunk) for chunk in chunks]
+        width = max(lengths)
+        # Padded on the right: no token sees what comes after it, and what padding leaves in the cache is overwritten
+        # before it is seen.
+        ids = torch.tensor([[*chunk, *[0] * (width - len(chunk))] for chunk in chunks], device=self._device)
+        positions = torch.arange(start, start + width, device=self._device).expand(len(chunks), width)
+        ends = sorted(set(lengths))
+        logits: Tensor = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=torch.tensor(ends, device=self._device) - 1,
+        ).logits
+        return logits[range(len(chunks)), [ends.index(length) for length in lengths]]
+
+    def _forward_each(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Logits [rows, vocab] after one more token in each of the first rows, at a position of its own."""
+        count, longest = len(tokens), max(positions)
+        self._fit(count, longest + 1)
+        ids = torch.tensor(tokens, device=self._device)[:, None]
+        at = torch.tensor(positions, device=self._device)
+        mask = None
+        if min(positions) == longest:
+            self._cache.aim(slice(0, count), longest)
+        else:
+            self._cache.aim_each(self._rows[:count], at, longest=longest)
+            mask = self._mask(at[:, None], longest=longest)
+        logits: Tensor = self._model(
+            input_ids=ids,
+            position_ids=at[:, None],
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+        return logits[:, -1]
+
+    def _fit(self, rows: int, length: int) -> None:
+        """Have room for these, and for what is there."""
+        cached = [one.cached for one in self._generating]
+        if self._prompts and self._prompts[0].cached:
+            cached.append(self._prompts[0].cached)
+        self._cache.fit(max(rows, len(cached)), max(length, *cached, 0))
+
+    def _advance(self, sequence: _Sequence, choice: Choice, events: list[TokenEvent]) -> None:
+        """A sequence has got a token."""
+        request, index = sequence.request, sequence.produced
+        sequence.last = choice.token
+        sequence.produced = index + 1
+        finish: Finish | None = None
+        if choice.token in sequence.stops:
+            finish = "stop"
+        elif index + 1 == request.max_tokens:
+            finish = "length"
+        events.append(TokenEvent(request.id, index, choice.token, choice.logprob, choice.top, finish))
+        if finish:
+            sequence.has_ended = True
+            self._admission.release(request.id)
+
+    def _end(self, sequence: _Sequence, finish: Finish, events: list[TokenEvent], error: str) -> None:
+        """A sequence ends without a token."""
+        sequence.has_ended = True
+        self._admission.release(sequence.request.id)
+        events.append(TokenEvent(sequence.request.id, sequence.produced, None, finish=finish, error=error))
+
+    def _compact(self) -> None:
+        """Close the holes that ended sequences leave, from the last rows, in one copy."""
+        before = len(self._generating)
+        rows = [(row, one) for row, one in enumerate(self._generating) if not one.has_ended]
+        if self._prompts and self._prompts[0].cached and not self._prompts[0].has_ended:
+            partial: _Sequence | None = self._prompts[0]
+        else:
+            partial = None
+        if any(one.has_ended for one in self._prompts):
+            self._prompts = deque(one for one in self._prompts if not one.has_ended)
+        after = len(rows)
+        if after == before:
+            return
+        holes = [row for row in range(after) if self._generating[row].has_ended]
+        moved = [(row, one) for row, one in rows if row >= after]
+        for hole, (_, one) in zip(holes, moved, strict=True):
+            self._generating[hole] = one
+        del self._generating[after:]
+        if partial is not None:
+            holes.append(after)
+            moved.append((before, partial))
+        if moved:
+            self._cache.move([row for row, _ in moved], holes, max(one.cached for _, one in moved))
+
+    def _report(self, error: Exception) -> str:
+        self._failures.note(error)
+        text = text_of(error)
+        reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        if breaks_device(reason, str(self._device)):
+            self._on_broken(reason)
+        return reason

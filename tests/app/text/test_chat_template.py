@@ -1,0 +1,270 @@
+"""Conversations rendered as transformers renders them, and within bounds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.errors import BadRequest, ConfigError
+from app.text.chat_template import ChatTemplate
+from app.text.tokenizer import Tokenizer
+from tests.app.text.tokenizer_files import model_folder
+
+CHATML: Final = (
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA_3: Final = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim "
+    "+ '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL: Final = (
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token + ' ' }}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+QWEN_3: Final = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- "# Tools\\n" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "<|im_end|>\\n" }}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- macro shown(text, kind='plain') -%}
+    {{ text.split('</think>')[-1].lstrip('\\n') if '</think>' in text else text ~ '' }}
+{%- endmacro %}
+{%- for message in messages %}
+    {%- if loop.first and message.role == 'system' %}{% continue %}{% endif %}
+    {%- set reasoning = message.reasoning_content if message.reasoning_content is defined else '' %}
+    {{- '<|im_start|>' ~ message.role ~ '\\n' }}
+    {%- if reasoning and loop.index0 > ns.last_query_index %}{{- '<think>' ~ reasoning ~ '</think>' }}{% endif %}
+    {%- if message.role == 'assistant' %}
+        {% generation %}{{ shown(message.content) }}{% endgeneration %}
+    {%- else %}
+        {{- shown(message.content) }}
+    {%- endif %}
+    {{- '<|im_end|>' }}{{ '' if loop.last else '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '\\n<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}
+"""
+STYLES: Final = {"chatml": CHATML, "llama_3": LLAMA_3, "mistral": MISTRAL, "qwen_3": QWEN_3}
+NAMED: Final = {"bos_token": "<s>", "eos_token": "</s>"}
+
+texts = st.text(st.sampled_from("ab <>|_é🙂\n{}%&'\"") | st.characters(exclude_categories=["Cs"]), max_size=12)
+conversations = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system"]), "content": texts},
+        optional={"reasoning_content": texts | st.none(), "name": st.none()},
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: model_folder(
+            root / name,
+            tokenizer_config={"tokenizer_class": "TokenizersBackend", "chat_template": template, **NAMED},
+        )
+        for name, template in STYLES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def references(folders: Mapping[str, Path]) -> Mapping[str, Any]:
+    from transformers import AutoTokenizer
+
+    return {name: AutoTokenizer.from_pretrained(folder) for name, folder in folders.items()}
+
+
+def of_folder(folder: Path) -> ChatTemplate:
+    tokenizer = Tokenizer(folder)
+    return ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
+
+
+def one(source: str, **limits: Any) -> ChatTemplate:
+    return ChatTemplate({"default": source}, NAMED, **limits)
+
+
+HELLO: Final[Sequence[Mapping[str, Any]]] = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_conversation_is_rendered_as_transformers_does(
+    style: str, folders: Mapping[str, Path], references: Mapping[str, Any]
+) -> None:
+    from jinja2 import TemplateError
+
+    template, reference = of_folder(folders[style]), references[style]
+
+    @given(conversations, st.booleans(), st.none() | st.just([{"type": "function", "function": {"name": "<f>é"}}]))
+    @settings(deadline=None)
+    def check(messages: list[dict[str, Any]], prompt: bool, tools: list[dict[str, Any]] | None) -> None:
+        options: dict[str, Any] = {"add_generation_prompt": prompt, "tools": tools}
+        refusal, expected = "", ""
+        try:
+            expected = reference.apply_chat_template(messages, tokenize=False, enable_thinking=False, **options)
+        except TemplateError as error:
+            refusal = str(error)
+        with pytest.raises(BadRequest) if refusal else nullcontext() as caught:
+            assert template.render(messages, variables={"enable_thinking": False}, **options) == expected
+        assert caught is None or caught.value.message.endswith(refusal)
+
+    check()
+
+
+def test_what_the_template_refuses_is_a_bad_request_in_its_own_words() -> None:
+    with pytest.raises(BadRequest) as caught:
+        one(MISTRAL).render([*HELLO, *HELLO])
+    assert caught.value.field == "messages"
+    assert caught.value.message == (
+        "messages: the model's chat template refuses the conversation: "
+        "Conversation roles must alternate user/assistant/user/assistant/..."
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content + 1 }}",
+        "{{ messages[0].none.at_all }}",
+        "{{ messages[7]['content'] }}",
+        "{{ 1 / (messages|length - 1) }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% include 'other' %}",
+        "{{ messages.append(1) }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+        "{{ dict.__init__.__globals__ }}",
+    ],
+)
+def test_what_the_template_cannot_render_is_a_bad_request(source: str) -> None:
+    with pytest.raises(BadRequest, match="messages: the model's chat template can't render the conversation: "):
+        one(source).render(HELLO)
+
+
+def test_functions_and_filters_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    source = (
+        "{{ {'b': '<é>&', 'a': [1, none, true]} | tojson }}{{ [1] | tojson(indent=2) }}{{ strftime_now('%Y') }}"
+        "{% for x in [1, 2, 3, 4] %}{% if x == 2 %}{% continue %}{% elif x == 4 %}{% break %}{% endif %}"
+        "{{ loop.index }}{{ loop.last }}{{ loop.length }}{{ loop.previtem }}{{ loop.nextitem }}{% endfor %}"
+        "{% for x in [] %}{% else %}none{% endfor %}{% for k, v in {'a': 1} | items %}{{ k ~ v ~ nope }}{% endfor %}"
+        "{% for x in [[1, [2]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}"
+        "  {% set x %}a{{ 1 }}b{% endset %}{{ x | upper }} {{ -3 * 2 + 2 ** 3 }}{{ 'ab' * 3 }}{{ [1] + [2] }}\n"
+        "  {%- filter upper %} text {% endfilter %}{{ dict(a=1) }}{{ bos_token }}{{ none }}{{ missing }}"
+        "{% for x in missing %}{% endfor %}{{ tools is none }}{{ documents is none }}{{ pad_token is defined }}\n"
+    )
+    folder = model_folder(tmp_path, tokenizer_config={"tokenizer_class": "TokenizersBackend", **NAMED})
+    (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template([dict(HELLO[0])], tokenize=False)
+    assert of_folder(folder).render(HELLO, add_generation_prompt=False) == expected
+
+
+def test_a_template_for_tools_is_taken_when_there_are_tools() -> None:
+    template = ChatTemplate({"default": "plain", "tool_use": "with tools"}, {})
+    assert template.render(HELLO) == "plain"
+    assert template.render(HELLO, tools=[]) == "with tools"
+
+
+ENDLESS: Final = "{% for a in range(99999) %}{% for b in range(99999) %}{% BODY %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        ENDLESS.replace("{% BODY %}", ""),
+        ENDLESS.replace("{% BODY %}", "{% set x = a %}"),
+        ENDLESS.replace("{% BODY %}", "{{ '' }}"),
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(90) }}",
+        "{% for x in [[[[[range(999)] * 99] * 99] * 99] * 99] recursive %}{{ loop(x) if x is iterable }}{% endfor %}",
+    ],
+)
+def test_a_template_that_never_ends_is_ended(source: str) -> None:
+    with pytest.raises(BadRequest, match=r"messages: expected a conversation that renders within 0\.2 s"):
+        one(source, max_seconds=0.2).render(HELLO)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        ENDLESS.replace("{% BODY %}", "text"),
+        "{% macro m() %}" + ENDLESS.replace("{% BODY %}", "text") + "{% endmacro %}{{ m() }}",
+        "{% set x %}" + ENDLESS.replace("{% BODY %}", "{{ bos_token }}") + "{% endset %}",
+        "{{ 'a' * 99999999999 }}",
+        "{{ 99999999999 * [1] }}",
+        "{{ 9 ** 99999999999 }}",
+        "{% set ns = namespace(s='ab') %}{% for x in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{% set ns = namespace(s='ab') %}{% for x in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set ns = namespace(s=[1]) %}{% for x in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% for m in messages %}{% for n in messages %}{{ n.content }}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_that_writes_without_end_is_ended(source: str) -> None:
+    messages = [{"role": "user", "content": "a" * 1000}] * 100
+    with pytest.raises(BadRequest, match="messages: expected a conversation of at most 1000000 characters"):
+        one(source, max_characters=1_000_000).render(messages)
+
+
+def test_one_rendering_takes_nothing_from_the_next() -> None:
+    template = one("{{ messages[0].content }}", max_characters=1000)
+    for _ in range(5):
+        assert len(template.render([{"role": "user", "content": "a" * 999}])) == 999
+
+
+def test_threads_share_a_template() -> None:
+    template = one(CHATML, max_characters=40_000)
+    barrier = threading.Barrier(4)
+
+    def render(n: int) -> bool:
+        barrier.wait(20)
+        message = {"role": "user", "content": str(n) * 100}
+        text = template.render([message] * 250)
+        return text.count(f"\n{str(n) * 100}<|im_end|>") == 250
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(render, range(4), timeout=60))
+
+
+def test_a_template_that_is_no_jinja_is_the_operators_error() -> None:
+    with pytest.raises(ConfigError, match="chat template 'default', line 2: expected a Jinja template, got this: "):
+        one("a\n{% if %}")
+
+
+def test_a_model_without_a_default_template_is_the_operators_error() -> None:
+    with pytest.raises(ConfigError, match="chat template: expected one named 'default', got tool_use"):
+        ChatTemplate({"tool_use": ""}, {})

@@ -1,0 +1,113 @@
+"""Stop strings: where the text ends, and what is held back meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import BadRequest
+from app.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOPS, Emitted, StopFinder
+
+texts = st.text(st.sampled_from("ab\n🙂"), max_size=30)
+some_stops = st.lists(st.text(st.sampled_from("ab\n🙂"), min_size=1, max_size=5), min_size=1, max_size=5)
+
+
+def expected(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
+    """As `str.find` over the whole text says."""
+    found = [(text.find(stop), n) for n, stop in enumerate(stops) if stop in text]
+    if not found:
+        return text, None
+    place, n = min(found)
+    return text[: place + len(stops[n]) * include], stops[n]
+
+
+def run(finder: StopFinder, pieces: Sequence[str]) -> tuple[str, str | None]:
+    sent = [finder.push(piece) for piece in pieces]
+    sent.append(finder.finish())
+    return "".join(text for text, _ in sent), sent[-1].stop
+
+
+def test_a_stop_string_across_pieces_ends_the_text_before_it() -> None:
+    finder = StopFinder(["\n\nUser:"])
+    assert finder.push("Hello.\n") == Emitted("Hello.", None)
+    assert finder.push("\nUs") == Emitted("", None)
+    assert finder.push("er: and") == Emitted("", "\n\nUser:")
+    assert finder.push(" more") == Emitted("", "\n\nUser:")
+    assert finder.finish() == Emitted("", "\n\nUser:")
+
+
+def test_what_was_held_back_comes_when_it_is_no_stop_string() -> None:
+    finder = StopFinder(["END"])
+    assert finder.push("an E") == Emitted("an ", None)
+    assert finder.push("N") == Emitted("", None)
+    assert finder.push("T") == Emitted("ENT", None)
+
+
+def test_what_is_held_back_at_the_end_comes_with_finish() -> None:
+    finder = StopFinder(["END"])
+    assert finder.push("EN") == Emitted("", None)
+    assert finder.finish() == Emitted("EN", None)
+
+
+def test_the_stop_string_itself_on_demand() -> None:
+    assert StopFinder(["b"], include_stop=True).push("abc") == Emitted("ab", "b")
+
+
+def test_of_two_at_one_place_the_one_listed_first() -> None:
+    assert run(StopFinder(["ab", "abc"]), ["xabc"]) == ("x", "ab")
+    assert run(StopFinder(["abc", "ab"]), ["xa", "b", "c"]) == ("x", "abc")
+
+
+def test_one_that_begins_earlier_is_waited_for_until_it_fails() -> None:
+    finder = StopFinder(["abcd", "bc"])
+    assert finder.push("abc") == Emitted("", None)
+    assert finder.push("x") == Emitted("a", "bc")
+
+
+def test_one_that_began_earlier_but_never_ended_gives_way_at_the_end() -> None:
+    finder = StopFinder(["abcd", "bc"])
+    assert finder.push("abc") == Emitted("", None)
+    assert finder.finish() == Emitted("a", "bc")
+
+
+def test_without_stop_strings_nothing_is_held_back() -> None:
+    assert run(StopFinder([]), ["a", "b"]) == ("ab", None)
+
+
+@given(texts, some_stops, st.booleans(), st.lists(st.integers(0, 30)))
+def test_any_text_cut_anywhere_ends_where_the_whole_would(
+    text: str, stops: list[str], include: bool, cuts: list[int]
+) -> None:
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[start:end] for start, end in pairwise(places)]
+    assert run(StopFinder(stops, include_stop=include), pieces) == expected(text, stops, include)
+
+
+@given(texts, some_stops)
+def test_only_what_could_become_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
+    finder = StopFinder(stops)
+    sent, stop = finder.push(text)
+    if stop is None:
+        held = text[len(sent) :]
+        assert len(held) < max(map(len, stops))
+        assert not held or any(stop.startswith(held) for stop in stops)
+        assert not any(stop in sent for stop in stops)
+        assert finder.finish() == expected(held, stops, False)
+
+
+@pytest.mark.parametrize(
+    ("stops", "field", "message"),
+    [
+        (["a", ""], "stop[1]", "stop[1]: expected 1 to 1024 characters, got an empty string"),
+        (["a" * (MAX_STOP_CHARACTERS + 1)], "stop[0]", "stop[0]: expected 1 to 1024 characters, got 1025 characters"),
+        (["a"] * (MAX_STOPS + 1), "stop", "stop: expected at most 16 strings, got 17"),
+    ],
+)
+def test_bad_stop_strings_are_named(stops: list[str], field: str, message: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        StopFinder(stops)
+    assert (caught.value.field, caught.value.message) == (field, message)

@@ -1,0 +1,106 @@
+"""Small language models with random weights, made on the spot, and engines driven to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from inference.lm.protocol import Engine, Sampling, SequenceRequest, TokenEvent
+
+VOCAB_SIZE = 96
+CONTEXT = 128
+GREEDY = Sampling(temperature=0)
+TIE = 1e-4
+"""Two logits nearer than this may change places when the batch does."""
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def tiny(kind: str = "llama", attention: str = "sdpa", **changes: Any) -> Any:
+    """A model of a few ten thousand parameters; wide initial weights, so that its best two tokens lie apart."""
+    torch.manual_seed(1)
+    config_class: Any = LlamaConfig if kind == "llama" else CONFIG_MAPPING[kind]
+    config = config_class(**{**SHAPE, **changes})
+    auto: Any = AutoModelForCausalLM
+    return auto.from_config(config, attn_implementation=attention).eval()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * length + seed)
+    return torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def request(
+    id: str, prompt: Sequence[int], max_tokens: int, sampling: Sampling = GREEDY, **rest: Any
+) -> SequenceRequest:
+    return SequenceRequest(id, list(prompt), max_tokens, sampling, **rest)
+
+
+def run(engine: Engine, *requests: SequenceRequest, most_steps: int = 10_000) -> dict[str, list[TokenEvent]]:
+    """Submit, and step until there is no work; what each got, by id, known to be in order and ended once."""
+    for one in requests:
+        engine.submit(one)
+    events: list[TokenEvent] = []
+    for _ in range(most_steps):
+        if not engine.has_work:
+            break
+        events += engine.step()
+    assert not engine.has_work
+    assert (engine.active, engine.waiting, engine.cache_used) == (0, 0, 0)
+    return by_id(events)
+
+
+def by_id(events: Sequence[TokenEvent]) -> dict[str, list[TokenEvent]]:
+    """Events of each sequence; indices follow each other, and the last event alone ends it."""
+    found: dict[str, list[TokenEvent]] = {}
+    for event in events:
+        found.setdefault(event.id, []).append(event)
+    for all_events in found.values():
+        assert [event.index for event in all_events] == list(range(len(all_events)))
+        assert all(event.finish is None and event.token is not None for event in all_events[:-1])
+    return found
+
+
+def tokens(events: Sequence[TokenEvent]) -> list[int]:
+    return [event.token for event in events if event.token is not None]
+
+
+def generated(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], list[float]]:
+    """What transformers' `generate` makes of it, and by how much each best logit leads the second."""
+    ids = torch.tensor([prompt])
+    configuration: Any = GenerationConfig
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=configuration(
+            max_new_tokens=max_tokens, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=0
+        ),
+    )
+    leads = [float(best - second) for best, second in (step[0].topk(2).values for step in output.logits)]
+    return output.sequences[0, len(prompt) :].tolist(), leads
+
+
+def differs(got: Sequence[int], expected: Sequence[int], leads: Sequence[float]) -> bool:
+    """Whether they differ, where that is allowed: at a tie."""
+    for one, other, lead in zip(got, expected, leads, strict=True):
+        if one != other:
+            assert lead < TIE, f"{one} instead of {other}, which leads by {lead}"
+            return True
+    return False
