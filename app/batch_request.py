@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 
 from app.tensors import InferRequest, RawTensor, Scalar
+from app.triton_client import FrameRequest
 from inference.datatypes import DATATYPES
 from inference.report import HEADWATER, REPORT, CallNote, placeholder_shape
-from inference.signature import Signature
+from inference.signature import Signature, TensorSpec
 
-__all__ = ["encode_batch"]
+__all__ = ["encode_batch", "encode_for_frames", "encode_nothing"]
 
 Rows = tuple[InferRequest, dict[str, RawTensor], int]
 """A request, the tensors of those of its rows that are in the batch, and how many these are."""
@@ -25,33 +26,13 @@ def encode_batch(signature: Signature, batch: Sequence[Rows]) -> tuple[bytes, li
     Returns:
         The JSON, every tensor binary in both directions; and the inputs' bytes in order, as they came.
     """
-    request, first, _ = batch[0]
-    rows = sum(count for _, _, count in batch)
-    note = CallNote(parameters=request.batch_parameters, rows=_row_parameters(batch))
-    data: list[bytes | memoryview] = []
+    note = _note(batch)
     inputs = []
-    for spec in signature.inputs:
-        tensor = first.get(spec.name)
-        if tensor is None:
-            continue
-        datatype = DATATYPES[spec.datatype]
-        shape = [rows, *tensor.shape[1:]]
-        pieces: list[bytes | memoryview]
-        if 0 in shape:
-            note.shapes[spec.name] = shape
-            shape = placeholder_shape(rows, spec.shape)
-            pieces = [bytes((datatype.size_bytes or 4) * math.prod(shape))]
-        else:
-            pieces = [tensors[spec.name].data for _, tensors, _ in batch]
+    data: list[bytes | memoryview] = []
+    for name, datatype, shape, pieces in _encode_inputs(signature, batch, note):
         data += pieces
-        inputs.append(
-            {
-                "name": spec.name,
-                "datatype": datatype.wire,
-                "shape": shape,
-                "parameters": {"binary_data_size": sum(map(len, pieces))},
-            }
-        )
+        size = sum(map(len, pieces))
+        inputs.append({"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": size}})
     wanted = dict.fromkeys(wish.name for request, _, _ in batch for wish in request.outputs)
     head: dict[str, Any] = {
         "inputs": inputs,
@@ -60,6 +41,62 @@ def encode_batch(signature: Signature, batch: Sequence[Rows]) -> tuple[bytes, li
     if note.parameters or note.rows or note.shapes:
         head["parameters"] = {HEADWATER: msgspec.json.encode(note).decode()}
     return msgspec.json.encode(head), data
+
+
+def encode_for_frames(
+    signature: Signature, batch: Sequence[Rows], heads: Sequence[tuple[int, int]], stream: str
+) -> FrameRequest:  # fmt: skip
+    """Encode rows that may share a call of a replica that answers in frames.
+
+    Args:
+        signature: the model's.
+        batch: the rows.
+        heads: see `inference.report.CallNote.heads`.
+        stream: see `inference.report.CallNote.stream`.
+    """
+    note = _note(batch)
+    note.heads = list(heads)
+    note.stream = stream
+    inputs = _encode_inputs(signature, batch, note)
+    return FrameRequest(inputs, msgspec.json.encode(note).decode())
+
+
+def encode_nothing(signature: Signature) -> FrameRequest:
+    """A request that asks a replica that answers in frames for nothing: to end a stream that there isn't."""
+    inputs = [(spec.name, *_placeholder(spec, 1)) for spec in signature.inputs if not spec.optional]
+    return FrameRequest(inputs, msgspec.json.encode(CallNote(cancel="-")).decode())
+
+
+def _encode_inputs(
+    signature: Signature, batch: Sequence[Rows], note: CallNote
+) -> list[tuple[str, str, list[int], list[bytes | memoryview]]]:
+    """The batch's inputs: name, datatype, shape and bytes in pieces. Shapes without elements go into the note."""
+    _, first, _ = batch[0]
+    rows = sum(count for _, _, count in batch)
+    inputs = []
+    for spec in signature.inputs:
+        tensor = first.get(spec.name)
+        if tensor is None:
+            continue
+        shape = [rows, *tensor.shape[1:]]
+        if 0 in shape:
+            note.shapes[spec.name] = shape
+            inputs.append((spec.name, *_placeholder(spec, rows)))
+        else:
+            pieces = [tensors[spec.name].data for _, tensors, _ in batch]
+            inputs.append((spec.name, DATATYPES[spec.datatype].wire, shape, pieces))
+    return inputs
+
+
+def _placeholder(spec: TensorSpec, rows: int) -> tuple[str, list[int], list[bytes | memoryview]]:
+    """Neutral values: datatype, shape and bytes."""
+    datatype = DATATYPES[spec.datatype]
+    shape = placeholder_shape(rows, spec.shape)
+    return datatype.wire, shape, [bytes((datatype.size_bytes or 4) * math.prod(shape))]  # BYTES: empty ones
+
+
+def _note(batch: Sequence[Rows]) -> CallNote:
+    return CallNote(parameters=batch[0][0].batch_parameters, rows=_row_parameters(batch))
 
 
 def _row_parameters(batch: Sequence[Rows]) -> dict[str, list[Scalar]]:

@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +18,13 @@ import msgspec
 
 from app.config import Config, Deployment, Server, load_config, read_config
 from app.errors import ConfigError
+from app.interpreter import InterpreterError
+from app.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
+from app.pipeline_config import Pipeline
 from app.sweep import SHARED_MEMORY
-from inference.environment import Problem, library_path
+from inference.environment import Problem
+from inference.errors import DeclarationError
+from inference.pipeline import make_plan
 from inference.signature import Signature
 from inference.tensor_store import ASSUMED_DIMENSION, batch_bytes, uses_store
 
@@ -31,9 +35,6 @@ __all__ = [
     "shared_memory_bytes",
     "shared_memory_problems",
 ]
-
-PROCESS_TIMEOUT_S = 300.0
-"""For all imports of the models; a cold disk can take minutes over torch."""
 
 MIB = 1024 * 1024
 TRITON_REGION_BYTES = 4 * MIB
@@ -64,18 +65,22 @@ def check(config_path: Path | None, *, as_json: bool, flags: Mapping[str, Any] |
         config = load_config(config_path, flags=flags or {}) if config_path else _bare_config(flags or {})
     except ConfigError as error:
         problems.append(Problem("configuration", str(error), "correct what the message names"))
-    versions, found = _environment()
+    with ModelSide({}) as side:
+        versions, found = side.report()
     problems += found
     deployments: list[dict[str, Any]] = []
     if config is not None:
         served = {name: one for name, one in config.deployments.items() if name != _PLACEHOLDER or config_path}
         paths = (os.getcwd(), *([str(config_path.resolve().parent)] if config_path else []))
-        signatures, found = _signatures(served, tuple(dict.fromkeys(paths)))
+        computed = {name: one for name, one in config.all_deployments().items() if name != _PLACEHOLDER or config_path}
+        signatures, pythons, found = _signatures(computed, tuple(dict.fromkeys(paths)))
         problems += found
-        deployments = [_summary(name, one, signatures.get(name)) for name, one in served.items()]
-        problems += _shared_memory(served, signatures)
+        joined, found = _joined(served, signatures)
+        problems += found
+        deployments = [_summary(name, one, (signatures | joined).get(name), pythons) for name, one in served.items()]
+        problems += _shared_memory(computed, signatures)
         problems += address_problems(config.server.host, config.server.port)
-        problems += runtime_dir_problems(config.server, served)
+        problems += runtime_dir_problems(config.server, computed)
     if as_json:
         report = {"ok": not problems, "versions": versions, "deployments": deployments}
         print(json.dumps({**report, "problems": [asdict(problem) for problem in problems]}, indent=2))
@@ -201,47 +206,100 @@ def _mib(size_bytes: int) -> str:
     return f"{size_bytes / MIB:,.0f} MiB" if size_bytes >= MIB else f"{size_bytes / 1024:,.0f} KiB"
 
 
-def _environment() -> tuple[dict[str, str | None], list[Problem]]:
-    """Versions and problems, as a process of the model's side sees them."""
-    status, output, errors = _run("inference.environment", b"", {})
-    try:
-        report = msgspec.json.decode(output)
-        return report["versions"], [Problem(**problem) for problem in report["problems"]]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        reason = f"`python -m inference.environment` ended with status {status}: {_last_line(errors)}"
-        return {}, [Problem("environment", reason, f"install Headwater and what it needs into {sys.executable}'s")]
-
-
 def _signatures(
     deployments: Mapping[str, Deployment], path: tuple[str, ...]
-) -> tuple[dict[str, Signature], list[Problem]]:
-    """Signatures of those models that can be made, and what is wrong with the others."""
+) -> tuple[dict[str, Signature], dict[str, dict[str, Any]], list[Problem]]:
+    """Signatures of those models that can be made, the Pythons of deployments that name one, and what is wrong."""
     signatures: dict[str, Signature] = {}
     problems: dict[str, list[Problem]] = {}
-    groups: dict[frozenset[tuple[str, str]], list[str]] = {}
+    pythons: dict[str, dict[str, Any]] = {}
+    groups: dict[tuple[Path | None, frozenset[tuple[str, str]]], list[str]] = {}
     for name, one in deployments.items():
-        groups.setdefault(frozenset(one.environment.items()), []).append(name)
-    for environment, pending in groups.items():
-        while pending:
-            requests = [_request(name, deployments[name], path) for name in pending]
-            status, output, errors = _run("inference.probe", msgspec.json.encode(requests), dict(environment))
-            for line in output.splitlines():
-                finding = msgspec.json.decode(line)
-                name = pending.pop(0)
-                problems[name] = [Problem(**problem) for problem in finding["problems"]]
-                if finding["signature"] is not None:
-                    signatures[name] = msgspec.convert(finding["signature"], Signature)
-            if pending:  # the process ended at the next one; those after it get another
-                name = pending.pop(0)
-                problems[name] = [_ended(name, deployments[name], status, errors)]
-    return signatures, [problem for name in deployments for problem in problems[name]]
+        groups.setdefault((one.python, frozenset(one.environment.items())), []).append(name)
+    for (python, environment), names in groups.items():
+        try:
+            side = ModelSide(dict(environment), python)
+        except InterpreterError as error:
+            reason = f"python {error.path}: {error.reason}"
+            problems.update({name: [Problem(f"deployment {name}", reason, error.mend)] for name in names})
+            pythons.update({name: {"path": error.path, "versions": {}} for name in names})
+            continue
+        with side:
+            if python is not None:
+                versions, found = side.report()
+                for name in names:
+                    pythons[name] = {"path": side.python, "versions": versions}
+                    problems[name] = [_of_python(name, side.python, problem) for problem in found]
+            _probe(side, {name: deployments[name] for name in names}, path, signatures, problems)
+    return signatures, pythons, [problem for name in deployments for problem in problems[name]]
+
+
+def _of_python(name: str, python: str, problem: Problem) -> Problem:
+    return Problem(f"deployment {name}", f"python {python}: {problem.title}: {problem.reason}", problem.mend)
+
+
+def _probe(
+    side: ModelSide,
+    deployments: Mapping[str, Deployment],
+    path: tuple[str, ...],
+    signatures: dict[str, Signature],
+    problems: dict[str, list[Problem]],
+) -> None:
+    """Try the models of these deployments, and add what is found to signatures and problems."""
+    pending = list(deployments)
+    while pending:
+        requests = [_request(name, deployments[name], path) for name in pending]
+        status, output, errors = side.run("inference.probe", msgspec.json.encode(requests))
+        tried: list[str] = []  # steps of the next one
+        for line in output.splitlines():
+            finding = msgspec.json.decode(line)
+            name = finding["name"]
+            problems.setdefault(name, []).extend(Problem(**problem) for problem in finding["problems"])
+            if finding["step"]:
+                tried.append(finding["step"])
+                continue
+            pending.remove(name)
+            tried.clear()
+            if finding["signature"] is not None:
+                signatures[name] = msgspec.convert(finding["signature"], Signature)
+        if pending:  # the process ended at the next one; those after it get another
+            name = pending.pop(0)
+            problems.setdefault(name, []).append(_ended(name, deployments[name], tried, status, errors))
+
+
+def _joined(
+    deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]
+) -> tuple[dict[str, Signature], list[Problem]]:
+    """Signatures of the pipelines whose steps are deployments of their own, and why others don't fit together."""
+    joined: dict[str, Signature] = {}
+    problems: list[Problem] = []
+    for name, one in deployments.items():
+        if one.pipeline is None or one.pipeline.placement == "fused":
+            continue
+        steps = {step: signatures.get(where) for step, where in _places(name, one.pipeline).items()}
+        known = {step: signature for step, signature in steps.items() if signature is not None}
+        if len(known) < len(steps):
+            continue  # what is wrong with the others was told
+        try:
+            plan = make_plan(one.pipeline.spec(), known, name=name, max_batch_size=one.batching.max_batch_size)
+            joined[name] = plan.signature
+        except DeclarationError as error:
+            mend = "correct the pipeline, or the model's declaration"
+            problems.append(Problem(f"deployment {name}", str(error), mend))
+    return joined, problems
+
+
+def _places(name: str, pipeline: Pipeline) -> dict[str, str]:
+    """The deployment that computes each step of a pipeline in placement ``graph``."""
+    return {step: one.deployment or f"{name}.{step}" for step, one in pipeline.all_steps().items()}
 
 
 def _request(name: str, deployment: Deployment, path: tuple[str, ...]) -> dict[str, Any]:
     return {
         "name": name,
-        "model": deployment.model,
+        "model": deployment.model or "",
         "options": deployment.options,
+        "pipeline": deployment.pipeline.spec() if deployment.pipeline is not None else None,
         "max_batch_size": deployment.batching.max_batch_size,
         "device": deployment.device,
         "path": path,
@@ -249,42 +307,20 @@ def _request(name: str, deployment: Deployment, path: tuple[str, ...]) -> dict[s
     }
 
 
-def _ended(name: str, deployment: Deployment, status: int | None, errors: str) -> Problem:
+def _ended(name: str, deployment: Deployment, tried: Sequence[str], status: int | None, errors: str) -> Problem:
+    title, model = f"deployment {name}", deployment.model or "its steps"
+    if deployment.pipeline is not None:
+        for step, one in deployment.pipeline.all_steps().items():
+            if step not in tried:
+                title, model = f"{title}, step {step}", one.model or ""
+                break
     how = f"did not end in {PROCESS_TIMEOUT_S:g} s" if status is None else f"ended the process with status {status}"
-    said = f": {_last_line(errors)}" if errors.strip() else ""
+    said = f": {last_line(errors)}" if errors.strip() else ""
     return Problem(
-        f"deployment {name}",
-        f"{deployment.model}: importing or constructing it {how}{said}",
+        title,
+        f"{model}: importing or constructing it {how}{said}",
         "do long or dangerous work in load(), not on import or in the constructor",
     )
-
-
-def _run(module: str, stdin: bytes, environment: Mapping[str, str]) -> tuple[int | None, bytes, str]:
-    """Run a module of the model's side as a replica runs. Returns exit status (None: too slow), stdout and stderr."""
-    variables = {**os.environ, **environment}
-    variables["LD_LIBRARY_PATH"] = library_path(variables)
-    # The process starts in a folder without modules, so that nothing in the user's hides one of ours; where Headwater
-    # is not installed but run from its sources, it must be told where they are.
-    ours = Path(__file__).resolve().parents[1]
-    if ours.name not in ("site-packages", "dist-packages"):
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(ours))))
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-m", module],
-            cwd="/",
-            env=variables,
-            input=stdin,
-            capture_output=True,
-            timeout=PROCESS_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        return None, error.stdout or b"", (error.stderr or b"").decode(errors="replace")
-    return ended.returncode, ended.stdout, ended.stderr.decode(errors="replace")
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")
 
 
 def _holder(port: int) -> str | None:
@@ -306,8 +342,19 @@ def _holder(port: int) -> str | None:
     return None
 
 
-def _summary(name: str, deployment: Deployment, signature: Signature | None) -> dict[str, Any]:
+def _summary(
+    name: str, deployment: Deployment, signature: Signature | None, pythons: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     summary: dict[str, Any] = {"name": name, "model": deployment.model, "ok": signature is not None}
+    if name in pythons:
+        summary["python"] = pythons[name]
+    pipeline = deployment.pipeline
+    if pipeline is not None:
+        steps = {step: one.model or f"deployment {one.deployment}" for step, one in pipeline.all_steps().items()}
+        summary["pipeline"] = {"placement": pipeline.placement, "steps": steps, "heads": list(pipeline.heads)}
+        if pipeline.placement == "graph":
+            own = {step: pythons[at] for step, at in _places(name, pipeline).items() if at in pythons}
+            summary["pipeline"].update({"pythons": own} if own else {})
     if signature is not None:
         summary["inputs"] = msgspec.to_builtins(signature.inputs)
         summary["outputs"] = msgspec.to_builtins(signature.outputs)
@@ -330,7 +377,16 @@ def _print(
     width = max((len(one["name"]) for one in deployments), default=0)
     for one in deployments:
         tensors = f"  {_tensors(one['inputs'])} -> {_tensors(one['outputs'])}" if one["ok"] else ""
-        print(f"{bold}{one['name']:<{width}}{plain}  {one['model']}{tensors}", file=out)
+        pipeline = one.get("pipeline")
+        what = one["model"] if pipeline is None else f"{pipeline['placement']} pipeline"
+        print(f"{bold}{one['name']:<{width}}{plain}  {what}{tensors}", file=out)
+        if "python" in one:
+            print(f"{'':<{width}}    {_python(one['python'])}", file=out)
+        if pipeline is not None:
+            for step, model in pipeline["steps"].items():
+                print(f"{'':<{width}}    {'head' if step in pipeline['heads'] else 'step'} {step}  {model}", file=out)
+                if step in pipeline.get("pythons", {}):
+                    print(f"{'':<{width}}      {_python(pipeline['pythons'][step])}", file=out)
     print(file=out)
     if not problems:
         print(f"{green}ready to serve{plain}", file=out)
@@ -338,6 +394,16 @@ def _print(
     print(f"{red}{len(problems)} problem{'' if len(problems) == 1 else 's'}{plain}", file=out)
     for problem in problems:
         print(f"\n{bold}{problem.title}{plain}\n  why   {problem.reason}\n  mend  {problem.mend}", file=out)
+
+
+def _python(python: Mapping[str, Any]) -> str:
+    versions = python["versions"]
+    names = [name for name in ("numpy", "pytriton", "torch") if versions.get(name)]
+    said = [
+        str(versions.get("python") or "can't be used").partition(" (")[0],
+        *(f"{one} {versions[one]}" for one in names),
+    ]
+    return f"python {python['path']}: {', '.join(said)}"
 
 
 def _tensors(specs: Sequence[Mapping[str, Any]]) -> str:

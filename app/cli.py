@@ -40,7 +40,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve what a configuration names, or one model")
-    serve.add_argument("what", metavar="CONFIG | MODULE:CLASS", help="a YAML file, or a model such as my.models:Scale")
+    serve.add_argument(
+        "what",
+        metavar="CONFIG | MODULE:CLASS | onnx:PATH",
+        help="a YAML file, or a model such as my.models:Scale or onnx:head.onnx",
+    )
     serve.add_argument("--host", help="address to listen on")
     serve.add_argument("--port", type=int, help="port to listen on; 0 takes a free one")
     serve.add_argument("--workers", type=int, help="gateway processes")
@@ -83,7 +87,8 @@ def _read(what: str, flags: dict[str, Any]) -> tuple[Config, tuple[str, ...]]:
     """The configuration, and what to put first on the replicas' ``sys.path``."""
     here = os.getcwd()
     if ":" in what and not Path(what).exists():
-        name = what.rpartition(":")[2].lower()
+        last = what.rpartition(":")[2]
+        name = Path(last).stem if what.startswith("onnx:") else last.lower()
         content = {"deployments": {name: {"model": what}}}
         return read_config(content, source=what, flags=flags), (here,)
     folder = str(Path(what).resolve().parent)

@@ -6,88 +6,80 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from app.errors import ConfigError
+from app.pipeline_config import Pipeline
+from app.sections import (
+    Batching,
+    Device,
+    Environment,
+    ModelReference,
+    PositiveSeconds,
+    PythonPath,
+    Replicas,
+    Section,
+    TensorStore,
+    Threads,
+    WarmupBatchSizes,
+)
 
 __all__ = ["Batching", "Config", "Deployment", "Server", "load_config", "read_config"]
 
 ENVIRONMENT_PREFIX = "HEADWATER_"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
-_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
-
-PositiveInt = Annotated[int, Field(ge=1)]
-PositiveSeconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Batching(_Section):
-    """How the gateway coalesces rows of concurrent requests."""
-
-    max_batch_size: PositiveInt = 32
-    """Rows in one call of the model, at most."""
-    max_queue_delay_ms: Annotated[float, Field(ge=0, le=60_000)] = 0
-    """How long rows may wait for company although the replica is idle."""
-    max_queue_size: PositiveInt = 1024
-    """Rows that may wait; more are refused with 429."""
-    max_in_flight: PositiveInt = 2
-    """Calls that a replica may have at once: one computes, the others are on their way."""
-
-
-class Deployment(_Section):
+class Deployment(Section):
     """One served name."""
 
-    model: str
-    """``module:Class`` of an `inference.Model`."""
+    model: ModelReference | None = None
+    """``module:Class`` of an `inference.Model`, or ``onnx:PATH`` of an ONNX file; this or ``pipeline``."""
+    pipeline: Pipeline | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class's constructor."""
     batching: Batching = Field(default_factory=Batching)
     timeout_s: PositiveSeconds = 30
     """A request's deadline, queueing included; a request may ask for less."""
-    replicas: Annotated[int, Field(ge=1, le=64)] = 1
-    device: str = "auto"
+    replicas: Replicas = 1
+    device: Device = "auto"
     """``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the first GPU if there is one."""
-    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    threads: Threads | None = None
     """Threads of torch and of its math libraries; default: as many as the machine has cores."""
-    environment: dict[str, str] = Field(default_factory=dict)
+    environment: Environment = Field(default_factory=dict)
     """Variables that the replica gets besides the supervisor's own."""
-    tensor_store: Literal["auto", "on", "off"] = "auto"
+    tensor_store: TensorStore = "auto"
     """Whether tensors go through PyTriton's shared-memory store: faster for large ones, slower for small ones."""
-    warmup_batch_sizes: tuple[PositiveInt, ...] | None = None
+    warmup_batch_sizes: WarmupBatchSizes | None = None
     """Batch sizes to warm up; default: powers of two up to ``max_batch_size``. Empty: no warm-up."""
     load_timeout_s: PositiveSeconds = 600
     """How long a replica may take from its start to ready."""
+    python: PythonPath | None = None
+    """The interpreter that its replicas run under, which must have PyTriton; default: the one Headwater runs under."""
 
-    @field_validator("model")
-    @classmethod
-    def _check_model(cls, value: str) -> str:
-        if not _MODEL.match(value):
-            raise ValueError("expected module:Class such as my_package.models:Scale")
-        return value
+    @model_validator(mode="after")
+    def _check_what(self) -> Deployment:
+        if (self.model is None) == (self.pipeline is None):
+            raise ValueError("expected either `model` or `pipeline`")
+        if self.pipeline is not None and self.options:
+            raise ValueError("options: expected in the pipeline's steps, each of which has its own")
+        return self
 
-    @field_validator("device")
-    @classmethod
-    def _check_device(cls, value: str) -> str:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
-            raise ValueError("expected auto, cpu, cuda or cuda:N")
-        return value
-
-    @field_validator("environment", mode="before")
-    @classmethod
-    def _stringify(cls, value: object) -> object:
-        if isinstance(value, dict):
-            return {key: str(item) if isinstance(item, (int, float)) else item for key, item in value.items()}
-        return value
+    def step(self, name: str) -> Deployment:
+        """Of a pipeline in placement ``graph``: the deployment of a step that has a model of its own."""
+        assert self.pipeline is not None
+        step = self.pipeline.all_steps()[name]
+        own = step.own_settings()
+        if "environment" in own:
+            own["environment"] = {**self.environment, **own["environment"]}
+        return self.model_copy(update={"model": step.model, "pipeline": None, "options": step.options, **own})
 
 
-class Server(_Section):
+class Server(Section):
     """The gateway and the supervisor."""
 
     host: str = "127.0.0.1"
@@ -107,7 +99,7 @@ class Server(_Section):
     access_log: bool = True
 
 
-class Config(_Section):
+class Config(Section):
     """The whole configuration."""
 
     server: Server = Field(default_factory=Server)
@@ -123,6 +115,60 @@ class Config(_Section):
                 )
         return value
 
+    @model_validator(mode="after")
+    def _check_steps(self) -> Config:
+        for name, deployment in self.deployments.items():
+            if deployment.pipeline is None or deployment.pipeline.placement != "graph":
+                continue
+            for step_name, step in deployment.pipeline.all_steps().items():
+                where = f"deployments.{name}.pipeline, step `{step_name}`"
+                if step.deployment is not None:
+                    other = self.deployments.get(step.deployment)
+                    if other is None:
+                        known = ", ".join(f"`{one}`" for one in self.deployments)
+                        raise ValueError(f"{where}: unknown deployment `{step.deployment}`; expected one of {known}")
+                    if other.pipeline is not None:
+                        raise ValueError(
+                            f"{where}: expected a deployment of one model, got the pipeline `{step.deployment}`; name "
+                            "its steps here instead"
+                        )
+                elif f"{name}.{step_name}" in self.deployments:
+                    raise ValueError(
+                        f"{where}: it is served as `{name}.{step_name}`, a name that another deployment has; rename one"
+                    )
+        return self
+
+    def all_deployments(self) -> dict[str, Deployment]:
+        """Those that have replicas of their own: the steps of pipelines in placement ``graph`` stand for these, each
+        under ``PIPELINE.STEP``."""
+        found: dict[str, Deployment] = {}
+        for name, deployment in self.deployments.items():
+            pipeline = deployment.pipeline
+            if pipeline is None or pipeline.placement == "fused":
+                found[name] = deployment
+                continue
+            for step_name, step in pipeline.all_steps().items():
+                if step.deployment is None:
+                    found[f"{name}.{step_name}"] = deployment.step(step_name)
+        return found
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping, of which YAML would silently take the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """See `yaml.SafeLoader`. Merge keys (``<<``) are not resolved yet, so that one may override what it merges."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.composer.ComposerError(
+                        None, None, f"`{key.value}` stands twice in one mapping", key.start_mark
+                    )
+                seen.add(key.value)
+        return node
+
 
 def load_config(path: Path, *, environment: Mapping[str, str] | None = None, flags: Mapping[str, Any]) -> Config:
     """Read a YAML file and lay the environment and the flags over it.
@@ -137,7 +183,7 @@ def load_config(path: Path, *, environment: Mapping[str, str] | None = None, fla
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: expected UTF-8 text: {error.reason} at byte {error.start}") from error
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, Loader=_UniqueKeys)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     return read_config(content, source=str(path), environment=environment, flags=flags)
@@ -212,11 +258,11 @@ def _match(tree: Mapping[str, Any], part: str) -> str:
 
 
 def _describe(detail: Any, overrides: Mapping[tuple[str, ...], str]) -> str:
-    location = tuple(str(part) for part in detail["loc"])
-    where = ".".join(location) or "configuration"
+    location = tuple(str(part) for part in detail["loc"] if part != "[key]")
+    where = ".".join(location)
     for path, source in overrides.items():
         # What came from outside the file, or stands beside what did and is missing because of it.
-        if path[: len(location)] == location or path[: len(location) - 1] == location[:-1] != ():
+        if path[: len(location)] == location != () or path[: len(location) - 1] == location[:-1] != ():
             return f"{_text(detail, where)} ({source} is laid over it)"
     return _text(detail, where)
 
@@ -228,5 +274,9 @@ def _text(detail: Any, where: str) -> str:
         return f"`{where}`: required, but missing"
     message = str(detail["msg"]).removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
+    if not where:  # it is about several fields, and names them
+        return message
+    if detail["type"] == "value_error" and (", got " in message or isinstance(detail["input"], dict)):
+        return f"`{where}`: {message}"
     got = repr(detail["input"])
     return f"`{where}`: {message}, got {got if len(got) <= 80 else got[:77] + '...'}"

@@ -33,8 +33,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._in_head = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Give it the time of an idle connection for its first byte."""
+        """Give it the time of an idle connection for its first byte; requests find ``abort`` in their state."""
         super().connection_made(transport)
+        self.app_state = {**self.app_state, "abort": transport.abort}
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:

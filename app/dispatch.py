@@ -3,80 +3,59 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
-from app.batch_request import encode_batch
+from app.answers import Answer, HeadAnswer, Outputs
+from app.batch_request import encode_batch, encode_nothing
 from app.batching import BatchQueue, Item
+from app.collector import WHOLE, Collector, wanted_heads
+from app.deadlines import TIMER_RESOLUTION_S, Deadlines
 from app.errors import (
     BadRequest,
     CallableFailed,
-    DeadlineExceeded,
     HeadwaterError,
     QueueFull,
     ReplicaLost,
     ReplicaUnreachable,
     Unavailable,
 )
-from app.routing import DeploymentRoute, ReplicaRoute, State
-from app.row_slices import SlicedTensor, join_rows
+from app.frame_call import FrameCall
+from app.pending import Part, Pending
+from app.routing import DeploymentRoute, ReplicaRoute
+from app.row_errors import RETRY_AFTER_LOST_S, RETRY_AFTER_S, row_error
+from app.row_slices import SlicedTensor
 from app.statistics import Statistics
 from app.tensors import InferRequest, RawTensor
-from app.triton_client import ReplicaClient, TritonClient
+from app.triton_client import FrameReplicaClient, ReplicaClient, TritonClient
+from inference.frame import decode_frame
 from inference.report import REPORT, RowReport, Status, decode_reports
 from inference.signature import Signature
 
-__all__ = ["Dispatcher"]
+__all__ = ["Connect", "Dispatcher", "no_rows"]
 
 logger = logging.getLogger("headwater.dispatch")
 
-RETRY_AFTER_S = {State.LOADING: 5, State.FAILED: 60}
-RETRY_AFTER_LOST_S = 2
 RETRY_AFTER_LIMIT_S = 60
+LOST_RETRY_S = 2.0
+"""A replica that ended is out of the table within this time."""
 RATE_SMOOTHING = 0.2
-TIMER_RESOLUTION_S = 0.001
-"""uvloop counts timers in whole milliseconds."""
-
-Outputs = dict[str, RawTensor]
 
 
-class _Pending:
-    """A request under way: its parts, and what is known of their answers."""
-
-    __slots__ = ("future", "items", "missing", "parts", "request", "signature")
-
-    def __init__(self, request: InferRequest, signature: Signature, future: asyncio.Future[Outputs]) -> None:
-        self.request = request
-        self.signature = signature
-        """That it was checked against; another version of the model may be served before it is answered."""
-        self.future = future
-        self.items: list[Item] = []
-        self.parts: list[Outputs] = []
-        self.missing = 0
-
-
-@dataclass(slots=True)
-class _Part:
-    """What an item carries: some rows of a request."""
-
-    pending: _Pending
-    index: int
-    start: int
-    """First row, in the request."""
-    rows: int
-    inputs: dict[str, RawTensor]
-    arrived_ns: int
+Connect = Callable[[str, ReplicaRoute], "ReplicaClient | FrameReplicaClient"]
 
 
 @dataclass(slots=True)
 class _Replica:
     route: ReplicaRoute
-    client: ReplicaClient
+    client: ReplicaClient | FrameReplicaClient
     calls: int = 0
     rows: int = 0
     """Outstanding."""
@@ -95,9 +74,7 @@ class Dispatcher:
         connect: makes a client; tests and other engines put their own here.
     """
 
-    def __init__(
-        self, route: DeploymentRoute, connect: Callable[[str, ReplicaRoute], ReplicaClient] | None = None
-    ) -> None:
+    def __init__(self, route: DeploymentRoute, connect: Connect | None = None) -> None:
         self._connect = connect or _connect
         self._loop = asyncio.get_running_loop()
         self._replicas: dict[str, _Replica] = {}
@@ -120,6 +97,10 @@ class Dispatcher:
         return self.route.signature
 
     @property
+    def _streams(self) -> bool:
+        return self.route.signature is not None and self.route.signature.streams
+
+    @property
     def queued_rows(self) -> int:
         """Rows waiting."""
         return self._queue.rows
@@ -137,10 +118,10 @@ class Dispatcher:
             self._replicas.pop(id).client.close()
         for id, replica in wanted.items():
             if id not in self._replicas:
-                self._replicas[id] = _Replica(replica, self._connect(route.name, replica))
+                self._add(replica)
         if not self._replicas:
             for item in self._queue.drain():
-                self._fail(item.payload.pending, self._unavailable())
+                item.payload.fail(self._unavailable())
         self._schedule()
 
     def close(self) -> None:
@@ -148,23 +129,34 @@ class Dispatcher:
         self._stop_delay()
         for replica in self._replicas.values():
             replica.client.close()
+        self._replicas.clear()
         for item in self._queue.drain():
-            self._fail(item.payload.pending, ReplicaLost("the server is stopping"))
+            item.payload.fail(ReplicaLost("the server is stopping"))
 
-    def check_ready(self) -> Signature:
+    def _add(self, replica: ReplicaRoute) -> None:
+        client = self._connect(self.route.name, replica)
+        self._replicas[replica.id] = _Replica(replica, client)
+        if replica.grpc_socket and self.route.signature is not None:
+            cast(FrameReplicaClient, client).open(encode_nothing(self.route.signature))
+
+    def check_ready(self, *, is_step: bool = False) -> Signature:
         """The signature, if requests can be taken now.
 
         Raises:
             Unavailable: they can't.
         """
-        if self.is_draining:
+        if self.is_draining and not is_step:
             raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
         if self.route.signature is None or not self._replicas:
             raise self._unavailable()
         return self.route.signature
 
-    async def infer(self, request: InferRequest) -> Outputs:
-        """Answer a request.
+    async def infer(self, request: InferRequest, *, is_step: bool = False) -> Answer:
+        """Answer a request whole.
+
+        Args:
+            request: what is asked.
+            is_step: whether it is a step of a pipeline's request, which is answered although the server is stopping.
 
         Raises:
             Unavailable: no replica is ready, or the one that had the request ended.
@@ -173,27 +165,66 @@ class Dispatcher:
             BadRequest: the callable said that the rows are wrong.
             CallableFailed: the callable raised, or broke its declaration.
         """
+        signature = self.check_ready(is_step=is_step)
+        if request.rows == 0:
+            return Answer(no_rows(signature, request))
+        pending = self._take_in(request, signature, is_stream=False)
+        try:
+            return await pending.collector.whole()
+        finally:
+            self._leave(pending)
+
+    async def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
+        """Answer a request piece by piece, each as soon as it is ready.
+
+        Raises:
+            HeadwaterError: as `infer`; after the first piece too.
+        """
         signature = self.check_ready()
         if request.rows == 0:
-            return _no_rows(signature)
-        self._admit(request)
-        pending = _Pending(request, signature, self._loop.create_future())
-        self._enqueue(pending)
-        timeout_s = self.route.timeout_s
-        if request.timeout_us:
-            timeout_s = min(timeout_s, request.timeout_us / 1e6)
-        timer = self._loop.call_later(timeout_s, self._expire, pending, timeout_s)
-        self.in_flight += 1
+            for name, spec in wanted_heads(request, signature).items():
+                outputs = no_rows(signature, request)
+                yield HeadAnswer(name, {one: outputs[one] for one in spec.outputs or outputs if one in outputs})
+            return
+        pending = self._take_in(request, signature, is_stream=True)
         try:
-            return await pending.future
-        except BaseException:
-            # Failed, or cancelled because the client went away: what still waits must not be computed.
-            for item in pending.items:
-                self._queue.remove(item)
-            raise
+            async for piece in pending.collector.pieces():
+                yield piece
         finally:
-            self.in_flight -= 1
-            timer.cancel()
+            self._leave(pending)
+
+    def _take_in(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> Pending:
+        self._admit(request, signature)
+        collector = Collector(wanted_heads(request, signature), is_stream=is_stream)
+        pending = Pending(request, signature, collector, self._queue.max_batch_size)
+        pending.deadlines = Deadlines(
+            collector,
+            self.route.timeout_s,
+            request.timeout_us,
+            where=lambda: "while it waited in the queue" if pending.is_waiting else "while it was computed",
+            is_idle_limit=signature.streams,
+        )
+        self._enqueue(pending)
+        self.in_flight += 1
+        return pending
+
+    def _leave(self, pending: Pending) -> None:
+        """Forget a request that is answered, has failed, or whose client went away."""
+        self.in_flight -= 1
+        if pending.deadlines is not None:
+            pending.deadlines.close()
+        if pending.collector.succeeded:
+            self.statistics.note_request(pending.request.rows, pending.queue_ns, pending.compute_ns)
+        elif pending.collector.failed:
+            self.statistics.failures += 1
+        for item in pending.items:  # what still waits must not be computed
+            self._queue.remove(item)
+        if pending.stream is not None and (pending.is_awaited or not pending.collector.succeeded):
+            client, name = pending.stream
+            pending.stream = None
+            client.cancel(name)
+        pending.collector.close()
+        pending.release()
 
     # Admission
 
@@ -204,12 +235,18 @@ class Dispatcher:
             retry_after_s=RETRY_AFTER_S.get(route.state, RETRY_AFTER_LOST_S),
         )
 
-    def _admit(self, request: InferRequest) -> None:
+    def _admit(self, request: InferRequest, signature: Signature) -> None:
         limit = self.route.max_queue_size
         if request.rows > limit:
             raise BadRequest(
                 f"inputs: expected at most {limit} rows (max_queue_size of model `{self.route.name}`, over its gateway "
                 f"workers), got {request.rows}; send them in several requests",
+                field="inputs",
+            )
+        if signature.streams and request.rows > signature.max_batch_size:
+            raise BadRequest(
+                f"inputs: expected at most {signature.max_batch_size} rows (max_batch_size of model "
+                f"`{self.route.name}`, which streams), got {request.rows}",
                 field="inputs",
             )
         if self._queue.rows + request.rows > limit:
@@ -220,34 +257,18 @@ class Dispatcher:
                 retry_after_s=max(1, min(RETRY_AFTER_LIMIT_S, math.ceil(wait_s))),
             )
 
-    def _enqueue(self, pending: _Pending) -> None:
+    def _enqueue(self, pending: Pending) -> None:
         request = pending.request
         key = (
-            id(pending.signature),
+            # A stream goes alone: its steps depend on what it yields.
+            id(pending if pending.signature.streams else pending.signature),
             tuple([(name, tensor.shape[1:]) for name, tensor in request.inputs.items()]),
             tuple(request.batch_parameters.items()),
         )
         now = self._loop.time()
-        arrived_ns = time.perf_counter_ns()
-        limit = self._queue.max_batch_size
-        count = -(-request.rows // limit)
-        pending.missing = count
-        pending.parts = [{}] * count
-        slices = None if count == 1 else {name: SlicedTensor(tensor) for name, tensor in request.inputs.items()}
-        for index in range(count):
-            start = index * limit
-            rows = min(limit, request.rows - start)
-            inputs = request.inputs
-            if slices is not None:
-                inputs = {name: sliced.rows(start, rows) for name, sliced in slices.items()}
-            item = Item(
-                key,
-                rows,
-                size_bytes=_varying_bytes(inputs) // rows,
-                arrived_s=now,
-                priority=request.priority,
-                payload=_Part(pending, index, start, rows, inputs, arrived_ns),
-            )
+        for part in pending.parts:
+            size_bytes = _varying_bytes(part.inputs) // part.rows
+            item = Item(key, part.rows, size_bytes=size_bytes, arrived_s=now, priority=request.priority, payload=part)
             pending.items.append(item)
             self._queue.push(item)
         self._schedule()
@@ -264,14 +285,15 @@ class Dispatcher:
         self._dispatch_due = False
         while self._queue.rows:
             replica = self._choose()
-            if replica is None or (replica.calls and not self._queue.next_is_full()):
+            if replica is None or (replica.calls and not self._streams and not self._queue.next_is_full()):
                 return
-            if self.route.max_queue_delay_ms and not self._delay_is_over():
+            if self.route.max_queue_delay_ms and not self._streams and not self._delay_is_over():
                 return
             batch = self._queue.pop()
             replica.calls += 1
             replica.rows += sum(item.rows for item in batch)
-            task = self._loop.create_task(self._call(replica, batch))
+            call = self._call_frames if replica.route.grpc_socket else self._call
+            task = self._loop.create_task(call(replica, batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -308,40 +330,105 @@ class Dispatcher:
     # The call
 
     async def _call(self, replica: _Replica, batch: list[Item]) -> None:
-        parts: list[_Part] = [item.payload for item in batch]
+        """One call of a model that answers its batch whole."""
+        parts: list[Part] = [item.payload for item in batch]
         rows = sum(part.rows for part in parts)
+        client = cast(ReplicaClient, replica.client)
         started_ns = time.perf_counter_ns()
-        try:
+        with self._boundary(replica, batch):
             signature = parts[0].pending.signature
             head, data = encode_batch(signature, [(part.pending.request, part.inputs, part.rows) for part in parts])
-            tensors = await replica.client.infer(head, data)
+            tensors = await client.infer(head, data)
             reports, compute_us = decode_reports(tensors.pop(REPORT).data, rows)
             if any(report.status is Status.BROKEN for report in reports):
-                replica.is_lost = True
-            took_ns = time.perf_counter_ns() - started_ns
-            self._note_rate(rows, took_ns)
+                self._lose(replica)
+            self._note_rate(rows, time.perf_counter_ns() - started_ns)
             self.statistics.note_call(rows, compute_us * 1000)
             outputs = _sliced(signature, tensors, reports, rows)
             self._distribute(parts, outputs, reports, started_ns, compute_us * 1000)
+
+    async def _call_frames(self, replica: _Replica, batch: list[Item]) -> None:
+        """One call of a pipeline or of a model that streams: its answer comes in frames."""
+        parts: list[Part] = [item.payload for item in batch]
+        rows = sum(part.rows for part in parts)
+        client = cast(FrameReplicaClient, replica.client)
+        started_ns = time.perf_counter_ns()
+        with self._boundary(replica, batch):
+            call = FrameCall(parts)
+            pending = parts[0].pending
+            if pending.signature.streams:
+                pending.stream = (client, call.name)
+            compute_us = 0
+            async with contextlib.aclosing(client.frames(call.name, call.request)) as frames:
+                async for raw in frames:
+                    frame, pieces = decode_frame(raw)
+                    for count in frame.counts:
+                        self.statistics.note_step(count)
+                        compute_us += count.compute_us
+                    for part in parts:
+                        part.pending.note_call(started_ns, compute_us * 1000)
+                        if part.pending.deadlines is not None:
+                            part.pending.deadlines.hear()
+                    for piece, data in zip(frame.pieces, pieces, strict=True):
+                        if call.take(piece, data):
+                            self._lose(replica)
+                    if pending.signature.streams and pending.collector.is_done and not pending.collector.succeeded:
+                        # Nobody wants the rest. Who waits for its reader may be slow to say so.
+                        if pending.stream is not None:
+                            client.cancel(call.name)
+                        break
+            pending.stream = None
+            self._note_rate(rows, time.perf_counter_ns() - started_ns)
+            self.statistics.note_call(rows, compute_us * 1000)
+            call.end()
+
+    @contextlib.contextmanager
+    def _boundary(self, replica: _Replica, batch: list[Item]) -> Iterator[None]:
+        """Of a call: whatever goes wrong in it becomes the failure of what it has not answered; the next may go."""
+        parts: list[Part] = [item.payload for item in batch]
+        rows = sum(part.rows for part in parts)
+        try:
+            yield
         except ReplicaUnreachable:
             # It never had them; another may. If there is none, they wait until the table says so.
-            replica.is_lost = True
+            self._lose(replica)
             for item in batch:
-                if not item.payload.pending.future.done():
+                if not self._replicas:  # the table has said so
+                    item.payload.fail(self._unavailable())
+                elif not item.payload.pending.collector.is_done:
                     self._queue.push(item)
         except HeadwaterError as error:
-            replica.is_lost = replica.is_lost or isinstance(error, ReplicaLost)
+            if isinstance(error, ReplicaLost):
+                self._lose(replica)
             for part in parts:
-                # One each: an exception that is raised in several tasks gathers the tracebacks of all.
-                self._fail(part.pending, type(error)(error.message, retry_after_s=error.retry_after_s))
+                part.fail(error)
         except Exception as error:
             logger.exception("model %s: a batch of %d rows failed in the gateway", self.route.name, rows)
             for part in parts:
-                self._fail(part.pending, CallableFailed(f"internal error: {type(error).__name__}"))
+                part.fail(CallableFailed(f"internal error: {type(error).__name__}"))
         finally:
             replica.calls -= 1
             replica.rows -= rows
             self._schedule()
+
+    def _lose(self, replica: _Replica) -> None:
+        """Give a replica no call any more; if it still stands in the table after a while, it is tried again."""
+        if not replica.is_lost:
+            replica.is_lost = True
+            self._loop.call_later(LOST_RETRY_S, self._find_again, replica)
+
+    def _find_again(self, replica: _Replica) -> None:
+        if self._replicas.get(replica.route.id) is not replica:
+            return
+        logger.warning(
+            "model %s: replica %s was lost, but is still there: trying it again", self.route.name, replica.route.id
+        )
+        if replica.route.grpc_socket:  # all its calls went over the connection that is gone
+            replica.client.close()
+            self._add(replica.route)
+        else:
+            replica.is_lost = False
+        self._schedule()
 
     def _note_rate(self, rows: int, took_ns: int) -> None:
         rate = rows / (took_ns / 1e9) * max(1, len(self._replicas))
@@ -349,7 +436,7 @@ class Dispatcher:
 
     def _distribute(
         self,
-        parts: Sequence[_Part],
+        parts: Sequence[Part],
         outputs: dict[str, SlicedTensor],
         reports: list[RowReport],
         started_ns: int,
@@ -359,43 +446,21 @@ class Dispatcher:
         for part in parts:
             pending = part.pending
             end = start + part.rows
-            error = _row_error(reports[start:end], part, pending.request.rows)
+            error = row_error(reports[start:end], part.start, pending.request.rows)
             if error is not None:
-                self._fail(pending, error)
-            elif not pending.future.done():
-                pending.parts[part.index] = {
-                    wish.name: outputs[wish.name].rows(start, part.rows) for wish in pending.request.outputs
-                }
-                pending.missing -= 1
-                if pending.missing == 0:
-                    self.statistics.note_request(pending.request.rows, started_ns - part.arrived_ns, compute_ns)
-                    self._finish(pending)
+                part.fail(error)
+            elif not pending.collector.is_done:
+                found = {wish.name: outputs[wish.name].rows(start, part.rows) for wish in pending.request.outputs}
+                pending.note_call(started_ns, compute_ns)
+                part.decide(WHOLE, found)
             start = end
 
-    # Ends
 
-    def _finish(self, pending: _Pending) -> None:
-        whole = pending.parts[0]
-        if len(pending.parts) > 1:
-            try:
-                whole = {name: join_rows(name, [part[name] for part in pending.parts]) for name in whole}
-            except CallableFailed as error:
-                self._fail(pending, error)
-                return
-        pending.future.set_result(whole)
+def _connect(name: str, route: ReplicaRoute) -> ReplicaClient | FrameReplicaClient:
+    if route.grpc_socket:
+        from app.frame_client import FrameClient  # only where there is something to speak to: gRPC takes memory
 
-    def _fail(self, pending: _Pending, error: HeadwaterError) -> None:
-        if not pending.future.done():
-            pending.future.set_exception(error)
-            self.statistics.failures += 1
-
-    def _expire(self, pending: _Pending, timeout_s: float) -> None:
-        waiting = any(item.alive for item in pending.items)
-        where = "while it waited in the queue" if waiting else "while it was computed"
-        self._fail(pending, DeadlineExceeded(f"the deadline of {timeout_s:g} s passed {where}"))
-
-
-def _connect(name: str, route: ReplicaRoute) -> ReplicaClient:
+        return FrameClient(name, route.grpc_socket, route.token)
     return TritonClient(name, route.http_socket, route.token)
 
 
@@ -425,23 +490,11 @@ def _sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport]
     return outputs
 
 
-def _no_rows(signature: Signature) -> Outputs:
+def no_rows(signature: Signature, request: InferRequest) -> Outputs:
     """The answer to a request without rows, which no model is called for."""
+    wanted = {wish.name for wish in request.outputs}
     return {
         spec.name: RawTensor(spec.datatype, (0, *(max(dim, 0) for dim in spec.shape)), b"")
         for spec in signature.outputs
+        if spec.name in wanted
     }
-
-
-def _row_error(reports: Sequence[RowReport], part: _Part, rows: int) -> HeadwaterError | None:
-    """The error of the first row that failed."""
-    for index, report in enumerate(reports):
-        if report.status is Status.OK:
-            continue
-        where = f"row {part.start + index}: " if rows > 1 else ""
-        if report.status is Status.BAD_INPUT:
-            return BadRequest(f"{where}{report.message}", field="inputs")
-        if report.status is Status.BROKEN:
-            return ReplicaLost(f"the replica's device failed: {report.message}", retry_after_s=RETRY_AFTER_LOST_S)
-        return CallableFailed(f"{where}{report.message}")
-    return None

@@ -7,6 +7,7 @@
     ├── NotFound                   404  unknown model or route
     ├── MethodNotAllowed           405
     ├── BodyTooSlow                408
+    ├── ReaderTooSlow              408  the client doesn't read its stream
     ├── Conflict                   409
     ├── BodyTooLarge               413
     ├── UnsupportedMediaType       415  content type or encoding
@@ -41,6 +42,7 @@ __all__ = [
     "MethodNotAllowed",
     "NotFound",
     "QueueFull",
+    "ReaderTooSlow",
     "ReplicaLost",
     "ReplicaUnreachable",
     "StartError",
@@ -62,6 +64,12 @@ class HeadwaterError(Exception):
         self.field = field
         """The request's field at fault: OpenAI's ``param``."""
         self.retry_after_s = retry_after_s
+
+    def again(self, message: str | None = None) -> HeadwaterError:
+        """The same, perhaps in other words: one object raised in several tasks gathers the tracebacks of all."""
+        return type(self)(
+            self.message if message is None else message, field=self.field, retry_after_s=self.retry_after_s
+        )
 
 
 class BadRequest(HeadwaterError):
@@ -87,6 +95,13 @@ class MethodNotAllowed(HeadwaterError):
 
 class BodyTooSlow(HeadwaterError):
     """The body did not arrive in time."""
+
+    status = 408
+    kind = "invalid_request_error"
+
+
+class ReaderTooSlow(HeadwaterError):
+    """The client doesn't read its stream as fast as it comes."""
 
     status = 408
     kind = "invalid_request_error"

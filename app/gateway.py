@@ -21,6 +21,7 @@ from app.openapi import openapi_schema
 from app.replies import Reply, error_reply
 from app.routes.docs import docs_routes
 from app.routes.embeddings import EmbeddingsEndpoint
+from app.routes.generate import GenerateEndpoint, GenerateStreamEndpoint
 from app.routes.health import health_routes
 from app.routes.infer import InferEndpoint, InferShortcut
 from app.routes.metadata import metadata_routes
@@ -47,9 +48,15 @@ def create_app(models: Models, server: Server) -> FastAPI:
     gateway.add_exception_handler(HTTPException, _on_http_error)
     gateway.add_exception_handler(Exception, _on_exception)
 
+    generate = GenerateEndpoint(models, reader)
+    generate_stream = GenerateStreamEndpoint(models, reader)
     gateway.router.routes[:0] = [
         Route("/v2/models/{model}/infer", infer, methods=["POST"]),
         Route("/v2/models/{model}/versions/{version}/infer", infer, methods=["POST"]),
+        Route("/v2/models/{model}/generate", generate, methods=["POST"]),
+        Route("/v2/models/{model}/versions/{version}/generate", generate, methods=["POST"]),
+        Route("/v2/models/{model}/generate_stream", generate_stream, methods=["POST"]),
+        Route("/v2/models/{model}/versions/{version}/generate_stream", generate_stream, methods=["POST"]),
         Route("/v1/embeddings", EmbeddingsEndpoint(models, reader), methods=["POST"]),
     ]
     gateway.include_router(health_routes(models))

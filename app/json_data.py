@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from app.errors import BadRequest
-from app.json_faults import PARSE_ERRORS, at, kind_of, shape_text, shown, split_path
+from app.json_faults import PARSE_ERRORS, at, key_text, kind_of, shape_text, shown, split_path
 from inference.datatypes import DATATYPES
 from inference.signature import TensorSpec
 
@@ -46,10 +46,20 @@ _FLOAT32_RANGE: Final = (-math.nextafter(2.0**128 - 2.0**103, 0.0), math.nextaft
 
 
 class JsonData:
-    """Reads the ``data`` of one declared input; it may be flat or nested as the shape says."""
+    """Reads the ``data`` of one declared input; it may be flat or nested as the shape says.
 
-    def __init__(self, spec: TensorSpec) -> None:
+    Args:
+        spec: the input.
+        rows: whether the data are one row, without a batch axis, and stand under the input's own name.
+    """
+
+    def __init__(self, spec: TensorSpec, *, rows: bool = False) -> None:
         self._name = spec.name
+        self._mend = (
+            "POST the tensor to /infer as binary data"
+            if rows
+            else "send the tensor as binary data (parameters.binary_data_size)"
+        )
         self._datatype = spec.datatype
         self._code = _STRUCT_CODES.get(spec.datatype, "")
         element: Any = {"BOOL": bool, "BYTES": str}.get(spec.datatype)
@@ -59,19 +69,19 @@ class JsonData:
         self._text = b" \t\r\n" + (b"truefals" if element is bool else b"0123456789+-.eE")
         self._flat: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[element])
         nested: Any = element
-        for _ in range(1 + len(spec.shape)):
+        for _ in range(len(spec.shape) + (not rows)):
             nested = list[nested]
         self._nested: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(nested)
         self._has_json = DATATYPES[spec.datatype].json
 
-    def pack(self, raw: msgspec.Raw, shape: Sequence[int], count: int, index: int) -> bytes:
+    def pack(self, raw: msgspec.Raw | bytes, shape: Sequence[int], count: int, index: int | None) -> bytes:
         """Parse and pack.
 
         Args:
             raw: the text of ``data``.
             shape: the request's shape, already checked against the declared one.
             count: its number of elements.
-            index: the input's place in the request, for messages.
+            index: the input's place in the request, for messages; None: it stands under its own name.
 
         Raises:
             BadRequest: the elements don't fit the datatype or the shape.
@@ -80,8 +90,13 @@ class JsonData:
             raise self._bad(
                 index,
                 "",
-                f"expected binary data, got JSON: {self._datatype} has no JSON form; send the bytes after the JSON and "
-                f'"parameters": {{"binary_data_size": {count * DATATYPES[self._datatype].size_bytes}}}',
+                f"expected binary data, got JSON: {self._datatype} has no JSON form; "
+                + (
+                    self._mend
+                    if index is None
+                    else "send the bytes after the JSON and "
+                    f'"parameters": {{"binary_data_size": {count * DATATYPES[self._datatype].size_bytes}}}'
+                ),
             )
         text = memoryview(raw)
         if len(text) > _PIECE_BYTES and self._datatype != "BYTES":
@@ -96,7 +111,7 @@ class JsonData:
             raise self._miscounted(index, shape, count, len(values))
         return self._pack(values, index, 0)
 
-    def _pack(self, values: list[Any], index: int, start: int) -> bytes:
+    def _pack(self, values: list[Any], index: int | None, start: int) -> bytes:
         try:
             if self._code:
                 return struct.pack(f"<{len(values)}{self._code}", *values)
@@ -109,11 +124,11 @@ class JsonData:
                 packed += element
             return bytes(packed)
         except UnicodeEncodeError:
-            raise self._bad(index, "", "expected Unicode text, got a lone surrogate; send binary data") from None
+            raise self._bad(index, "", f"expected Unicode text, got a lone surrogate; {self._mend}") from None
         except (struct.error, OverflowError, ValueError):
             raise self._out_of_range(values, index, start) from None
 
-    def _pack_in_pieces(self, text: bytes, shape: Sequence[int], count: int, index: int) -> bytes:
+    def _pack_in_pieces(self, text: bytes, shape: Sequence[int], count: int, index: int | None) -> bytes:
         nested = _NESTED.match(text) is not None
         if nested:
             # The skeleton is that of "[1]" and of "[]" alike, so the elements are counted below all the same.
@@ -144,7 +159,7 @@ class JsonData:
             raise self._miscounted(index, shape, count, got)
         return b"".join(pieces)
 
-    def _flatten(self, text: memoryview, shape: Sequence[int], index: int) -> list[Any]:
+    def _flatten(self, text: memoryview, shape: Sequence[int], index: int | None) -> list[Any]:
         try:
             level: list[Any] = [self._nested.decode(text)]
         except PARSE_ERRORS as error:
@@ -166,13 +181,15 @@ class JsonData:
             return "booleans" if self._datatype == "BOOL" else "strings"
         return "numbers" if self._datatype.startswith("FP") else "integers"
 
-    def _bad(self, index: int, subscript: str, message: str) -> BadRequest:
+    def _bad(self, index: int | None, subscript: str, message: str) -> BadRequest:
+        if index is None:
+            return at(f"{key_text(self._name)}{subscript}", None, message)
         return at(f"inputs[{index}].data{subscript}", self._name, message)
 
-    def _miscounted(self, index: int, shape: Sequence[int], count: int, got: int) -> BadRequest:
+    def _miscounted(self, index: int | None, shape: Sequence[int], count: int, got: int) -> BadRequest:
         return self._bad(index, "", f"expected {count} elements (shape {shape_text(shape)}), got {got}")
 
-    def _nested_otherwise(self, index: int, shape: Sequence[int]) -> BadRequest:
+    def _nested_otherwise(self, index: int | None, shape: Sequence[int]) -> BadRequest:
         wanted = self._elements()
         return self._bad(
             index,
@@ -181,15 +198,14 @@ class JsonData:
             f"of unequal lengths, or with an element that isn't one of {wanted}",
         )
 
-    def _unreadable(self, error: Exception, index: int, start: int, hint: str = "") -> BadRequest:
+    def _unreadable(self, error: Exception, index: int | None, start: int, hint: str = "") -> BadRequest:
         wanted = self._elements()
         if isinstance(error, UnicodeDecodeError):
             byte = error.object[error.start]
             return self._bad(
                 index,
                 "",
-                f"expected strings in UTF-8, got byte 0x{byte:02x}; send the tensor as binary data "
-                "(parameters.binary_data_size)",
+                f"expected strings in UTF-8, got byte 0x{byte:02x}; {self._mend}",
             )
         if isinstance(error, RecursionError):
             return self._bad(index, "", f"expected an array of {wanted}, got arrays nested too deeply")
@@ -209,7 +225,7 @@ class JsonData:
         one = "an array" if message.startswith("Expected `array`") else f"{_one(wanted)} ({self._datatype})"
         return self._bad(index, subscript, f"expected {one}{hint}, got {came}")
 
-    def _out_of_range(self, values: list[Any], index: int, start: int) -> BadRequest:
+    def _out_of_range(self, values: list[Any], index: int | None, start: int) -> BadRequest:
         low, high = _INT_RANGES.get(self._datatype, _FLOAT32_RANGE)
         place = next(place for place, value in enumerate(values) if not low <= value <= high)
         return self._bad(

@@ -113,13 +113,14 @@ def split_path(error: Exception) -> tuple[str, str]:
     return (message, path[:-1]) if found else (str(error), "")
 
 
-def unreadable(error: Exception, text: bytes | memoryview, fields: dict[str, tuple[str, ...]]) -> BadRequest:
+def unreadable(error: Exception, text: bytes | memoryview, fields: dict[str, tuple[str, ...]] | None) -> BadRequest:
     """Put into words why a request's JSON does not parse.
 
     Args:
         error: one of `PARSE_ERRORS`.
         text: the JSON.
-        fields: the known fields of an object, by its path with indices left out: ``""``, ``"inputs"``, ``"outputs"``.
+        fields: the known fields of an object, by its path with indices left out: ``""``, ``"inputs"``, ``"outputs"``;
+            None: the request has its inputs as fields, by name, and no binary data.
     """
     if isinstance(error, RecursionError):
         return BadRequest("body: expected a request to infer, got JSON that is nested too deeply", field="body")
@@ -128,16 +129,16 @@ def unreadable(error: Exception, text: bytes | memoryview, fields: dict[str, tup
             f"body: expected JSON in UTF-8, got byte 0x{error.object[error.start]:02x} in a string", field="body"
         )
     if not isinstance(error, msgspec.ValidationError):
-        return _malformed(str(error), text)
+        return _malformed(str(error), text, fields is None)
     message, path = split_path(error)
     path = path.lstrip(".")
     entry = _entry(path, text)
     tensor = entry.name if isinstance(entry, _Entry) and isinstance(entry.name, str) else None
     if path.endswith("[...]"):
-        path = path.removesuffix("[...]") + _guilty_parameter(entry)
-        message = message.replace("str | int | float | bool | null", "str | int | float | bool")
+        path = path.removesuffix("[...]") + _guilty_parameter(entry, dict if "got `object`" in message else list)
+        message = message.replace(" | array", "").replace(" | null", "")  # which only some of the parameters can be
     if field := _FIELD.match(message):
-        known = fields.get(path.partition("[")[0], ())
+        known = (fields or {}).get(path.partition("[")[0], ())
         name, listed = field[2], ", ".join(known)
         if field[1] == "contains unknown":
             inner = f"{path}.{key_text(name)}" if path else key_text(name)
@@ -168,36 +169,38 @@ def _entry(path: str, text: bytes | memoryview) -> _Entry | _Loose | None:
     return entries[int(place[2])]
 
 
-def _guilty_parameter(entry: _Entry | _Loose | None) -> str:
-    """msgspec says ``parameters[...]``: find which."""
+def _guilty_parameter(entry: _Entry | _Loose | None, kind: type[Any]) -> str:
+    """msgspec says ``parameters[...]``: find which one is of that kind."""
     values = entry.parameters if entry is not None else None
     if isinstance(values, dict):
         for name, value in values.items():
-            if isinstance(value, (list, dict)):
+            if isinstance(value, kind):
                 return f".{key_text(name)}"
     return ""
 
 
-def _malformed(message: str, text: bytes | memoryview) -> BadRequest:
+def _malformed(message: str, text: bytes | memoryview, flat: bool) -> BadRequest:
     where = _BYTE.search(message)
     position = int(where[1]) if where else len(text)
     here = bytes(text[position : position + 3])
+    binary = "binary data, to /infer" if flat else "binary data (parameters.binary_data_size)"
     if not len(text) or bytes(text).isspace():
-        return BadRequest("body: expected a JSON object with 'inputs', got an empty body", field="body")
+        needed = "the inputs by name" if flat else "'inputs'"
+        return BadRequest(f"body: expected a JSON object with {needed}, got an empty body", field="body")
     if _NOT_FINITE_HERE.match(here):
         field, tensor = _not_finite_tensor(text)
         return at(
             field,
             tensor,
             f"expected JSON numbers, got a NaN or Infinity at byte {position}: JSON has neither; send the tensor as "
-            "binary data (parameters.binary_data_size), which has both",
+            f"{binary}, which has both",
         )
     # A high surrogate with something else than a low one after it: msgspec says so in some places only.
     before = text[max(position - 6, 0) : position] if where else text[-16:]
     if "surrogate" in message or _HIGH_SURROGATE.search(bytes(before)):
         return BadRequest(
             "body: expected strings of Unicode text, got a lone surrogate; bytes that are no text can be sent as "
-            "binary data (parameters.binary_data_size)",
+            f"{binary}",
             field="body",
         )
     reason = message.removeprefix("JSON is malformed: ")

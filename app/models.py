@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from app.dispatch import Dispatcher
+from app.dispatch import Connect, Dispatcher
 from app.errors import BadRequest, NotFound
+from app.generate_codec import GenerateDecoder, GenerateEncoder
+from app.graph import GraphDispatcher
 from app.request_codec import RequestDecoder
 from app.response_codec import ResponseEncoder
-from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable
-from app.triton_client import ReplicaClient
+from app.routing import DeploymentRoute, RoutingTable
 from inference.signature import Signature
 
 __all__ = ["Models", "ServedModel"]
@@ -21,10 +22,11 @@ VERSION = "1"
 class ServedModel:
     """One deployment: its dispatcher, and the codecs made for its signature."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher | GraphDispatcher) -> None:
         self.dispatcher = dispatcher
         self._signature: Signature | None = None
         self._codecs: tuple[RequestDecoder, ResponseEncoder] | None = None
+        self._generate: tuple[Signature, GenerateDecoder, GenerateEncoder] | None = None
 
     @property
     def route(self) -> DeploymentRoute:
@@ -36,12 +38,37 @@ class ServedModel:
 
         Raises:
             Unavailable: they can't.
+            BadRequest: the model answers by streams only.
         """
         signature = self.dispatcher.check_ready()
         if self._codecs is None or signature is not self._signature:
+            self.check_whole()
             self._signature = signature
             self._codecs = RequestDecoder(signature), ResponseEncoder(signature)
         return self._codecs
+
+    def generate_codecs(self) -> tuple[GenerateDecoder, GenerateEncoder]:
+        """The codecs of the generate extension, if requests can be taken now.
+
+        Raises:
+            Unavailable: they can't.
+        """
+        signature = self.dispatcher.check_ready()
+        if self._generate is None or signature is not self._generate[0]:
+            self._generate = signature, GenerateDecoder(signature), GenerateEncoder(signature)
+        return self._generate[1:]
+
+    def check_whole(self) -> None:
+        """See whether the model answers a request with one result.
+
+        Raises:
+            Unavailable: it can't take requests now.
+            BadRequest: it answers with any number of them.
+        """
+        if self.dispatcher.check_ready().streams:
+            raise BadRequest(
+                f"model `{self.route.name}` streams its results: POST to /v2/models/{self.route.name}/generate_stream"
+            )
 
 
 class Models:
@@ -51,12 +78,19 @@ class Models:
         connect: makes clients of replicas; tests and other engines put their own here.
     """
 
-    def __init__(self, connect: Callable[[str, ReplicaRoute], ReplicaClient] | None = None) -> None:
+    def __init__(self, connect: Connect | None = None) -> None:
         self._connect = connect
         self._models: dict[str, ServedModel] = {}
         self.is_draining = False
+        self.streams = 0
+        """Answers that are being written piece by piece; a part of them is in flight, too."""
 
     def __iter__(self) -> Iterator[ServedModel]:
+        """Those that stand in the configuration under their own name, in its order."""
+        return (model for model in self._models.values() if model.route.part_of is None)
+
+    def with_steps(self) -> Iterator[ServedModel]:
+        """Those, and the deployments that are steps of a pipeline."""
         return iter(self._models.values())
 
     def update(self, table: RoutingTable) -> None:
@@ -67,12 +101,19 @@ class Models:
             names.add(route.name)
             model = self._models.get(route.name)
             if model is None:
-                self._models[route.name] = ServedModel(Dispatcher(route, self._connect))
+                self._models[route.name] = ServedModel(self._dispatcher(route))
             else:
                 model.dispatcher.update(route)
             self._models[route.name].dispatcher.is_draining = table.draining
         for name in [name for name in self._models if name not in names]:
             self._models.pop(name).dispatcher.close()
+
+    def _dispatcher(self, route: DeploymentRoute) -> Dispatcher | GraphDispatcher:
+        return GraphDispatcher(route, self._step) if route.is_graph else Dispatcher(route, self._connect)
+
+    def _step(self, name: str) -> Dispatcher | None:
+        model = self._models.get(name)
+        return model.dispatcher if model is not None and isinstance(model.dispatcher, Dispatcher) else None
 
     def get(self, name: str, version: str | None = None) -> ServedModel:
         """The deployment of that name.
@@ -82,7 +123,7 @@ class Models:
         """
         model = self._models.get(name)
         if model is None:
-            known = ", ".join(f"`{other}`" for other in self._models) or "none"
+            known = ", ".join(f"`{other.route.name}`" for other in self) or "none"
             raise NotFound(f"model {_quoted(name)}: unknown; this server has {known}", field="model")
         if version is not None and version != VERSION:
             raise NotFound(f"model `{name}`, version: expected {VERSION!r}, got {_quoted(version)}", field="version")
@@ -106,12 +147,17 @@ class Models:
 
     @property
     def in_flight(self) -> int:
-        """Requests under way."""
-        return sum(model.dispatcher.in_flight for model in self)
+        """Requests that replicas are asked."""
+        return sum(model.dispatcher.in_flight for model in self.with_steps())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer is under way."""
+        return not self.streams and not self.in_flight
 
     def close(self) -> None:
         """End all calls."""
-        for model in self:
+        for model in self.with_steps():
             model.dispatcher.close()
 
 

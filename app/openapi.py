@@ -7,6 +7,8 @@ import math
 from typing import Any
 
 from app.models import Models
+from app.openapi_generate import generate_operations
+from app.openapi_tensors import OMISSIONS, described, element_schema, parameter_schemas
 from inference.datatypes import DATATYPES
 from inference.signature import Signature, TensorSpec
 
@@ -28,11 +30,6 @@ _ERRORS = {
     503: "The model is loading, draining or crashed",
     504: "The request's deadline passed",
 }
-_INTEGER_BOUNDS = {
-    name: (-(1 << (8 * size - 1)), (1 << (8 * size - 1)) - 1) if name.startswith("INT") else (0, (1 << 8 * size) - 1)
-    for name, size in ((row.name, row.size_bytes) for row in DATATYPES.values())
-    if "INT" in name
-}
 
 
 def openapi_schema(generated: dict[str, Any], models: Models) -> dict[str, Any]:
@@ -47,7 +44,10 @@ def openapi_schema(generated: dict[str, Any], models: Models) -> dict[str, Any]:
             continue
         if signature.embedding is not None:
             embedders.append(signature.name)
-        paths[f"/v2/models/{signature.name}/infer"] = {"post": _infer_operation(signature)}
+        if not signature.streams:
+            paths[f"/v2/models/{signature.name}/infer"] = {"post": _infer_operation(signature)}
+        for route, operation in generate_operations(signature).items():
+            paths[f"/v2/models/{signature.name}/{route}"] = {"post": operation}
     if embedders:
         paths["/v1/embeddings"] = {"post": _embeddings_operation(embedders)}
     for path, operations in paths.items():
@@ -96,8 +96,8 @@ def _infer_operation(signature: Signature) -> dict[str, Any]:
     example = example_body(signature)
     if example is not None:
         body["example"] = example
-    tensors = ", ".join(_described(spec) for spec in signature.inputs)
-    outputs = ", ".join(_described(spec) for spec in signature.outputs)
+    tensors = ", ".join(described(spec) for spec in signature.inputs)
+    outputs = ", ".join(described(spec) for spec in signature.outputs)
     return {
         "tags": ["inference"],
         "summary": f"Infer with {signature.name}",
@@ -117,40 +117,10 @@ def _infer_operation(signature: Signature) -> dict[str, Any]:
     }
 
 
-def _described(spec: TensorSpec) -> str:
-    dims = ", ".join(["rows", *("any" if dim < 0 else str(dim) for dim in spec.shape)])
-    return f"`{spec.name}` {spec.datatype} [{dims}]{' (optional)' if spec.optional else ''}"
-
-
-def _element_schema(datatype: str) -> dict[str, Any]:
-    if datatype == "BOOL":
-        return {"type": "boolean"}
-    if datatype == "BYTES":
-        return {"type": "string"}
-    if datatype in _INTEGER_BOUNDS:
-        low, high = _INTEGER_BOUNDS[datatype]
-        return {"type": "integer", "minimum": low, "maximum": high}
-    return {"type": "number"}
-
-
 def _request_schema(signature: Signature) -> dict[str, Any]:
     inputs = [_input_schema(spec) for spec in signature.inputs]
     needed = sum(not spec.optional for spec in signature.inputs)
-    parameters: dict[str, Any] = {
-        "binary_data_output": {"type": "boolean"},
-        "priority": {"type": "integer", "minimum": 0, "description": "1 is the most urgent; 0 is the default"},
-        "timeout": {"type": "integer", "minimum": 0, "description": "The request's own deadline in microseconds"},
-    }
-    for parameter in signature.parameters:
-        kind = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}[parameter.type]
-        entry: dict[str, Any] = {"type": kind, "default": parameter.default, "description": parameter.description}
-        if parameter.minimum is not None:
-            entry["minimum"] = parameter.minimum
-        if parameter.maximum is not None:
-            entry["maximum"] = parameter.maximum
-        if parameter.choices is not None:
-            entry["enum"] = list(parameter.choices)
-        parameters[parameter.name] = entry
+    parameters = {"binary_data_output": {"type": "boolean"}, **parameter_schemas(signature)}
     return {
         "type": "object",
         "required": ["inputs"],
@@ -200,11 +170,11 @@ def _input_schema(spec: TensorSpec) -> dict[str, Any]:
                 "items": {"type": "integer", "minimum": 0},
                 "minItems": rank,
                 "maxItems": rank,
-                "description": f"{_described(spec)}, batch axis first",
+                "description": f"{described(spec)}, batch axis first",
             },
             "data": {
                 "type": "array",
-                "items": _element_schema(spec.datatype),
+                "items": element_schema(spec.datatype),
                 "description": "Elements in C order; lists nested by the shape are taken too",
             },
         },
@@ -219,6 +189,7 @@ def _response_schema(signature: Signature) -> dict[str, Any]:
             "id": {"type": "string"},
             "model_name": {"type": "string", "enum": [signature.name]},
             "model_version": {"type": "string"},
+            **({"parameters": OMISSIONS} if signature.heads else {}),
             "outputs": {
                 "type": "array",
                 "items": {

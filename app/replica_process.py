@@ -93,8 +93,7 @@ class ReplicaProcess:
             guardian = subprocess.Popen(
                 [
                     sys.executable, "-m", "app.guardian", self._name, str(self.directory), str(status_write),
-                    str(command_read), "--",
-                    sys.executable, "-m", "inference.replica", self._name, str(self.directory),
+                    str(command_read), "--", *self._command(status_write),
                 ],
                 cwd=self.directory,  # neither sees what lies in the user's folder
                 env=self._environment(),
@@ -153,18 +152,23 @@ class ReplicaProcess:
 
     def route(self) -> ReplicaRoute:
         """How gateway workers reach it."""
-        return ReplicaRoute(self.id, str(self.directory / "h"), self.token)
+        signature = self.signature
+        frames = signature is not None and (signature.heads or signature.streams)
+        return ReplicaRoute(
+            self.id, str(self.directory / "h"), self.token, str(self.directory / "g:1") if frames else ""
+        )
 
     def _write_spec(self, status_fd: int) -> None:
         deployment = self._deployment
         spec = ReplicaSpec(
             name=self._name,
-            model=deployment.model,
+            model=deployment.model or "",
             token=self.token,
             status_fd=status_fd,
             user_paths=self._user_paths,
             working_dir=os.getcwd(),
             options=deployment.options,
+            pipeline=deployment.pipeline.spec() if deployment.pipeline is not None else None,
             max_batch_size=deployment.batching.max_batch_size,
             device=deployment.device,
             threads=deployment.threads,
@@ -176,6 +180,14 @@ class ReplicaProcess:
         path.touch(mode=0o600)
         path.write_bytes(msgspec.json.encode(spec))
 
+    def _command(self, status_fd: int) -> list[str]:
+        python = self._deployment.python
+        replica = [self._name, str(self.directory)]
+        if python is None:
+            return [sys.executable, "-m", "inference.replica", *replica]
+        # Absolute, but not resolved: a virtual environment's Python is known by the link that it is.
+        return [sys.executable, "-m", "app.launcher", os.path.abspath(python), *replica, str(status_fd)]
+
     def _environment(self) -> dict[str, str]:
         environment = dict(os.environ)
         environment["PYTHONUNBUFFERED"] = "1"
@@ -184,7 +196,8 @@ class ReplicaProcess:
             for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR"):
                 environment[f"{library}_NUM_THREADS"] = str(self._deployment.threads)
         environment.update(self._deployment.environment)
-        environment["LD_LIBRARY_PATH"] = library_path(environment)
+        if self._deployment.python is None:  # another Python's is known to the launcher, when it has asked it
+            environment["LD_LIBRARY_PATH"] = library_path(environment)
         return environment
 
     def _take_status(self, line: str) -> None:

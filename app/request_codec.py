@@ -6,34 +6,24 @@ schedule policy and shared memory extensions (of which the last, classification 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 import msgspec
 
 from app.binary_data import take_binary
 from app.errors import BadRequest
-from app.json_data import JsonData
-from app.json_faults import PARSE_ERRORS, at, key_text, no_json_form, shape_text, shown, unreadable
-from app.tensors import InferRequest, OutputWish, RawTensor, Scalar
+from app.input_shapes import declared_input, element_count
+from app.json_faults import PARSE_ERRORS, at, no_json_form, shown, unreadable
+from app.request_parameters import MAX_UINT64, RequestParameters, boolean, integer, unsupported
+from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import DATATYPES
-from inference.errors import DeclarationError
-from inference.model import Parameter
-from inference.signature import Signature, TensorSpec
+from inference.signature import Signature
 
 __all__ = ["RequestDecoder"]
 
 _Parameters = dict[str, str | int | float | bool | None] | None
 _NO_DATA: Final = msgspec.Raw(b"")
-_MAX_DIM: Final = 2**31 - 1
-_MAX_HOLLOW: Final = 2**24
-_MAX_BYTES_ELEMENTS: Final = 10**6
-_MAX_ID_CHARACTERS: Final = 1000
-_MAX_PRIORITY: Final = 2**32 - 1
-_MAX_TIMEOUT_US: Final = 2**64 - 1
-_INT64: Final = range(-(2**63), 2**63)
-_PROTOCOL_PARAMETERS: Final = ("binary_data_output", "priority", "timeout")
 _SIZE: Final = "binary_data_size"
 
 
@@ -57,22 +47,18 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     outputs: list[_Output] | None = None
 
 
+class _PipelineRequest(_Request, forbid_unknown_fields=True, gc=False):
+    parameters: dict[str, str | int | float | bool | list[Any] | None] | None = None  # type: ignore[assignment]
+    """``heads`` may be a list."""
+
+
 _REQUEST: Final = msgspec.json.Decoder(_Request)
+_PIPELINE_REQUEST: Final = msgspec.json.Decoder(_PipelineRequest)
 _FIELDS: Final = {
     "": _Request.__struct_fields__,
     "inputs": _Input.__struct_fields__,
     "outputs": _Output.__struct_fields__,
 }
-
-
-class _Declared(NamedTuple):
-    """What is known of an input before any request."""
-
-    spec: TensorSpec
-    dims: tuple[int | None, ...]
-    """Batch axis first; None varies."""
-    size_bytes: int
-    data: JsonData
 
 
 class RequestDecoder:
@@ -83,23 +69,15 @@ class RequestDecoder:
     """
 
     def __init__(self, signature: Signature) -> None:
-        self._inputs = {
-            spec.name: _Declared(
-                spec,
-                (None, *(None if dim < 0 else dim for dim in spec.shape)),
-                DATATYPES[spec.datatype].size_bytes,
-                JsonData(spec),
-            )
-            for spec in signature.inputs
-        }
+        self._inputs = {spec.name: declared_input(spec, rows=False) for spec in signature.inputs}
         self._required = tuple(spec.name for spec in signature.inputs if not spec.optional)
         self._outputs = {spec.name: DATATYPES[spec.datatype] for spec in signature.outputs}
         self._binary_only = next((name for name, datatype in self._outputs.items() if not datatype.json), None)
-        # `declared` checks the declaration each time it is called: once is enough.
-        self._parameters: dict[str, Parameter] = {spec.name: spec.declared() for spec in signature.parameters}
-        self._defaults: dict[str, dict[str, Scalar]] = {"batch": {}, "row": {}}
-        for name, parameter in self._parameters.items():
-            self._defaults[parameter.per][name] = parameter.default
+        self._parameters = RequestParameters(signature, binary=True)
+        self._heads = self._parameters.heads
+        self._parse: Callable[[bytes | memoryview], _Request] = (
+            _PIPELINE_REQUEST.decode if signature.heads else _REQUEST.decode
+        )
 
     def decode(self, body: bytes, header_length: int | None = None) -> InferRequest:
         """Decode one request.
@@ -126,27 +104,26 @@ class RequestDecoder:
                 )
             text = memoryview(body)[:header_length]
         try:
-            asked = _REQUEST.decode(text)
+            asked = self._parse(text)
         except PARSE_ERRORS as error:
             raise self._unreadable(error, text, body, header_length) from None
-        if asked.id is not None and len(asked.id) > _MAX_ID_CHARACTERS:
-            raise at("id", None, f"expected at most {_MAX_ID_CHARACTERS} characters, got {len(asked.id)}")
-        request = InferRequest(
-            id=asked.id or "",
-            inputs={},
-            rows=0,
-            outputs=[],
-            batch_parameters=self._defaults["batch"].copy(),
-            row_parameters=self._defaults["row"].copy(),
-        )
+        request = self._parameters.request(asked.id)
         # The cheap checks first, so that a wrong request costs no work on its data.
-        binary_output = self._take_parameters(asked.parameters, request) if asked.parameters else False
+        binary_output = self._parameters.take(asked.parameters, request) if asked.parameters else False
         if asked.outputs:
             self._take_outputs(asked.outputs, binary_output, request.outputs)
+            if self._heads is not None:
+                request.heads = self._heads.heads_of([wish.name for wish in request.outputs], request.heads)
         else:
-            if self._binary_only is not None and not binary_output:
-                raise no_json_form("outputs", self._binary_only, self._outputs[self._binary_only].name)
-            request.outputs = [OutputWish(name, binary_output) for name in self._outputs]
+            names: Iterable[str] = self._outputs
+            binary_only = self._binary_only
+            if self._heads is not None:
+                request.heads = request.heads or self._heads.names
+                names = self._heads.outputs_of(request.heads, list(self._outputs))
+                binary_only = next((name for name in names if not self._outputs[name].json), None)
+            if binary_only is not None and not binary_output:
+                raise no_json_form("outputs", binary_only, self._outputs[binary_only].name)
+            request.outputs = [OutputWish(name, binary_output) for name in names]
         offset = len(body) if header_length is None else header_length
         end = self._take_inputs(asked.inputs, body, offset, request)
         if end != len(body):
@@ -170,24 +147,6 @@ class RequestDecoder:
             hint = f" (in the first {header_length} bytes, as Inference-Header-Content-Length says)"
         return BadRequest(fault.message + hint, field="body")
 
-    def _take_parameters(self, given: dict[str, Any], request: InferRequest) -> bool:
-        """Check the request's parameters and note them; returns ``binary_data_output``."""
-        binary_output = False
-        for name, value in given.items():
-            parameter = self._parameters.get(name)
-            if parameter is not None:
-                values = request.batch_parameters if parameter.per == "batch" else request.row_parameters
-                values[name] = _checked(parameter, value)
-            elif name == "binary_data_output":
-                binary_output = _boolean("parameters.binary_data_output", None, value)
-            elif name == "priority":
-                request.priority = _integer("parameters.priority", None, value, _MAX_PRIORITY)
-            elif name == "timeout":
-                request.timeout_us = _integer("parameters.timeout", None, value, _MAX_TIMEOUT_US)
-            else:
-                raise _unsupported("parameters", None, name, (*self._parameters, *_PROTOCOL_PARAMETERS))
-        return binary_output
-
     def _take_outputs(self, asked: list[_Output], binary_output: bool, wishes: list[OutputWish]) -> None:
         seen: set[str] = set()
         for index, output in enumerate(asked):
@@ -203,8 +162,8 @@ class RequestDecoder:
                 where = f"outputs[{index}].parameters"
                 for key, value in output.parameters.items():
                     if key != "binary_data":
-                        raise _unsupported(where, name, key, ("binary_data",))
-                    binary = _boolean(f"{where}.binary_data", name, value)
+                        raise unsupported(where, name, key, ("binary_data",))
+                    binary = boolean(f"{where}.binary_data", name, value)
             if not binary and not datatype.json:
                 raise no_json_form(f"outputs[{index}]", name, datatype.name)
             wishes.append(OutputWish(name, binary))
@@ -222,7 +181,7 @@ class RequestDecoder:
             if tensor.datatype != declared.spec.datatype:
                 raise _wrong_datatype(index, name, declared.spec.datatype, tensor.datatype)
             shape = tensor.shape
-            count = _count(shape, declared, index)
+            count = element_count(shape, declared, index)
             if not inputs:
                 request.rows = shape[0]
             elif shape[0] != request.rows:
@@ -257,39 +216,6 @@ class RequestDecoder:
         return offset
 
 
-def _checked(parameter: Parameter, value: object) -> Scalar:
-    path = f"parameters.{parameter.name}"
-    if type(value) is int and parameter.type != "float" and value not in _INT64:
-        raise at(path, None, f"expected {parameter.type} of at most 64 bits, got {shown(value)}")
-    try:
-        return parameter.check(value)
-    except OverflowError:
-        raise at(path, None, f"expected float, got {shown(value)}, which is beyond a float") from None
-    except DeclarationError as error:
-        # Its own wording quotes the value whole, and as Python writes it.
-        message = str(error).removeprefix(f"parameter {parameter.name!r}: ").rpartition(", got ")[0]
-        raise at(path, None, f"{message}, got {shown(value)}") from None
-
-
-def _boolean(path: str, tensor: str | None, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise at(path, tensor, f"expected true or false, got {shown(value)}")
-
-
-def _integer(path: str, tensor: str | None, value: object, maximum: int) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= maximum:
-        return value
-    raise at(path, tensor, f"expected an integer, 0 to {maximum}, got {shown(value)}")
-
-
-def _unsupported(where: str, tensor: str | None, name: str, known: Sequence[str]) -> BadRequest:
-    path = f"{where}.{key_text(name)}"
-    if name.startswith(("shared_memory_", "sequence_")) or name == "classification":
-        return at(path, tensor, f"not supported by this server; expected one of {', '.join(known)}, got {shown(name)}")
-    return at(path, tensor, f"expected one of the parameters {', '.join(known)}, got {shown(name)}")
-
-
 def _unknown(path: str, kind: str, name: str, known: dict[str, Any]) -> BadRequest:
     return at(path, None, f"expected one of the model's {kind} {', '.join(map(repr, known))}, got {shown(name)}")
 
@@ -299,55 +225,15 @@ def _wrong_datatype(index: int, name: str, declared: str, got: str) -> BadReques
     return at(f"inputs[{index}].datatype", name, f"expected {declared} as the model declares, got {shown(got)}{known}")
 
 
-def _count(shape: list[int], declared: _Declared, index: int) -> int:
-    """The number of elements, once the shape is known to fit the declared one."""
-    dims = declared.dims
-    if len(shape) == len(dims):
-        count = 1
-        for dim, fixed in zip(shape, dims, strict=True):
-            if dim != fixed and (fixed is not None or not 0 <= dim <= _MAX_DIM):
-                break
-            count *= dim
-        else:
-            if count == 0:
-                _check_hollow(shape, declared, index)
-            elif count > _MAX_BYTES_ELEMENTS and not declared.size_bytes:
-                raise at(
-                    f"inputs[{index}].shape",
-                    declared.spec.name,
-                    f"expected at most {_MAX_BYTES_ELEMENTS} BYTES elements in a request, got {count}",
-                )
-            return count
-    expected = ", ".join(["rows", *map(str, declared.spec.shape)])
-    path, name = f"inputs[{index}].shape", declared.spec.name
-    for axis, dim in enumerate(shape):
-        if dim < 0:
-            raise at(f"{path}[{axis}]", name, f"expected [{expected}] with dimensions of 0 or more, got {shown(dim)}")
-        if dim > _MAX_DIM:
-            raise at(f"{path}[{axis}]", name, f"expected a dimension of at most {_MAX_DIM}, got {shown(dim)}")
-    hint = "; the batch axis comes first" if len(shape) == len(dims) - 1 else ""
-    raise at(path, name, f"expected [{expected}], got {shape_text(shape)}{hint}")
-
-
-def _check_hollow(shape: list[int], declared: _Declared, index: int) -> None:
-    """A tensor without elements costs no bytes, and yet its other dimensions may make a callable allocate."""
-    if math.prod(dim for dim in shape if dim) > _MAX_HOLLOW:
-        raise at(
-            f"inputs[{index}].shape",
-            declared.spec.name,
-            f"expected dimensions whose product, zeros left out, is at most {_MAX_HOLLOW}, got {shape_text(shape)}",
-        )
-
-
 def _binary_size(tensor: _Input, index: int) -> int | None:
     """The input's ``binary_data_size``, once its parameters are known to hold nothing else."""
     where = f"inputs[{index}].parameters"
     for key in tensor.parameters or ():
         if key != _SIZE:
-            raise _unsupported(where, tensor.name, key, (_SIZE,))
+            raise unsupported(where, tensor.name, key, (_SIZE,))
     assert tensor.parameters is not None
     if tensor.data is not _NO_DATA:
         raise at(
             f"inputs[{index}].data", tensor.name, f"expected either data or parameters.{_SIZE}, got both; leave one out"
         )
-    return _integer(f"{where}.{_SIZE}", tensor.name, tensor.parameters[_SIZE], _MAX_TIMEOUT_US)
+    return integer(f"{where}.{_SIZE}", tensor.name, tensor.parameters[_SIZE], MAX_UINT64)

@@ -5,22 +5,19 @@ Source: the Open Inference Protocol's inference response, and Triton's binary te
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-import numpy as np
 import orjson
 
+from app.answers import HeadAnswer
 from app.errors import CallableFailed
-from app.json_faults import at, no_json_form
+from app.json_values import checked_size, flat_json
 from app.tensors import InferRequest, RawTensor, Scalar
-from inference.datatypes import DATATYPES, Datatype, unpack_bytes
+from inference.datatypes import DATATYPES, Datatype
 from inference.signature import Signature
 
-__all__ = ["ResponseEncoder"]
-
-_NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
+__all__ = ["ResponseEncoder", "omission_parameters"]
 
 
 class _Declared(NamedTuple):
@@ -45,12 +42,14 @@ class ResponseEncoder:
             )
             for spec in signature.outputs
         }
+        self._heads = {head.name: head.outputs for head in signature.heads}
 
     def encode(
         self,
         request: InferRequest,
         outputs: Mapping[str, RawTensor],
         parameters: Mapping[str, Scalar] | None = None,
+        omitted: Sequence[HeadAnswer] = (),
     ) -> tuple[list[bytes | memoryview], int | None]:
         """Encode one answer.
 
@@ -58,6 +57,7 @@ class ResponseEncoder:
             request: what was asked; its ``outputs`` decide which outputs are written, in which order and form.
             outputs: the model's outputs by name; those that were not asked for are left out.
             parameters: the response's own parameters, if it has any.
+            omitted: heads whose outputs are left out; the parameters then say which, and why.
 
         Returns:
             The body in pieces, the first of which is the JSON; and, if any output is binary, the JSON's length for
@@ -67,6 +67,11 @@ class ResponseEncoder:
             BadRequest: an output was wanted in JSON and has no JSON form.
             CallableFailed: an output that was asked for is not there, or its bytes contradict its declaration.
         """
+        wishes = request.outputs
+        if omitted:
+            parameters = {**(parameters or {}), **omission_parameters(omitted)}
+            gone = {output for head in omitted for output in self._heads[head.head]}
+            wishes = [wish for wish in wishes if wish.name not in gone]
         parts = [b"{"]
         if request.id:
             parts.append(b'"id":%b,' % orjson.dumps(request.id))
@@ -77,12 +82,12 @@ class ResponseEncoder:
         chunks: list[bytes | memoryview] = [b""]
         separator = b""
         binary = False
-        for wish in request.outputs:
+        for wish in wishes:
             declared = self._outputs[wish.name]
             tensor = outputs.get(wish.name)
             if tensor is None:
                 raise CallableFailed(f"output {wish.name!r}: expected {declared.datatype.name}, got no such output")
-            size_bytes = _check(wish.name, tensor, declared.datatype)
+            size_bytes = checked_size(wish.name, tensor, declared.datatype)
             shape = orjson.dumps(tensor.shape)
             if wish.binary:
                 binary = True
@@ -91,7 +96,7 @@ class ResponseEncoder:
                 )
                 chunks.append(tensor.data)
             else:
-                data = _json(wish.name, tensor, declared.datatype)
+                data = flat_json(wish.name, tensor, declared.datatype)
                 parts += (separator, declared.head, shape, b',"data":', data, b"}")
             separator = b","
         parts.append(b"]}")
@@ -99,66 +104,12 @@ class ResponseEncoder:
         return chunks, len(text) if binary else None
 
 
-def _check(name: str, tensor: RawTensor, datatype: Datatype) -> int:
-    """The tensor's size in bytes, once it is known to agree with its shape and declared datatype."""
-    data = tensor.data
-    size_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
-    if tensor.datatype != datatype.name:
-        raise CallableFailed(f"output {name!r}, datatype: expected {datatype.name}, got {tensor.datatype}")
-    if datatype.size_bytes and size_bytes != (expected := math.prod(tensor.shape) * datatype.size_bytes):
-        raise CallableFailed(
-            f"output {name!r}: expected {expected} bytes for {datatype.name} of shape {list(tensor.shape)}, "
-            f"got {size_bytes}"
-        )
-    return size_bytes
-
-
-def _json(name: str, tensor: RawTensor, datatype: Datatype) -> bytes:
-    """The tensor's elements as a flat JSON array."""
-    if not datatype.json:
-        raise no_json_form("outputs", name, datatype.name)
-    if datatype.size_bytes == 0:
-        return _strings(name, tensor)
-    values = np.frombuffer(tensor.data, datatype.numpy)
-    text = orjson.dumps(values, option=_NUMPY)
-    # orjson writes null for what JSON lacks, which tells faster than np.isfinite that there is some.
-    if datatype.numpy.kind == "f" and b"n" in text:
-        return _not_finite(text, values)
-    return text
-
-
-def _not_finite(text: bytes, values: np.ndarray[Any, np.dtype[Any]]) -> bytes:
-    """Replace each null by the literal that Triton writes (and that Python's json reads)."""
-    literals = iter(
-        [
-            b"NaN" if np.isnan(value) else b"Infinity" if value > 0 else b"-Infinity"
-            for value in values[~np.isfinite(values)]
-        ]
-    )
-    first, *rest = text.split(b"null")
-    pieces = [first]
-    for piece in rest:
-        pieces += (next(literals), piece)
-    return b"".join(pieces)
-
-
-def _strings(name: str, tensor: RawTensor) -> bytes:
-    try:
-        elements = unpack_bytes(tensor.data)
-    except ValueError as error:
-        raise CallableFailed(f"output {name!r}, {error}") from None
-    if len(elements) != math.prod(tensor.shape):
-        raise CallableFailed(
-            f"output {name!r}: expected {math.prod(tensor.shape)} elements for shape {list(tensor.shape)}, "
-            f"got {len(elements)}"
-        )
-    try:
-        return orjson.dumps([element.decode() for element in elements])
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise at(
-            "outputs",
-            name,
-            f"expected UTF-8 text, to write it as JSON strings, got byte 0x{byte:02x}; ask for binary data: "
-            '"parameters": {"binary_data": true} on the output',
-        ) from None
+def omission_parameters(omitted: Sequence[HeadAnswer]) -> dict[str, str]:
+    """What a response's ``parameters``, which can be scalars only, say of omitted heads; {} if there are none."""
+    if not omitted:
+        return {}
+    said = {"omitted_heads": ",".join(head.head for head in omitted)}
+    for head in omitted:
+        said[f"head.{head.head}.status"] = head.status
+        said[f"head.{head.head}.reason"] = head.error.message if head.error is not None else ""
+    return said

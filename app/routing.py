@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from inference.pipeline import Plan
 from inference.signature import Signature
 
 __all__ = ["DeploymentRoute", "ReplicaRoute", "RoutingTable", "State"]
@@ -30,6 +31,8 @@ class ReplicaRoute(msgspec.Struct, frozen=True):
     http_socket: str
     """Path of its Triton's HTTP socket."""
     token: str
+    grpc_socket: str = ""
+    """Path of its Triton's gRPC socket, if it answers in frames: fused pipelines and models that stream."""
 
 
 class DeploymentRoute(msgspec.Struct, frozen=True):
@@ -49,6 +52,14 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     max_in_flight: int = 1
     """Calls per replica, this worker's share."""
     timeout_s: float = 30
+    is_graph: bool = False
+    """Whether it is a pipeline whose steps are deployments of their own."""
+    plan: Plan | None = None
+    """Of such a pipeline, once known."""
+    is_open: bool = True
+    """Of such a pipeline, whether enough of its steps can be reached to answer anything."""
+    part_of: str | None = None
+    """Of a deployment that is a step: its pipeline."""
 
 
 class RoutingTable(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from app.errors import CallableFailed
 from app.tensors import RawTensor
 
-__all__ = ["SlicedTensor", "join_rows"]
+__all__ = ["SlicedTensor", "element_count", "join_rows"]
 
 
 class SlicedTensor:
@@ -50,6 +50,15 @@ def join_rows(name: str, parts: Sequence[RawTensor]) -> RawTensor:
             )
     rows = sum(part.shape[0] for part in parts)
     return RawTensor(first.datatype, (rows, *first.shape[1:]), b"".join(part.data for part in parts))
+
+
+def element_count(data: bytes | memoryview) -> int | None:
+    """How many ``BYTES`` elements these bytes are; None if they end within one."""
+    offset, count = 0, 0
+    while offset < len(data):
+        offset += 4 + int.from_bytes(data[offset : offset + 4], "little")
+        count += 1
+    return count if offset == len(data) else None
 
 
 def _offsets(data: bytes | memoryview, elements: int) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from inference.frame import StepCount
 
 __all__ = ["Statistics"]
 
@@ -25,6 +27,16 @@ class Statistics:
     """Of the callable, summed over requests: rows that share a call each count it whole, as in Triton."""
     call_compute_ns: int = 0
     """Of the callable, summed over calls."""
+
+    steps: dict[str, StepCount] = field(default_factory=dict)
+    """Of a fused pipeline, by step."""
+
+    def note_step(self, count: StepCount) -> None:
+        """Count what a step did."""
+        known = self.steps.setdefault(count.step, StepCount(count.step, 0, 0, 0))
+        known.calls += count.calls
+        known.retries += count.retries
+        known.compute_us += count.compute_us
 
     def note_request(self, rows: int, queue_ns: int, compute_ns: int) -> None:
         """Count a request that succeeded."""

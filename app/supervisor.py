@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from app.check import runtime_dir_problems
 from app.config import Config, Deployment
 from app.control import ControlServer
 from app.errors import StartError
+from app.graph_state import GraphState, StepState
 from app.replica_process import GUARDIAN_LOST, ReplicaProcess
 from app.routing import DeploymentRoute, RoutingTable, State
 from app.sweep import make_instance_folder, sweep_stale
@@ -81,7 +82,19 @@ class Supervisor:
         self._config = config
         self._user_paths = user_paths
         self._on_serving = on_serving
-        self._served = {name: _Served(name, deployment) for name, deployment in config.deployments.items()}
+        self._served = {name: _Served(name, deployment) for name, deployment in config.all_deployments().items()}
+        self._graphs = {
+            name: GraphState(name, deployment)
+            for name, deployment in config.deployments.items()
+            if name not in self._served
+        }
+        self._pipelines = {
+            step: graph.name
+            for graph in self._graphs.values()
+            for step in graph.deployments.values()
+            if step not in config.deployments
+        }
+        """Of each deployment that is a step only: its pipeline."""
         self._control = ControlServer()
         self._exits: dict[int, asyncio.Future[int]] = {}
         self._replicas: dict[str, ReplicaProcess] = {}
@@ -227,8 +240,8 @@ class Supervisor:
                 served.signature = replica.signature
                 self._set_state(served, State.READY, f"replica {replica.id} ready")
                 logger.info(
-                    "%s: ready after %.1f s on %s", replica.id, time.monotonic() - started,
-                    replica.facts.get("device", "?"),
+                    "%s: ready after %.1f s on %s%s", replica.id, time.monotonic() - started,
+                    replica.facts.get("device", "?"), _own_python(served.config, replica.facts),
                 )  # fmt: skip
                 await replica.ending.wait()
                 del served.ready[replica.id]
@@ -267,7 +280,8 @@ class Supervisor:
 
     def _end_if_nothing_is_left(self) -> None:
         """A server of which every deployment has failed serves nobody: whoever started it should know."""
-        if all(served.state is State.FAILED for served in self._served.values()):
+        told = [self._served.get(name) or self._graphs[name] for name in self._config.deployments]
+        if all(one.state is State.FAILED for one in told) and not self._stop_requested.is_set():
             logger.critical("every deployment has failed: stopping")
             self._status = 1
             self._stop_requested.set()
@@ -323,10 +337,14 @@ class Supervisor:
         served.is_decided = True
         if not self._is_announced and all(item.is_decided for item in self._served.values()):
             self._is_announced = True
-            self._on_serving(self._url, [(item.name, item.signature, item.reason) for item in self._served.values()])
+            told = {name: self._served.get(name) or self._graphs[name] for name in self._config.deployments}
+            self._on_serving(self._url, [(name, item.signature, item.reason) for name, item in told.items()])
 
     def _publish(self) -> None:
         workers = self._config.server.workers
+        steps = {
+            served.name: StepState(served.state, served.reason, served.signature) for served in self._served.values()
+        }
         routes = []
         for served in self._served.values():
             batching = served.config.batching
@@ -341,8 +359,22 @@ class Supervisor:
                     max_queue_delay_ms=batching.max_queue_delay_ms,
                     max_in_flight=-(-batching.max_in_flight // workers),
                     timeout_s=served.config.timeout_s,
+                    part_of=self._pipelines.get(served.name),
                 )
             )
+        for graph in self._graphs.values():
+            before = graph.state, graph.reason
+            graph.update(steps)
+            if graph.state is not before[0]:
+                logger.info("%s: %s -> %s: %s", graph.name, before[0].value, graph.state.value, graph.reason)
+                if graph.state is State.FAILED:
+                    logger.error("%s: FAILED; correct it and restart the server: %s", graph.name, graph.reason)
+                    self._end_if_nothing_is_left()
+            elif graph.reason != before[1] and graph.state is State.READY:
+                logger.warning("%s: still READY: %s", graph.name, graph.reason)
+            routes.append(graph.route(workers))
+        order = {name: index for index, name in enumerate(self._config.deployments)}
+        routes.sort(key=lambda route: (order[route.part_of or route.name], route.part_of is not None))
         self._control.publish(RoutingTable(tuple(routes), draining=self._stopping))
 
     # Gateway workers
@@ -413,6 +445,15 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
         while not condition() and time.monotonic() < deadline and not hurry.done():
             await asyncio.wait({hurry}, timeout=0.02)
+
+
+def _own_python(deployment: Deployment, facts: Mapping[str, str]) -> str:
+    """Which Python a replica runs under, and what it has there; empty if it is the one that we run under."""
+    if deployment.python is None:
+        return ""
+    return f", under {deployment.python}: " + ", ".join(
+        f"{name} {version}" for name, version in facts.items() if name != "device"
+    )
 
 
 def _signal(pid: int, number: int) -> None:

@@ -42,6 +42,8 @@ class InferRequest:
     """Declared parameters per batch, defaults filled in."""
     row_parameters: dict[str, Scalar]
     """Declared parameters per row, defaults filled in; the same value for all rows of this request."""
+    heads: tuple[str, ...] = ()
+    """Of a pipeline: the wanted heads, in the signature's order. Never empty there; always empty elsewhere."""
     priority: int = 0
     """1 is the most urgent; 0 stands for the default."""
     timeout_us: int = 0

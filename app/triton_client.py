@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol, cast
 
 import httptools
 import msgspec
 
-from app.errors import CallableFailed, ReplicaLost, ReplicaUnreachable
+from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from app.tensors import RawTensor
 
-__all__ = ["ReplicaClient", "TritonClient"]
+__all__ = ["FrameReplicaClient", "FrameRequest", "ReplicaClient", "TritonClient", "refusal"]
+
+
+class FrameRequest(msgspec.Struct):
+    """A call of a replica that answers in frames."""
+
+    inputs: list[tuple[str, str, list[int], list[bytes | memoryview]]]
+    """Name, datatype, shape with the batch axis, and bytes in pieces."""
+    note: str
+    """The hidden parameter: JSON of an `inference.report.CallNote`."""
 
 
 class ReplicaClient(Protocol):
@@ -42,6 +51,43 @@ class ReplicaClient(Protocol):
 
     def close(self) -> None:
         """End all connections; calls under way raise `ReplicaLost`."""
+        ...
+
+
+class FrameReplicaClient(Protocol):
+    """What the gateway needs of a replica that answers in frames (`inference.frame`)."""
+
+    def open(self, nothing: FrameRequest) -> None:
+        """Make the way to the replica ready, so that the first call needn't. Comes before any other method, once.
+
+        Args:
+            nothing: a request that asks for nothing; what comes back is dropped, an error too.
+        """
+        ...
+
+    def frames(self, name: str, request: FrameRequest) -> AsyncGenerator[bytes, None]:
+        """One call.
+
+        Args:
+            name: of the call, unique among all.
+            request: what to ask.
+
+        Returns:
+            The frames as they come; it ends when the replica has said all.
+
+        Raises:
+            ReplicaUnreachable: the replica was gone before it had the call.
+            ReplicaLost: it went away before it had said all.
+            CallableFailed: it answered with an error.
+        """
+        ...
+
+    def cancel(self, name: str) -> None:
+        """Ask the replica to end a stream; what it still says of it is dropped."""
+        ...
+
+    def close(self) -> None:
+        """End all calls; those under way raise `ReplicaLost`."""
         ...
 
 
@@ -105,10 +151,7 @@ class TritonClient:
         else:
             connection.close()
         if status != 200:
-            reason = _first_line(body)
-            if _STUB_LOST.search(reason):  # Triton noticed it before the guardian did
-                raise ReplicaLost("the replica ended while it had the request")
-            raise CallableFailed(f"the replica refused the call: {reason}")
+            raise refusal(_reason(body))
         return _tensors(body, json_length)
 
     def close(self) -> None:
@@ -215,10 +258,16 @@ def _tensors(body: bytes, json_length: int) -> dict[str, RawTensor]:
     return tensors
 
 
-def _first_line(body: bytes) -> str:
-    """Triton's error message without what may follow: whole tracebacks."""
+def refusal(reason: str) -> HeadwaterError:
+    """What Triton's answer to a call means that it refused. Whole tracebacks may follow the reason's first line."""
+    first_line = reason.splitlines()[0][:500] if reason else "no reason given"
+    if _STUB_LOST.search(first_line):  # Triton noticed it before the guardian did
+        return ReplicaLost("the replica ended while it had the request")
+    return CallableFailed(f"the replica refused the call: {first_line}")
+
+
+def _reason(body: bytes) -> str:
     try:
-        text = msgspec.json.decode(body, type=_Error).error
+        return msgspec.json.decode(body, type=_Error).error
     except msgspec.MsgspecError:
-        text = body.decode(errors="replace")
-    return text.splitlines()[0][:500] if text else "no reason given"
+        return body.decode(errors="replace")

@@ -16,6 +16,7 @@ from typing import cast
 
 import msgspec
 import uvicorn
+from sse_starlette.sse import AppStatus
 
 from app.config import Server
 from app.connection import BoundedConnection
@@ -37,6 +38,9 @@ LAST_ANSWERS_TIMEOUT_S = 2
 async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
     models = Models()
     options = Server.model_validate(settings.server)
+    # It would cut every stream off as soon as the server is told to exit. What ends them is `drain` below, and behind
+    # that uvicorn's own timeout.
+    AppStatus.enable_automatic_graceful_drain = False
     app = create_app(models, options)
     server = uvicorn.Server(
         uvicorn.Config(
@@ -78,7 +82,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
         """Answer what is under way, and 503 to what still comes; then end."""
         await draining.wait()
         deadline_s = time.monotonic() + options.shutdown_timeout_s
-        while models.in_flight and time.monotonic() < deadline_s:  # noqa: ASYNC110 - only at the end
+        while not models.is_idle and time.monotonic() < deadline_s:  # noqa: ASYNC110 - only at the end
             await asyncio.sleep(DRAIN_POLL_S)
         models.close()
         server.should_exit = True

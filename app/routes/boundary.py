@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.errors import CallableFailed, ClientGone, HeadwaterError
-from app.replies import Reply, error_reply
+from app.replies import error_reply
 
 __all__ = ["Endpoint"]
 
@@ -19,12 +19,13 @@ class Endpoint(ABC):
     """A raw ASGI endpoint: below FastAPI's own layers, for the routes that are called thousands of times a second."""
 
     @abstractmethod
-    async def answer(self, scope: Scope, receive: Receive) -> Reply:
-        """Compute the answer. Any `HeadwaterError` becomes the answer that its class says."""
+    async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
+        """Compute the answer, or open one in pieces. Any `HeadwaterError` becomes the answer that its class says."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         state = scope["state"]
+        reply: ASGIApp
         try:
             reply = await self.answer(scope, receive)
         except ClientGone as error:

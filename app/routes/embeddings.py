@@ -57,10 +57,13 @@ class EmbeddingsEndpoint(Endpoint):
         request = _request(signature, signature.embedding, texts, body.dimensions)
         try:
             async with DisconnectWatch(receive):
-                outputs = await model.dispatcher.infer(request)
+                outputs, omitted = await model.dispatcher.infer(request)
         except BadRequest as error:
             error.field = "input"  # as this API calls it
             raise
+        for head in omitted:  # there is no embedding without it
+            if head.error is not None:
+                raise head.error
         vectors = outputs[signature.embedding.output]
         tokens = 0
         if signature.embedding.tokens is not None:
@@ -134,6 +137,7 @@ def _request(signature: Signature, spec: EmbeddingSpec, texts: list[str], dimens
         outputs=[OutputWish(name, binary=True) for name in wanted],
         batch_parameters={item.name: item.default for item in signature.parameters if item.per == "batch"},
         row_parameters=row_parameters,
+        heads=tuple(head.name for head in signature.heads if not set(wanted).isdisjoint(head.outputs)),
     )
 
 

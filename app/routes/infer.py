@@ -69,11 +69,11 @@ class InferEndpoint(Endpoint):
         else:
             request = await asyncio.to_thread(decoder.decode, body, header_length)
         async with DisconnectWatch(receive):
-            outputs = await model.dispatcher.infer(request)
+            outputs, omitted = await model.dispatcher.infer(request)
         if sum(len(tensor.data) for tensor in outputs.values()) < LARGE_BYTES:
-            pieces, json_length = encoder.encode(request, outputs)
+            pieces, json_length = encoder.encode(request, outputs, None, omitted)
         else:
-            pieces, json_length = await asyncio.to_thread(encoder.encode, request, outputs)
+            pieces, json_length = await asyncio.to_thread(encoder.encode, request, outputs, None, omitted)
         scope["state"]["note"] = f"rows={request.rows}"
         if json_length is None:
             return Reply(200, pieces, [_JSON])

@@ -20,6 +20,7 @@ __all__ = ["metadata_routes"]
 
 EXTENSIONS = [
     "binary_tensor_data",
+    "generate",
     "model_configuration",
     "model_repository",
     "parameters",
@@ -43,7 +44,7 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
 
     @router.get("/v2/models/stats", summary="Statistics of all models")
     async def all_statistics() -> JSONResponse:
-        return JSONResponse({"model_stats": [_statistics(model) for model in models]})
+        return JSONResponse({"model_stats": [_statistics(model) for model in models.with_steps()]})
 
     @router.get("/v2/models/{model}", summary="The model's inputs and outputs")
     @router.get("/v2/models/{model}/versions/{version}", include_in_schema=False)
@@ -62,7 +63,7 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
 
     @router.get("/v2/repository/index", summary="All models and their states")
     async def index() -> JSONResponse:
-        return JSONResponse([_index_entry(model) for model in models])
+        return JSONResponse([_index_entry(model) for model in models.with_steps()])
 
     @router.post("/v2/repository/index", include_in_schema=False)  # Triton's form of the same
     async def index_by_post(request: Request) -> JSONResponse:
@@ -72,7 +73,7 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f'body: expected {{"ready": true or false}} or nothing: {error}', field="body") from error
         return JSONResponse(
-            [_index_entry(model) for model in models if not asked.ready or model.route.state is State.READY]
+            [_index_entry(one) for one in models.with_steps() if not asked.ready or one.route.state is State.READY]
         )
 
     return router
@@ -87,13 +88,24 @@ def _metadata(signature: Signature) -> dict[str, Any]:
     def tensor(spec: TensorSpec) -> dict[str, Any]:
         return {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.shape]}
 
-    return {
+    metadata: dict[str, Any] = {
         "name": signature.name,
         "versions": [VERSION],
         "platform": "python",
         "inputs": [tensor(spec) for spec in signature.inputs],
         "outputs": [tensor(spec) for spec in signature.outputs],
     }
+    if signature.heads:
+        metadata["heads"] = [
+            {
+                "name": head.name,
+                "outputs": list(head.outputs),
+                "on_error": head.on_error,
+                "timeout_s": head.timeout_s,
+            }
+            for head in signature.heads
+        ]
+    return metadata
 
 
 def _config(model: ServedModel) -> dict[str, Any]:
@@ -127,7 +139,7 @@ def _config(model: ServedModel) -> dict[str, Any]:
 
 def _statistics(model: ServedModel) -> dict[str, Any]:
     counts = model.dispatcher.statistics
-    return {
+    told: dict[str, Any] = {
         "name": model.route.name,
         "version": VERSION,
         "inference_count": counts.rows,
@@ -142,3 +154,9 @@ def _statistics(model: ServedModel) -> dict[str, Any]:
         },
         "batch_stats": [],
     }
+    if counts.steps:
+        told["steps"] = {
+            step.step: {"execution_count": step.calls, "retries": step.retries, "compute_ns": step.compute_us * 1000}
+            for step in counts.steps.values()
+        }
+    return told

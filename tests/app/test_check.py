@@ -23,6 +23,7 @@ from app.check import (
     shared_memory_problems,
 )
 from app.config import Deployment, Server
+from inference.environment import Problem
 from inference.signature import Signature, TensorSpec
 
 ROOT = Path(__file__).parents[2]
@@ -297,3 +298,181 @@ def test_every_problem_is_reported(run: Run) -> None:
         )
     titles = [problem["title"] for problem in report["problems"]]
     assert titles == ["deployment gone", "deployment double", "server.port", "server.runtime_dir"]
+
+
+# Pipelines.
+
+STEPS = """
+from inference import Model, Tensor
+
+
+class Trunk(Model):
+    \"\"\"Looks.\"\"\"
+
+    inputs = [Tensor("x", "FP32", [64])]
+    outputs = [Tensor("features", "FP32", [8])]
+
+
+class Digit(Model):
+    \"\"\"Says which digit it is.\"\"\"
+
+    inputs = [Tensor("features", "FP32", [-1])]
+    outputs = [Tensor("digit", "FP32", [10])]
+
+
+class Parity(Model):
+    inputs = [Tensor("features", "FP32", [8])]
+    outputs = [Tensor("parity", "FP32", [2])]
+
+
+class Wide(Model):
+    inputs = [Tensor("features", "FP32", [16])]
+    outputs = [Tensor("wide", "FP32", [1])]
+
+
+class Contradicts(Model):
+    inputs = [Tensor("features", "FP32", [8])]
+
+
+class Deadly(Model):
+    inputs = [Tensor("features", "FP32", [8])]
+    outputs = [Tensor("never", "FP32", [1])]
+
+    def __init__(self):
+        import os, sys
+
+        print("out of luck", file=sys.stderr, flush=True)
+        os._exit(9)
+"""
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> str:
+    """The name of a module with steps."""
+    (tmp_path / "steps.py").write_text(STEPS)
+    return "steps"
+
+
+def fan(placement: str, **heads: str) -> dict[str, Any]:
+    models = {name: {"model": f"steps:{model}"} for name, model in heads.items()}
+    return {"pipeline": {"placement": placement, "trunk": {"model": "steps:Trunk"}, "heads": models}}
+
+
+@pytest.mark.parametrize("placement", ["fused", "graph"])
+def test_a_pipeline_is_told_with_its_steps_and_the_signature_of_the_whole(run: Run, steps: str, placement: str) -> None:
+    status, report = run({"deployments": {"digits": fan(placement, digit="Digit", parity="Parity"), "double": SCALE}})
+    assert (status, report["problems"]) == (0, [])
+    digits, double = report["deployments"]
+    assert "pipeline" not in double
+    assert digits["ok"]
+    assert digits["model"] is None
+    assert digits["pipeline"] == {
+        "placement": placement,
+        "steps": {"trunk": "steps:Trunk", "digit": "steps:Digit", "parity": "steps:Parity"},
+        "heads": ["digit", "parity"],
+    }
+    assert [tensor["name"] for tensor in digits["inputs"]] == ["x"]
+    assert [tensor["name"] for tensor in digits["outputs"]] == ["digit", "parity"]
+
+
+def test_a_step_that_is_a_deployment_that_stands_elsewhere(run: Run, steps: str) -> None:
+    pipeline = fan("graph", digit="Digit")
+    pipeline["pipeline"]["trunk"] = {"deployment": "eyes"}
+    status, report = run({"deployments": {"digits": pipeline, "eyes": {"model": "steps:Trunk"}}})
+    assert status == 0
+    assert report["deployments"][0]["pipeline"]["steps"]["trunk"] == "deployment eyes"
+    assert [tensor["name"] for tensor in report["deployments"][0]["inputs"]] == ["x"]
+
+
+def test_text_of_a_pipeline(
+    tmp_path: Path, steps: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "config.yaml"
+    content = {"deployments": {"digits": fan("fused", digit="Digit", parity="Parity")}}
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    assert check(path, as_json=False, flags={"server.port": 0}) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("digits  fused pipeline  x FP32 [64] -> digit FP32 [10], parity FP32 [2]")
+    assert lines[start + 1 : start + 4] == [
+        "          step trunk  steps:Trunk",
+        "          head digit  steps:Digit",
+        "          head parity  steps:Parity",
+    ]
+    assert lines[-1] == "ready to serve"
+
+
+def test_every_broken_step_of_a_fused_pipeline_is_named(run: Run, steps: str) -> None:
+    broken = fan("fused", digit="Digit", gone="Gone", contradicts="Contradicts", option="Parity")
+    broken["pipeline"]["heads"]["option"]["options"] = {"k": 1}
+    status, report = run({"deployments": {"digits": broken, "double": SCALE}})
+    assert status == 1
+    assert [problem["title"] for problem in report["problems"]] == [
+        "deployment digits, step gone",
+        "deployment digits, step contradicts",
+        "deployment digits, step option",
+    ]
+    gone, contradicts, option = (problem["reason"] for problem in report["problems"])
+    assert gone.startswith("steps:Gone: ")
+    assert "has no Gone" in gone
+    assert "steps:Contradicts: Contradicts.outputs: expected at least one Tensor" in contradicts
+    assert "steps:Parity: unknown option 'k'" in option
+    assert [one["ok"] for one in report["deployments"]] == [False, True]
+
+
+def test_a_step_that_ends_the_process_is_named_and_hides_no_others(run: Run, steps: str) -> None:
+    broken = fan("fused", gone="Gone", deadly="Deadly", digit="Digit")
+    _, report = run({"deployments": {"first": SCALE, "digits": broken, "last": SCALE}})
+    gone, deadly = report["problems"]
+    assert gone["title"] == "deployment digits, step gone"
+    assert deadly["title"] == "deployment digits, step deadly"
+    assert "steps:Deadly: importing or constructing it ended the process with status 9: out of luck" in deadly["reason"]
+    assert [one["ok"] for one in report["deployments"]] == [True, False, True]
+
+
+def test_a_broken_step_of_a_graph_is_named_as_the_deployment_that_it_is(run: Run, steps: str) -> None:
+    _, report = run({"deployments": {"digits": fan("graph", digit="Digit", gone="Gone")}})
+    assert only(report)["title"] == "deployment digits.gone"
+    assert [one["ok"] for one in report["deployments"]] == [False]
+
+
+@pytest.mark.parametrize("placement", ["fused", "graph"])
+def test_steps_that_do_not_fit_together(run: Run, steps: str, placement: str) -> None:
+    _, report = run({"deployments": {"digits": fan(placement, digit="Digit", wide="Wide"), "double": SCALE}})
+    problem = only(report)
+    assert problem["title"] == "deployment digits"
+    assert problem["reason"] == (
+        "step `wide`, input `features`: shape mismatch: expected FP32 [16], got FP32 [8] from `trunk.features`"
+    )
+    assert [one["ok"] for one in report["deployments"]] == [False, True]
+
+
+def test_each_step_of_a_graph_gets_its_own_environment(run: Run, tmp_path: Path) -> None:
+    source = "import os\n" + STEPS + "\n\nassert os.environ['MODE'] == 'fast', 'slow'\n"
+    (tmp_path / "steps.py").write_text(source)
+    pipeline = fan("graph", digit="Digit", parity="Parity")
+    pipeline["pipeline"]["heads"]["parity"]["environment"] = {"MODE": "slow"}
+    _, report = run({"deployments": {"digits": {**pipeline, "environment": {"MODE": "fast"}}}})
+    assert only(report)["title"] == "deployment digits.parity"
+    assert "raised AssertionError: slow" in only(report)["reason"]
+
+
+def test_shared_memory_of_a_graph_is_that_of_its_steps(run: Run, steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+
+    def count(needed_bytes: int, *_: int) -> list[Problem]:
+        counted.append(needed_bytes)
+        return []
+
+    monkeypatch.setattr("app.check.shared_memory_problems", count)
+    for placement in ("fused", "graph"):
+        run({"deployments": {"digits": fan(placement, digit="Digit", parity="Parity")}})
+    fused, graph = counted
+    assert 4 * MIB < fused < 5 * MIB
+    assert 12 * MIB < graph < 13 * MIB
+
+
+def test_the_longest_name_of_a_step_counts_in_the_runtime_dir(run: Run, steps: str, tmp_path: Path) -> None:
+    content = {"deployments": {"digits": fan("graph", **{"a-name-of-" + "x" * 40: "Digit"})}}
+    _, report = run(content, runtime_dir="/tmp/" + "x" * 20)
+    assert "a unix socket's has 107" in only(report)["reason"]

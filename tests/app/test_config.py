@@ -46,7 +46,7 @@ def test_the_environment_reaches_into_deployments_whatever_its_case() -> None:
         ({**MINIMAL, "server": {"port": "abc"}}, "`server.port`: "),
         ({**MINIMAL, "server": {"port": 70000}}, "input should be less than or equal to 65535, got 70000"),
         ({"deployments": {"a b": {"model": "m:M"}}}, "deployment name 'a b': expected letters"),
-        ({"deployments": {"a": {}}}, "`deployments.a.model`: required, but missing"),
+        ({"deployments": {"a": {}}}, "`deployments.a`: expected either `model` or `pipeline`"),
         ({"deployments": {"a": {"model": "m"}}}, "`deployments.a.model`: expected module:Class such as"),
         ({"deployments": {"a": {"model": "m:M", "batch": {}}}}, "`deployments.a.batch`: unknown field"),
         ({"deployments": {"a": {"model": "m:M", "device": "gpu"}}}, "`deployments.a.device`: expected auto, cpu"),
@@ -72,7 +72,9 @@ def test_what_came_from_outside_the_file_is_said_to() -> None:
         ConfigError, match=r"`server\.prot`: unknown field \(environment variable HEADWATER_SERVER__PROT"
     ):
         read(MINIMAL, {"HEADWATER_SERVER__PROT": "1"})
-    with pytest.raises(ConfigError, match=r"`deployments\.text\.model`: required, but missing \(environment variable"):
+    with pytest.raises(
+        ConfigError, match=r"`deployments\.text`: expected either `model` or `pipeline`.* \(environment variable"
+    ):
         read(MINIMAL, {"HEADWATER_DEPLOYMENTS__TEXT__TIMEOUT_S": "5"})
     with pytest.raises(ConfigError) as caught:
         read({**MINIMAL, "server": {"port": "abc"}}, {"HEADWATER_DEPLOYMENTS__SCALE__TIMEOUT_S": "5"})

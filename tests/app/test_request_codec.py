@@ -20,7 +20,7 @@ from app.errors import BadRequest
 from app.request_codec import RequestDecoder
 from app.tensors import InferRequest, OutputWish
 from inference.datatypes import DATATYPES, pack_bytes, unpack_bytes
-from inference.signature import ParameterSpec, Signature, TensorSpec
+from inference.signature import HeadSpec, ParameterSpec, Signature, TensorSpec
 
 HEADER = "Inference-Header-Content-Length"
 JSON_DATATYPES = [name for name, datatype in DATATYPES.items() if datatype.json]
@@ -44,6 +44,26 @@ SIGNATURE = Signature(
     ),
 )
 DECODER = RequestDecoder(SIGNATURE)
+
+
+PIPELINE = RequestDecoder(
+    Signature(
+        name="p",
+        inputs=(TensorSpec("x", "FP32", (3, -1)),),
+        outputs=(
+            TensorSpec("digit", "INT32", (1,)),
+            TensorSpec("parity", "BOOL", (1,)),
+            TensorSpec("scores", "FP32", (10,)),
+            TensorSpec("ink", "FP16", (1,)),
+        ),
+        parameters=(ParameterSpec("mode", "str", "fast", "batch"),),
+        heads=(
+            HeadSpec("digits", ("digit", "scores")),
+            HeadSpec("even", ("parity",)),
+            HeadSpec("dark", ("ink",), on_error="omit"),
+        ),
+    )
+)
 
 
 def one_input(datatype: str, *shape: int) -> RequestDecoder:
@@ -538,6 +558,75 @@ class TestParameters:
     )
     def test_wrong(self, parameters: dict[str, Any], said: tuple[str, ...]) -> None:
         refused(request(parameters=parameters), *said)
+
+
+class TestHeads:
+    @staticmethod
+    def chosen(*outputs: str, heads: Any = ..., binary: bool = False) -> tuple[tuple[str, ...], list[str]]:
+        """The heads and outputs that a request gets which asks for these."""
+        parameters = {"heads": heads} if heads is not ... else {}
+        if binary:
+            parameters["binary_data_output"] = True
+        decoded = PIPELINE.decode(request(outputs=[{"name": name} for name in outputs], parameters=parameters))
+        return decoded.heads, [wish.name for wish in decoded.outputs]
+
+    def test_all_by_default(self) -> None:
+        everything = (("digits", "even", "dark"), ["digit", "parity", "scores", "ink"])
+        assert self.chosen(binary=True) == everything
+        assert self.chosen(heads=["dark", "even", "digits"], binary=True) == everything
+
+    @pytest.mark.parametrize("heads", ["even,digits", " even , digits ", ["even", "digits"]])
+    def test_by_name(self, heads: Any) -> None:
+        assert self.chosen(heads=heads) == (("digits", "even"), ["digit", "parity", "scores"])
+
+    def test_by_outputs(self) -> None:
+        assert self.chosen("parity", "digit") == (("digits", "even"), ["parity", "digit"])
+
+    def test_by_both(self) -> None:
+        assert self.chosen("scores", heads="digits") == (("digits",), ["scores"])
+
+    def test_a_head_of_which_no_output_is_wanted_is_not_run(self) -> None:
+        assert self.chosen("scores", heads="even,digits") == (("digits",), ["scores"])
+
+    def test_an_output_of_another_head(self) -> None:
+        body = request(outputs=[{"name": "digit"}, {"name": "parity"}], parameters={"heads": "digits"})
+        refused(body, "outputs[1].name", "'parity'", "heads 'digits'", "head 'even'", decoder=PIPELINE)
+
+    def test_only_wanted_outputs_need_a_json_form(self) -> None:
+        refused(request(), "outputs", "'ink'", "FP16", decoder=PIPELINE)
+        refused(request(parameters={"heads": "dark"}), "outputs", "'ink'", "FP16", decoder=PIPELINE)
+        assert self.chosen(heads="dark", binary=True) == (("dark",), ["ink"])
+
+    @pytest.mark.parametrize(
+        ("heads", "said"),
+        [
+            ("digits,odd", ("parameters.heads", "'digits', 'even', 'dark'", "got 'odd'")),
+            (["digits", "odd"], ("parameters.heads[1]", "'digits', 'even', 'dark'", "got 'odd'")),
+            ("digits,", ("parameters.heads", "'digits', 'even', 'dark'", "got ''")),
+            ("even,even", ("parameters.heads", "at most once", "'even' a second time")),
+            (["even", "even"], ("parameters.heads[1]", "at most once", "'even' a second time")),
+            ("", ("parameters.heads", "at least one of 'digits', 'even', 'dark'", "no head is left")),
+            ([], ("parameters.heads", "at least one of 'digits', 'even', 'dark'", "no head is left")),
+            ([1], ("parameters.heads[0]", "'digits', 'even', 'dark'", "got 1")),
+            ([["even"]], ("parameters.heads[0]", "got an array")),
+            (1, ("parameters.heads", "names of heads", "got 1")),
+            (None, ("parameters.heads", "names of heads", "got null")),
+            ({"even": True}, ("parameters.heads: expected", "got an object")),
+        ],
+    )
+    def test_wrong(self, heads: Any, said: tuple[str, ...]) -> None:
+        refused(request(parameters={"heads": heads}), *said, decoder=PIPELINE)
+
+    @pytest.mark.parametrize("name", ["mode", "timeout", "priority", "binary_data_output", "beam"])
+    def test_other_parameters_take_no_list(self, name: str) -> None:
+        body = request(parameters={"heads": ["even"], name: ["fast"]})
+        refused(body, f"parameters.{name}: expected", decoder=PIPELINE)
+        refused(request(parameters={"heads": ["even"], name: {}}), f"parameters.{name}: expected", decoder=PIPELINE)
+
+    def test_a_model_without_heads_has_no_such_parameter(self) -> None:
+        refused(request(parameters={"heads": "even"}), "parameters.heads", "temperature", "got 'heads'")
+        refused(request(parameters={"heads": ["even"]}), "parameters.heads: expected a", "got an array")
+        assert DECODER.decode(request()).heads == ()
 
 
 def test_huge_shapes_allocate_nothing() -> None:

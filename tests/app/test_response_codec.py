@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from app.errors import BadRequest, CallableFailed
+from app.answers import HeadAnswer
+from app.errors import BadRequest, CallableFailed, DeadlineExceeded, Unavailable
 from app.response_codec import ResponseEncoder
 from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import DATATYPES, bf16_to_float32, pack_bytes
-from inference.signature import Signature, TensorSpec
+from inference.signature import HeadSpec, Signature, TensorSpec
 
 OUTPUTS = {name.lower(): name for name in DATATYPES}
 SIGNATURE = Signature(
@@ -75,6 +76,31 @@ def test_parameters() -> None:
     assert (
         b"".join(chunks) == b'{"model_name":"m","model_version":"1","parameters":{"a":1,"b":"x","c":true},"outputs":[]}'
     )
+
+
+def test_omitted_heads() -> None:
+    encoder = ResponseEncoder(
+        Signature(
+            name="m",
+            inputs=(TensorSpec("x", "FP32", (1,)),),
+            outputs=tuple(TensorSpec(name, "FP32", (-1,)) for name in "abc"),
+            heads=(HeadSpec("one", ("a",)), HeadSpec("two", ("b",), on_error="omit"), HeadSpec("three", ("c",))),
+        )
+    )
+    omitted = [HeadAnswer("two", error=DeadlineExceeded("late")), HeadAnswer("three", error=Unavailable("gone"))]
+    wishes = asked(*(OutputWish(name, False) for name in "abc"))
+    chunks, _ = encoder.encode(wishes, {"a": fp32(1)}, omitted=omitted)
+    answer = json.loads(b"".join(chunks))
+    assert [output["name"] for output in answer["outputs"]] == ["a"]
+    assert answer["parameters"] == {
+        "omitted_heads": "two,three",
+        "head.two.status": "timeout",
+        "head.two.reason": "late",
+        "head.three.status": "unavailable",
+        "head.three.reason": "gone",
+    }
+    with pytest.raises(CallableFailed, match="'a'"):  # only an omitted head's outputs may be missing
+        encoder.encode(wishes, {}, omitted=omitted)
 
 
 def test_binary_layout() -> None:

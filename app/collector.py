@@ -1,0 +1,147 @@
+"""Where the pieces of a request's answer come together: of each head one result, of a stream any number."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from typing import Final
+
+from app.answers import Answer, HeadAnswer, Outputs
+from app.errors import HeadwaterError, ReaderTooSlow
+from app.tensors import InferRequest
+from inference.signature import HeadSpec, Signature
+
+__all__ = ["WHOLE", "Collector", "wanted_heads"]
+
+WHOLE: Final = ""
+"""Stands for the head of a model that has none."""
+
+PIECES_LIMIT: Final = 256
+"""Of a stream, so many pieces may wait for its reader."""
+
+_PLAIN: Final = {WHOLE: HeadSpec(WHOLE, ())}
+
+
+def wanted_heads(request: InferRequest, signature: Signature) -> Mapping[str, HeadSpec]:
+    """The heads that a request wants, by name; of a model without heads `WHOLE`."""
+    if not signature.heads:
+        return _PLAIN
+    return {head.name: head for head in signature.heads if head.name in request.heads}
+
+
+class Collector:
+    """Collects one request's answer. Everything happens in one event loop.
+
+    Args:
+        heads: the wanted ones.
+        is_stream: whether pieces are taken as they come; then a head that fails is one of them, and not the end.
+    """
+
+    __slots__ = ("_answers", "_loop", "_news", "_started_s", "future", "heads", "is_stream", "undecided")
+
+    def __init__(self, heads: Mapping[str, HeadSpec], *, is_stream: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._started_s = self._loop.time()
+        self._answers: deque[HeadAnswer] = deque()
+        self._news: asyncio.Event | None = asyncio.Event() if is_stream else None
+        self.heads = heads
+        self.is_stream = is_stream
+        self.undecided = dict(heads)
+        """Heads of which there is more to come."""
+        self.future: asyncio.Future[None] = self._loop.create_future()
+        """Done as soon as nothing more is to come, or the request has failed as a whole."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.future.done()
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether all is decided, and the request has not failed as a whole."""
+        return self.future.done() and not self.future.cancelled() and self.future.exception() is None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the request has failed as a whole; it has not if its client went away."""
+        return self.future.done() and not self.future.cancelled() and self.future.exception() is not None
+
+    def decide(self, head: str, outputs: Outputs | None = None, error: HeadwaterError | None = None) -> None:
+        """Take in a head's last result; what comes after its first last one is ignored."""
+        spec = self.undecided.pop(head, None)
+        if spec is None or self.is_done:
+            return
+        if error is not None and (head == WHOLE or (spec.on_error == "fail" and not self.is_stream)):
+            self.fail(error)
+            return
+        if outputs is not None or error is not None:
+            self._take(HeadAnswer(head, outputs or {}, error, self.took_ms()))
+        if not self.undecided:
+            self.future.set_result(None)
+            self._tell()
+
+    def add(self, head: str, outputs: Outputs) -> None:
+        """Take in a result of a head that has more to come."""
+        if head in self.undecided and not self.is_done:
+            if len(self._answers) >= PIECES_LIMIT:
+                self._answers.clear()
+                self.fail(ReaderTooSlow(f"the stream is cut off: {PIECES_LIMIT} results wait for its reader"))
+                return
+            self._take(HeadAnswer(head, outputs, None, self.took_ms()))
+
+    def fail(self, error: HeadwaterError) -> None:
+        """The request fails as a whole."""
+        if not self.is_done:
+            self.future.set_exception(error)
+            self._tell()
+
+    async def whole(self) -> Answer:
+        """Wait for all of it.
+
+        Raises:
+            HeadwaterError: the request failed, or a head that says ``on_error: fail``, or every head.
+        """
+        await self.future
+        omitted = [answer for answer in self._answers if answer.error is not None]
+        if omitted and len(omitted) == len(self._answers):
+            error = omitted[0].error
+            assert error is not None
+            raise error
+        outputs: Outputs = {}
+        for answer in self._answers:
+            outputs.update(answer.outputs)
+        return Answer(outputs, omitted)
+
+    async def pieces(self) -> AsyncIterator[HeadAnswer]:
+        """The pieces as they come.
+
+        Raises:
+            HeadwaterError: the request failed as a whole.
+        """
+        assert self._news is not None
+        while True:
+            while self._answers:
+                yield self._answers.popleft()
+            if self.is_done:
+                self.future.result()
+                return
+            self._news.clear()
+            await self._news.wait()
+
+    def _take(self, answer: HeadAnswer) -> None:
+        self._answers.append(answer)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._news is not None:
+            self._news.set()
+
+    def close(self) -> None:
+        """Nobody waits for it any more."""
+        self.undecided.clear()
+        self.future.cancel()
+
+    def took_ms(self) -> float:
+        """Since the request was taken in."""
+        return (self._loop.time() - self._started_s) * 1000

@@ -1,0 +1,98 @@
+"""One call that is answered in frames: who wants which head of it, and the way of each piece to its requests."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Sequence
+
+from app.batch_request import encode_for_frames
+from app.collector import WHOLE
+from app.errors import CallableFailed, HeadwaterError
+from app.pending import Part
+from app.row_errors import row_error
+from app.row_slices import SlicedTensor
+from app.tensors import RawTensor
+from inference.frame import Piece
+from inference.report import RowReport, Status
+
+__all__ = ["FrameCall"]
+
+_numbers = itertools.count()
+_WORKER = uuid.uuid4().hex[:12]
+"""Makes names of calls unique among gateway workers."""
+
+
+class FrameCall:
+    """Some requests' rows in one call.
+
+    Args:
+        parts: the rows, which may share a call. The heads that they await, less those that are decided by now, are
+            asked for.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        for part in parts:
+            part.awaited.intersection_update(part.pending.collector.undecided)
+        self._asked = [frozenset(part.awaited) for part in parts]
+        signature = parts[0].pending.signature
+        self._has_heads = bool(signature.heads)
+        names = [head.name for head in signature.heads] or [WHOLE]
+        masks = [sum(1 << names.index(head) for head in asked) for asked in self._asked]
+        self.name = f"{_WORKER}-{next(_numbers)}"
+        self.request = encode_for_frames(
+            signature,
+            [(part.pending.request, part.inputs, part.rows) for part in parts],
+            [(mask, part.rows) for mask, part in zip(masks, parts, strict=True)],
+            self.name if signature.streams else "",
+        )
+
+    def take(self, piece: Piece, data: Sequence[memoryview]) -> bool:
+        """Hand a piece to the requests that wanted it. Returns whether the replica can't be used any more."""
+        if not self._has_heads:  # a model that streams is a pipeline of one step in its replica, and only there
+            piece.head = WHOLE
+        wanting = [part for part, asked in zip(self._parts, self._asked, strict=True) if piece.head in asked]
+        rows = sum(part.rows for part in wanting)
+        wrong = {piece.rows, *(tensor.shape[0] for tensor in piece.tensors)} - {rows}
+        if wrong:
+            for part in wanting:
+                error = CallableFailed(f"head `{piece.head}`: expected {rows} rows, got {min(wrong)}")
+                part.decide(piece.head, error=error)
+            return False
+        outputs = {
+            tensor.name: SlicedTensor(RawTensor(tensor.datatype, tensor.shape, raw))
+            for tensor, raw in zip(piece.tensors, data, strict=True)
+        }
+        failures = {row: RowReport(Status(status), message) for row, status, message in piece.failures}
+        start = 0
+        for part in wanting:
+            self._share(part, piece, start, outputs, failures)
+            start += part.rows
+        return any(report.status is Status.BROKEN for report in failures.values())
+
+    def end(self) -> None:
+        """The replica has said all: a head that is still awaited has failed."""
+        for part in self._parts:
+            for head in sorted(part.awaited):
+                part.decide(head, error=CallableFailed(f"head `{head}`: the replica ended its answer without it"))
+
+    def _share(
+        self, part: Part, piece: Piece, start: int, outputs: dict[str, SlicedTensor], failures: dict[int, RowReport]
+    ) -> None:
+        """Hand a part its rows of a piece, which begin at ``start`` there."""
+        request = part.pending.request
+        error: HeadwaterError | None = None
+        if failures:
+            reports = [failures.get(row, RowReport(Status.OK)) for row in range(start, start + part.rows)]
+            error = row_error(reports, part.start, request.rows)
+        if error is not None:
+            part.decide(piece.head, error=error)
+            return
+        found = {
+            wish.name: outputs[wish.name].rows(start, part.rows) for wish in request.outputs if wish.name in outputs
+        }
+        if piece.is_last:
+            part.decide(piece.head, found)
+        else:
+            part.add(piece.head, found)

@@ -1,0 +1,155 @@
+"""Calls to a replica that answers in frames: Triton's gRPC on a unix socket, one stream for all calls.
+
+A bidirectional stream, because a decoupled model can't be asked otherwise; one for all, because a message on it costs a
+fraction of what a call of its own does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any, Final
+
+import grpc.aio
+import msgspec
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc as pb_grpc
+
+from app.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
+from app.triton_client import FrameRequest, refusal
+from inference.report import HEADWATER, CallNote
+
+__all__ = ["FrameClient"]
+
+logger = logging.getLogger("headwater.frames")
+
+_OPTIONS: Final = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+_FINAL: Final = "triton_final_response"
+
+
+class _Call:
+    """What a call has got and not yet read: frames, then its end, which is an error or None."""
+
+    def __init__(self) -> None:
+        self.answers: asyncio.Queue[bytes | HeadwaterError | None] = asyncio.Queue()
+        self.is_sent = False
+        """Whether the replica may have had it."""
+
+
+class FrameClient:
+    """Calls one model of one Triton.
+
+    Args:
+        model: its name there.
+        socket_path: of Triton's gRPC.
+        token: Triton's access token.
+    """
+
+    def __init__(self, model: str, socket_path: str, token: str) -> None:
+        self._model = model
+        self._channel = grpc.aio.insecure_channel(f"unix:{socket_path}", options=_OPTIONS)
+        stub = pb_grpc.GRPCInferenceServiceStub(self._channel)
+        self._stream: Any = stub.ModelStreamInfer(metadata=(("triton-grpc-protocol-triton-access-token", token),))
+        self._calls: dict[str, _Call] = {}
+        self._outgoing: asyncio.Queue[pb.ModelInferRequest] = asyncio.Queue()
+        self._is_connected = False
+        self._is_ended = False
+        self._nothing = FrameRequest([], "")
+        """What asks for nothing: a message that cancels must have inputs, too."""
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+        self._closing: asyncio.Task[None] | None = None
+
+    def open(self, nothing: FrameRequest) -> None:
+        """See `FrameReplicaClient.open`."""
+        self._nothing = nothing
+        self._outgoing.put_nowait(self._message("open", nothing))
+
+    async def frames(self, name: str, request: FrameRequest) -> AsyncGenerator[bytes, None]:
+        """See `FrameReplicaClient.frames`."""
+        if self._is_ended:
+            raise ReplicaUnreachable("the replica ended")
+        call = self._calls[name] = _Call()
+        self._outgoing.put_nowait(self._message(name, request))
+        try:
+            while (answer := await call.answers.get()) is not None:
+                if isinstance(answer, HeadwaterError):
+                    raise answer
+                yield answer
+        finally:
+            del self._calls[name]
+
+    def cancel(self, name: str) -> None:
+        """See `FrameReplicaClient.cancel`."""
+        if not self._is_ended:
+            note = msgspec.json.encode(CallNote(cancel=name)).decode()
+            self._outgoing.put_nowait(self._message(f"cancel-{name}", FrameRequest(self._nothing.inputs, note)))
+
+    def close(self) -> None:
+        """See `FrameReplicaClient.close`."""
+        self._end()
+        for task in self._tasks:
+            task.cancel()
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._channel.close())
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                message = await self._outgoing.get()
+                call = self._calls.get(message.id) or _Call()
+                # What can't be written on a stream that is open may have been read nevertheless.
+                call.is_sent = self._is_connected
+                await self._stream.write(message)
+                call.is_sent = self._is_connected = True
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader knows why
+        except Exception:
+            logger.exception("model %s: a call can't be written", self._model)
+        finally:
+            self._end()
+            self._stream.cancel()
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._stream:
+                self._take(message)
+        except grpc.aio.AioRpcError as error:
+            logger.debug("model %s: the stream to its replica ended: %s", self._model, error.details())
+        finally:
+            self._end()
+
+    def _take(self, message: Any) -> None:
+        response = message.infer_response
+        call = self._calls.get(response.id)
+        if call is None:  # nobody waits for it, or not any more
+            if message.error_message:
+                logger.debug("model %s, call %s: %s", self._model, response.id, message.error_message)
+        elif message.error_message:
+            call.answers.put_nowait(refusal(message.error_message))
+        else:
+            for raw in response.raw_output_contents:
+                call.answers.put_nowait(raw)
+            if response.parameters[_FINAL].bool_param:
+                call.answers.put_nowait(None)
+
+    def _end(self) -> None:
+        if self._is_ended:
+            return
+        self._is_ended = True
+        for call in self._calls.values():
+            call.answers.put_nowait(
+                ReplicaLost("the replica ended while it had the request")
+                if call.is_sent
+                else ReplicaUnreachable("the replica ended")
+            )
+
+    def _message(self, name: str, request: FrameRequest) -> pb.ModelInferRequest:
+        message = pb.ModelInferRequest(model_name=self._model, id=name)
+        message.parameters[HEADWATER].string_param = request.note
+        # Otherwise the end of an answer is no message of its own.
+        message.parameters["triton_enable_empty_final_response"].bool_param = True
+        for spec, datatype, shape, pieces in request.inputs:
+            message.inputs.add(name=spec, datatype=datatype, shape=shape)
+            message.raw_input_contents.append(bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces))
+        return message

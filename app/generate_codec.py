@@ -1,0 +1,322 @@
+"""Requests and answers of Triton's generate extension: one row a request, its inputs and outputs as plain fields.
+
+Source: Triton's generate extension. Its mapping is widened here to rows of any shape, and to the heads of a pipeline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import orjson
+
+from app.answers import Answer, HeadAnswer
+from app.errors import BadRequest, CallableFailed, HeadwaterError
+from app.input_shapes import DeclaredInput, declared_input, element_count
+from app.json_faults import PARSE_ERRORS, at, key_text, kind_of, shape_text, shown, split_path, unreadable
+from app.json_values import checked_size, flat_json
+from app.request_parameters import RequestParameters
+from app.response_codec import omission_parameters
+from app.tensors import InferRequest, OutputWish, RawTensor
+from inference.datatypes import DATATYPES, Datatype
+from inference.signature import Signature
+
+__all__ = ["GenerateDecoder", "GenerateEncoder"]
+
+_BODY: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ID: Final = msgspec.json.Decoder(str | None)
+_PARAMETERS: Final = msgspec.json.Decoder(dict[str, Any] | None)
+_ANY: Final = msgspec.json.Decoder()
+_REQUEST_FIELDS: Final = ("id", "parameters")
+_ANSWER_FIELDS: Final = (
+    *("id", "model_name", "model_version", "parameters"),
+    *("head", "status", "time_ms", "error", "final", "heads"),
+)
+_NO_ELEMENT_TEXT: Final = b" \t\r\n"
+_NUMBER_TEXT: Final = b" \t\r\n0123456789+-.eEtruefals"
+_MAX_NESTING: Final = 64
+
+
+class GenerateDecoder:
+    """Decodes requests to one model. Holds tables only, so any number of tasks may share it.
+
+    Args:
+        signature: the model's inputs, outputs, parameters and heads.
+    """
+
+    def __init__(self, signature: Signature) -> None:
+        self._inputs = {spec.name: declared_input(spec, rows=True) for spec in signature.inputs}
+        self._required = tuple(spec.name for spec in signature.inputs if not spec.optional)
+        self._outputs = {spec.name: DATATYPES[spec.datatype] for spec in signature.outputs}
+        self._parameters = RequestParameters(signature, binary=False)
+
+    def decode(self, body: bytes) -> InferRequest:
+        """Decode one request.
+
+        Args:
+            body: the whole body, decompressed, within the size limit: a JSON object with the inputs by name, and
+                perhaps ``id`` and ``parameters``. A value is one row: nested as its shape, flat, or bare if it is one
+                element; dimensions that vary are taken from it. Parameters may stand beside the inputs, too.
+
+        Returns:
+            The request, of one row; all its outputs in JSON.
+
+        Raises:
+            BadRequest: whatever is wrong; the message names the field, what was expected and what came.
+        """
+        try:
+            fields = _BODY.decode(body)
+        except PARSE_ERRORS as error:
+            raise unreadable(error, body, None) from None
+        request = self._parameters.request(_read(_ID, fields.get("id"), "id"))
+        given = _read(_PARAMETERS, fields.get("parameters"), "parameters") or {}
+        self._parameters.take(given, request)
+        beside: dict[str, Any] = {}
+        values: dict[str, msgspec.Raw] = {}
+        for name, raw in fields.items():
+            if name in _REQUEST_FIELDS:
+                continue
+            if name in self._inputs:
+                values[name] = raw
+            elif name not in self._parameters:
+                raise self._unknown(name)
+            elif name in given:
+                raise at(key_text(name), None, f"expected it once, got parameters.{key_text(name)} as well")
+            else:
+                beside[name] = _read(_ANY, raw, name)
+        self._parameters.take(beside, request, "")
+        self._take_outputs(request)
+        for name, raw in values.items():
+            request.inputs[name] = _row(raw, self._inputs[name])
+        missing = [name for name in self._required if name not in request.inputs]
+        if missing:
+            raise at(
+                key_text(missing[0]),
+                None,
+                f"expected the required inputs {', '.join(map(repr, self._required))}, got an object without "
+                f"{', '.join(map(repr, missing))}",
+            )
+        request.rows = 1
+        return request
+
+    def _take_outputs(self, request: InferRequest) -> None:
+        names = list(self._outputs)
+        heads = self._parameters.heads
+        if heads is not None:
+            request.heads = request.heads or heads.names
+            names = heads.outputs_of(request.heads, names)
+        for name in names:
+            datatype = self._outputs[name]
+            if not datatype.json:
+                mend = "; or leave its head out of parameters.heads" if heads is not None else ""
+                raise at(
+                    "outputs",
+                    name,
+                    f"expected a datatype that has a JSON form, got {datatype.name}; use /infer and binary data{mend}",
+                )
+            if name in _ANSWER_FIELDS:
+                raise at("outputs", name, "expected another name than that of a field of the answer; use /infer")
+        request.outputs = [OutputWish(name, binary=False) for name in names]
+
+    def _unknown(self, name: str) -> BadRequest:
+        fields = ", ".join((*self._inputs, *_REQUEST_FIELDS))
+        known = ", ".join(self._parameters.known)
+        return at(
+            key_text(name),
+            None,
+            f"expected one of the fields {fields}, or of the parameters {known}, got {shown(name)}",
+        )
+
+
+def _read(decoder: msgspec.json.Decoder[Any], raw: msgspec.Raw | None, name: str) -> Any:
+    """The value of a field that is no input; None if it is not there."""
+    if raw is None:
+        return None
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        expected, _, got = split_path(error)[0].removeprefix("Expected `").rpartition("`, got `")
+        raise at(key_text(name), None, f"expected {kind_of(expected)}, got {kind_of(got.rstrip('`'))}") from None
+    except RecursionError:
+        raise at(key_text(name), None, "expected a value, got arrays or objects nested too deeply") from None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise at(key_text(name), None, f"expected JSON in UTF-8, got byte 0x{byte:02x} in a string") from None
+    except PARSE_ERRORS as error:
+        raise at(key_text(name), None, f"expected a valid value, got this: {str(error)[:200]}") from None
+
+
+def _row(raw: msgspec.Raw, declared: DeclaredInput) -> RawTensor:
+    """One row, as the tensor of a request."""
+    spec = declared.spec
+    text = bytes(raw).strip()
+    path = key_text(spec.name)
+    if not text.startswith(b"["):
+        return _single(text, declared)
+    nesting = _nesting(text, spec.datatype, path)
+    rank = len(spec.shape)
+    if len(nesting) == 1:
+        dims = _dims_of_flat(nesting[0], declared)
+    elif len(nesting) == rank or (len(nesting) < rank and nesting[-1] == 0):
+        # Arrays without elements hide the dimensions within them.
+        dims = [*nesting, *(max(dim, 0) for dim in spec.shape[len(nesting) :])]
+    else:
+        raise at(
+            path, None, f"expected a flat array, or one nested as a row of shape {shape_text(spec.shape)}, got "
+            f"{len(nesting)} levels of arrays"
+        )  # fmt: skip
+    shape = [1, *dims]
+    count = element_count(shape, declared, None)
+    return RawTensor(spec.datatype, tuple(shape), declared.data.pack(text, dims, count, None))
+
+
+def _single(text: bytes, declared: DeclaredInput) -> RawTensor:
+    """A row of one element that stands bare."""
+    spec = declared.spec
+    path = key_text(spec.name)
+    if any(dim not in (1, -1) for dim in spec.shape):
+        kind = {ord('"'): "a string", ord("{"): "an object", ord("n"): "null"}.get(text[0], "a single value")
+        raise at(
+            path, None, f"expected an array of {spec.datatype} for a row of shape {shape_text(spec.shape)}, got {kind}"
+        )
+    shape = [1] * (len(spec.shape) + 1)
+    try:
+        data = declared.data.pack(b"[%b]" % text, shape[1:], 1, None)
+    except BadRequest as error:  # which speaks of an array's first element
+        raise BadRequest(error.message.replace(f"{path}[0]", path, 1), field=path) from None
+    return RawTensor(spec.datatype, tuple(shape), data)
+
+
+def _nesting(text: bytes, datatype: str, path: str) -> list[int]:
+    """The lengths of an array, of its first element if that is an array, and so on.
+
+    Whether the other elements are like the first is not looked at.
+    """
+    lengths = []
+    if datatype == "BYTES":
+        value = _read(_ANY, msgspec.Raw(text), path)
+        while isinstance(value, list):
+            lengths.append(len(value))
+            value = value[0] if value else None
+        return lengths
+    # No object for each number: what is left of the text without them has one bracket or comma for each.
+    skeleton = text.translate(None, _NUMBER_TEXT)
+    depth = len(skeleton) - len(skeleton.lstrip(b"["))
+    if depth > _MAX_NESTING:
+        raise at(path, None, f"expected an array, got {depth} levels of arrays")
+    for level in range(1, depth + 1):
+        end = skeleton.find(b"]" * level)
+        if level > 1:
+            lengths.append(skeleton.count(b"]" * (level - 1), 0, end + level - 1))
+        elif text[: text.find(b"]")].rstrip(_NO_ELEMENT_TEXT).endswith(b"["):
+            lengths.append(0)
+        else:
+            lengths.append(skeleton.count(b",", 0, end) + 1)
+    return lengths[::-1]
+
+
+def _dims_of_flat(length: int, declared: DeclaredInput) -> list[int]:
+    """A row's dimensions, from the number of its elements."""
+    shape = declared.spec.shape
+    path = key_text(declared.spec.name)
+    fixed = math.prod(dim for dim in shape if dim >= 0)
+    varying = sum(dim < 0 for dim in shape)
+    if varying > 1:
+        raise at(
+            path, None, f"expected arrays nested as a row of shape {shape_text(shape)}, of which several dimensions "
+            "vary, got a flat one"
+        )  # fmt: skip
+    if varying and (fixed == 0 or length % fixed):
+        raise at(path, None, f"expected a multiple of {fixed} elements, for shape {shape_text(shape)}, got {length}")
+    if not varying and length != fixed:
+        raise at(path, None, f"expected {fixed} elements, for shape {shape_text(shape)}, got {length}")
+    return [length // fixed if dim < 0 else dim for dim in shape]
+
+
+class _Declared(NamedTuple):
+    datatype: Datatype
+    key: bytes
+    """``,"name":``"""
+
+
+class GenerateEncoder:
+    """Encodes the answers of one model, whole or piece by piece. Holds tables only, so tasks may share it.
+
+    Args:
+        signature: the model's name, outputs and heads.
+    """
+
+    def __init__(self, signature: Signature) -> None:
+        self._model = b'{"model_name":%b,"model_version":"1"' % orjson.dumps(signature.name)
+        self._outputs = {
+            spec.name: _Declared(DATATYPES[spec.datatype], b",%b:" % orjson.dumps(spec.name))
+            for spec in signature.outputs
+        }
+        self._heads = {head.name: head.outputs for head in signature.heads}
+
+    def whole(self, request: InferRequest, answer: Answer) -> bytes:
+        """The JSON of a whole answer: a scalar for an output of one element, a flat array otherwise.
+
+        Raises:
+            BadRequest: an output is no text.
+            CallableFailed: an output that was asked for is not there, or its bytes contradict its declaration.
+        """
+        gone = {output for head in answer.omitted for output in self._heads[head.head]}
+        names = [wish.name for wish in request.outputs if wish.name not in gone]
+        said = omission_parameters(answer.omitted)
+        parameters = b',"parameters":%b' % orjson.dumps(said) if said else b""
+        return b"%b%b%b}" % (self._begin(request), parameters, self._values(names, answer.outputs))
+
+    def piece(self, request: InferRequest, answer: HeadAnswer) -> bytes:
+        """The JSON of one result among several.
+
+        Raises:
+            BadRequest: an output is no text.
+            CallableFailed: an output that was asked for is not there, or its bytes contradict its declaration.
+        """
+        begin = self._begin(request)
+        if not self._heads:
+            return b"%b%b}" % (begin, self._values([wish.name for wish in request.outputs], answer.outputs))
+        fields: dict[str, object] = {
+            "head": answer.head,
+            "status": answer.status,
+            "time_ms": round(answer.took_ms, 3),
+        }
+        names: Sequence[str] = ()
+        if answer.error is not None:
+            fields["error"] = answer.error.message
+        else:
+            own = self._heads[answer.head]
+            names = [wish.name for wish in request.outputs if wish.name in own]
+        return b"%b,%b%b}" % (begin, orjson.dumps(fields)[1:-1], self._values(names, answer.outputs))
+
+    def failure(self, error: HeadwaterError) -> bytes:
+        """The JSON of an error that ends an answer under way."""
+        return orjson.dumps({"error": error.message, "status": error.status})
+
+    def end(self, request: InferRequest, statuses: Mapping[str, str]) -> bytes:
+        """The JSON that ends an answer in pieces.
+
+        Args:
+            request: what was asked.
+            statuses: by head; of a model that has none, empty.
+        """
+        heads = b',"heads":%b' % orjson.dumps(dict(statuses)) if self._heads else b""
+        return b'%b,"final":true%b}' % (self._begin(request), heads)
+
+    def _begin(self, request: InferRequest) -> bytes:
+        return b'%b,"id":%b' % (self._model, orjson.dumps(request.id)) if request.id else self._model
+
+    def _values(self, names: Sequence[str], outputs: Mapping[str, RawTensor]) -> bytes:
+        parts: list[bytes] = []
+        for name in names:
+            datatype, key = self._outputs[name]
+            tensor = outputs.get(name)
+            if tensor is None:
+                raise CallableFailed(f"output {name!r}: expected {datatype.name}, got no such output")
+            checked_size(name, tensor, datatype)
+            text = flat_json(name, tensor, datatype)
+            parts += (key, text[1:-1] if math.prod(tensor.shape) == 1 else text)
+        return b"".join(parts)

@@ -1,0 +1,292 @@
+"""A pipeline whose steps are deployments of their own: each step is called once, its bytes go on undecoded."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+import msgspec
+
+from app.answers import Answer, HeadAnswer, Outputs
+from app.collector import Collector, wanted_heads
+from app.deadlines import Deadlines
+from app.dispatch import Dispatcher, no_rows
+from app.errors import BadRequest, CallableFailed, HeadwaterError, QueueFull, Unavailable
+from app.routing import DeploymentRoute
+from app.row_errors import RETRY_AFTER_S
+from app.row_slices import element_count
+from app.statistics import Statistics
+from app.tensors import InferRequest, OutputWish, RawTensor
+from inference.datatypes import DATATYPES
+from inference.pipeline import INPUT, Plan, PlannedStep, Wire, tensor_text
+from inference.signature import Signature, TensorSpec
+
+__all__ = ["GraphDispatcher", "step_deployment"]
+
+logger = logging.getLogger("headwater.graph")
+
+_BAD_OUTPUT: Final = re.compile(
+    r"(?:row \d+: )?output '(?P<name>[^']+)': expected \w+ \[(?P<asked>\d+)[^]]*\], "
+    r"got (?P<datatype>\w+) \[(?P<rows>\d+)(?P<shape>[^]]*)\](?:: \d+ rows went in)?\Z"
+)
+"""How `inference.arrays.wire` tells of an output that isn't as declared, in a call with perhaps some of the rows."""
+
+
+def step_deployment(pipeline: str, step: PlannedStep) -> str:
+    """The deployment that computes a step."""
+    return step.spec.deployment or f"{pipeline}.{step.name}"
+
+
+class GraphDispatcher:
+    """Takes requests for one pipeline and answers them through its steps' deployments.
+
+    Steps run as soon as what they take is there, those that don't depend on each other at the same time. A step that
+    is slow, fails or is lost delays and harms only those that depend on it.
+
+    Args:
+        route: the pipeline.
+        find: gives the dispatcher of a deployment.
+    """
+
+    def __init__(self, route: DeploymentRoute, find: Callable[[str], Dispatcher | None]) -> None:
+        self._find = find
+        self._loop = asyncio.get_running_loop()
+        self.route = route
+        self.statistics = Statistics()
+        self.in_flight = 0
+        """Requests under way."""
+        self._rows = 0
+        """Theirs."""
+        self.is_draining = False
+        """Whether new requests are refused; those under way are still answered."""
+
+    @property
+    def signature(self) -> Signature | None:
+        """The pipeline's signature, once known."""
+        return self.route.signature
+
+    def update(self, route: DeploymentRoute) -> None:
+        """Take in a new state of the pipeline."""
+        if route.signature == self.route.signature:
+            # The same object, so that what was made for it stays good. Not the plan: steps may hand over other tensors.
+            route = msgspec.structs.replace(route, signature=self.route.signature)
+        self.route = route
+
+    def close(self) -> None:
+        """Nothing: its steps' dispatchers end what is under way."""
+
+    def check_ready(self) -> Signature:
+        """The signature, if requests can be taken now.
+
+        Raises:
+            Unavailable: they can't.
+        """
+        route = self.route
+        if self.is_draining:
+            raise Unavailable("the server is stopping", retry_after_s=2)
+        if route.signature is None or route.plan is None or not route.is_open:
+            raise Unavailable(
+                f"model `{route.name}` is {route.state.value}: {route.reason}",
+                retry_after_s=RETRY_AFTER_S.get(route.state, 2),
+            )
+        return route.signature
+
+    async def infer(self, request: InferRequest) -> Answer:
+        """Answer a request whole; see `Dispatcher.infer`."""
+        signature = self.check_ready()
+        if request.rows == 0:
+            return Answer(no_rows(signature, request))
+        run = self._start(request, signature, is_stream=False)
+        try:
+            return await run.collector.whole()
+        finally:
+            self._end(run)
+
+    async def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
+        """Answer a request piece by piece; see `Dispatcher.stream`."""
+        signature = self.check_ready()
+        if request.rows == 0:
+            outputs = no_rows(signature, request)
+            for name, spec in wanted_heads(request, signature).items():
+                yield HeadAnswer(name, {one: outputs[one] for one in spec.outputs if one in outputs})
+            return
+        run = self._start(request, signature, is_stream=True)
+        try:
+            async for piece in run.collector.pieces():
+                yield piece
+        finally:
+            self._end(run)
+
+    def _start(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> _Run:
+        assert self.route.plan is not None
+        limit = self.route.max_queue_size
+        if self._rows and self._rows + request.rows > limit:
+            # Before the trunk has run for what its heads would refuse.
+            self.statistics.shed += 1
+            raise QueueFull(
+                f"model `{self.route.name}`: the queue is full: {self._rows} of {limit} rows are under way",
+                retry_after_s=1,
+            )
+        collector = Collector(wanted_heads(request, signature), is_stream=is_stream)
+        run = _Run(self.route, self.route.plan, request, collector, self._find)
+        self.in_flight += 1
+        self._rows += request.rows
+        return run
+
+    def _end(self, run: _Run) -> None:
+        self.in_flight -= 1
+        self._rows -= run.request.rows
+        if run.collector.succeeded:
+            self.statistics.note_request(run.request.rows, 0, int(run.collector.took_ms() * 1e6))
+        elif run.collector.failed:
+            self.statistics.failures += 1
+        run.end()
+
+
+class _Run:
+    """One request on its way through the steps."""
+
+    def __init__(
+        self,
+        route: DeploymentRoute,
+        plan: Plan,
+        request: InferRequest,
+        collector: Collector,
+        find: Callable[[str], Dispatcher | None],
+    ) -> None:
+        self.request = request
+        self.collector = collector
+        self._name = route.name
+        self._plan = plan
+        self._find = find
+        self._deadlines = Deadlines(collector, route.timeout_s, request.timeout_us, on_head=self._give_up)
+        needed = plan.needed(collector.heads)
+        self._steps = [step for step in plan.steps if step.name in needed]
+        loop = asyncio.get_running_loop()
+        self._tasks: dict[str, asyncio.Task[Outputs]] = {}
+        for step in self._steps:
+            task = self._tasks[step.name] = loop.create_task(self._step(step))
+            task.add_done_callback(functools.partial(self._on_done, step.name))
+
+    def end(self) -> None:
+        """Drop what isn't needed any more."""
+        self._deadlines.close()
+        for task in self._tasks.values():
+            task.cancel()
+        self.collector.close()
+        # Let go of the tensors: tasks know this object, and would wait for the garbage collector.
+        self._tasks = {}
+
+    def _give_up(self, head: str) -> None:
+        """A head's time is over: what waits for it must not be computed, unless others want it too."""
+        wanted = self._plan.needed(self.collector.undecided)
+        for step in self._steps:
+            if step.name not in wanted:
+                self._tasks[step.name].cancel()
+
+    def _on_done(self, step: str, task: asyncio.Task[Outputs]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            wished = {wish.name for wish in self.request.outputs}
+            self.collector.decide(step, {name: one for name, one in task.result().items() if name in wished})
+            return
+        if not isinstance(error, HeadwaterError):
+            logger.error("model %s, step %s: failed in the gateway", self._name, step, exc_info=error)
+            error = CallableFailed(f"step `{step}`: internal error: {type(error).__name__}")
+        self.collector.decide(step, error=error.again())
+
+    async def _step(self, step: PlannedStep) -> Outputs:
+        """Call one step as soon as what it takes is there."""
+        tasks = self._tasks  # let go of at the end, which may come first
+        for parent in step.parents:
+            # Not awaited itself: a step that others wait for isn't cancelled with one of them.
+            await asyncio.wait({tasks[parent]})
+        inputs: dict[str, RawTensor] = {}
+        for wire in step.wires:
+            if wire.step == INPUT:
+                if wire.output in self.request.inputs:
+                    inputs[wire.input] = self.request.inputs[wire.output]
+                continue
+            made = self._made(step, wire)
+            inputs[wire.input] = _handed_over(made.get(wire.output), step, wire, self.request.rows)
+        dispatcher = self._find(step_deployment(self._name, step))
+        if dispatcher is None:
+            raise Unavailable(f"step `{step.name}`: its deployment is gone", retry_after_s=2)
+        try:
+            return (await dispatcher.infer(self._request(step, inputs), is_step=True)).outputs
+        except BadRequest:
+            raise
+        except HeadwaterError as error:
+            raise error.again(f"step `{step.name}`: {error.message}") from error
+
+    def _made(self, step: PlannedStep, wire: Wire) -> Outputs:
+        """What a parent made; its failure is this step's too, in the words of the hand-over where it was one."""
+        try:
+            return self._tasks[wire.step].result()
+        except HeadwaterError as error:
+            # A copy: an exception that is raised in several tasks gathers the tracebacks of all.
+            found = _BAD_OUTPUT.match(error.message.removeprefix(f"step `{wire.step}`: "))
+            if found is None or found["name"] != wire.output:
+                raise error.again() from None
+            rows = int(found["rows"]) * self.request.rows // int(found["asked"])
+            got = f"{found['datatype']} [{rows}{found['shape']}]"
+            raise _mismatch(step, wire, self.request.rows, got) from error
+
+    def _request(self, step: PlannedStep, inputs: dict[str, RawTensor]) -> InferRequest:
+        signature = step.signature
+        wanted = {wish.name for wish in self.request.outputs} if step.name in self.collector.heads else set()
+        wanted |= {wire.output for other in self._steps for wire in other.wires if wire.step == step.name}
+        own = {parameter.name for parameter in signature.parameters}
+        return InferRequest(
+            id=self.request.id,
+            inputs=inputs,
+            rows=self.request.rows,
+            outputs=[OutputWish(spec.name, True) for spec in signature.outputs if spec.name in wanted],
+            batch_parameters={name: one for name, one in self.request.batch_parameters.items() if name in own},
+            row_parameters={name: one for name, one in self.request.row_parameters.items() if name in own},
+            priority=self.request.priority,
+            timeout_us=max(1, int(self._deadlines.left_s() * 1e6)),
+        )
+
+
+def _handed_over(tensor: RawTensor | None, step: PlannedStep, wire: Wire, rows: int) -> RawTensor:
+    """A tensor under the name of the input that takes it, once it is known to be what is expected there.
+
+    Raises:
+        CallableFailed: it differs in datatype, shape or size.
+    """
+    if tensor is None:
+        raise _mismatch(step, wire, rows, "nothing")
+    spec = step.expected[wire.input]
+    fits = len(tensor.shape) == len(spec.shape) + 1 and all(
+        dim in (-1, got) for dim, got in zip((rows, *spec.shape), tensor.shape, strict=True)
+    )
+    if tensor.datatype != spec.datatype or not fits:
+        raise _mismatch(step, wire, rows, tensor_text(tensor.datatype, tensor.shape))
+    if not _is_whole(spec, tensor):
+        got = f"{tensor_text(tensor.datatype, tensor.shape)} of {len(tensor.data)} bytes"
+        raise _mismatch(step, wire, rows, got)
+    return tensor
+
+
+def _is_whole(spec: TensorSpec, tensor: RawTensor) -> bool:
+    count = math.prod(tensor.shape)
+    size_bytes = DATATYPES[spec.datatype].size_bytes
+    if size_bytes:
+        return len(tensor.data) == count * size_bytes
+    return element_count(tensor.data) == count
+
+
+def _mismatch(step: PlannedStep, wire: Wire, rows: int, got: str) -> CallableFailed:
+    spec = step.expected[wire.input]
+    expected = tensor_text(spec.datatype, (rows, *spec.shape))
+    return CallableFailed(
+        f"step `{step.name}`, input `{wire.input}`: expected {expected}, got {got} from `{wire.step}`"
+    )

@@ -1,0 +1,138 @@
+"""A request under way, and the parts of it that travel to replicas."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from app.answers import Outputs
+from app.batching import Item
+from app.collector import Collector
+from app.deadlines import Deadlines
+from app.errors import CallableFailed, HeadwaterError
+from app.row_slices import SlicedTensor, join_rows
+from app.tensors import InferRequest, RawTensor
+from app.triton_client import FrameReplicaClient
+from inference.signature import Signature
+
+__all__ = ["Part", "Pending"]
+
+
+class Pending:
+    """A request under way.
+
+    Args:
+        request: what is asked.
+        signature: that it was checked against; another version of the model may be served before it is answered.
+        collector: of its answer.
+        max_batch_size: rows of a part.
+    """
+
+    __slots__ = (
+        "_missing", "_results", "arrived_ns", "collector", "compute_ns", "deadlines", "items", "parts", "queue_ns",
+        "request", "signature", "stream",
+    )  # fmt: skip
+
+    def __init__(self, request: InferRequest, signature: Signature, collector: Collector, max_batch_size: int) -> None:
+        self.request = request
+        self.signature = signature
+        self.collector = collector
+        self.arrived_ns = time.perf_counter_ns()
+        self.parts = self._split(max_batch_size)
+        self.items: list[Item] = []
+        """The parts, as they wait."""
+        self.deadlines: Deadlines | None = None
+        self.stream: tuple[FrameReplicaClient, str] | None = None
+        """Who computes a stream, as long as there is more to come, and its name there."""
+        self.queue_ns = 0
+        """What its last call waited for, and took until it was answered."""
+        self.compute_ns = 0
+        self._results: dict[str, list[Outputs]] = {head: [{}] * len(self.parts) for head in collector.heads}
+        self._missing = dict.fromkeys(collector.heads, len(self.parts))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether some of it waits for a replica."""
+        return any(item.alive for item in self.items)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a replica has more to say of it."""
+        return any(part.awaited for part in self.parts)
+
+    def release(self) -> None:
+        """Let go of its tensors: it and its parts know each other, and would wait for the garbage collector."""
+        self.items = []
+        self.parts = []
+        self.deadlines = None
+        self._results = {head: [] for head in self._results}
+
+    def note_call(self, started_ns: int, compute_ns: int) -> None:
+        """Take in when a call of it began, and what it took by now."""
+        self.queue_ns, self.compute_ns = started_ns - self.arrived_ns, compute_ns
+
+    def join(self, index: int, head: str, outputs: Outputs) -> None:
+        """Take in what a head says of a part; with the last part it has said all."""
+        results = self._results[head]
+        if not results:  # released
+            return
+        results[index] = outputs
+        self._missing[head] -= 1
+        if self._missing[head]:
+            return
+        whole = results[0]
+        if len(results) > 1:
+            try:
+                whole = {name: join_rows(name, [one[name] for one in results]) for name in whole}
+            except CallableFailed as failure:
+                self.collector.decide(head, error=failure)
+                return
+        # The end of a stream's pieces is none itself.
+        self.collector.decide(head, whole if whole or not self.signature.streams else None)
+
+    def _split(self, max_batch_size: int) -> list[Part]:
+        request = self.request
+        heads = self.collector.heads
+        if request.rows <= max_batch_size:
+            return [Part(self, 0, 0, request.rows, request.inputs, set(heads))]
+        sliced = {name: SlicedTensor(tensor) for name, tensor in request.inputs.items()}
+        parts = []
+        for index, start in enumerate(range(0, request.rows, max_batch_size)):
+            rows = min(max_batch_size, request.rows - start)
+            inputs = {name: tensor.rows(start, rows) for name, tensor in sliced.items()}
+            parts.append(Part(self, index, start, rows, inputs, set(heads)))
+        return parts
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Some rows of a request, which travel together."""
+
+    pending: Pending
+    index: int
+    start: int
+    """First row, in the request."""
+    rows: int
+    inputs: dict[str, RawTensor]
+    awaited: set[str]
+    """Heads that have not said all of these rows."""
+
+    def add(self, head: str, outputs: Outputs) -> None:
+        """Take in what a head says of these rows that has more to say."""
+        if head in self.awaited:
+            self.pending.collector.add(head, outputs)
+
+    def decide(self, head: str, outputs: Outputs | None = None, error: HeadwaterError | None = None) -> None:
+        """Take in a head's last word of these rows; what comes after it is ignored."""
+        if head not in self.awaited:
+            return
+        self.awaited.discard(head)
+        if error is not None:
+            self.pending.collector.decide(head, error=error)
+        elif head in self.pending.collector.undecided:
+            self.pending.join(self.index, head, outputs or {})
+
+    def fail(self, error: HeadwaterError) -> None:
+        """What has not been said of these rows won't be: those heads have failed, and with them perhaps the request."""
+        for head in [head for head in self.pending.collector.heads if head in self.awaited]:
+            self.decide(head, error=error.again())

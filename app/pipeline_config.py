@@ -1,0 +1,183 @@
+"""A pipeline in the configuration: a trunk and its heads, or any graph of steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, field_validator, model_validator
+
+from app.sections import (
+    Batching,
+    Device,
+    Environment,
+    ModelReference,
+    PositiveSeconds,
+    PythonPath,
+    Replicas,
+    Section,
+    TensorStore,
+    Threads,
+    WarmupBatchSizes,
+)
+from inference.errors import DeclarationError
+from inference.pipeline import INPUT, PipelineSpec, StepSpec, check_names
+from inference.signature import EmbeddingSpec
+
+__all__ = ["EmbeddingMap", "Pipeline", "Step"]
+
+TRUNK = "trunk"
+
+_STEP_NAME = re.compile(r"[A-Za-z0-9_-]{1,50}\Z")
+
+
+class Step(Section):
+    """One step: a model of its own, or a deployment that stands elsewhere in the configuration."""
+
+    model: ModelReference | None = None
+    deployment: str | None = None
+    """Name of another deployment, whose replicas are shared (placement ``graph`` only)."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    inputs: dict[str, str] = Field(default_factory=dict)
+    """Source of an input: ``STEP.OUTPUT``, or ``input.NAME`` for the pipeline's own. Others are found by their name."""
+    timeout_s: PositiveSeconds | None = None
+    """Of a head: its deadline, counted as the request's is."""
+    on_error: Literal["fail", "omit"] = "fail"
+    """Of a head: whether its failure fails the request, or leaves its outputs out and says so."""
+
+    # Of a step of its own in placement `graph`; what isn't given is as the pipeline's deployment has it.
+    batching: Batching | None = None
+    replicas: Replicas | None = None
+    device: Device | None = None
+    threads: Threads | None = None
+    environment: Environment | None = None
+    tensor_store: TensorStore | None = None
+    warmup_batch_sizes: WarmupBatchSizes | None = None
+    load_timeout_s: PositiveSeconds | None = None
+    python: PythonPath | None = None
+
+    @model_validator(mode="after")
+    def _check_what(self) -> Step:
+        if (self.model is None) == (self.deployment is None):
+            raise ValueError("expected either `model` or `deployment`")
+        if self.deployment is not None and (self.options or self.own_settings()):
+            names = ", ".join(
+                f"`{name}`" for name in ("options", *self.own_settings()) if name in self.model_fields_set
+            )
+            raise ValueError(f"{names}: of the deployment `{self.deployment}`; expected them there and not in the step")
+        return self
+
+    def own_settings(self) -> dict[str, Any]:
+        """What it says of the replicas that compute it."""
+        names = (
+            "batching", "replicas", "device", "threads", "environment", "tensor_store", "warmup_batch_sizes",
+            "load_timeout_s", "python",
+        )  # fmt: skip
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class EmbeddingMap(Section):
+    """How a pipeline answers ``/v1/embeddings``; the fields are those of `inference.Embedding` but ``dimensions``."""
+
+    input: str
+    output: str
+    tokens: str | None = None
+
+
+_STEPS: TypeAdapter[dict[str, Step]] = TypeAdapter(Annotated[dict[str, Step], Field(min_length=1)])
+_NAMES: TypeAdapter[tuple[str, ...]] = TypeAdapter(Annotated[tuple[str, ...], Field(min_length=1)])
+
+
+class Pipeline(Section):
+    """Steps joined by their tensors: ``trunk`` and ``heads``, or ``steps`` and the names of those that are heads."""
+
+    placement: Literal["fused", "graph"] = "fused"
+    """``fused``: one replica computes all steps. ``graph``: each step is a deployment of its own."""
+    trunk: Step | None = None
+    """Its inputs are the pipeline's."""
+    steps: Annotated[dict[str, Step], Field(min_length=1)] | None = None
+    heads: dict[str, Step] | tuple[str, ...]
+    """Beside ``trunk``: the steps that read its outputs. Beside ``steps``: the names of those whose outputs are
+    answered."""
+    embedding: EmbeddingMap | None = None
+    """Set it to serve the pipeline at ``/v1/embeddings`` too."""
+
+    @field_validator("heads", mode="plain")
+    @classmethod
+    def _check_heads(cls, value: object) -> dict[str, Step] | tuple[str, ...]:
+        # One form or the other, so that what is wrong within is named once; of a union pydantic tells both.
+        if isinstance(value, dict):
+            return _STEPS.validate_python(value)
+        if isinstance(value, (list, tuple)):
+            return _NAMES.validate_python(value)
+        raise ValueError("expected steps by name beside `trunk`, or a list of names beside `steps`")
+
+    @model_validator(mode="after")
+    def _check_form(self) -> Pipeline:
+        if (self.trunk is None) == (self.steps is None):
+            raise ValueError("expected either `trunk` and `heads`, or `steps` and `heads`")
+        if self.trunk is not None and not isinstance(self.heads, dict):
+            raise ValueError("heads: expected steps by name beside `trunk`, got a list of names")
+        if self.steps is not None and isinstance(self.heads, dict):
+            raise ValueError("heads: expected a list of names beside `steps`, got steps")
+        for name, step in self.all_steps().items():
+            self._check_step(name, step)
+        try:
+            check_names(self.spec())
+        except DeclarationError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    def _check_step(self, name: str, step: Step) -> None:
+        if not _STEP_NAME.match(name) or name == INPUT:
+            raise ValueError(
+                f"step name {name!r}: expected letters, digits, '_' or '-', at most 50 characters, and not {INPUT!r}"
+            )
+        if isinstance(self.heads, dict) and name == TRUNK and name in self.heads:
+            raise ValueError(f"heads: {TRUNK!r} is the trunk's own name; rename the head")
+        is_head = name in self.heads
+        for field in ("timeout_s", "on_error"):
+            if field in step.model_fields_set and not is_head:
+                raise ValueError(f"step `{name}`, {field}: expected of heads only")
+        if self.placement == "fused":
+            if step.deployment is not None:
+                raise ValueError(
+                    f"step `{name}`: a fused pipeline computes its steps in one replica: expected `model`, got "
+                    f"deployment `{step.deployment}`; or choose `placement: graph`"
+                )
+            for field in step.own_settings():
+                raise ValueError(
+                    f"step `{name}`, {field}: a fused pipeline's steps share one replica; set it in the deployment, or "
+                    "choose `placement: graph`"
+                )
+
+    def all_steps(self) -> Mapping[str, Step]:
+        """Every step by name, the trunk under the name ``trunk``."""
+        if self.trunk is not None:
+            assert isinstance(self.heads, dict)
+            return {TRUNK: self.trunk, **self.heads}
+        return self.steps or {}
+
+    def spec(self) -> PipelineSpec:
+        """The same as the model side reads it."""
+        return PipelineSpec(
+            steps=tuple(
+                StepSpec(
+                    name=name,
+                    model=step.model or "",
+                    deployment=step.deployment or "",
+                    options=step.options,
+                    inputs=step.inputs,
+                    timeout_s=step.timeout_s,
+                    on_error=step.on_error,
+                )
+                for name, step in self.all_steps().items()
+            ),
+            heads=tuple(self.heads),
+            placement=self.placement,
+            trunk=TRUNK if self.trunk is not None else None,
+            embedding=None
+            if self.embedding is None
+            else EmbeddingSpec(self.embedding.input, self.embedding.output, self.embedding.tokens),
+        )

@@ -1,0 +1,148 @@
+"""A request's ``parameters``: those that the model declares, and the protocol's own.
+
+Sources: the Open Inference Protocol's parameters; Triton's binary tensor data and schedule policy extensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from app.errors import BadRequest
+from app.heads import HEADS, HeadChoice
+from app.json_faults import at, key_text, shown
+from app.tensors import InferRequest, Scalar
+from inference.errors import DeclarationError
+from inference.model import Parameter
+from inference.signature import Signature
+
+__all__ = ["MAX_UINT64", "RequestParameters", "boolean", "integer", "unsupported"]
+
+MAX_UINT64: Final = 2**64 - 1
+_MAX_PRIORITY: Final = 2**32 - 1
+_MAX_ID_CHARACTERS: Final = 1000
+_INT64: Final = range(-(2**63), 2**63)
+_BINARY_OUTPUT: Final = "binary_data_output"
+
+
+class RequestParameters:
+    """Checks the parameters of requests to one model.
+
+    Args:
+        signature: the model's parameters and heads.
+        binary: whether ``binary_data_output`` is one.
+    """
+
+    def __init__(self, signature: Signature, *, binary: bool) -> None:
+        # `declared` checks the declaration each time it is called: once is enough.
+        self._declared: dict[str, Parameter] = {spec.name: spec.declared() for spec in signature.parameters}
+        self._defaults: dict[str, dict[str, Scalar]] = {"batch": {}, "row": {}}
+        for name, parameter in self._declared.items():
+            self._defaults[parameter.per][name] = parameter.default
+        self.heads = HeadChoice(signature.heads) if signature.heads else None
+        """Of a pipeline."""
+        self._binary = binary
+        self._known = (
+            *self._declared,
+            *((_BINARY_OUTPUT,) if binary else ()),
+            "priority",
+            "timeout",
+            *((HEADS,) if signature.heads else ()),
+        )
+
+    def request(self, id: str | None) -> InferRequest:
+        """A request with all parameters at their defaults, and nothing else yet.
+
+        Raises:
+            BadRequest: the id is too long.
+        """
+        if id is not None and len(id) > _MAX_ID_CHARACTERS:
+            raise at("id", None, f"expected at most {_MAX_ID_CHARACTERS} characters, got {len(id)}")
+        return InferRequest(
+            id=id or "",
+            inputs={},
+            rows=0,
+            outputs=[],
+            batch_parameters=self._defaults["batch"].copy(),
+            row_parameters=self._defaults["row"].copy(),
+        )
+
+    def take(self, given: Mapping[str, Any], request: InferRequest, where: str = "parameters") -> bool:
+        """Check parameters and note them in the request.
+
+        Args:
+            given: values by name.
+            request: to be completed.
+            where: the field that has them; empty: they are fields of the request themselves.
+
+        Returns:
+            ``binary_data_output``.
+
+        Raises:
+            BadRequest: one is unknown, of another type, or out of bounds.
+        """
+        binary_output = False
+        for name, value in given.items():
+            parameter = self._declared.get(name)
+            if parameter is not None:
+                values = request.batch_parameters if parameter.per == "batch" else request.row_parameters
+                values[name] = _checked(parameter, value, where)
+            elif name == _BINARY_OUTPUT and self._binary:
+                binary_output = boolean(_path(where, name), None, value)
+            elif name == "priority":
+                request.priority = integer(_path(where, name), None, value, _MAX_PRIORITY)
+            elif name == "timeout":
+                request.timeout_us = integer(_path(where, name), None, value, MAX_UINT64)
+            elif name == HEADS and self.heads is not None:
+                request.heads = self.heads.read(value, _path(where, name))
+            else:
+                raise unsupported(where, None, name, self._known)
+        return binary_output
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    @property
+    def known(self) -> Sequence[str]:
+        """All names, for messages."""
+        return self._known
+
+
+def boolean(path: str, tensor: str | None, value: object) -> bool:
+    """A value that must be true or false."""
+    if isinstance(value, bool):
+        return value
+    raise at(path, tensor, f"expected true or false, got {shown(value)}")
+
+
+def integer(path: str, tensor: str | None, value: object, maximum: int) -> int:
+    """A value that must be an integer from 0 to ``maximum``."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= maximum:
+        return value
+    raise at(path, tensor, f"expected an integer, 0 to {maximum}, got {shown(value)}")
+
+
+def unsupported(where: str, tensor: str | None, name: str, known: Sequence[str]) -> BadRequest:
+    """The error for a parameter that is not one of those known."""
+    path = _path(where, key_text(name))
+    if name.startswith(("shared_memory_", "sequence_")) or name == "classification":
+        return at(path, tensor, f"not supported by this server; expected one of {', '.join(known)}, got {shown(name)}")
+    return at(path, tensor, f"expected one of the parameters {', '.join(known)}, got {shown(name)}")
+
+
+def _path(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def _checked(parameter: Parameter, value: object, where: str) -> Scalar:
+    path = _path(where, parameter.name)
+    if type(value) is int and parameter.type != "float" and value not in _INT64:
+        raise at(path, None, f"expected {parameter.type} of at most 64 bits, got {shown(value)}")
+    try:
+        return parameter.check(value)
+    except OverflowError:
+        raise at(path, None, f"expected float, got {shown(value)}, which is beyond a float") from None
+    except DeclarationError as error:
+        # Its own wording quotes the value whole, and as Python writes it.
+        message = str(error).removeprefix(f"parameter {parameter.name!r}: ").rpartition(", got ")[0]
+        raise at(path, None, f"{message}, got {shown(value)}") from None

@@ -1,0 +1,111 @@
+"""``POST /v2/models/{model}/generate`` and ``/generate_stream``: Triton's generate extension."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from typing import TypeVar, cast
+
+from starlette.types import Receive, Scope
+
+from app.answers import Answer, HeadAnswer, Outputs
+from app.bodies import BodyReader
+from app.disconnects import DisconnectWatch
+from app.errors import HeadwaterError
+from app.event_stream import EventStream
+from app.generate_codec import GenerateDecoder
+from app.models import Models, ServedModel
+from app.replies import Reply
+from app.routes.boundary import Endpoint
+from app.routes.infer import LARGE_BYTES
+from app.tensors import InferRequest
+
+__all__ = ["GenerateEndpoint", "GenerateStreamEndpoint"]
+
+_JSON = (b"content-type", b"application/json")
+_Result = TypeVar("_Result", Answer, HeadAnswer)
+
+
+class GenerateEndpoint(Endpoint):
+    """Answers one row whole."""
+
+    def __init__(self, models: Models, reader: BodyReader) -> None:
+        self._models = models
+        self._reader = reader
+
+    async def answer(self, scope: Scope, receive: Receive) -> Reply:
+        """See `Endpoint.answer`."""
+        model = _model(self._models, scope)
+        model.check_whole()
+        decoder, encoder = model.generate_codecs()
+        body, _ = await self._reader.read(scope, receive)
+        request = await _decoded(decoder, body)
+        async with DisconnectWatch(receive):
+            answer = await model.dispatcher.infer(request)
+        text = await _encoded(answer.outputs, encoder.whole, request, answer)
+        return Reply(200, [text], [_JSON])
+
+
+class GenerateStreamEndpoint(Endpoint):
+    """Answers one row piece by piece, as server-sent events."""
+
+    def __init__(self, models: Models, reader: BodyReader) -> None:
+        self._models = models
+        self._reader = reader
+
+    async def answer(self, scope: Scope, receive: Receive) -> EventStream:
+        """See `Endpoint.answer`."""
+        model = _model(self._models, scope)
+        decoder, encoder = model.generate_codecs()
+        body, _ = await self._reader.read(scope, receive)
+        request = await _decoded(decoder, body)
+        statuses: dict[str, str] = {}
+
+        def ending(error: HeadwaterError | None) -> list[bytes]:
+            if error is None:
+                return [encoder.end(request, statuses)]
+            lost = HeadAnswer("", error=error).status
+            for head in request.heads:
+                statuses.setdefault(head, lost)
+            return [encoder.failure(error), encoder.end(request, statuses)]
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            pieces = cast("AsyncGenerator[HeadAnswer, None]", model.dispatcher.stream(request))
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    text = await _encoded(piece.outputs, encoder.piece, request, piece)
+                    statuses[piece.head] = piece.status
+                    yield text
+
+        self._models.streams += 1
+        stream = EventStream(events(), ending, self._on_closed)
+        try:
+            async with DisconnectWatch(receive):
+                await stream.open()
+        except BaseException:
+            await stream.close()
+            raise
+        return stream
+
+    def _on_closed(self) -> None:
+        self._models.streams -= 1
+
+
+def _model(models: Models, scope: Scope) -> ServedModel:
+    path = scope["path_params"]
+    return models.get(path["model"], path.get("version"))
+
+
+async def _decoded(decoder: GenerateDecoder, body: bytes) -> InferRequest:
+    if len(body) < LARGE_BYTES:
+        return decoder.decode(body)
+    return await asyncio.to_thread(decoder.decode, body)
+
+
+async def _encoded(
+    outputs: Outputs, encode: Callable[[InferRequest, _Result], bytes], request: InferRequest, result: _Result
+) -> bytes:
+    if sum(len(tensor.data) for tensor in outputs.values()) < LARGE_BYTES:
+        return encode(request, result)
+    return await asyncio.to_thread(encode, request, result)

@@ -1,0 +1,260 @@
+"""How the pieces of a request's answer come together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+import pytest
+
+from app.answers import HeadAnswer, Outputs
+from app.collector import PIECES_LIMIT, WHOLE, Collector, wanted_heads
+from app.errors import CallableFailed, DeadlineExceeded, QueueFull, ReaderTooSlow, ReplicaLost
+from app.tensors import InferRequest, RawTensor
+from inference.signature import HeadSpec, Signature, TensorSpec
+
+OnError = Literal["fail", "omit"]
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def heads(**on_error: OnError) -> dict[str, HeadSpec]:
+    return {name: HeadSpec(name, (f"out_{name}",), None, rule) for name, rule in on_error.items()}
+
+
+def outputs(head: str, value: int = 0) -> Outputs:
+    return {f"out_{head}": RawTensor("UINT8", (1, 1), bytes([value]))}
+
+
+def whole(**on_error: OnError) -> Collector:
+    return Collector(heads(**on_error), is_stream=False)
+
+
+def stream(**on_error: OnError) -> Collector:
+    return Collector(heads(**on_error), is_stream=True)
+
+
+async def read(collector: Collector) -> list[HeadAnswer]:
+    return [piece async for piece in collector.pieces()]
+
+
+def test_the_answer_has_every_head() -> None:
+    async def scenario() -> None:
+        collector = whole(a="fail", b="fail")
+        collector.decide("b", outputs("b", 2))
+        assert not collector.is_done
+        collector.decide("a", outputs("a", 1))
+        answer = await collector.whole()
+        assert answer.outputs == {**outputs("a", 1), **outputs("b", 2)}
+        assert answer.omitted == []
+
+    run(scenario)
+
+
+def test_a_head_that_must_not_fail_fails_the_request_at_once() -> None:
+    async def scenario() -> None:
+        collector = whole(a="fail", b="fail")
+        collector.decide("a", error=CallableFailed("no"))
+        with pytest.raises(CallableFailed, match=r"^no$"):
+            await collector.whole()
+
+    run(scenario)
+
+
+def test_a_head_that_may_fail_is_left_out_and_named() -> None:
+    async def scenario() -> None:
+        collector = whole(a="fail", b="omit")
+        collector.decide("b", error=DeadlineExceeded("late"))
+        collector.decide("a", outputs("a"))
+        answer = await collector.whole()
+        assert answer.outputs == outputs("a")
+        assert [(one.head, one.status) for one in answer.omitted] == [("b", "timeout")]
+
+    run(scenario)
+
+
+def test_if_every_head_fails_the_request_has_the_error_of_the_first() -> None:
+    async def scenario() -> None:
+        collector = whole(a="omit", b="omit")
+        collector.decide("b", error=CallableFailed("first"))
+        assert not collector.is_done
+        collector.decide("a", error=DeadlineExceeded("second"))
+        with pytest.raises(CallableFailed, match=r"^first$"):
+            await collector.whole()
+
+    run(scenario)
+
+
+def test_of_a_model_without_heads_a_failure_is_the_requests() -> None:
+    async def scenario() -> None:
+        for is_stream in (False, True):
+            collector = Collector({WHOLE: HeadSpec(WHOLE, ())}, is_stream=is_stream)
+            collector.decide(WHOLE, error=CallableFailed("no"))
+            with pytest.raises(CallableFailed, match=r"^no$"):
+                await (read(collector) if is_stream else collector.whole())
+
+    run(scenario)
+
+
+def test_what_comes_after_a_heads_last_result_is_ignored() -> None:
+    async def scenario() -> None:
+        collector = whole(a="omit", b="fail")
+        collector.decide("a", outputs("a", 1))
+        collector.decide("a", error=CallableFailed("late"))
+        collector.decide("a", outputs("a", 2))
+        collector.decide("b", outputs("b"))
+        collector.decide("b", error=CallableFailed("late"))
+        assert await collector.whole() == ({**outputs("a", 1), **outputs("b")}, [])
+
+    run(scenario)
+
+
+def test_what_comes_after_the_requests_failure_is_ignored() -> None:
+    async def scenario() -> None:
+        collector = stream(a="fail")
+        collector.fail(ReplicaLost("gone"))
+        collector.fail(CallableFailed("late"))
+        collector.add("a", outputs("a"))
+        collector.decide("a", outputs("a"))
+        with pytest.raises(ReplicaLost):
+            await read(collector)
+
+    run(scenario)
+
+
+def test_heads_that_nobody_asked_for_are_ignored() -> None:
+    async def scenario() -> None:
+        collector = whole(a="fail")
+        collector.decide("b", error=CallableFailed("who?"))
+        collector.decide("a", outputs("a"))
+        assert (await collector.whole()).outputs == outputs("a")
+
+    run(scenario)
+
+
+def test_a_stream_gives_pieces_in_the_order_in_which_they_came() -> None:
+    async def scenario() -> None:
+        collector = stream(a="fail", b="fail")
+        collector.add("b", outputs("b", 1))
+        collector.add("a", outputs("a", 2))
+        collector.add("b", outputs("b", 3))
+        collector.decide("a", outputs("a", 4))
+        collector.decide("b", outputs("b", 5))
+        got = [(piece.head, *(bytes(one.data) for one in piece.outputs.values())) for piece in await read(collector)]
+        assert got == [("b", b"\1"), ("a", b"\2"), ("b", b"\3"), ("a", b"\4"), ("b", b"\5")]
+
+    run(scenario)
+
+
+def test_a_stream_gives_each_piece_before_the_next_is_there() -> None:
+    async def scenario() -> None:
+        collector = stream(a="fail")
+        pieces = collector.pieces()
+        for value in range(3):
+            waiting = asyncio.ensure_future(anext(pieces))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            collector.add("a", outputs("a", value))
+            assert (await waiting).outputs == outputs("a", value)
+        collector.decide("a")
+        with pytest.raises(StopAsyncIteration):
+            await anext(pieces)
+
+    run(scenario)
+
+
+def test_in_a_stream_a_head_that_fails_is_a_piece_and_not_the_end() -> None:
+    async def scenario() -> None:
+        collector = stream(a="fail", b="omit")
+        collector.decide("a", error=CallableFailed("no"))
+        assert not collector.is_done
+        collector.decide("b", outputs("b"))
+        assert [(piece.head, piece.status) for piece in await read(collector)] == [("a", "failed"), ("b", "ok")]
+
+    run(scenario)
+
+
+def test_a_stream_whose_every_head_failed_has_their_pieces_and_ends() -> None:
+    async def scenario() -> None:
+        collector = stream(a="fail", b="omit")
+        collector.decide("a", error=ReplicaLost("gone"))
+        collector.decide("b", error=QueueFull("full"))
+        assert [piece.status for piece in await read(collector)] == ["unavailable", "unavailable"]
+
+    run(scenario)
+
+
+def test_the_end_of_a_heads_pieces_is_none_itself() -> None:
+    async def scenario() -> None:
+        collector = stream(a="fail")
+        collector.add("a", outputs("a"))
+        collector.decide("a")
+        assert len(await read(collector)) == 1
+
+    run(scenario)
+
+
+def test_pieces_that_came_before_the_failure_are_still_given() -> None:
+    async def scenario() -> None:
+        collector = stream(a="fail")
+        collector.add("a", outputs("a"))
+        collector.fail(ReplicaLost("gone"))
+        pieces = collector.pieces()
+        assert (await anext(pieces)).head == "a"
+        with pytest.raises(ReplicaLost):
+            await anext(pieces)
+
+    run(scenario)
+
+
+def test_a_stream_that_nobody_reads_is_cut_off() -> None:
+    async def scenario() -> None:
+        collector = stream(a="fail")
+        for _ in range(PIECES_LIMIT):
+            collector.add("a", outputs("a"))
+        assert not collector.is_done
+        collector.add("a", outputs("a"))
+        with pytest.raises(ReaderTooSlow, match=f"{PIECES_LIMIT} results wait"):  # which are dropped
+            await anext(collector.pieces())
+
+    run(scenario)
+
+
+def test_a_stream_that_is_read_may_be_of_any_length() -> None:
+    async def scenario() -> None:
+        collector = stream(a="fail")
+        pieces = collector.pieces()
+        for _ in range(2 * PIECES_LIMIT):
+            collector.add("a", outputs("a"))
+            await anext(pieces)
+        assert not collector.is_done
+
+    run(scenario)
+
+
+def test_a_failure_that_nobody_waits_for_is_no_warning() -> None:
+    async def scenario() -> None:
+        told: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+        collector = stream(a="fail")
+        collector.fail(ReplicaLost("gone"))
+        collector.close()
+        del collector
+        assert told == []
+
+    run(scenario)
+
+
+def test_wanted_heads_are_those_of_the_request_in_the_signatures_order() -> None:
+    signature = Signature(
+        name="m",
+        inputs=(TensorSpec("x", "FP32", (1,)),),
+        outputs=tuple(TensorSpec(f"out_{name}", "FP32", (1,)) for name in "abc"),
+        heads=tuple(heads(a="fail", b="fail", c="omit").values()),
+    )
+    request = InferRequest("", {}, 1, [], {}, {}, heads=("c", "a"))
+    assert list(wanted_heads(request, signature)) == ["a", "c"]
+    assert list(wanted_heads(request, Signature("m", signature.inputs, signature.outputs))) == [WHOLE]

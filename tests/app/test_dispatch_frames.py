@@ -1,0 +1,860 @@
+"""Batching and the way back of what is answered in frames, against a replica that the test answers for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.answers import Answer, HeadAnswer
+from app.dispatch import Dispatcher
+from app.errors import (
+    BadRequest,
+    CallableFailed,
+    DeadlineExceeded,
+    HeadwaterError,
+    ReaderTooSlow,
+    ReplicaLost,
+    ReplicaUnreachable,
+    Unavailable,
+)
+from app.routing import DeploymentRoute, ReplicaRoute, State
+from app.tensors import InferRequest, OutputWish, RawTensor
+from app.triton_client import FrameRequest
+from inference.frame import Frame, FrameTensor, Piece, StepCount, encode_frame
+from inference.report import CallNote, Status
+from inference.signature import HeadSpec, Signature, TensorSpec
+
+FACTORS = {"a": 2.0, "b": 3.0, "c": 5.0}
+"""What each head multiplies with; head `a` answers `out_a`, and so on."""
+HEADS = tuple(FACTORS)
+
+
+def pipeline(*, streams: bool = False, **heads: HeadSpec) -> Signature:
+    """Heads `a` and `b`, which must not fail, and `c`, which may be left out."""
+    specs = {
+        "a": HeadSpec("a", ("out_a",)),
+        "b": HeadSpec("b", ("out_b",)),
+        "c": HeadSpec("c", ("out_c",), None, "omit"),
+    }
+    return Signature(
+        name="m",
+        inputs=(TensorSpec("x", "FP32", (1,)),),
+        outputs=tuple(TensorSpec(f"out_{name}", "FP32", (1,)) for name in HEADS),
+        max_batch_size=4,
+        heads=tuple({**specs, **heads}.values()),
+        streams=streams,
+    )
+
+
+PIPELINE = pipeline()
+STREAMING = pipeline(streams=True)
+
+
+class Call:
+    """One call that the replica has, to be answered by the test."""
+
+    def __init__(self, name: str, request: FrameRequest) -> None:
+        self.name = name
+        self.note = msgspec.json.decode(request.note, type=CallNote)
+        ((_, _, self.shape, pieces),) = request.inputs
+        self.values = np.frombuffer(b"".join(pieces), np.float32)
+        self.answers: asyncio.Queue[bytes | HeadwaterError | None] = asyncio.Queue()
+        self.is_left = False
+
+    def rows_of(self, head: str) -> list[int]:
+        """Rows that want a head."""
+        masks = [mask for mask, count in self.note.heads for _ in range(count)]
+        assert len(masks) == len(self.values)
+        return [row for row, mask in enumerate(masks) if mask >> HEADS.index(head) & 1]
+
+    @property
+    def wanted(self) -> list[str]:
+        return [head for head in HEADS if self.rows_of(head)]
+
+    def piece(self, head: str, failures: Mapping[int, tuple[Status, str]] | None = None, **fields: Any) -> Piece:
+        """What the head says of the rows that want it; ``failures`` are by row among these."""
+        array = self.values[self.rows_of(head)] * FACTORS[head]
+        return Piece(
+            head,
+            len(array),
+            7,
+            [(row, int(status), message) for row, (status, message) in (failures or {}).items()],
+            [FrameTensor(f"out_{head}", "FP32", (len(array), 1), array.nbytes)],
+            **fields,
+        )
+
+    def say(self, *pieces: Piece, counts: Sequence[StepCount] = ()) -> None:
+        """Answer with one frame."""
+        data = [(self.values[self.rows_of(one.head)] * FACTORS[one.head]).tobytes() for one in pieces if one.tensors]
+        self.answers.put_nowait(encode_frame(Frame(list(pieces), list(counts)), data).tobytes())
+
+    def answer(self, *heads: str) -> None:
+        """Each of these heads in a frame of its own."""
+        for head in heads:
+            self.say(self.piece(head))
+
+    def end(self, error: HeadwaterError | None = None) -> None:
+        self.answers.put_nowait(error)
+
+
+class Replica:
+    """A `FrameReplicaClient`."""
+
+    def __init__(self) -> None:
+        self.opened: list[FrameRequest] = []
+        self.calls: list[Call] = []
+        self.cancelled: list[str] = []
+
+    def open(self, nothing: FrameRequest) -> None:
+        self.opened.append(nothing)
+
+    async def frames(self, name: str, request: FrameRequest) -> AsyncGenerator[bytes, None]:
+        call = Call(name, request)
+        self.calls.append(call)
+        try:
+            while (answer := await call.answers.get()) is not None:
+                if isinstance(answer, HeadwaterError):
+                    raise answer
+                yield answer
+        finally:
+            call.is_left = True
+
+    def cancel(self, name: str) -> None:
+        self.cancelled.append(name)
+
+    def close(self) -> None:
+        for call in self.calls:
+            call.end(ReplicaLost("the replica ended"))
+
+
+class Bench:
+    """A dispatcher with replicas of the test's own."""
+
+    def __init__(self, signature: Signature = PIPELINE, replicas: int = 1, **route: Any) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.signature = signature
+        self.route = DeploymentRoute(
+            name="m",
+            state=State.READY,
+            signature=signature,
+            replicas=tuple(ReplicaRoute(f"m-{index}", "", "", "grpc") for index in range(replicas)),
+            **route,
+        )
+        self.dispatcher = Dispatcher(self.route, self._connect)
+
+    def _connect(self, name: str, route: ReplicaRoute) -> Replica:
+        self.replicas[route.id] = Replica()
+        return self.replicas[route.id]
+
+    @property
+    def calls(self) -> list[Call]:
+        return [call for replica in self.replicas.values() for call in replica.calls]
+
+    def request(self, *values: float, heads: str = "abc", **fields: Any) -> InferRequest:
+        return InferRequest(
+            id="",
+            inputs={"x": RawTensor("FP32", (len(values), 1), np.array(values, np.float32).tobytes())},
+            rows=len(values),
+            outputs=[OutputWish(f"out_{head}", True) for head in heads],
+            batch_parameters={},
+            row_parameters={},
+            heads=tuple(heads),
+            **fields,
+        )
+
+    def send(self, *values: float, heads: str = "abc", **fields: Any) -> asyncio.Task[Answer]:
+        """A request with these values, one a row."""
+        return asyncio.create_task(self.dispatcher.infer(self.request(*values, heads=heads, **fields)))
+
+    def stream(self, *values: float, heads: str = "abc", **fields: Any) -> Reader:
+        return Reader(self.dispatcher, self.request(*values, heads=heads, **fields))
+
+
+class Reader:
+    """A client that reads a stream as it comes."""
+
+    def __init__(self, dispatcher: Dispatcher, request: InferRequest) -> None:
+        self.pieces: list[HeadAnswer] = []
+        self.task = asyncio.create_task(self._read(dispatcher, request))
+
+    async def _read(self, dispatcher: Dispatcher, request: InferRequest) -> None:
+        async with contextlib.aclosing(dispatcher.stream(request)) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                self.pieces.append(piece)
+
+    @property
+    def statuses(self) -> list[tuple[str, str]]:
+        return [(piece.head, piece.status) for piece in self.pieces]
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+async def settle() -> None:
+    """Let everything that is due happen."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def numbers(answer: Answer | HeadAnswer) -> dict[str, list[float]]:
+    return {
+        name.removeprefix("out_"): np.frombuffer(tensor.data, np.float32).tolist()
+        for name, tensor in answer.outputs.items()
+    }
+
+
+def expected(values: Sequence[float], heads: str) -> dict[str, list[float]]:
+    return {head: [value * FACTORS[head] for value in values] for head in heads}
+
+
+# Heads and rows
+
+
+def test_rows_of_several_requests_share_a_call_and_each_says_which_heads_it_wants() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        tasks = [bench.send(1, heads="a"), bench.send(2, 3, heads="bc"), bench.send(4)]
+        await settle()
+        (call,) = bench.calls
+        assert call.note.heads == [(0b001, 1), (0b110, 2), (0b111, 1)]
+        call.answer("a", "b", "c")
+        assert [numbers(await task) for task in tasks] == [
+            expected([1], "a"),
+            expected([2, 3], "bc"),
+            expected([4], "abc"),
+        ]
+
+    run(scenario)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(1, 10), st.sets(st.sampled_from(HEADS), min_size=1)), min_size=1, max_size=6
+    ),
+    max_in_flight=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_every_request_gets_its_own_rows_of_its_heads(
+    requests: list[tuple[int, set[str]]], max_in_flight: int, seed: int
+) -> None:
+    chance = random.Random(seed)
+
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=max_in_flight)
+        count = itertools.count(1)
+        sent = []
+        for rows, wanted in requests:
+            values = [float(next(count)) for _ in range(rows)]
+            heads = "".join(head for head in HEADS if head in wanted)
+            sent.append((bench.send(*values, heads=heads), values, heads))
+            if chance.random() < 0.5:
+                await settle()
+        left: dict[str, list[Piece]] = {}
+        while not all(task.done() for task, _, _ in sent):
+            await settle()
+            for call in bench.calls:
+                if call.name not in left:
+                    left[call.name] = [call.piece(head) for head in call.wanted]
+                    chance.shuffle(left[call.name])
+            call = chance.choice([call for call in bench.calls if not call.is_left])
+            pieces = left[call.name]
+            frame = [pieces.pop() for _ in range(chance.randint(0, len(pieces)))]
+            call.say(*frame)
+            if not pieces:
+                call.end()
+            await settle()
+        for task, values, heads in sent:
+            answer = task.result()
+            assert numbers(answer) == expected(values, heads)
+            assert answer.omitted == []
+        assert bench.dispatcher.in_flight == 0
+        assert bench.dispatcher.statistics.requests == len(requests)
+        assert bench.dispatcher.statistics.rows == sum(rows for rows, _ in requests)
+
+    run(scenario)
+
+
+def test_a_request_larger_than_a_batch_is_joined_by_head() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=3)
+        values = list(range(10))
+        task = bench.send(*values, heads="ac")
+        await settle()
+        first, second, third = bench.calls
+        assert [call.values.tolist() for call in bench.calls] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        third.answer("a")
+        second.answer("c", "a")
+        first.answer("a")
+        third.answer("c")
+        await settle()
+        assert not task.done()
+        first.answer("c")
+        answer = await task
+        assert numbers(answer) == expected(values, "ac")
+        assert answer.outputs["out_a"].shape == (10, 1)
+
+    run(scenario)
+
+
+def test_an_answer_leaves_before_the_slow_head_of_another_request_in_its_batch() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        quick, slow = bench.send(1, heads="a"), bench.send(2, heads="ab")
+        await settle()
+        (call,) = bench.calls
+        call.answer("a")
+        assert numbers(await quick) == expected([1], "a")
+        assert not slow.done()
+        call.answer("b")
+        assert numbers(await slow) == expected([2], "ab")
+
+    run(scenario)
+
+
+def test_heads_that_are_too_late_before_the_call_are_not_asked_for() -> None:
+    async def scenario() -> None:
+        hasty = HeadSpec("c", ("out_c",), 0.005, "omit")
+        bench = Bench(pipeline(c=hasty), max_in_flight=1)
+        blocker = bench.send(0, heads="a")
+        await settle()
+        task = bench.send(1, heads="ac")
+        with pytest.raises(DeadlineExceeded, match=r"^head `c`: its timeout_s of 0\.005 s passed while it waited"):
+            await bench.send(2, heads="c")
+        bench.calls[0].answer("a")
+        bench.calls[0].end()
+        await blocker
+        await settle()
+        call = bench.calls[1]
+        assert call.note.heads == [(0b001, 1)]
+        call.answer("a")
+        answer = await task
+        assert numbers(answer) == expected([1], "a")
+        assert [(one.head, one.status) for one in answer.omitted] == [("c", "timeout")]
+
+    run(scenario)
+
+
+def test_a_request_without_rows_is_answered_without_a_call() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        answer = await bench.send(heads="ab")
+        assert [(name, tensor.shape) for name, tensor in answer.outputs.items()] == [
+            ("out_a", (0, 1)),
+            ("out_b", (0, 1)),
+        ]
+        reader = bench.stream(heads="ab")
+        await reader.task
+        assert [(piece.head, list(piece.outputs)) for piece in reader.pieces] == [("a", ["out_a"]), ("b", ["out_b"])]
+        assert bench.calls == []
+
+    run(scenario)
+
+
+# Failures
+
+
+def test_rows_that_fail_leave_their_neighbours_and_other_heads_alone() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        tasks = [bench.send(1, heads="ac"), bench.send(2, 3, heads="ac"), bench.send(4, heads="a")]
+        await settle()
+        (call,) = bench.calls
+        call.say(call.piece("c", {2: (Status.RAISED, "ValueError: no")}), call.piece("a"))
+        assert numbers(await tasks[0]) == expected([1], "ac")
+        answer = await tasks[1]
+        assert numbers(answer) == expected([2, 3], "a")
+        (omitted,) = answer.omitted
+        assert (omitted.head, omitted.status, str(omitted.error)) == ("c", "failed", "row 1: ValueError: no")
+        assert numbers(await tasks[2]) == expected([4], "a")
+
+    run(scenario)
+
+
+def test_rows_that_are_the_clients_fault_are_a_bad_request() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send(1)
+        await settle()
+        (call,) = bench.calls
+        call.say(call.piece("a", {0: (Status.BAD_INPUT, "x: wrong")}))
+        with pytest.raises(BadRequest, match=r"^x: wrong$") as caught:
+            await task
+        assert caught.value.field == "inputs"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("wrong", ["piece", "tensor"])
+def test_a_head_with_a_wrong_number_of_rows_has_failed_and_others_have_not(wrong: str) -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        tasks = [bench.send(1, heads="ac"), bench.send(2, heads="c"), bench.send(3, heads="a")]
+        await settle()
+        (call,) = bench.calls
+        piece = call.piece("c")
+        if wrong == "piece":
+            piece.rows = 3
+        else:
+            piece.tensors[0].shape = (3, 1)
+        call.say(piece)
+        call.answer("a")
+        answer = await tasks[0]
+        assert numbers(answer) == expected([1], "a")
+        assert [str(one.error) for one in answer.omitted] == ["head `c`: expected 2 rows, got 3"]
+        with pytest.raises(CallableFailed, match=r"^head `c`: expected 2 rows, got 3$"):
+            await tasks[1]
+        assert numbers(await tasks[2]) == expected([3], "a")
+
+    run(scenario)
+
+
+def test_a_head_that_the_replica_leaves_out_has_failed() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        lenient, strict = bench.send(1, heads="ac"), bench.send(2, heads="ab")
+        await settle()
+        (call,) = bench.calls
+        call.answer("a")
+        call.end()
+        answer = await lenient
+        assert [str(one.error) for one in answer.omitted] == ["head `c`: the replica ended its answer without it"]
+        with pytest.raises(CallableFailed, match=r"^head `b`: the replica ended its answer without it$"):
+            await strict
+
+    run(scenario)
+
+
+def test_heads_that_were_answered_before_the_replica_was_lost_stay_answered() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        lenient, strict, done = bench.send(1, heads="ac"), bench.send(2, heads="ab"), bench.send(3, heads="a")
+        stream = bench.stream(4)
+        await settle()
+        (call,) = bench.calls
+        call.answer("a")
+        call.end(ReplicaLost("gone"))
+        answer = await lenient
+        assert numbers(answer) == expected([1], "a")
+        assert [(one.head, one.status, str(one.error)) for one in answer.omitted] == [("c", "unavailable", "gone")]
+        with pytest.raises(ReplicaLost):
+            await strict
+        assert numbers(await done) == expected([3], "a")
+        await stream.task
+        assert stream.statuses == [("a", "ok"), ("b", "unavailable"), ("c", "unavailable")]
+
+    run(scenario)
+
+
+def test_a_request_whose_every_head_was_lost_fails() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send(1, heads="c")
+        await settle()
+        bench.calls[0].end(ReplicaLost("gone"))
+        with pytest.raises(ReplicaLost):
+            await task
+
+    run(scenario)
+
+
+def test_losing_the_replica_of_one_part_leaves_what_other_parts_await_alone() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2)
+        values = [1, 2, 3, 4, 5]
+        task = bench.send(*values, heads="ac")
+        await settle()
+        first, second = bench.calls
+        first.answer("a")
+        first.end(ReplicaLost("gone"))
+        await settle()
+        assert not task.done()
+        second.answer("c", "a")
+        answer = await task
+        assert numbers(answer) == expected(values, "a")
+        assert [one.head for one in answer.omitted] == ["c"]
+
+    run(scenario)
+
+
+def test_a_replica_whose_device_is_broken_gets_no_more_calls() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2)
+        broken, left = bench.replicas.values()
+        task = bench.send(1, heads="a")
+        await settle()
+        (call,) = broken.calls
+        call.say(call.piece("a", {0: (Status.BROKEN, "device-side assert")}))
+        call.end()
+        with pytest.raises(ReplicaLost, match="the replica's device failed: device-side assert"):
+            await task
+        for value in range(3):
+            task = bench.send(value, heads="a")
+            await settle()
+            left.calls[-1].answer("a")
+            left.calls[-1].end()
+            assert numbers(await task) == expected([value], "a")
+        assert len(broken.calls) == 1
+
+    run(scenario)
+
+
+def test_bytes_that_are_no_frame_fail_what_is_left_of_the_call() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send(1, heads="ac")
+        await settle()
+        (call,) = bench.calls
+        call.answer("a")
+        call.answers.put_nowait(b"\0")
+        answer = await task
+        assert [str(one.error) for one in answer.omitted] == ["internal error: ValueError"]
+        assert call.is_left
+        bench.send(2, heads="a")
+        await settle()
+        assert len(bench.calls) == 2
+
+    run(scenario)
+
+
+def test_rows_that_a_replica_never_had_go_to_another() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2)
+        gone, left = bench.replicas.values()
+        task = bench.send(1, 2)
+        await settle()
+        gone.calls[0].end(ReplicaUnreachable("gone"))
+        await settle()
+        left.calls[0].answer("a", "b", "c")
+        assert numbers(await task) == expected([1, 2], "abc")
+
+    run(scenario)
+
+
+def test_rows_that_a_replica_never_had_fail_if_the_table_has_no_other() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send(1)
+        await settle()
+        bench.calls[0].end(ReplicaUnreachable("gone"))
+        bench.dispatcher.update(
+            msgspec.structs.replace(bench.route, replicas=(), state=State.UNAVAILABLE, reason="killed")
+        )
+        with pytest.raises(Unavailable, match="UNAVAILABLE: killed"):
+            await task
+
+    run(scenario)
+
+
+def test_what_waits_fails_when_the_last_replica_is_taken_away() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=1)
+        running = bench.send(0, heads="a")
+        await settle()
+        waiting = bench.send(1, heads="ac")
+        stream = bench.stream(2, heads="ac")
+        await settle()
+        bench.dispatcher.update(
+            msgspec.structs.replace(bench.route, replicas=(), state=State.UNAVAILABLE, reason="killed")
+        )
+        with pytest.raises(ReplicaLost):
+            await running
+        with pytest.raises(Unavailable, match="UNAVAILABLE: killed"):
+            await waiting
+        await stream.task
+        assert stream.statuses == [("a", "unavailable"), ("c", "unavailable")]
+
+    run(scenario)
+
+
+# Streams
+
+
+def test_a_stream_goes_alone_and_several_at_the_same_time() -> None:
+    async def scenario() -> None:
+        bench = Bench(STREAMING, max_in_flight=2)
+        for value in range(3):
+            bench.stream(value)
+        await settle()
+        assert [call.values.tolist() for call in bench.calls] == [[0], [1]]
+        assert len({call.note.stream for call in bench.calls} - {""}) == 2
+        bench.calls[0].end()
+        await settle()
+        assert bench.calls[2].values.tolist() == [2]
+
+    run(scenario)
+
+
+def test_a_stream_does_not_wait_for_company() -> None:
+    async def scenario() -> None:
+        bench = Bench(STREAMING, max_queue_delay_ms=60_000)
+        bench.stream(1)
+        await settle()
+        assert len(bench.calls) == 1
+
+    run(scenario)
+
+
+def test_a_streams_pieces_arrive_one_by_one_and_its_end_is_none() -> None:
+    async def scenario() -> None:
+        bench = Bench(STREAMING)
+        reader = bench.stream(1, heads="ab")
+        await settle()
+        (call,) = bench.calls
+        for count in range(1, 4):
+            call.say(call.piece("a", is_last=False), call.piece("b", is_last=False))
+            await settle()
+            assert reader.statuses == [("a", "ok"), ("b", "ok")] * count
+        call.say(Piece("a", 1, 0), Piece("b", 1, 0))
+        await reader.task
+        assert len(reader.pieces) == 6
+        assert bench.replicas["m-0"].cancelled == []
+
+    run(scenario)
+
+
+def test_a_head_of_a_stream_that_fails_ends_and_the_others_go_on() -> None:
+    async def scenario() -> None:
+        bench = Bench(STREAMING)
+        reader = bench.stream(1, heads="ab")
+        await settle()
+        (call,) = bench.calls
+        call.say(call.piece("a", {0: (Status.RAISED, "no")}), call.piece("b", is_last=False))
+        call.say(call.piece("a"), call.piece("b", is_last=False))
+        call.say(Piece("b", 1, 0))
+        await reader.task
+        assert reader.statuses == [("a", "failed"), ("b", "ok"), ("b", "ok")]
+
+    run(scenario)
+
+
+def test_a_stream_is_cancelled_when_its_client_leaves_and_keeps_its_place_until_the_replica_has_ended_it() -> None:
+    async def scenario() -> None:
+        bench = Bench(STREAMING, max_in_flight=1)
+        reader = bench.stream(1)
+        await settle()
+        (call,) = bench.calls
+        call.say(call.piece("a", is_last=False))
+        await settle()
+        waiting = bench.stream(2)
+        reader.task.cancel()
+        await settle()
+        assert bench.replicas["m-0"].cancelled == [call.note.stream] == [call.name]
+        assert len(bench.calls) == 1
+        call.say(call.piece("a", is_last=False))
+        call.end()
+        await settle()
+        assert bench.calls[1].values.tolist() == [2]
+        waiting.task.cancel()
+
+    run(scenario)
+
+
+def test_a_stream_whose_client_leaves_while_it_waits_is_not_computed() -> None:
+    async def scenario() -> None:
+        bench = Bench(STREAMING, max_in_flight=1)
+        bench.stream(1)
+        await settle()
+        gone = bench.stream(2)
+        await settle()
+        gone.task.cancel()
+        await settle()
+        assert bench.dispatcher.queued_rows == 0
+        bench.calls[0].end()
+        await settle()
+        assert len(bench.calls) == 1
+
+    run(scenario)
+
+
+def test_a_stream_whose_heads_are_all_too_late_is_cancelled() -> None:
+    async def scenario() -> None:
+        bench = Bench(pipeline(streams=True, a=HeadSpec("a", ("out_a",), 0.05)))
+        reader = bench.stream(1, heads="a")
+        await reader.task
+        assert reader.statuses == [("a", "timeout")]
+        assert bench.replicas["m-0"].cancelled == [bench.calls[0].name]
+
+    run(scenario)
+
+
+def test_a_stream_that_goes_silent_fails_and_is_cancelled() -> None:
+    async def scenario() -> None:
+        bench = Bench(STREAMING, timeout_s=0.1)
+        reader = bench.stream(1, heads="a")
+        await settle()
+        (call,) = bench.calls
+        call.say(call.piece("a", is_last=False))
+        with pytest.raises(DeadlineExceeded, match=r"the stream gave nothing for 0\.1 s"):
+            await reader.task
+        assert bench.replicas["m-0"].cancelled == [call.name]
+
+    run(scenario)
+
+
+def test_a_stream_that_is_not_read_is_cut_off_and_cancelled() -> None:
+    async def scenario() -> None:
+        bench = Bench(STREAMING)
+        pieces = bench.dispatcher.stream(bench.request(1, heads="a"))
+        first = asyncio.ensure_future(anext(pieces))
+        await settle()
+        (call,) = bench.calls
+        for _ in range(300):
+            call.say(call.piece("a", is_last=False))
+        await first
+        await settle()
+        # At once, and not only when the reader wakes.
+        assert bench.replicas["m-0"].cancelled == [call.name]
+        with pytest.raises(ReaderTooSlow):
+            await anext(pieces)
+        assert bench.replicas["m-0"].cancelled == [call.name]
+
+
+def test_a_replica_that_was_lost_but_stands_in_the_table_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.dispatch.LOST_RETRY_S", 0.01)
+
+    async def scenario() -> None:
+        bench = Bench(STREAMING)
+        reader = bench.stream(1, heads="a")
+        await settle()
+        lost = bench.replicas["m-0"]
+        bench.calls[0].end(ReplicaLost("gone"))
+        await reader.task
+        assert reader.statuses == [("a", "unavailable")]
+        again = bench.stream(1, heads="a")
+        while bench.replicas["m-0"] is lost or not bench.replicas["m-0"].calls:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        (call,) = bench.replicas["m-0"].calls
+        call.say(Piece("a", 1, 0))
+        call.end()
+        await again.task
+
+    run(scenario)
+
+    run(scenario)
+
+
+def test_a_stream_of_more_rows_than_a_batch_is_refused() -> None:
+    async def scenario() -> None:
+        bench = Bench(STREAMING)
+        reader = bench.stream(*range(5))
+        with pytest.raises(BadRequest, match="at most 4 rows"):
+            await reader.task
+
+    run(scenario)
+
+
+def test_the_heads_of_a_pipeline_that_does_not_stream_arrive_each_as_it_is_ready() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        reader, whole = bench.stream(1, heads="ab"), bench.send(2, heads="b")
+        await settle()
+        (call,) = bench.calls
+        call.answer("b")
+        await settle()
+        assert reader.statuses == [("b", "ok")]
+        assert numbers(await whole) == expected([2], "b")
+        call.answer("a")
+        await reader.task
+        assert [numbers(piece) for piece in reader.pieces] == [expected([1], "b"), expected([1], "a")]
+        assert bench.replicas["m-0"].cancelled == []
+
+    run(scenario)
+
+
+# Replicas come and go; what is counted
+
+
+def test_a_replicas_stream_is_opened_before_the_first_request() -> None:
+    async def scenario() -> None:
+        signature = msgspec.structs.replace(
+            PIPELINE,
+            inputs=(
+                TensorSpec("x", "FP32", (-1, 2)),
+                TensorSpec("t", "BYTES", (1,)),
+                TensorSpec("h", "BF16", (3,)),
+                TensorSpec("o", "FP32", (1,), optional=True),
+            ),
+        )
+        bench = Bench(signature)
+        (nothing,) = bench.replicas["m-0"].opened
+        assert nothing.inputs == [
+            ("x", "FP32", [1, 1, 2], [bytes(8)]),
+            ("t", "BYTES", [1, 1], [bytes(4)]),
+            ("h", "UINT16", [1, 3], [bytes(6)]),
+        ]
+        note = msgspec.json.decode(nothing.note, type=CallNote)
+        assert note.cancel
+        assert msgspec.structs.replace(note, cancel="") == CallNote()
+        bench.dispatcher.update(bench.route)
+        assert len(bench.replicas["m-0"].opened) == 1
+
+    run(scenario)
+
+
+def test_closing_ends_what_is_under_way_and_what_waits() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=1)
+        running = bench.send(1, heads="ac")
+        await settle()
+        waiting = bench.send(2, heads="ac")
+        await settle()
+        bench.dispatcher.close()
+        for task in (running, waiting):
+            with pytest.raises(ReplicaLost):
+                await task
+        with pytest.raises(Unavailable):
+            await bench.send(3)
+
+    run(scenario)
+
+
+def test_statistics_count_what_each_step_did() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send(1, heads="ab")
+        await settle()
+        (call,) = bench.calls
+        call.say(call.piece("a"), counts=[StepCount("trunk", 1, 0, 100), StepCount("a", 1, 2, 20)])
+        call.say(call.piece("b"), counts=[StepCount("b", 1, 0, 3), StepCount("trunk", 0, 1, 50)])
+        call.end()
+        await task
+        await settle()
+        counts = bench.dispatcher.statistics
+        assert counts.steps == {
+            "trunk": StepCount("trunk", 1, 1, 150),
+            "a": StepCount("a", 1, 2, 20),
+            "b": StepCount("b", 1, 0, 3),
+        }
+        assert (counts.requests, counts.rows, counts.calls, counts.failures) == (1, 1, 1, 0)
+        assert counts.compute_ns == counts.call_compute_ns == 173_000
+
+    run(scenario)
+
+
+def test_a_request_in_several_calls_is_counted_once() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=2)
+        task = bench.send(*range(8), heads="a")
+        await settle()
+        for call in bench.calls:
+            call.answer("a")
+        await task
+        for call in bench.calls:
+            call.end()
+        await settle()
+        counts = bench.dispatcher.statistics
+        assert (counts.requests, counts.rows, counts.calls, counts.failures) == (1, 8, 2, 0)
+
+    run(scenario)

@@ -1,0 +1,295 @@
+"""The client of a replica that answers in frames, against a small gRPC server on a real unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import msgspec
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc as pb_grpc
+
+from app.errors import CallableFailed, ReplicaLost, ReplicaUnreachable
+from app.frame_client import FrameClient
+from app.triton_client import FrameRequest
+from inference.report import HEADWATER, CallNote
+
+NOTHING = FrameRequest([("x", "FP32", [1, 1], [bytes(4)])], '{"cancel":"-"}')
+
+
+def request(text: str = "{}") -> FrameRequest:
+    return FrameRequest([("x", "FP32", [2, 1], [b"abcd", memoryview(b"efgh")])], text)
+
+
+def frame(call: str, data: bytes) -> Any:
+    return pb.ModelStreamInferResponse(infer_response=pb.ModelInferResponse(id=call, raw_output_contents=[data]))
+
+
+def final(call: str) -> Any:
+    response = pb.ModelInferResponse(id=call)
+    response.parameters["triton_final_response"].bool_param = True
+    return pb.ModelStreamInferResponse(infer_response=response)
+
+
+def refused(call: str, message: str) -> Any:
+    return pb.ModelStreamInferResponse(infer_response=pb.ModelInferResponse(id=call), error_message=message)
+
+
+class Triton(pb_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """What a test reads and answers of the replica's Triton."""
+
+    def __init__(self) -> None:
+        self.streams = 0
+        self.metadata: dict[str, str] = {}
+        self.seen: asyncio.Queue[Any] = asyncio.Queue()
+        self.answers: asyncio.Queue[Any] = asyncio.Queue()
+        self.stop: Callable[[], Awaitable[None]]
+
+    async def next(self) -> Any:
+        """The next message of a client."""
+        return await self.seen.get()
+
+    def say(self, *answers: Any) -> None:
+        for answer in answers:
+            self.answers.put_nowait(answer)
+
+    async def ModelStreamInfer(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        self.streams += 1
+        self.metadata = dict(context.invocation_metadata())
+
+        async def read() -> None:
+            async for message in messages:
+                self.seen.put_nowait(message)
+
+        reading = asyncio.create_task(read())
+        try:
+            while True:
+                yield await self.answers.get()
+        finally:
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reading
+
+
+def run(scenario: Callable[[FrameClient, Triton], Awaitable[None]]) -> None:
+    """Run a scenario with a client and the Triton that it calls; nothing may be left of the client."""
+
+    async def main() -> None:
+        with tempfile.TemporaryDirectory(prefix="hw-") as folder:
+            triton = Triton()
+            server = grpc.aio.server()
+            pb_grpc.add_GRPCInferenceServiceServicer_to_server(triton, server)
+            path = str(Path(folder) / "g")
+            server.add_insecure_port(f"unix:{path}")
+            await server.start()
+            triton.stop = lambda: server.stop(None)
+            before = asyncio.all_tasks()
+            client = FrameClient("m", path, "secret")
+            mine = asyncio.all_tasks() - before
+            try:
+                await asyncio.wait_for(scenario(client, triton), 20)
+            finally:
+                client.close()
+                client.close()
+                await asyncio.wait(mine, timeout=10)
+                assert all(task.done() for task in mine)
+                await server.stop(None)
+
+    asyncio.run(main(), debug=True)
+
+
+def call(client: FrameClient, name: str, asked: FrameRequest | None = None) -> asyncio.Task[list[bytes]]:
+    """All frames of a call."""
+
+    async def frames() -> list[bytes]:
+        return [raw async for raw in client.frames(name, asked or request())]
+
+    return asyncio.create_task(frames())
+
+
+def test_a_call_is_a_message_and_its_frames_come_until_the_final_one() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        task = call(client, "one", request('{"stream":"s"}'))
+        message = await triton.next()
+        assert (message.model_name, message.id) == ("m", "one")
+        assert message.parameters[HEADWATER].string_param == '{"stream":"s"}'
+        assert message.parameters["triton_enable_empty_final_response"].bool_param
+        (x,) = message.inputs
+        assert (x.name, x.datatype, list(x.shape)) == ("x", "FP32", [2, 1])
+        assert list(message.raw_input_contents) == [b"abcdefgh"]
+        assert triton.metadata["triton-grpc-protocol-triton-access-token"] == "secret"
+        triton.say(frame("one", b"1"), frame("one", b"2"))
+        await asyncio.sleep(0)
+        assert not task.done()
+        triton.say(final("one"))
+        assert await task == [b"1", b"2"]
+
+    run(scenario)
+
+
+def test_calls_share_a_stream_and_each_gets_its_own_frames() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        tasks = [call(client, name) for name in ("one", "two", "three")]
+        for _ in tasks:
+            await triton.next()
+        triton.say(frame("two", b"2a"), frame("one", b"1"), frame("two", b"2b"), final("three"), final("two"))
+        assert await tasks[1] == [b"2a", b"2b"]
+        assert await tasks[2] == []
+        assert not tasks[0].done()
+        triton.say(final("one"))
+        assert await tasks[0] == [b"1"]
+        assert triton.streams == 1
+
+    run(scenario)
+
+
+def test_a_frame_is_read_before_the_next_is_there() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        async with contextlib.aclosing(client.frames("one", request())) as frames:
+            for data in (b"1", b"2", b"3"):
+                triton.say(frame("one", data))
+                if data == b"1":
+                    first = asyncio.ensure_future(anext(frames))
+                    await triton.next()
+                    assert await first == data
+                else:
+                    assert await anext(frames) == data
+
+    run(scenario)
+
+
+def test_a_refusal_is_one_line_of_what_triton_said_and_other_calls_go_on() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        tasks = [call(client, name) for name in ("one", "two")]
+        await triton.next()
+        await triton.next()
+        triton.say(refused("one", "no such input\nTraceback"), frame("two", b"2"), final("two"))
+        with pytest.raises(CallableFailed, match=r"^the replica refused the call: no such input$"):
+            await tasks[0]
+        assert await tasks[1] == [b"2"]
+
+    run(scenario)
+
+
+def test_a_stub_that_triton_finds_dead_means_that_the_replica_is_lost() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        task = call(client, "one")
+        await triton.next()
+        triton.say(refused("one", "Stub process 'm_0_0' is not healthy."))
+        with pytest.raises(ReplicaLost) as caught:
+            await task
+        assert not isinstance(caught.value, ReplicaUnreachable)
+
+    run(scenario)
+
+
+def test_a_replica_that_ends_has_lost_the_calls_that_it_had() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        tasks = [call(client, name) for name in ("one", "two")]
+        await triton.next()
+        await triton.next()
+        triton.say(frame("one", b"1"))
+        await triton.stop()
+        for task in tasks:
+            with pytest.raises(ReplicaLost) as caught:
+                await task
+            assert not isinstance(caught.value, ReplicaUnreachable)
+        with pytest.raises(ReplicaUnreachable):
+            await call(client, "three")
+
+    run(scenario)
+
+
+def test_a_replica_that_cannot_be_reached_never_had_the_call_and_that_is_known_soon() -> None:
+    async def main() -> None:
+        client = FrameClient("m", "/nonexistent/g", "secret")
+        client.open(NOTHING)
+        started_s = time.monotonic()
+        for task in [call(client, name) for name in ("one", "two")]:
+            with pytest.raises(ReplicaUnreachable):
+                await asyncio.wait_for(task, 20)
+        assert time.monotonic() - started_s < 2
+        client.close()
+
+    asyncio.run(main(), debug=True)
+
+
+def test_opening_connects_before_the_first_call_and_drops_the_answer() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        client.open(NOTHING)
+        message = await triton.next()
+        assert message.parameters[HEADWATER].string_param == NOTHING.note
+        assert list(message.raw_input_contents) == [bytes(4)]
+        triton.say(refused(message.id, "I don't like it"), final(message.id))
+        task = call(client, "one")
+        await triton.next()
+        triton.say(frame("one", b"1"), final("one"))
+        assert await task == [b"1"]
+        assert triton.streams == 1
+
+    run(scenario)
+
+
+def test_a_stream_is_cancelled_by_a_message_and_goes_on_until_the_replica_ends_it() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        client.open(NOTHING)
+        await triton.next()
+        task = call(client, "one")
+        await triton.next()
+        client.cancel("one")
+        message = await triton.next()
+        note = msgspec.json.decode(message.parameters[HEADWATER].string_param, type=CallNote)
+        assert note == CallNote(cancel="one")
+        assert [one.name for one in message.inputs] == ["x"]
+        triton.say(final(message.id), frame("one", b"1"), final("one"))
+        assert await task == [b"1"]
+
+    run(scenario)
+
+
+def test_what_comes_for_a_call_that_was_left_is_dropped() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        task = call(client, "one")
+        await triton.next()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        triton.say(frame("one", b"1"), refused("one", "no"), final("one"))
+        other = call(client, "two")
+        await triton.next()
+        triton.say(final("two"))
+        assert await other == []
+
+    run(scenario)
+
+
+def test_closing_ends_calls_under_way_and_refuses_others() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        task = call(client, "one")
+        await triton.next()
+        client.close()
+        with pytest.raises(ReplicaLost):
+            await task
+        client.cancel("one")
+        with pytest.raises(ReplicaUnreachable):
+            await call(client, "two")
+
+    run(scenario)
+
+
+def test_a_call_that_was_not_sent_when_the_client_closes_never_reached_the_replica() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        task = call(client, "one")
+        await asyncio.sleep(0)  # it waits for being written
+        client.close()
+        with pytest.raises(ReplicaUnreachable):
+            await task
+
+    run(scenario)

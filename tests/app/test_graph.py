@@ -1,0 +1,742 @@
+"""A pipeline whose steps are deployments, against steps that the test answers for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+
+from app.answers import Answer, HeadAnswer, Outputs
+from app.dispatch import Dispatcher
+from app.errors import (
+    BadRequest,
+    CallableFailed,
+    DeadlineExceeded,
+    HeadwaterError,
+    QueueFull,
+    ReplicaLost,
+    Unavailable,
+)
+from app.graph import GraphDispatcher
+from app.routing import DeploymentRoute, ReplicaRoute, State
+from app.tensors import InferRequest, OutputWish, RawTensor
+from inference.datatypes import pack_bytes
+from inference.pipeline import PipelineSpec, Plan, StepSpec, make_plan
+from inference.signature import ParameterSpec, Signature, TensorSpec
+
+
+def fp32(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name, "FP32", shape)
+
+
+def signature(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], **fields: Any) -> Signature:
+    return Signature("", tuple(inputs), tuple(outputs), max_batch_size=64, **fields)
+
+
+def numbers(rows: int, width: int = 3, value: float = 0) -> RawTensor:
+    return RawTensor("FP32", (rows, width), np.full((rows, width), value, np.float32).tobytes())
+
+
+TRUNK = signature([fp32("x", 2)], [fp32("features", -1)])
+SIGNATURES = {
+    "trunk": TRUNK,
+    "head_a": signature([fp32("features", 3)], [fp32("a", 3)]),
+    "head_b": signature([fp32("features", 3)], [fp32("b", 3)]),
+}
+"""A trunk and two heads, which answer `a` and `b`."""
+
+
+def plan(
+    signatures: Mapping[str, Signature] = SIGNATURES,
+    more: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    heads: Sequence[str] = ("head_a", "head_b"),
+    trunk: str | None = "trunk",
+) -> Plan:
+    """A plan of these steps; ``more`` says more of some."""
+    specs = tuple(StepSpec(name, model="m:M", **(more or {}).get(name, {})) for name in signatures)
+    return make_plan(PipelineSpec(specs, tuple(heads), "graph", trunk), signatures, name="p", max_batch_size=64)
+
+
+def diamond() -> Plan:
+    """`head` takes what `left` and `right` make of what `trunk` makes."""
+    signatures = {
+        "trunk": signature([fp32("x", 2)], [fp32("features", 3)]),
+        "left": signature([fp32("features", 3)], [fp32("l", 3)]),
+        "right": signature([fp32("features", 3)], [fp32("r", 3)]),
+        "head": signature([fp32("l", 3), fp32("r", 3)], [fp32("y", 3)]),
+    }
+    return plan(signatures, {"trunk": {"inputs": {"x": "input.x"}}}, heads=["head"], trunk=None)
+
+
+def lenient(**fields: Any) -> Plan:
+    """`head_b` may be left out."""
+    return plan(more={"head_b": {"on_error": "omit", **fields}})
+
+
+class Call:
+    """One call of a step, to be answered by the test."""
+
+    def __init__(self, request: InferRequest) -> None:
+        self.request = request
+        self.answered: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
+        self.is_cancelled = False
+
+    def answer(self, **outputs: RawTensor) -> None:
+        self.answered.set_result(outputs)
+
+    def fail(self, error: HeadwaterError) -> None:
+        self.answered.set_exception(error)
+
+
+class Step:
+    """As much of a `Dispatcher` as a pipeline needs."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    async def infer(self, request: InferRequest, *, is_step: bool) -> Answer:
+        assert is_step
+        call = Call(request)
+        self.calls.append(call)
+        try:
+            return Answer(await call.answered)
+        except asyncio.CancelledError:
+            call.is_cancelled = True
+            raise
+
+
+class Bench:
+    """A pipeline with steps of the test's own."""
+
+    def __init__(self, planned: Plan | None = None, **route: Any) -> None:
+        self.plan = planned or plan()
+        self.steps = {f"p.{step.name}": Step() for step in self.plan.steps}
+        self.route = DeploymentRoute(
+            name="p", state=State.READY, signature=self.plan.signature, is_graph=True, plan=self.plan, **route
+        )
+        self.dispatcher = GraphDispatcher(self.route, lambda name: cast(Any, self.steps.get(name)))
+
+    def calls(self, step: str) -> list[Call]:
+        return self.steps[f"p.{step}"].calls
+
+    def call(self, step: str) -> Call:
+        """Its only call."""
+        (call,) = self.calls(step)
+        return call
+
+    def request(self, rows: int = 1, heads: Sequence[str] = (), **fields: Any) -> InferRequest:
+        whole = self.plan.signature
+        heads = heads or [head.name for head in whole.heads]
+        inputs = fields.pop("inputs", None) or {"x": numbers(rows, 2)}
+        outputs = [OutputWish(name, True) for head in whole.heads if head.name in heads for name in head.outputs]
+        return InferRequest(
+            "id", inputs, rows, outputs, fields.pop("batch", {}), fields.pop("row", {}), tuple(heads), **fields
+        )
+
+    def send(self, rows: int = 1, heads: Sequence[str] = (), **fields: Any) -> asyncio.Task[Answer]:
+        return asyncio.create_task(self.dispatcher.infer(self.request(rows, heads, **fields)))
+
+    def stream(self, rows: int = 1, heads: Sequence[str] = ()) -> asyncio.Task[list[HeadAnswer]]:
+        async def read() -> list[HeadAnswer]:
+            return [piece async for piece in self.dispatcher.stream(self.request(rows, heads))]
+
+        return asyncio.create_task(read())
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    """Run a scenario, after which nothing may be under way, and nothing may have been forgotten."""
+
+    async def main() -> None:
+        told: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+        await asyncio.wait_for(scenario(), 20)
+        await settle()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert told == []
+
+    asyncio.run(main())
+
+
+async def settle() -> None:
+    """Let everything that is due happen."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+# The way through the steps
+
+
+def test_the_trunk_is_called_once_and_its_bytes_go_to_all_heads_at_the_same_time() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send(2)
+        await settle()
+        assert bench.calls("head_a") == []
+        features = numbers(2, 3, 7)
+        bench.call("trunk").answer(features=features)
+        await settle()
+        for head in ("head_a", "head_b"):  # neither has answered yet
+            assert bench.call(head).request.inputs == {"features": features}
+        bench.call("head_b").answer(b=numbers(2, 3, 2))
+        bench.call("head_a").answer(a=numbers(2, 3, 1))
+        assert await task == Answer({"a": numbers(2, 3, 1), "b": numbers(2, 3, 2)}, [])
+        assert len(bench.calls("trunk")) == 1
+
+    run(scenario)
+
+
+def test_heads_that_nobody_wants_are_not_called() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send(heads=["head_b"])
+        await settle()
+        bench.call("trunk").answer(features=numbers(1))
+        await settle()
+        bench.call("head_b").answer(b=numbers(1))
+        assert list((await task).outputs) == ["b"]
+        assert bench.calls("head_a") == []
+
+    run(scenario)
+
+
+def test_steps_are_asked_for_what_is_needed_of_them_only() -> None:
+    async def scenario() -> None:
+        signatures = {**SIGNATURES, "trunk": signature([fp32("x", 2)], [fp32("features", 3), fp32("unused", 1)])}
+        signatures["head_a"] = signature([fp32("features", 3)], [fp32("a", 3), fp32("more", 1)])
+        bench = Bench(plan(signatures))
+        request = bench.request(heads=["head_a"])
+        request.outputs = [OutputWish("a", False)]
+        task = asyncio.create_task(bench.dispatcher.infer(request))
+        await settle()
+        assert bench.call("trunk").request.outputs == [OutputWish("features", True)]
+        bench.call("trunk").answer(features=numbers(1))
+        await settle()
+        assert bench.call("head_a").request.outputs == [OutputWish("a", True)]
+        bench.call("head_a").answer(a=numbers(1))
+        assert list((await task).outputs) == ["a"]
+
+    run(scenario)
+
+
+def test_steps_between_trunk_and_head_run_as_soon_as_they_can() -> None:
+    async def scenario() -> None:
+        bench = Bench(diamond())
+        task = bench.send()
+        await settle()
+        bench.call("trunk").answer(features=numbers(1))
+        await settle()
+        bench.call("right").answer(r=numbers(1, 3, 2))
+        await settle()
+        assert bench.calls("head") == []
+        bench.call("left").answer(l=numbers(1, 3, 1))
+        await settle()
+        assert bench.call("head").request.inputs == {"l": numbers(1, 3, 1), "r": numbers(1, 3, 2)}
+        bench.call("head").answer(y=numbers(1))
+        assert list((await task).outputs) == ["y"]
+
+    run(scenario)
+
+
+def test_a_head_may_take_inputs_of_the_pipeline_and_other_heads_outputs() -> None:
+    async def scenario() -> None:
+        signatures = {
+            **SIGNATURES,
+            "head_a": signature([fp32("features", 3), TensorSpec("o", "FP32", (1,), True)], [fp32("a", 3)]),
+            "head_b": signature([fp32("x", 2), fp32("a", 3)], [fp32("b", 3)]),
+        }
+        more = {"head_a": {"inputs": {"o": "input.o"}}, "head_b": {"inputs": {"a": "head_a.a", "x": "input.x"}}}
+        bench = Bench(plan(signatures, more))
+        x = numbers(1, 2, 5)
+        task = bench.send(inputs={"x": x})
+        await settle()
+        bench.call("trunk").answer(features=numbers(1))
+        await settle()
+        assert list(bench.call("head_a").request.inputs) == ["features"]
+        assert bench.calls("head_b") == []
+        bench.call("head_a").answer(a=numbers(1))
+        await settle()
+        assert bench.call("head_b").request.inputs == {"x": x, "a": numbers(1)}
+        bench.call("head_b").answer(b=numbers(1))
+        assert list((await task).outputs) == ["a", "b"]
+
+    run(scenario)
+
+
+def test_parameters_go_to_the_steps_that_declare_them() -> None:
+    async def scenario() -> None:
+        scale = ParameterSpec("scale", "float", 1.0, "batch")
+        top = ParameterSpec("top", "int", 1, "row")
+        signatures = {
+            "trunk": signature([fp32("x", 2)], [fp32("features", 3)], parameters=(scale,)),
+            "head_a": signature([fp32("features", 3)], [fp32("a", 3)], parameters=(scale, top)),
+            "head_b": signature([fp32("features", 3)], [fp32("b", 3)]),
+        }
+        bench = Bench(plan(signatures))
+        task = bench.send(batch={"scale": 2.0}, row={"top": 3}, priority=4)
+        await settle()
+        bench.call("trunk").answer(features=numbers(1))
+        await settle()
+        got = {step: bench.call(step).request for step in signatures}
+        assert {step: (one.batch_parameters, one.row_parameters) for step, one in got.items()} == {
+            "trunk": ({"scale": 2.0}, {}),
+            "head_a": ({"scale": 2.0}, {"top": 3}),
+            "head_b": ({}, {}),
+        }
+        assert {(one.id, one.priority, one.rows) for one in got.values()} == {("id", 4, 1)}
+        task.cancel()
+
+    run(scenario)
+
+
+def test_steps_have_what_is_left_of_the_deadline() -> None:
+    async def scenario() -> None:
+        bench = Bench(timeout_s=60)
+        task = bench.send(timeout_us=2_000_000)
+        await settle()
+        trunk = bench.call("trunk")
+        await asyncio.sleep(0.01)
+        trunk.answer(features=numbers(1))
+        await settle()
+        assert bench.call("head_a").request.timeout_us <= trunk.request.timeout_us - 9_000
+        assert trunk.request.timeout_us <= 2_000_000
+        task.cancel()
+
+    run(scenario)
+
+
+def test_a_request_without_rows_is_answered_without_a_call() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        answer = await bench.send(0)
+        assert [(name, tensor.shape) for name, tensor in answer.outputs.items()] == [("a", (0, 3)), ("b", (0, 3))]
+        assert [piece.head for piece in await bench.stream(0)] == ["head_a", "head_b"]
+        assert bench.calls("trunk") == []
+
+    run(scenario)
+
+
+# Hand-over
+
+WIDE = {
+    "trunk": TRUNK,
+    "head_a": signature([fp32("features", -1)], [fp32("a", 1)]),
+    "head_b": signature([fp32("features", 384)], [fp32("b", 1)]),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        (RawTensor("FP32", (8, 0), b""), "FP32 [8, 0]"),
+        (RawTensor("FP32", (7, 384), bytes(4 * 7 * 384)), "FP32 [7, 384]"),
+        (RawTensor("FP32", (8, 384, 1), bytes(4 * 8 * 384)), "FP32 [8, 384, 1]"),
+        (RawTensor("FP64", (8, 384), bytes(8 * 8 * 384)), "FP64 [8, 384]"),
+        (RawTensor("FP32", (8, 384), bytes(12)), "FP32 [8, 384] of 12 bytes"),
+        (None, "nothing"),
+    ],
+)
+def test_what_a_step_hands_over_is_checked_before_it_goes_on(given: RawTensor | None, got: str) -> None:
+    async def scenario() -> None:
+        bench = Bench(plan(WIDE))
+        task = bench.send(8, heads=["head_b"])
+        await settle()
+        bench.call("trunk").answer(**({} if given is None else {"features": given}))
+        with pytest.raises(CallableFailed) as caught:
+            await task
+        assert caught.value.message == (
+            f"step `head_b`, input `features`: expected FP32 [8, 384], got {got} from `trunk`"
+        )
+        assert bench.calls("head_b") == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("data", [pack_bytes([b"a"]), pack_bytes([b"a", b"b"])[:-1], pack_bytes([b"a", b"b", b"c"])])
+def test_texts_that_are_handed_over_are_counted(data: bytes) -> None:
+    async def scenario() -> None:
+        text = TensorSpec("text", "BYTES", (1,))
+        bench = Bench(
+            plan(
+                {"trunk": signature([fp32("x", 2)], [text]), "head": signature([text], [fp32("y", 1)])}, heads=["head"]
+            )
+        )
+        task = bench.send(2)
+        await settle()
+        bench.call("trunk").answer(text=RawTensor("BYTES", (2, 1), data))
+        with pytest.raises(CallableFailed) as caught:
+            await task
+        assert caught.value.message == (
+            f"step `head`, input `text`: expected BYTES [2, 1], got BYTES [2, 1] of {len(data)} bytes from `trunk`"
+        )
+
+    run(scenario)
+
+
+def test_texts_go_on_undecoded() -> None:
+    async def scenario() -> None:
+        text = TensorSpec("text", "BYTES", (1,))
+        bench = Bench(
+            plan(
+                {"trunk": signature([fp32("x", 2)], [text]), "head": signature([text], [fp32("y", 1)])}, heads=["head"]
+            )
+        )
+        task = bench.send(2)
+        await settle()
+        tensor = RawTensor("BYTES", (2, 1), memoryview(pack_bytes([b"\xff\x00", b""])))
+        bench.call("trunk").answer(text=tensor)
+        await settle()
+        assert bench.call("head").request.inputs["text"] is tensor
+        task.cancel()
+
+    run(scenario)
+
+
+def test_a_head_that_takes_what_another_cannot_is_answered() -> None:
+    async def scenario() -> None:
+        bench = Bench(plan(WIDE, {"head_b": {"on_error": "omit"}}))
+        task = bench.send(8)
+        await settle()
+        bench.call("trunk").answer(features=RawTensor("FP32", (8, 0), b""))
+        await settle()
+        bench.call("head_a").answer(a=numbers(8, 1))
+        answer = await task
+        assert list(answer.outputs) == ["a"]
+        assert [one.head for one in answer.omitted] == ["head_b"]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("told", "got"),
+    [
+        ("output 'features': expected FP32 [8, 384], got FP32 [8, 0]", "FP32 [8, 0]"),
+        ("row 0: output 'features': expected FP32 [1, 384], got FP32 [1, 0]", "FP32 [8, 0]"),
+        ("output 'features': expected FP32 [16, 384], got FP64 [16, 384]", "FP64 [8, 384]"),
+        ("output 'features': expected FP32 [8, 384], got FP32 [0, 384]: 8 rows went in", "FP32 [0, 384]"),
+        ("row 0: output 'features': expected FP32 [1, 384], got FP32 [2, 384]: 1 rows went in", "FP32 [16, 384]"),
+    ],
+)
+def test_an_output_that_its_own_replica_refuses_is_told_in_the_words_of_the_hand_over(told: str, got: str) -> None:
+    async def scenario() -> None:
+        bench = Bench(plan(WIDE))
+        task = bench.send(8, heads=["head_b"])
+        await settle()
+        bench.call("trunk").fail(CallableFailed(told))
+        with pytest.raises(CallableFailed) as caught:
+            await task
+        assert caught.value.message == (
+            f"step `head_b`, input `features`: expected FP32 [8, 384], got {got} from `trunk`"
+        )
+
+    run(scenario)
+
+
+# Failures
+
+FAILURES = [
+    (CallableFailed("ValueError: no"), "failed"),
+    (Unavailable("model `p.head_b` is UNAVAILABLE: killed", retry_after_s=3), "unavailable"),
+    (ReplicaLost("gone"), "unavailable"),
+    (QueueFull("full", retry_after_s=7), "unavailable"),
+    (DeadlineExceeded("late"), "timeout"),
+]
+
+
+@pytest.mark.parametrize(("error", "status"), FAILURES)
+def test_a_head_that_may_fail_is_left_out(error: HeadwaterError, status: str) -> None:
+    async def scenario() -> None:
+        bench = Bench(lenient())
+        task = bench.send()
+        await settle()
+        bench.call("trunk").answer(features=numbers(1))
+        await settle()
+        bench.call("head_b").fail(error)
+        bench.call("head_a").answer(a=numbers(1))
+        answer = await task
+        assert list(answer.outputs) == ["a"]
+        (omitted,) = answer.omitted
+        assert (omitted.head, omitted.status) == ("head_b", status)
+        assert str(omitted.error) == f"step `head_b`: {error.message}"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("error", [error for error, _ in FAILURES])
+def test_a_head_that_must_not_fail_fails_the_request_at_once(error: HeadwaterError) -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send()
+        await settle()
+        bench.call("trunk").answer(features=numbers(1))
+        await settle()
+        bench.call("head_b").fail(error)
+        with pytest.raises(type(error)) as caught:
+            await task
+        assert caught.value.message == f"step `head_b`: {error.message}"
+        assert caught.value.retry_after_s == error.retry_after_s
+        await settle()
+        assert bench.call("head_a").is_cancelled
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("error", [error for error, _ in FAILURES])
+def test_without_the_trunk_every_head_fails(error: HeadwaterError) -> None:
+    async def scenario() -> None:
+        bench = Bench(lenient())
+        task, stream = bench.send(), bench.stream()
+        await settle()
+        for call in bench.calls("trunk"):
+            call.fail(type(error)(error.message))
+        with pytest.raises(type(error), match=r"^step `trunk`: "):
+            await task
+        pieces = await stream
+        assert [piece.head for piece in pieces] == ["head_a", "head_b"]
+        assert {str(piece.error) for piece in pieces} == {f"step `trunk`: {error.message}"}
+
+    run(scenario)
+
+
+def test_rows_that_the_trunk_calls_the_clients_fault_are_a_bad_request() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send()
+        await settle()
+        bench.call("trunk").fail(BadRequest("row 1: x: wrong", field="inputs"))
+        with pytest.raises(BadRequest, match=r"^row 1: x: wrong$") as caught:
+            await task
+        assert caught.value.field == "inputs"
+
+    run(scenario)
+
+
+def test_a_step_whose_deployment_is_gone_is_unavailable() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        del bench.steps["p.trunk"]
+        with pytest.raises(Unavailable, match="step `trunk`: its deployment is gone"):
+            await bench.send()
+
+    run(scenario)
+
+
+def test_a_fault_of_the_gateway_itself_is_logged_and_told_without_details(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send()
+        await settle()
+        bench.call("trunk").answered.set_exception(KeyError("secret"))
+        with pytest.raises(CallableFailed, match=r"^step `head_a`: internal error: KeyError$"):
+            await task
+
+    run(scenario)
+    assert "KeyError: 'secret'" in caplog.text
+
+
+# Deadlines and ends
+
+
+def test_a_head_that_hangs_is_left_out_at_its_own_deadline_and_cancelled() -> None:
+    async def scenario() -> None:
+        bench = Bench(lenient(timeout_s=0.1))
+        task = bench.send()
+        await settle()
+        bench.call("trunk").answer(features=numbers(1))
+        await settle()
+        bench.call("head_a").answer(a=numbers(1))
+        answer = await task
+        assert [(one.head, one.status) for one in answer.omitted] == [("head_b", "timeout")]
+        assert bench.call("head_b").is_cancelled
+
+    run(scenario)
+
+
+def test_a_head_that_is_too_late_leaves_the_trunk_to_the_others() -> None:
+    async def scenario() -> None:
+        bench = Bench(lenient(timeout_s=0.005))
+        task = bench.send()
+        with pytest.raises(DeadlineExceeded):
+            await bench.send(heads=["head_b"])
+        kept, given_up = bench.calls("trunk")
+        await settle()
+        assert given_up.is_cancelled
+        assert not kept.is_cancelled
+        kept.answer(features=numbers(1))
+        await settle()
+        assert bench.calls("head_b") == []
+        bench.call("head_a").answer(a=numbers(1))
+        assert list((await task).outputs) == ["a"]
+
+    run(scenario)
+
+
+def test_no_answer_comes_later_than_the_deadline() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        bench = Bench(lenient(), timeout_s=0.1)
+        started_s = loop.time()
+        task = bench.send()
+        await settle()
+        bench.call("trunk").answer(features=numbers(1))
+        with pytest.raises(DeadlineExceeded, match=r"head `head_a`: the deadline of 0\.1 s passed"):
+            await task
+        assert 0.09 < loop.time() - started_s < 1
+        await settle()
+        assert bench.call("head_a").is_cancelled
+
+    run(scenario)
+
+
+def test_a_client_that_goes_away_cancels_every_step() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        tasks: list[asyncio.Task[Any]] = [bench.send(), bench.stream()]
+        await settle()
+        bench.calls("trunk")[0].answer(features=numbers(1))
+        await settle()
+        for task in tasks:
+            task.cancel()
+        await settle()
+        assert bench.calls("trunk")[1].is_cancelled
+        assert [bench.call(head).is_cancelled for head in ("head_a", "head_b")] == [True, True]
+        assert bench.dispatcher.in_flight == 0
+        assert bench.dispatcher.statistics.failures == 0
+
+    run(scenario)
+
+
+def test_heads_of_a_stream_arrive_in_the_order_in_which_they_are_ready() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        stream = bench.stream()
+        await settle()
+        bench.call("trunk").answer(features=numbers(1))
+        await settle()
+        bench.call("head_b").answer(b=numbers(1, 3, 2))
+        await settle()
+        bench.call("head_a").fail(CallableFailed("no"))
+        pieces = await stream
+        assert [(piece.head, piece.status, list(piece.outputs)) for piece in pieces] == [
+            ("head_b", "ok", ["b"]),
+            ("head_a", "failed", []),
+        ]
+
+    run(scenario)
+
+
+def test_requests_under_way_still_get_their_heads_while_the_server_drains() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send()
+        await settle()
+        bench.dispatcher.is_draining = True
+        bench.call("trunk").answer(features=numbers(1))
+        await settle()
+        bench.call("head_a").answer(a=numbers(1))
+        bench.call("head_b").answer(b=numbers(1))
+        assert list((await task).outputs) == ["a", "b"]
+        with pytest.raises(Unavailable, match="stopping"):
+            await bench.send()
+
+    run(scenario)
+
+
+# With dispatchers
+
+
+class Hanging:
+    """A `ReplicaClient` that never answers."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
+        self.calls += 1
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    def close(self) -> None: ...
+
+
+def test_what_waits_in_a_steps_queue_leaves_it_with_its_client() -> None:
+    async def scenario() -> None:
+        planned = plan()
+        client = Hanging()
+        route = DeploymentRoute("p.trunk", State.READY, "", TRUNK, (ReplicaRoute("r", "", ""),))
+        trunk = Dispatcher(route, lambda name, route: client)
+        whole = DeploymentRoute("p", State.READY, signature=planned.signature, is_graph=True, plan=planned)
+        dispatcher = GraphDispatcher(whole, {"p.trunk": trunk}.get)
+        request = Bench(planned).request()
+        trunk.is_draining = True  # which concerns new requests
+        tasks = []
+        for _ in range(2):
+            tasks.append(asyncio.create_task(dispatcher.infer(request)))
+            await settle()
+        assert (client.calls, trunk.queued_rows, trunk.in_flight) == (1, 1, 2)
+        for task in tasks:
+            task.cancel()
+        await settle()
+        assert (client.calls, trunk.queued_rows, trunk.in_flight) == (1, 0, 0)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()  # the call
+
+    run(scenario)
+
+
+# The routing table
+
+
+def test_a_pipeline_that_is_not_open_says_why() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.dispatcher.update(
+            msgspec.structs.replace(bench.route, state=State.UNAVAILABLE, is_open=False, reason="step `trunk` is away")
+        )
+        with pytest.raises(Unavailable, match=r"^model `p` is UNAVAILABLE: step `trunk` is away$") as caught:
+            await bench.send()
+        assert caught.value.retry_after_s
+
+    run(scenario)
+
+
+def test_an_unchanged_signature_stays_the_same_object_while_the_plan_may_change() -> None:
+    async def scenario() -> None:
+        narrow = {"trunk": TRUNK, "head": signature([fp32("features", 2)], [fp32("y", 1)])}
+        wide = {"trunk": TRUNK, "head": signature([fp32("features", 4)], [fp32("y", 1)])}
+        bench = Bench(plan(narrow, heads=["head"]))
+        before = bench.dispatcher.signature
+        changed = plan(wide, heads=["head"])
+        bench.dispatcher.update(msgspec.structs.replace(bench.route, signature=changed.signature, plan=changed))
+        assert bench.dispatcher.signature is before
+        task = bench.send()
+        await settle()
+        bench.call("trunk").answer(features=numbers(1, 4))
+        await settle()
+        bench.call("head").answer(y=numbers(1, 1))
+        assert list((await task).outputs) == ["y"]
+
+    run(scenario)
+
+
+def test_statistics_count_requests_and_failures() -> None:
+    async def scenario() -> None:
+        bench = Bench(lenient())
+        tasks = [bench.send(3), bench.send(2)]
+        await settle()
+        good, bad = bench.calls("trunk")
+        assert bench.dispatcher.in_flight == 2
+        good.answer(features=numbers(3))
+        bad.fail(CallableFailed("no"))
+        await settle()
+        bench.call("head_a").answer(a=numbers(3))
+        bench.call("head_b").fail(CallableFailed("no"))
+        await asyncio.gather(*tasks, return_exceptions=True)
+        counts = bench.dispatcher.statistics
+        assert (counts.requests, counts.rows, counts.failures) == (1, 3, 1)
+        assert bench.dispatcher.in_flight == 0
+
+    run(scenario)

@@ -1,0 +1,199 @@
+"""The state of a pipeline whose steps are deployments, by theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from app.config import Deployment
+from app.graph_state import GraphState, StepState
+from app.routing import State
+from inference.signature import Signature, TensorSpec
+
+Signatures = Mapping[str, Signature]
+
+
+def signature(inputs: Mapping[str, int], outputs: Mapping[str, int]) -> Signature:
+    def specs(widths: Mapping[str, int]) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(name, "FP32", (width,)) for name, width in widths.items())
+
+    return Signature("", specs(inputs), specs(outputs), max_batch_size=8)
+
+
+SIGNATURES = {
+    "trunk": signature({"x": 2}, {"features": 3}),
+    "head_a": signature({"features": 3}, {"a": 1}),
+    "head_b": signature({"features": 3}, {"b": 1}),
+}
+
+
+def graph(pipeline: Mapping[str, Any] | None = None, **fields: Any) -> GraphState:
+    """`trunk`, `head_a` and `head_b`, which is the deployment `shared`."""
+    simple = {
+        "placement": "graph",
+        "trunk": {"model": "m:Trunk"},
+        "heads": {"head_a": {"model": "m:HeadA"}, "head_b": {"deployment": "shared"}},
+    }
+    return GraphState("p", Deployment.model_validate({"pipeline": pipeline or simple, **fields}))
+
+
+def told(
+    state: GraphState, signatures: Signatures = SIGNATURES, /, **steps: State | tuple[State, str]
+) -> dict[str, StepState]:
+    """The deployments' states: READY but for these, and known but for those LOADING or FAILED without having been."""
+    deployments = {"other": StepState(State.FAILED, "none of our business", None)}
+    for step, name in state.deployments.items():
+        given = steps.get(step, State.READY)
+        one, reason = given if isinstance(given, tuple) else (given, "")
+        deployments[name] = StepState(one, reason, signatures.get(step))
+    return deployments
+
+
+def without(*steps: str) -> Signatures:
+    """The signatures, those of some steps not known yet."""
+    return {name: one for name, one in SIGNATURES.items() if name not in steps}
+
+
+def test_it_waits_for_its_steps_and_says_for_which() -> None:
+    state = graph()
+    assert (state.state, state.signature, state.is_decided) == (State.LOADING, None, False)
+    state.update(told(state, without("head_a"), head_a=(State.LOADING, "importing m:HeadA")))
+    assert (state.state, state.reason) == (State.LOADING, "step `head_a`: importing m:HeadA")
+    assert not state.is_decided
+    assert not state.route(1).is_open
+
+
+def test_with_all_steps_ready_it_is_ready_and_has_a_signature() -> None:
+    state = graph()
+    state.update(told(state))
+    assert (state.state, state.reason, state.is_decided) == (State.READY, "all steps ready", True)
+    assert state.signature is not None
+    assert [spec.name for spec in state.signature.outputs] == ["a", "b"]
+    assert [head.name for head in state.signature.heads] == ["head_a", "head_b"]
+
+
+def test_what_gateway_workers_are_told() -> None:
+    state = graph(timeout_s=7, batching={"max_batch_size": 8, "max_queue_size": 9})
+    state.update(told(state))
+    route = state.route(2)
+    assert (route.name, route.is_graph, route.is_open, route.timeout_s, route.max_queue_size) == ("p", True, True, 7, 5)
+    assert route.plan is state.plan is not None
+    assert route.signature is state.plan.signature
+    assert route.signature.max_batch_size == 8
+    assert route.replicas == ()
+
+
+def test_a_step_may_be_a_deployment_that_stands_elsewhere() -> None:
+    assert graph().deployments == {"trunk": "p.trunk", "head_a": "p.head_a", "head_b": "shared"}
+
+
+def test_while_a_head_is_away_the_others_are_served_and_the_reason_says_so() -> None:
+    state = graph()
+    state.update(told(state))
+    state.update(told(state, head_b=(State.UNAVAILABLE, "killed by signal 9")))
+    assert (state.state, state.reason) == (State.READY, "step `head_b` is UNAVAILABLE: killed by signal 9")
+    assert state.route(1).is_open
+    state.update(told(state))
+    assert state.reason == "all steps ready"
+
+
+def test_without_its_trunk_it_is_unavailable() -> None:
+    state = graph()
+    state.update(told(state))
+    state.update(told(state, trunk=(State.UNAVAILABLE, "hung")))
+    assert (state.state, state.reason) == (State.UNAVAILABLE, "step `trunk` is UNAVAILABLE: hung")
+    assert not state.route(1).is_open
+    assert state.route(1).signature is not None
+
+
+def test_without_any_head_it_is_unavailable_and_names_them_all() -> None:
+    state = graph()
+    state.update(told(state, head_a=(State.UNAVAILABLE, "one"), head_b=(State.UNAVAILABLE, "two")))
+    assert state.state is State.UNAVAILABLE
+    assert state.reason == "step `head_a` is UNAVAILABLE: one; step `head_b` is UNAVAILABLE: two"
+
+
+def test_a_step_between_concerns_only_the_heads_behind_it() -> None:
+    state = graph(
+        {
+            "placement": "graph",
+            "steps": {
+                "trunk": {"model": "m:Trunk", "inputs": {"x": "input.x"}},
+                "between": {"model": "m:Between"},
+                "near": {"model": "m:Near"},
+                "far": {"model": "m:Far"},
+            },
+            "heads": ["near", "far"],
+        }
+    )
+    signatures = {
+        "trunk": signature({"x": 2}, {"features": 3}),
+        "between": signature({"features": 3}, {"more": 3}),
+        "near": signature({"features": 3}, {"n": 1}),
+        "far": signature({"more": 3}, {"f": 1}),
+    }
+    state.update(told(state, signatures, between=(State.UNAVAILABLE, "killed")))
+    assert (state.state, state.reason) == (State.READY, "step `between` is UNAVAILABLE: killed")
+    state.update(told(state, signatures, between=State.UNAVAILABLE, near=State.UNAVAILABLE))
+    assert state.state is State.UNAVAILABLE
+
+
+@pytest.mark.parametrize("step", ["trunk", "head_a", "head_b"])
+def test_a_step_that_never_started_fails_it(step: str) -> None:
+    state = graph()
+    state.update(told(state, without(step), **{step: (State.FAILED, "no module named m")}))
+    assert (state.state, state.reason, state.is_decided) == (State.FAILED, f"step `{step}`: no module named m", True)
+    assert not state.route(1).is_open
+
+
+def test_a_step_that_failed_counts_before_one_that_loads() -> None:
+    state = graph()
+    state.update(told(state, without("trunk", "head_a"), trunk=State.LOADING, head_a=(State.FAILED, "no weights")))
+    assert (state.state, state.reason) == (State.FAILED, "step `head_a`: no weights")
+
+
+def test_a_trunk_that_failed_after_it_served_fails_it() -> None:
+    state = graph()
+    state.update(told(state))
+    state.update(told(state, trunk=(State.FAILED, "started 5 times")))
+    assert (state.state, state.reason) == (State.FAILED, "step `trunk` is FAILED: started 5 times")
+
+
+def test_a_head_that_failed_after_it_served_leaves_the_others() -> None:
+    state = graph()
+    state.update(told(state))
+    found = []
+    for other in (State.READY, State.UNAVAILABLE, State.FAILED):
+        state.update(told(state, head_a=State.FAILED, head_b=other))
+        found.append(state.state)
+    assert found == [State.READY, State.UNAVAILABLE, State.FAILED]
+
+
+NARROW = {**SIGNATURES, "trunk": signature({"x": 2}, {"features": 2})}
+
+
+def test_steps_that_do_not_fit_fail_it_by_name() -> None:
+    state = graph()
+    state.update(told(state, NARROW))
+    reason = "step `head_a`, input `features`: shape mismatch: expected FP32 [3], got FP32 [2] from `trunk.features`"
+    assert (state.state, state.reason, state.signature) == (State.FAILED, reason, None)
+    state.update(told(state, NARROW, head_b=State.UNAVAILABLE))
+    assert (state.state, state.reason) == (State.FAILED, reason)
+
+
+def test_a_new_signature_after_a_restart_makes_a_new_plan() -> None:
+    state = graph()
+    state.update(told(state))
+    before = state.plan
+    state.update(told(state))
+    assert state.plan is before
+    state.update(told(state, {**SIGNATURES, "head_a": signature({"features": 3}, {"a": 5})}))
+    assert state.signature is not None
+    assert [spec.shape for spec in state.signature.outputs] == [(5,), (1,)]
+    state.update(told(state, NARROW))
+    # The other step may be about to restart with what fits.
+    assert (state.state, state.plan) == (State.UNAVAILABLE, None)
+    state.update(told(state))
+    assert (state.state, state.plan) == (State.READY, before)
