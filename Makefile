@@ -20,13 +20,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help serve test lint format types bench lock clean
+.PHONY: help serve test lint format types bench bench-fanout lock clean
 
 help:  ## list the targets
-	@sed -nE 's/^([a-z]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
 	@echo
 	@echo "  PYTHON=$(PYTHON)  the interpreter, 3.10 to 3.12;  TESTS=$(TESTS)  what make test runs;"
-	@echo "  CONFIG=$(CONFIG)  what make serve serves;  ARGS=  more arguments for serve, test and bench"
+	@echo "  CONFIG=$(CONFIG)  what make serve serves;  ARGS=  more arguments for serve, test and the benchmarks"
 
 serve: $(VENV)/.runtime  ## install what is missing, check the configuration, serve it
 	@$(BIN)/headwater check $(CONFIG)
@@ -48,6 +48,9 @@ types: $(VENV)/.dev  ## mypy --strict
 
 bench: $(VENV)/.dev  ## benchmark the gateway
 	@exec $(BIN)/python -m benchmarks.gateway $(ARGS)
+
+bench-fanout: $(VENV)/.dev  ## benchmark one trunk with two heads
+	@exec $(BIN)/python -m benchmarks.fanout $(ARGS)
 
 clean:  ## remove the environments, caches and build output
 	rm -rf $(VENV) $(LOCK_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,158 @@
+"""The servers that `benchmarks.fanout` starts, and a look at their processes: what they use, where they may run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.peers import free_port
+from inference.environment import library_path
+
+__all__ = ["ONE_THREAD", "Server", "cpu_s", "headwater", "kill_replica", "pin_replica", "served"]
+
+ROOT = Path(__file__).parents[1]
+START_TIMEOUT_S = 240.0
+ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that is ready."""
+
+    url: str
+    pid: int
+    folder: Path
+    """Its own; of Headwater, the ``runtime_dir`` lies in it."""
+
+
+@contextlib.contextmanager
+def served(command: Sequence[str], port: int, folder: Path, ready_path: str = "/v2/health/ready") -> Iterator[Server]:
+    """Run a server until the block ends; the block starts when it says at ``ready_path`` that it is ready.
+
+    Raises:
+        RuntimeError: it ended or wasn't ready in time; the message has the end of what it wrote.
+    """
+    log = folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,  # where replicas find `benchmarks.fanout_models`
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **ONE_THREAD, "LD_LIBRARY_PATH": library_path(os.environ)},
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _is_ready(url + ready_path):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"did not start: {' '.join(command)}\n{log.read_text(errors='replace')[-3000:]}")
+            time.sleep(0.1)
+        yield Server(url, process.pid, folder)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextlib.contextmanager
+def headwater(deployments: dict[str, Any]) -> Iterator[Server]:
+    """Run ``headwater serve`` with these deployments until the block ends; all are ready when it starts."""
+    with tempfile.TemporaryDirectory(prefix="hw-") as name:
+        folder, port = Path(name), free_port()
+        path = folder / "config.yaml"
+        server = {"port": port, "runtime_dir": str(folder / "run")}
+        path.write_text(yaml.safe_dump({"server": server, "deployments": deployments}))
+        with served([sys.executable, "-m", "app", "serve", str(path)], port, folder) as running:
+            yield running
+
+
+def cpu_s(server: Server) -> float:
+    """Processor time, in seconds, that a server's processes have used so far."""
+    ticks = 0
+    for pid in _tree(server.pid):
+        with contextlib.suppress(OSError):  # it may end meanwhile
+            fields = _stat(pid)
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def pin_replica(server: Server, deployment: str, core: int) -> None:
+    """Let all threads of a deployment's replica run on one core only; threads that they start inherit it."""
+    folder = str(_replica_folder(server, deployment)).encode()
+    named = [pid for pid in _tree(server.pid) if folder in _command(pid)]
+    # What these started belongs to them too, though it may not be named after the folder.
+    for pid in {member for root in named for member in _tree(root)}:
+        with contextlib.suppress(OSError):  # it may end meanwhile
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(task.name), {core})
+
+
+def kill_replica(server: Server, deployment: str) -> None:
+    """Kill the process of a deployment's replica that runs the callable."""
+    journal = json.loads((_replica_folder(server, deployment) / "journal.json").read_text())
+    os.kill(int(journal["host_pid"]), signal.SIGKILL)
+
+
+def _replica_folder(server: Server, deployment: str) -> Path:
+    """The folder of the deployment's newest replica."""
+    found = []
+    for path in (server.folder / "run").glob("headwater-*/r*/spec.json"):
+        with contextlib.suppress(FileNotFoundError):
+            if json.loads(path.read_text())["name"] == deployment:
+                found.append(path.parent)
+    if not found:
+        raise RuntimeError(f"no replica of deployment {deployment!r}")
+    return max(found, key=lambda path: int(path.name[1:]))
+
+
+def _tree(root: int) -> list[int]:
+    """A process and all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                children.setdefault(int(_stat(int(entry.name))[1]), []).append(int(entry.name))
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def _command(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of ``/proc/PID/stat`` from the third on: what stands before may hold spaces."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _is_ready(url: str) -> bool:
+    with (
+        contextlib.suppress(urllib.error.URLError, OSError),
+        urllib.request.urlopen(url, timeout=5) as answer,
+    ):
+        return bool(answer.status == 200)
+    return False
