@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.running import Running, leftovers, segments_of, serve
+
+# Tests are not timed: a busy machine makes a slow example, and no failure.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 SERVED = {
     "deployments": {

@@ -58,6 +58,12 @@ class Pair(NamedTuple):
         head, data = _binary({"inputs": list(inputs), **fields})
         return self.post(head + data, {HEADER: str(len(head))} if data else None)
 
+    def generate(self, path: str = "generate", **fields: Any) -> tuple[httpx.Response, httpx.Response]:
+        """The same fields to both."""
+        path = f"/v2/models/{self.model}/{path}"
+        ours, theirs = (client.post(path, json=fields) for client in (self.gateway, self.triton))
+        return ours, theirs
+
 
 MakePair = Callable[[str], Pair]
 
@@ -440,6 +446,30 @@ def test_any_valid_request_gets_the_same_outputs_from_both(mirror: Pair, request
         assert found[item["name"].replace("in_", "out_")][:2] == (item["datatype"], item["shape"])
 
 
+@pytest.mark.parametrize("path", ["generate", "generate_stream"])
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        ("tuned", {"x": 3}),
+        ("tuned", {"x": [1, 2.5], "id": "i"}),
+        ("tuned", {"x": 3, "factor": 5}),
+        ("tuned", {"x": 3, "parameters": {"factor": 5}}),
+        ("matrix", {"m": [1, 2, 3, 4, 5, 6]}),
+        ("short", {"text": "ab"}),
+        ("short", {"text": ["grün"]}),
+        ("specials", {"x": 1}),
+    ],
+)
+def test_generate_gives_the_same_fields(pair_of: MakePair, path: str, model: str, fields: Json) -> None:
+    answers = pair_of(model).generate(path, **fields)
+    texts = [answer.text.removeprefix("data: ").partition("\n\n")[0] for answer in answers]
+    ours, theirs = (json.loads(text, parse_constant=str) for text in texts)
+    del theirs[REPORT]
+    assert ours == theirs
+    kinds = {answer.headers["content-type"] for answer in answers}
+    assert kinds == {"application/json" if path == "generate" else "text/event-stream; charset=utf-8"}
+
+
 class TestDifferences:
     """Each is a row of the table in docs/compatibility.md, which names these tests."""
 
@@ -463,7 +493,7 @@ class TestDifferences:
     def test_extensions_that_are_not_offered(self, tuned: Pair, fields: Json) -> None:
         assert statuses(tuned.infer(x(1), **fields)) == (400, 200)
         ours, theirs = (set(answer.json()["extensions"]) for answer in tuned.get("/v2"))
-        assert ours <= theirs
+        assert ours - {"generate"} <= theirs
         assert theirs - ours >= {"sequence", "classification", "system_shared_memory", "trace", "logging"}
 
     @pytest.mark.parametrize("path", ["/v2/logging", "/v2/trace/setting", "/v2/systemsharedmemory/status"])
@@ -598,6 +628,26 @@ class TestDifferences:
         assert REPORT in outputs_of(theirs)
         assert statuses(pair_of("tuned").infer(x(1), outputs=[output(REPORT)])) == (400, 200)
 
+    def test_generate_with_an_unknown_field(self, tuned: Pair) -> None:
+        assert statuses(tuned.generate(x=1, volume=3)) == (400, 200)
+
+    def test_generate_with_too_many_elements(self, pair_of: MakePair) -> None:
+        ours, theirs = pair_of("specials").generate(x=[1, 2])
+        assert (ours.status_code, theirs.status_code) == (400, 200)
+        assert len(theirs.json()["y"]) == 8  # of two rows
+
+    def test_generate_with_nested_arrays(self, pair_of: MakePair) -> None:
+        assert statuses(pair_of("matrix").generate(m=[[1, 2, 3], [4, 5, 6]])) == (200, 400)
+
+    def test_generate_with_values_of_another_type(self, tuned: Pair) -> None:
+        assert statuses(tuned.generate(x="1")) == (400, 500)
+
+    def test_the_end_of_generate_stream(self, tuned: Pair) -> None:
+        ours, theirs = (answer.text.split("\n\n") for answer in tuned.generate("generate_stream", x=1))
+        assert len(theirs) == 2
+        assert theirs[-1] == ours[-1] == ""
+        assert json.loads(ours[1].removeprefix("data: "))["final"] is True
+
     def test_the_order_of_outputs(self, tuned: Pair) -> None:
         ours, theirs = tuned.infer(x(1), outputs=[output("batch"), output("y")])
         assert [item["name"] for item in ours.json()["outputs"]] == ["batch", "y"]
@@ -628,6 +678,10 @@ class TestDifferences:
 
     def test_the_servers_name(self, tuned: Pair) -> None:
         assert [answer.json()["name"] for answer in tuned.get("/v2")] == ["headwater", "triton"]
+
+    def test_the_extensions_listed(self, tuned: Pair) -> None:
+        ours, theirs = (set(answer.json()["extensions"]) for answer in tuned.get("/v2"))
+        assert ours - theirs == {"generate"}
 
     def test_configuration_that_is_left_out(self, tuned: Pair) -> None:
         ours, theirs = (answer.json() for answer in tuned.get("/v2/models/tuned/config"))

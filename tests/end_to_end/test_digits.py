@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from inference.zoo.digits import Digits
+from inference.zoo.digits import Digits, Parity, Reconstruction, Trunk
 from inference.zoo.digits_data import LabelledImages, held_out
 from tests.running import Running
 
@@ -72,7 +72,7 @@ async def _ask(url: str, requests: Sequence[Array]) -> Answers:
 
 async def _ask_one(client: httpx.AsyncClient, url: str, rows: Array) -> Answers:
     tensor = {"name": "image", "datatype": "FP32", "shape": list(rows.shape), "data": rows.tolist()}
-    answer = await client.post(url, json={"inputs": [tensor]})
+    answer = await client.post(url, json={"inputs": [tensor], "parameters": {"heads": "digit"}})
     assert answer.status_code == 200, answer.text
     logits, digit = answer.json()["outputs"]
     assert (logits["shape"], digit["shape"]) == ([len(rows), 10], [len(rows), 1])
@@ -106,7 +106,7 @@ def test_all_images_in_one_binary_request(demo: Running, images: LabelledImages,
         "shape": list(images.images.shape),
         "parameters": {"binary_data_size": len(data)},
     }
-    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True, "heads": "digit"}}).encode()
     headers = {"Inference-Header-Content-Length": str(len(head))}
     answer = httpx.post(f"{demo.url}/v2/models/digits/infer", content=head + data, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -114,3 +114,23 @@ def test_all_images_in_one_binary_request(demo: Running, images: LabelledImages,
     logits = np.frombuffer(raw[: 450 * 10 * 4], "<f4").reshape(450, 10)
     assert np.abs(logits - direct.logits).max() < 1e-5
     assert np.frombuffer(raw[450 * 10 * 4 :], "<i4").tolist() == direct.digits.tolist()
+
+
+def test_the_other_heads_agree_with_torch_called_directly(demo: Running, images: LabelledImages) -> None:
+    image = torch.from_numpy(images.images[:40])
+    models = trunk, parity, reconstruction = Trunk(), Parity(), Reconstruction()
+    for model in models:
+        model.load("cpu")
+    features = trunk(image)["features"]
+    expected = {**parity(features), **reconstruction(features, image)}
+    tensor = {"name": "image", "datatype": "FP32", "shape": [40, 1, 8, 8], "data": images.images[:40].tolist()}
+    body = {"inputs": [tensor], "parameters": {"heads": ["parity", "reconstruction"]}}
+    answer = httpx.post(f"{demo.url}/v2/models/digits/infer", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    outputs = {output["name"]: output for output in answer.json()["outputs"]}
+    assert set(outputs) == set(expected)
+    for name in ("odd_probability", "reconstruction", "anomaly_score"):
+        got = np.array(outputs[name]["data"], np.float32).reshape(outputs[name]["shape"])
+        assert np.abs(got - expected[name].numpy()).max() < 1e-5 * max(1.0, float(expected[name].abs().max()))
+    odd = images.labels[:40] % 2 == 1
+    assert (np.array(outputs["parity"]["data"]) == np.where(odd, "odd", "even")).mean() >= 0.95

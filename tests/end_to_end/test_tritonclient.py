@@ -250,7 +250,7 @@ class TestDatatypes:
         inputs = mirrored("BYTES", NO_TEXT)
         message = refused(400, call, "mirror", inputs, outputs=wanted("out_bytes", binary=False))
         assert "'out_bytes'" in message
-        assert "got byte 0xff; ask for binary data" in message
+        assert "got byte 0xff; ask /infer for binary data" in message
 
 
 class TestEmptyTensors:
