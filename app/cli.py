@@ -123,7 +123,10 @@ def _announce(url: str, served: list[tuple[str, Signature | None, str]]) -> None
                   for side in (signature.inputs, signature.outputs)]  # fmt: skip
         print(f"  {name}: {shapes[0]} -> {shapes[1]}")
         body = example_body(signature)
-        if body is not None:
+        if signature.streams:
+            row = _curl(f"{url}/v2/models/{name}/generate_stream", signature.example_row())
+            print(f"    {row.replace('curl -s', 'curl -sN', 1)}")
+        elif body is not None:
             print(f"    {_curl(f'{url}/v2/models/{name}/infer', body)}")
         if signature.embedding is not None:
             print(f"    {_curl(f'{url}/v1/embeddings', {'model': name, 'input': 'Rivers begin here.'})}")

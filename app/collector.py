@@ -38,12 +38,17 @@ class Collector:
         is_stream: whether pieces are taken as they come; then a head that fails is one of them, and not the end.
     """
 
-    __slots__ = ("_answers", "_loop", "_news", "_started_s", "future", "heads", "is_stream", "undecided")
+    __slots__ = (
+        "_answers", "_has_answer", "_has_error", "_loop", "_news", "_started_s", "future", "heads", "is_stream",
+        "undecided",
+    )  # fmt: skip
 
     def __init__(self, heads: Mapping[str, HeadSpec], *, is_stream: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self._started_s = self._loop.time()
         self._answers: deque[HeadAnswer] = deque()
+        self._has_answer = False
+        self._has_error = False
         self._news: asyncio.Event | None = asyncio.Event() if is_stream else None
         self.heads = heads
         self.is_stream = is_stream
@@ -59,13 +64,15 @@ class Collector:
 
     @property
     def succeeded(self) -> bool:
-        """Whether all is decided, and the request has not failed as a whole."""
-        return self.future.done() and not self.future.cancelled() and self.future.exception() is None
+        """Whether all is decided, and not every head has failed."""
+        return self.future.done() and not self.future.cancelled() and not self.failed
 
     @property
     def failed(self) -> bool:
-        """Whether the request has failed as a whole; it has not if its client went away."""
-        return self.future.done() and not self.future.cancelled() and self.future.exception() is not None
+        """Whether the request has failed as a whole, or each of its heads; it has not if its client went away."""
+        if not self.future.done() or self.future.cancelled():
+            return False
+        return self.future.exception() is not None or (self._has_error and not self._has_answer)
 
     def decide(self, head: str, outputs: Outputs | None = None, error: HeadwaterError | None = None) -> None:
         """Take in a head's last result; what comes after its first last one is ignored."""
@@ -130,6 +137,10 @@ class Collector:
             await self._news.wait()
 
     def _take(self, answer: HeadAnswer) -> None:
+        if answer.error is None:
+            self._has_answer = True
+        else:
+            self._has_error = True
         self._answers.append(answer)
         self._tell()
 

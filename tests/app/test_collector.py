@@ -258,3 +258,17 @@ def test_wanted_heads_are_those_of_the_request_in_the_signatures_order() -> None
     request = InferRequest("", {}, 1, [], {}, {}, heads=("c", "a"))
     assert list(wanted_heads(request, signature)) == ["a", "c"]
     assert list(wanted_heads(request, Signature("m", signature.inputs, signature.outputs))) == [WHOLE]
+
+
+@pytest.mark.parametrize(("errors", "succeeded"), [("", True), ("a", True), ("ab", False)])
+def test_a_request_has_failed_if_every_head_has_even_if_each_may_be_omitted(errors: str, succeeded: bool) -> None:
+    async def scenario() -> None:
+        collector = stream(a="omit", b="omit")
+        for head in "ab":
+            if head in errors:
+                collector.decide(head, error=CallableFailed("no"))
+            else:
+                collector.decide(head, outputs(head))
+        assert (collector.succeeded, collector.failed) == (succeeded, not succeeded)
+
+    run(scenario)
