@@ -172,6 +172,7 @@ def loss_of(net: nn.Module, rows: Tensor, reduction: str = "mean") -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction=reduction)
 
 
+@torch.enable_grad()  # whatever the caller's thread is set to
 def train(config: LlamaConfig, corpus: Corpus, steps: int, checkpoint: Path) -> LlamaForCausalLM:
     """Train from scratch, or on from the checkpoint if there is one of a run of as many steps. FP32, on the CPU."""
     torch.manual_seed(SEED)
