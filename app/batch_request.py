@@ -44,8 +44,8 @@ def encode_batch(signature: Signature, batch: Sequence[Rows]) -> tuple[bytes, li
 
 
 def encode_for_frames(
-    signature: Signature, batch: Sequence[Rows], heads: Sequence[tuple[int, int]], stream: str
-) -> FrameRequest:  # fmt: skip
+    signature: Signature, batch: Sequence[Rows], heads: Sequence[tuple[int, int]], stream: str, *, whole: bool = False
+) -> FrameRequest:
     """Encode rows that may share a call of a replica that answers in frames.
 
     Args:
@@ -53,10 +53,12 @@ def encode_for_frames(
         batch: the rows.
         heads: see `inference.report.CallNote.heads`.
         stream: see `inference.report.CallNote.stream`.
+        whole: see `inference.report.CallNote.whole`.
     """
     note = _note(batch)
     note.heads = list(heads)
     note.stream = stream
+    note.whole = whole
     inputs = _encode_inputs(signature, batch, note)
     return FrameRequest(inputs, msgspec.json.encode(note).decode())
 

@@ -46,6 +46,17 @@ class FrameCall:
             [(part.pending.request, part.inputs, part.rows) for part in parts],
             [(mask, part.rows) for mask, part in zip(masks, parts, strict=True)],
             self.name if signature.streams else "",
+            whole=self._is_wanted_whole(),
+        )
+
+    def _is_wanted_whole(self) -> bool:
+        """Whether no request can do anything with one head's answer as long as another's is missing."""
+        if not self._has_heads or len(set(self._asked)) != 1:
+            return False
+        return not any(
+            part.pending.collector.is_stream or part.pending.collector.heads[head].on_error != "fail"
+            for part, asked in zip(self._parts, self._asked, strict=True)
+            for head in asked
         )
 
     def take(self, piece: Piece, data: Sequence[memoryview]) -> bool:

@@ -85,7 +85,7 @@ class BatchRun:
                 running = asyncio.ensure_future(self._step(self._steps[name], pace))
                 try:
                     # The pace is a guess: a step that hangs this time holds up no answer that is ready.
-                    if ready and not await _ends_within(running, pace.left_s(time.perf_counter() - since_s)):
+                    if ready and not await _ends_within(running, self._left_s(ready, pace, since_s)):
                         yield self._framed(ready)
                         ready = []
                     said = await running
@@ -96,7 +96,7 @@ class BatchRun:
                 if not ready:
                     since_s = time.perf_counter()
                 ready.append(said)
-                if not pace.allows(time.perf_counter() - since_s, self._until_next_head(names[place:])):
+                if not self._waits(ready, pace, since_s, self._until_next_head(names[place:])):
                     yield self._framed(ready)
                     ready = []
         if ready:
@@ -279,6 +279,21 @@ class BatchRun:
                 kept = {output: settled(copied(value)) for output, value in values.items()}
                 self._results[name] = _Result(rows, kept, failures)
 
+    def _waits(self, ready: Sequence[_Said], pace: Pace, since_s: float, steps: Sequence[str]) -> bool:
+        """Whether answers that are ready since then go with the next one, which takes these steps; none: there isn't."""
+        if self._is_for_the_whole(ready):
+            return True
+        return pace.allows(time.perf_counter() - since_s, steps)
+
+    def _left_s(self, ready: Sequence[_Said], pace: Pace, since_s: float) -> float | None:
+        """How long answers that are ready since then may go on to wait; None: as long as it takes."""
+        return None if self._is_for_the_whole(ready) else pace.left_s(time.perf_counter() - since_s)
+
+    def _is_for_the_whole(self, ready: Sequence[_Said]) -> bool:
+        """Whether nobody wants these answers before the others. Each frame that leaves while a step computes costs that
+        step time."""
+        return self._part.note.whole and not any(piece.failures for piece, _ in ready)
+
     def _until_next_head(self, names: Sequence[str]) -> Sequence[str]:
         """Of these steps, those up to the first whose answer is wanted."""
         for place, name in enumerate(names, start=1):
@@ -331,7 +346,7 @@ class BatchRun:
         return encoded
 
 
-async def _ends_within(task: asyncio.Future[Any], timeout_s: float) -> bool:
+async def _ends_within(task: asyncio.Future[Any], timeout_s: float | None) -> bool:
     await asyncio.wait({task}, timeout=timeout_s)
     return task.done()
 

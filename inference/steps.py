@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -239,16 +239,18 @@ class Step:
     async def _call(self, given: Given, rows: list[int], made: Made, *, is_retry: bool) -> _Piece:
         self._count(given, made, is_retry=is_retry)
         arguments, watched = self._arguments(given, rows)
+
+        def compute() -> _Piece | Awaitable[object]:
+            result = self.model(**arguments)
+            return result if inspect.isawaitable(result) else self._piece(result, rows, watched)
+
         with self._watching(watched):
-            if self._is_async:
+            # One hop to the thread for both: a hop takes as long as a small head.
+            piece = self.model(**arguments) if self._is_async else await self._in_executor(compute)
+            if not isinstance(piece, _Piece):
                 self._turn_grad_off()
-                result = await self.model(**arguments)
-            else:
-                result = await self._in_executor(lambda: self.model(**arguments))
-                if inspect.isawaitable(result):
-                    self._turn_grad_off()
-                    result = await result
-        piece = await self._checked(result, rows, watched)
+                result = await piece
+                piece = await self._in_executor(lambda: self._piece(result, rows, watched))
         if not is_retry:
             return piece
         return _owned(piece)  # kept beside other calls' outputs, whose memory the model may reuse
@@ -321,9 +323,6 @@ class Step:
             f"`mutates_features = True` in {type(self.model).__name__}, so that it gets a copy",
             tuple(one.input for one in written if one.is_shared),
         )
-
-    async def _checked(self, result: object, rows: list[int], watched: Sequence[_Watched]) -> _Piece:
-        return await self._in_executor(lambda: self._piece(result, rows, watched))
 
     def _piece(self, result: object, rows: list[int], watched: Sequence[_Watched]) -> _Piece:
         """What the model returned for these rows, known to be as declared and ready for being shared."""

@@ -238,6 +238,29 @@ def test_rows_of_several_requests_share_a_call_and_each_says_which_heads_it_want
     run(scenario)
 
 
+def test_only_the_whole_is_wanted_where_every_head_must_answer_and_nobody_listens_before() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=10)
+        asked: list[tuple[Callable[[], object], bool]] = [
+            (lambda: bench.send(1, heads="ab"), True),
+            (lambda: bench.send(1, heads="abc"), False),  # c may be left out, and a and b still be an answer
+            (lambda: bench.stream(1, heads="ab"), False),  # each head is an event
+            (lambda: [bench.send(1, heads="ab"), bench.send(2, heads="ab")], True),
+            (lambda: [bench.send(1, heads="a"), bench.send(2, heads="ab")], False),  # one needs only a
+        ]
+        kept = []
+        for ask, whole in asked:
+            kept.append(ask())
+            await settle()
+            call = bench.calls[-1]
+            assert call.note.whole is whole
+            call.answer(*call.wanted)
+            call.end()
+            await settle()
+
+    run(scenario)
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     requests=st.lists(

@@ -204,6 +204,21 @@ class TestFrames:
         ask(pipeline, {"x": rows(1)})
         assert [answer.heads for answer in ask(pipeline, {"x": rows(1)})] == [["h0"], ["h1"]]
 
+    def test_where_only_the_whole_is_wanted_all_heads_share_a_frame(self) -> None:
+        pipeline, _ = trunk_and_heads(3, wait_for_next_s=0)
+        assert [answer.heads for answer in ask(pipeline, {"x": rows(1)}, whole=True)] == [["h0", "h1", "h2"]]
+
+    def test_a_failure_leaves_at_once_even_where_only_the_whole_is_wanted(self) -> None:
+        models = {
+            "trunk": Stage(doubled, ["x"], "features"),
+            "a": Stage(adding(1), ["features"], "y"),
+            "b": Stage(refusing(4), ["features"], "z"),
+            "c": Stage(adding(2), ["features"], "w"),
+        }
+        pipeline = fused(models, ["a", "b", "c"], wait_for_next_s=0)
+        answers = ask(pipeline, {"x": rows(1, 2)}, whole=True)
+        assert [answer.heads for answer in answers] == [["a", "b"], ["c"]]
+
     def test_batches_do_not_interleave(self) -> None:
         order: list[str] = []
 
