@@ -9,12 +9,14 @@
     ├── BodyTooSlow                408
     ├── ReaderTooSlow              408  the client doesn't read its stream
     ├── Conflict                   409
+    ├── Cancelled                  409  someone cancelled the request by its id
     ├── BodyTooLarge               413
     ├── UnsupportedMediaType       415  content type or encoding
     ├── QueueFull                  429  that deployment's queue is full; Retry-After
     ├── HeadersTooLarge            431
     ├── ClientGone                 499  logs and metrics only
     ├── CallableFailed             500  the user's callable raised, or broke its declaration
+    │   └── ContractBroken              an engine's tokens are not in sequence
     ├── Unavailable                503  loading, draining or crashed; Retry-After
     │   └── ReplicaLost                 the replica ended while it had the request
     │       └── ReplicaUnreachable      the replica ended before it had it
@@ -33,9 +35,11 @@ __all__ = [
     "BodyTooLarge",
     "BodyTooSlow",
     "CallableFailed",
+    "Cancelled",
     "ClientGone",
     "ConfigError",
     "Conflict",
+    "ContractBroken",
     "DeadlineExceeded",
     "HeadersTooLarge",
     "HeadwaterError",
@@ -114,6 +118,13 @@ class Conflict(HeadwaterError):
     kind = "invalid_request_error"
 
 
+class Cancelled(HeadwaterError):
+    """The request was cancelled by its id while it ran."""
+
+    status = 409
+    kind = "invalid_request_error"
+
+
 class BodyTooLarge(HeadwaterError):
     """The body, or what it unpacks to, is over the configured limit."""
 
@@ -153,6 +164,10 @@ class CallableFailed(HeadwaterError):
     """The user's callable raised, or broke its own declaration."""
 
     status = 500
+
+
+class ContractBroken(CallableFailed):
+    """An engine repeated a token, left one out, or went on after the end: what it says can't be trusted."""
 
 
 class Unavailable(HeadwaterError):

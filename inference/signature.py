@@ -8,9 +8,10 @@ from typing import Any, Literal
 import msgspec
 
 from inference.errors import DeclarationError
+from inference.lm.protocol import EngineLimits
 from inference.model import Embedding, Model, Parameter, Tensor
 
-__all__ = ["EmbeddingSpec", "HeadSpec", "ParameterSpec", "Signature", "TensorSpec"]
+__all__ = ["EmbeddingSpec", "HeadSpec", "LanguageModelSpec", "ParameterSpec", "Signature", "TensorSpec"]
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -64,6 +65,14 @@ class HeadSpec(msgspec.Struct, frozen=True):
     """Whether its failure fails the request, or leaves its outputs out."""
 
 
+class LanguageModelSpec(msgspec.Struct, frozen=True):
+    """What the gateway needs of a language model to do the text work."""
+
+    folder: str
+    """Absolute path of its Hugging Face folder: tokenizer and chat template."""
+    limits: EngineLimits
+
+
 class Signature(msgspec.Struct, frozen=True):
     """Everything about a model that the gateway needs to check, batch and document requests."""
 
@@ -83,6 +92,8 @@ class Signature(msgspec.Struct, frozen=True):
     """Of a pipeline, in the order of the configuration; every output belongs to exactly one."""
     streams: bool = False
     """Whether it answers a request with any number of results rather than one."""
+    language_model: LanguageModelSpec | None = None
+    """Of a language model, whose replica speaks `inference.lm.wire`."""
 
     def example_row(self) -> dict[str, Any]:
         """One row by input name, as nested lists: the model's own example, filled up with neutral values."""

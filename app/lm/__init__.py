@@ -1,0 +1,1 @@
+"""Language models in the gateway: channels to their engines, and the text work."""

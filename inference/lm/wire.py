@@ -1,0 +1,166 @@
+"""What a gateway worker and a replica's engine say to each other: channels, and the packed answers that travel on them.
+
+A replica binds one decoupled model. Every request to it carries one `Message` in the input `CONTROL`, UINT8 [1, size];
+every response carries one `StepFrame` in the output `inference.frame.FRAME`, UINT8 [1, size]. Both are MessagePack.
+
+- `Open` makes a channel, which belongs to one gateway worker; its request is answered for as long as the channel lives.
+  The first frame has no events and says that the channel is there. Then one frame an engine step, with the tokens of all
+  the channel's sequences; if the worker is behind by a window, steps are merged into the next frame.
+- `Post` starts and cancels sequences of a channel, acknowledges frames, and renews the channel's lease. It is answered
+  only if the channel is unknown: with one frame whose `closed` says so.
+- `CancelRequest` cancels by a request's id, whichever channel it came over; one frame with `cancelled` answers it.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+
+from inference.lm.protocol import Sampling, TokenId
+
+__all__ = [
+    "CONTROL",
+    "LEASE_S",
+    "RENEW_S",
+    "WINDOW",
+    "CancelRequest",
+    "Ending",
+    "Load",
+    "Message",
+    "Open",
+    "Post",
+    "SequenceEvent",
+    "StepFrame",
+    "Submit",
+    "decode_frame",
+    "decode_message",
+    "encode_frame",
+    "encode_message",
+]
+
+CONTROL: Final = "control"
+WINDOW: Final = 16
+"""Frames that may be on their way without having been acknowledged."""
+LEASE_S: Final = 6.0
+"""A channel with sequences from which nothing was heard for so long ends, and its sequences with it."""
+RENEW_S: Final = 2.0
+"""How often a worker with sequences under way says that it is there."""
+
+Ending: TypeAlias = Literal["stop", "length", "cancelled", "error", "full", "rejected"]
+"""Why a sequence ended: as `inference.lm.protocol.Finish`; ``full``: the engine's queue is; ``rejected``: it can't ever be
+served. The last three have a text in `SequenceEvent.error`."""
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A sequence to generate; the fields are those of `inference.lm.protocol.SequenceRequest`."""
+
+    number: int
+    """Names it within its channel; never used twice."""
+    request_id: str
+    """Of the request that it belongs to, which may have several."""
+    prompt: list[TokenId]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    stop_ids: frozenset[TokenId] = frozenset()
+    ignore_eos: bool = False
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
+    """Make a channel."""
+
+    channel: str
+    """Its name, never used before."""
+    window: int = WINDOW
+
+
+class Post(msgspec.Struct, frozen=True, array_like=True, tag="post", omit_defaults=True):
+    """What a worker has to say on its channel."""
+
+    channel: str
+    acknowledged: int = 0
+    """How many of the channel's frames it has taken in, since its beginning."""
+    submits: list[Submit] = []
+    cancels: list[int] = []
+    """Numbers of sequences."""
+    close: bool = False
+    """Whether the channel ends, and its sequences with it."""
+
+
+class CancelRequest(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """Cancel all sequences of a request."""
+
+    request_id: str
+
+
+Message: TypeAlias = Open | Post | CancelRequest
+
+
+class SequenceEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """News of a sequence: tokens in a row, or its end, or both."""
+
+    number: int
+    index: int
+    """Of the first of these tokens in the sequence's answer; without tokens, how many there were."""
+    tokens: list[int]
+    logprobs: list[float] | None = None
+    """One a token, if the request asked for them."""
+    tops: list[tuple[tuple[int, float], ...]] | None = None
+    """For each token the most probable ones and their logarithms, if the request asked for them."""
+    finish: Ending | None = None
+    error: str = ""
+
+
+class Load(msgspec.Struct, array_like=True, gc=False):
+    """How busy the engine is, over all channels."""
+
+    active: int = 0
+    waiting: int = 0
+    cache_used: int = 0
+    """Tokens."""
+
+
+class StepFrame(msgspec.Struct, array_like=True, omit_defaults=True):
+    """One response."""
+
+    number: int
+    """Of the frame in its channel, from 0."""
+    events: list[SequenceEvent]
+    load: Load
+    closed: str = ""
+    """Why the channel ended; then this is its last frame."""
+    cancelled: int = 0
+    """Answers `CancelRequest`: how many sequences were cancelled."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_frames = msgspec.msgpack.Decoder(StepFrame)
+
+
+def encode_message(message: Message) -> bytes:
+    """The bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode_message(raw: bytes | memoryview) -> Message:
+    """Decode what `encode_message` wrote.
+
+    Raises:
+        msgspec.MsgspecError: it is none.
+    """
+    return _messages.decode(raw)
+
+
+def encode_frame(frame: StepFrame) -> bytes:
+    """The bytes of a frame."""
+    return _encoder.encode(frame)
+
+
+def decode_frame(raw: bytes | memoryview) -> StepFrame:
+    """Decode what `encode_frame` wrote.
+
+    Raises:
+        msgspec.MsgspecError: it is none.
+    """
+    return _frames.decode(raw)
