@@ -91,6 +91,10 @@ class Server(Section):
     """Of a request, and of what a compressed one unpacks to."""
     body_timeout_s: PositiveSeconds = 30
     """How long a request's body may take to arrive."""
+    stream_ping_s: PositiveSeconds = 15
+    """How often a stream says that it is alive while there is nothing else to say."""
+    write_timeout_s: PositiveSeconds = 30
+    """How long a stream waits for a client that doesn't read; then it is cut off."""
     shutdown_timeout_s: PositiveSeconds = 30
     """How long requests in flight may take to finish after SIGTERM."""
     runtime_dir: Path | None = None

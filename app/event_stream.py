@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -18,16 +18,21 @@ from starlette.types import Message, Receive, Scope, Send
 
 from app.errors import CallableFailed, ClientGone, HeadwaterError
 
-__all__ = ["EventStream"]
+__all__ = ["EventStream", "StreamLimits"]
 
 logger = logging.getLogger("headwater")
 
 FIRST_EVENT_TIMEOUT_S = 0.25
 """How long the status line waits for the first event, so that an early failure has its true status."""
-PING_S = 15
-"""Between keep-alive comments."""
-SEND_TIMEOUT_S = 30.0
-"""How long one event may wait for a client that doesn't read."""
+
+
+class StreamLimits(NamedTuple):
+    """What holds for every stream of a server; `app.middleware.RequestContext` puts it into the request's state."""
+
+    ping_s: float = 15
+    """Between keep-alive comments."""
+    write_timeout_s: float = 30
+    """How long one event may wait for a client that doesn't read."""
 
 
 class _Ping(ServerSentEvent):
@@ -93,17 +98,23 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
         state: dict[str, Any] = scope["state"]
-        state["note"] = "streamed"
+        state.setdefault("note", "streamed")
+        limits: StreamLimits = state.get("stream_limits", StreamLimits())
 
         async def send_in_time(message: Message) -> None:
-            with anyio.move_on_after(SEND_TIMEOUT_S) as waiting:
+            with anyio.move_on_after(limits.write_timeout_s) as waiting:
                 await send(message)
             if waiting.cancelled_caught:
                 state["status"] = ClientGone.status
-                state["note"] = f"cut off: the client took nothing for {SEND_TIMEOUT_S:g} s"
+                state["note"] = f"cut off: the client took nothing for {limits.write_timeout_s:g} s"
                 _cut_off(state)
 
-        response = EventSourceResponse(self._frames(state), ping=PING_S, sep="\n", ping_message_factory=_Ping)
+        response = EventSourceResponse(
+            self._frames(state),
+            ping=limits.ping_s,
+            sep="\n",
+            ping_message_factory=_Ping,
+        )
         del response.headers["connection"]  # the server's own business
         try:
             await response(scope, receive, send_in_time)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import secrets
 import time
-from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.access_log import AccessLog
 from app.errors import HeadersTooLarge
+from app.event_stream import StreamLimits
 from app.replies import error_reply
 
 __all__ = ["RequestContext"]
@@ -25,15 +24,14 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}\Z")
 class RequestContext:
     """Gives each request an id (the client's own, if it sent a sound ``X-Request-Id``), and logs each answer once.
 
-    ``scope["state"]["request_id"]`` has the id; ``scope["state"]["note"]`` may be set to what the log should add.
+    ``scope["state"]["request_id"]`` has the id, which nobody can guess who wasn't told: it is enough to cancel the
+    request. ``scope["state"]["note"]`` may be set to what the log should add.
     """
 
-    def __init__(self, app: ASGIApp, access_log: AccessLog | None) -> None:
+    def __init__(self, app: ASGIApp, access_log: AccessLog | None, stream_limits: StreamLimits) -> None:
         self._app = app
         self._log = access_log
-        prefix = secrets.token_hex(6)
-        counter = itertools.count(1)
-        self._new_id: Callable[[], bytes] = lambda: f"{prefix}-{next(counter):x}".encode()
+        self._stream_limits = stream_limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection's scope."""
@@ -48,9 +46,10 @@ class RequestContext:
             size_bytes += len(name) + len(value)
             if name == b"x-request-id" and _REQUEST_ID.match(value):
                 request_id = value
-        request_id = request_id or self._new_id()
+        request_id = request_id or secrets.token_hex(16).encode()
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"] = request_id.decode()
+        state["stream_limits"] = self._stream_limits
         status = 0
         complete = False
 

@@ -16,12 +16,12 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-import app.event_stream
 from app.answers import Answer, HeadAnswer
 from app.config import Server
 from app.connection import BoundedConnection
 from app.dispatch import Dispatcher
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
+from app.event_stream import StreamLimits
 from app.gateway import create_app
 from app.models import Models
 from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
@@ -95,6 +95,7 @@ class Gateway:
         self.models: Models
         self.fakes: dict[str, Fake] = {}
         self.loop: asyncio.AbstractEventLoop
+        self.app: FastAPI
         self.server: uvicorn.Server
         self.url = ""
 
@@ -116,9 +117,10 @@ class Gateway:
         )
         for model in self.models:
             model.dispatcher = self.fakes[model.route.name] = Fake(model.route)
+        self.app = create_app(self.models, Server(access_log=False))
         self.server = uvicorn.Server(
             uvicorn.Config(
-                _logged(create_app(self.models, Server(access_log=False)), self.log),
+                _logged(self.app, self.log),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -126,6 +128,12 @@ class Gateway:
             )
         )
         await self.server.serve([listener])
+
+    def limit(self, limits: StreamLimits) -> None:
+        """Set what holds for streams; before the first request."""
+        for middleware in self.app.user_middleware:
+            if "stream_limits" in middleware.kwargs:
+                middleware.kwargs["stream_limits"] = limits
 
     def post(self, fake: Fake, script: Script | None = None, path: str = "generate_stream", **body: Any) -> Any:
         """A streaming response, as a context."""
@@ -345,8 +353,8 @@ def test_a_client_that_goes_away_before_the_first_event(gateway: Gateway, pipeli
     wait_for(lambda: gateway.models.is_idle)
 
 
-def test_silence_is_broken_by_comments(gateway: Gateway, pipeline: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.event_stream, "PING_S", 0.05)
+def test_silence_is_broken_by_comments(gateway: Gateway, pipeline: Fake) -> None:
+    gateway.limit(StreamLimits(ping_s=0.05))
     with gateway.post(pipeline, both) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
@@ -357,10 +365,8 @@ def test_silence_is_broken_by_comments(gateway: Gateway, pipeline: Fake, monkeyp
     assert [line for line in rest if line.startswith("data: ")][-1].count('"final":true') == 1
 
 
-def test_a_reader_that_is_slow_blocks_the_work_and_is_cut_off(
-    gateway: Gateway, streaming: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app.event_stream, "SEND_TIMEOUT_S", 0.5)
+def test_a_reader_that_is_slow_blocks_the_work_and_is_cut_off(gateway: Gateway, streaming: Fake) -> None:
+    gateway.limit(StreamLimits(write_timeout_s=0.5))
 
     async def script(fake: Fake, request: InferRequest) -> AsyncIterator[HeadAnswer]:
         data = np.full(20_000, 0.123456, np.float32).tobytes()
