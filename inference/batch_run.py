@@ -90,7 +90,8 @@ class BatchRun:
                         ready = []
                     said = await running
                 finally:
-                    await asyncio.wait({running})  # whoever leaves early, the turn lasts as long as the step
+                    if not running.done():  # whoever leaves early, the turn lasts as long as the step
+                        await asyncio.wait({running})
                 if said is None:
                     continue
                 if not ready:
