@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help serve test lint format types bench bench-fanout lock clean
+.PHONY: help serve test lint format types bench bench-fanout bench-stream lock clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
@@ -51,6 +51,9 @@ bench: $(VENV)/.dev  ## benchmark the gateway
 
 bench-fanout: $(VENV)/.dev  ## benchmark one trunk with two heads
 	@exec $(BIN)/python -m benchmarks.fanout $(ARGS)
+
+bench-stream: $(VENV)/.dev  ## benchmark token streams
+	@exec $(BIN)/python -m benchmarks.stream $(ARGS)
 
 clean:  ## remove the environments, caches and build output
 	rm -rf $(VENV) $(LOCK_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

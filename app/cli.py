@@ -87,9 +87,7 @@ def _read(what: str, flags: dict[str, Any]) -> tuple[Config, tuple[str, ...]]:
     """The configuration, and what to put first on the replicas' ``sys.path``."""
     here = os.getcwd()
     if ":" in what and not Path(what).exists():
-        last = what.rpartition(":")[2]
-        name = Path(last).stem if what.startswith("onnx:") else last.lower()
-        content = {"deployments": {name: {"model": what}}}
+        content = {"deployments": {_name(what): {"model": what}}}
         return read_config(content, source=what, flags=flags), (here,)
     folder = str(Path(what).resolve().parent)
     return load_config(Path(what), flags=flags), tuple(dict.fromkeys((here, folder)))
@@ -119,6 +117,9 @@ def _announce(url: str, served: list[tuple[str, Signature | None, str]]) -> None
         if signature is None:
             print(f"  {name}: not served: {reason}\n")
             continue
+        if signature.language_model is not None:
+            _announce_language_model(url, signature)
+            continue
         shapes = [", ".join(f"{spec.name} {spec.datatype}{_dims(spec.shape)}" for spec in side)
                   for side in (signature.inputs, signature.outputs)]  # fmt: skip
         print(f"  {name}: {shapes[0]} -> {shapes[1]}")
@@ -132,6 +133,29 @@ def _announce(url: str, served: list[tuple[str, Signature | None, str]]) -> None
             print(f"    {_curl(f'{url}/v1/embeddings', {'model': name, 'input': 'Rivers begin here.'})}")
         print()
     sys.stdout.flush()
+
+
+def _name(model: str) -> str:
+    """What a model that is served alone is called."""
+    last = model.rpartition(":")[2]
+    if model.startswith("lm:"):
+        return Path(last).absolute().name
+    return Path(last).stem if model.startswith("onnx:") else last.lower()
+
+
+def _announce_language_model(url: str, signature: Signature) -> None:
+    assert signature.language_model is not None
+    limits = signature.language_model.limits
+    sizes = f"{limits.context_length} tokens, {limits.max_sequences} sequences at once"
+    print(f"  {signature.name}: language model, {sizes}")
+    question = {"role": "user", "content": "def fibonacci(n):"}
+    for path, asked in (
+        ("chat/completions", {"messages": [question]}),
+        ("completions", {"prompt": "import os\n", "max_tokens": 64}),
+    ):
+        row = _curl(f"{url}/v1/{path}", {"model": signature.name, "stream": True, **asked})
+        print(f"    {row.replace('curl -s', 'curl -sN', 1)}")
+    print()
 
 
 def _dims(shape: tuple[int, ...]) -> str:

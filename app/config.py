@@ -26,6 +26,7 @@ from app.sections import (
     Threads,
     WarmupBatchSizes,
 )
+from inference.lm.reference import is_language_model
 
 __all__ = ["Batching", "Config", "Deployment", "Server", "load_config", "read_config"]
 
@@ -38,10 +39,11 @@ class Deployment(Section):
     """One served name."""
 
     model: ModelReference | None = None
-    """``module:Class`` of an `inference.Model`, or ``onnx:PATH`` of an ONNX file; this or ``pipeline``."""
+    """``module:Class`` of an `inference.Model`, ``onnx:PATH`` of an ONNX file, ``lm:PATH`` or ``lm:PACKAGE:PATH`` of a
+    language model's folder; this or ``pipeline``."""
     pipeline: Pipeline | None = None
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class's constructor."""
+    """Keyword arguments of the class's constructor; of a language model, its engine's."""
     batching: Batching = Field(default_factory=Batching)
     timeout_s: PositiveSeconds = 30
     """A request's deadline, queueing included; a request may ask for less."""
@@ -135,6 +137,10 @@ class Config(Section):
                         raise ValueError(
                             f"{where}: expected a deployment of one model, got the pipeline `{step.deployment}`; name "
                             "its steps here instead"
+                        )
+                    if is_language_model(other.model or ""):
+                        raise ValueError(
+                            f"{where}: a language model can't be a step, got the deployment `{step.deployment}`"
                         )
                 elif f"{name}.{step_name}" in self.deployments:
                     raise ValueError(

@@ -15,10 +15,14 @@ from app.access_log import AccessLog
 from app.bodies import BodyReader
 from app.config import Server
 from app.errors import CallableFailed, HeadwaterError, MethodNotAllowed, NotFound
+from app.event_stream import StreamLimits
 from app.middleware import RequestContext
 from app.models import Models
 from app.openapi import openapi_schema
 from app.replies import Reply, error_reply
+from app.routes.cancel import CancelEndpoint
+from app.routes.chat_completions import ChatCompletionsEndpoint
+from app.routes.completions import CompletionsEndpoint
 from app.routes.docs import docs_routes
 from app.routes.embeddings import EmbeddingsEndpoint
 from app.routes.generate import GenerateEndpoint, GenerateStreamEndpoint
@@ -43,7 +47,11 @@ def create_app(models: Models, server: Server) -> FastAPI:
     reader = BodyReader(server.max_body_bytes, server.body_timeout_s)
     infer = InferEndpoint(models, reader)
     gateway.add_middleware(InferShortcut, endpoint=infer)
-    gateway.add_middleware(RequestContext, access_log=AccessLog() if server.access_log else None)
+    gateway.add_middleware(
+        RequestContext,
+        access_log=AccessLog() if server.access_log else None,
+        stream_limits=StreamLimits(server.stream_ping_s, server.write_timeout_s),
+    )
     gateway.add_exception_handler(HeadwaterError, _on_error)
     gateway.add_exception_handler(HTTPException, _on_http_error)
     gateway.add_exception_handler(Exception, _on_exception)
@@ -57,6 +65,10 @@ def create_app(models: Models, server: Server) -> FastAPI:
         Route("/v2/models/{model}/versions/{version}/generate", generate, methods=["POST"]),
         Route("/v2/models/{model}/generate_stream", generate_stream, methods=["POST"]),
         Route("/v2/models/{model}/versions/{version}/generate_stream", generate_stream, methods=["POST"]),
+        # An id may have slashes in it.
+        Route("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models), methods=["POST"]),
+        Route("/v1/chat/completions", ChatCompletionsEndpoint(models, reader), methods=["POST"]),
+        Route("/v1/completions", CompletionsEndpoint(models, reader), methods=["POST"]),
         Route("/v1/embeddings", EmbeddingsEndpoint(models, reader), methods=["POST"]),
     ]
     gateway.include_router(health_routes(models))

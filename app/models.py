@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 from app.dispatch import Connect, Dispatcher
 from app.errors import BadRequest, NotFound
 from app.generate_codec import GenerateDecoder, GenerateEncoder
 from app.graph import GraphDispatcher
+from app.lm.dispatcher import LmDispatcher
 from app.request_codec import RequestDecoder
 from app.response_codec import ResponseEncoder
 from app.routing import DeploymentRoute, RoutingTable
@@ -22,7 +24,7 @@ VERSION = "1"
 class ServedModel:
     """One deployment: its dispatcher, and the codecs made for its signature."""
 
-    def __init__(self, dispatcher: Dispatcher | GraphDispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher | GraphDispatcher | LmDispatcher) -> None:
         self.dispatcher = dispatcher
         self._signature: Signature | None = None
         self._codecs: tuple[RequestDecoder, ResponseEncoder] | None = None
@@ -38,7 +40,7 @@ class ServedModel:
 
         Raises:
             Unavailable: they can't.
-            BadRequest: the model answers by streams only.
+            BadRequest: the model answers by streams only, or with text.
         """
         signature = self.dispatcher.check_ready()
         if self._codecs is None or signature is not self._signature:
@@ -63,9 +65,12 @@ class ServedModel:
 
         Raises:
             Unavailable: it can't take requests now.
-            BadRequest: it answers with any number of them.
+            BadRequest: it answers with any number of them, or with text.
         """
-        if self.dispatcher.check_ready().streams:
+        signature = self.dispatcher.check_ready()
+        if isinstance(self.dispatcher, LmDispatcher):
+            raise self.dispatcher.refusal()
+        if signature.streams:
             raise BadRequest(
                 f"model `{self.route.name}` streams its results: POST to /v2/models/{self.route.name}/generate_stream"
             )
@@ -108,7 +113,9 @@ class Models:
         for name in [name for name in self._models if name not in names]:
             self._models.pop(name).dispatcher.close()
 
-    def _dispatcher(self, route: DeploymentRoute) -> Dispatcher | GraphDispatcher:
+    def _dispatcher(self, route: DeploymentRoute) -> Dispatcher | GraphDispatcher | LmDispatcher:
+        if route.is_language_model:
+            return LmDispatcher(route, self._connect)
         return GraphDispatcher(route, self._step) if route.is_graph else Dispatcher(route, self._connect)
 
     def _step(self, name: str) -> Dispatcher | None:
@@ -144,6 +151,28 @@ class Models:
             )
             raise BadRequest(f"model: `{name}` gives no embeddings; models that do: {able or 'none'}", field="model")
         return model
+
+    def language_model(self, name: str, version: str | None = None) -> LmDispatcher:
+        """The deployment of that name, which must be a language model.
+
+        Raises:
+            NotFound: there is none, or not of that version.
+            BadRequest: it is something else.
+        """
+        dispatcher = self.get(name, version).dispatcher
+        if not isinstance(dispatcher, LmDispatcher):
+            able = ", ".join(f"`{other.route.name}`" for other in self if other.route.is_language_model)
+            raise BadRequest(f"model: `{name}` is no language model; models that are: {able or 'none'}", field="model")
+        return dispatcher
+
+    async def cancel_request(self, request_id: str) -> int:
+        """Cancel a language model's request by its id, whichever worker has it. Returns how many sequences it had."""
+        cancelled = [
+            model.dispatcher.cancel_request(request_id)
+            for model in self.with_steps()
+            if isinstance(model.dispatcher, LmDispatcher)
+        ]
+        return sum(await asyncio.gather(*cancelled))
 
     @property
     def in_flight(self) -> int:

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from app.models import Models
+from app.openapi_completions import cancel_operation, completion_operations, text_operations
 from app.openapi_generate import generate_operations
 from app.openapi_tensors import OMISSIONS, described, element_schema, parameter_schemas
 from inference.datatypes import DATATYPES
@@ -35,21 +36,30 @@ _ERRORS = {
 def openapi_schema(generated: dict[str, Any], models: Models) -> dict[str, Any]:
     """Add the models' paths, and the documented errors of every path, to what FastAPI generated."""
     schema = copy.deepcopy(generated)
-    schema["info"]["description"] = "PyTorch models over HTTP: the Open Inference Protocol and OpenAI's embeddings."
+    schema["info"]["description"] = "PyTorch models over HTTP: the Open Inference Protocol and OpenAI's API."
     paths = schema["paths"]
     embedders = []
+    language_models = []
     for model in models:
         signature = model.route.signature
         if signature is None:
             continue
         if signature.embedding is not None:
             embedders.append(signature.name)
+        if signature.language_model is not None:
+            language_models.append(signature.name)
+            for route, operation in text_operations(signature).items():
+                paths[f"/v2/models/{signature.name}/{route}"] = {"post": operation}
+            continue
         if not signature.streams:
             paths[f"/v2/models/{signature.name}/infer"] = {"post": _infer_operation(signature)}
         for route, operation in generate_operations(signature).items():
             paths[f"/v2/models/{signature.name}/{route}"] = {"post": operation}
     if embedders:
         paths["/v1/embeddings"] = {"post": _embeddings_operation(embedders)}
+    if language_models:
+        paths |= {path: {"post": operation} for path, operation in completion_operations(language_models).items()}
+        paths["/v2/requests/{request_id}/cancel"] = {"post": cancel_operation()}
     for path, operations in paths.items():
         for operation in operations.values():
             _document_errors(path, operation)

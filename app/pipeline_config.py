@@ -22,6 +22,7 @@ from app.sections import (
     WarmupBatchSizes,
 )
 from inference.errors import DeclarationError
+from inference.lm.reference import is_language_model
 from inference.pipeline import INPUT, PipelineSpec, StepSpec, check_names
 from inference.signature import EmbeddingSpec
 
@@ -61,6 +62,10 @@ class Step(Section):
     def _check_what(self) -> Step:
         if (self.model is None) == (self.deployment is None):
             raise ValueError("expected either `model` or `deployment`")
+        if self.model is not None and is_language_model(self.model):
+            raise ValueError(
+                f"model: a language model can't be a step, got {self.model!r}; serve it as a deployment of its own"
+            )
         if self.deployment is not None and (self.options or self.own_settings()):
             names = ", ".join(
                 f"`{name}`" for name in ("options", *self.own_settings()) if name in self.model_fields_set

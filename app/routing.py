@@ -60,6 +60,8 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     """Of such a pipeline, whether enough of its steps can be reached to answer anything."""
     part_of: str | None = None
     """Of a deployment that is a step: its pipeline."""
+    is_language_model: bool = False
+    """Known before its signature is."""
 
 
 class RoutingTable(msgspec.Struct, frozen=True):

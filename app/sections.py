@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from inference.lm.reference import is_language_model, parse_reference
+
 __all__ = [
     "Batching",
     "Device",
@@ -34,16 +36,21 @@ class Section(BaseModel):
 
 
 def check_model_reference(value: str) -> str:
-    """Check that a text is ``module:Class`` or ``onnx:PATH``.
+    """Check that a text is ``module:Class``, ``onnx:PATH``, ``lm:PATH`` or ``lm:PACKAGE:PATH``.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is none of these.
     """
-    if value.startswith("onnx:"):
+    if is_language_model(value):
+        parse_reference(value)
+    elif value.startswith("onnx:"):
         if not value.removeprefix("onnx:").strip():
             raise ValueError("expected a path after onnx:, such as onnx:models/head.onnx")
     elif not _MODEL.match(value):
-        raise ValueError("expected module:Class such as my_package.models:Scale, or onnx:PATH such as onnx:head.onnx")
+        raise ValueError(
+            "expected module:Class such as my_package.models:Scale, onnx:PATH such as onnx:head.onnx, or lm:PATH such "
+            "as lm:models/llama"
+        )
     return value
 
 

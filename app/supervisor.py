@@ -360,6 +360,7 @@ class Supervisor:
                     max_in_flight=-(-batching.max_in_flight // workers),
                     timeout_s=served.config.timeout_s,
                     part_of=self._pipelines.get(served.name),
+                    is_language_model=(served.config.model or "").startswith("lm:"),
                 )
             )
         for graph in self._graphs.values():

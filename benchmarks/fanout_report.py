@@ -1,4 +1,4 @@
-"""Medians, spreads and goals of `benchmarks.fanout`, as text."""
+"""Medians, spreads and goals, as text."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ class Ratio(NamedTuple):
     values: Sequence[float]
     at_most: float | None = None
     """The goal for the median, if there is one."""
+    at_least: float | None = None
+    """The other kind of goal."""
 
 
 def times_line(layout: str, kind: str, values_ms: Sequence[float]) -> str:
@@ -48,4 +50,6 @@ def ratio_line(ratio: Ratio) -> str:
     line = f"{ratio.name:<46} {found.median:>7.3f} {quartiles:>16} {f'{found.least:.3f} to {found.most:.3f}':>16}"
     if ratio.at_most is not None:
         line += f"  goal <= {ratio.at_most:g}: {'pass' if found.median <= ratio.at_most else 'MISS'}"
+    if ratio.at_least is not None:
+        line += f"  goal >= {ratio.at_least:g}: {'pass' if found.median >= ratio.at_least else 'MISS'}"
     return line

@@ -1,4 +1,4 @@
-"""The servers that `benchmarks.fanout` starts, and a look at their processes: what they use, where they may run."""
+"""The servers that benchmarks start, and a look at their processes: what they use, where they may run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import yaml
 from benchmarks.peers import free_port
 from inference.environment import library_path
 
-__all__ = ["ONE_THREAD", "Server", "cpu_s", "headwater", "kill_replica", "pin_replica", "served"]
+__all__ = ["ONE_THREAD", "Server", "cpu_s", "headwater", "kill_replica", "pin_replica", "resident_bytes", "served"]
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 240.0
@@ -94,6 +94,16 @@ def cpu_s(server: Server) -> float:
             fields = _stat(pid)
             ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(server: Server) -> int:
+    """Memory that a server's gateway workers have."""
+    pages = sum(
+        int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        for pid in _tree(server.pid)
+        if b"app.worker" in _command(pid)
+    )
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def pin_replica(server: Server, deployment: str, core: int) -> None:

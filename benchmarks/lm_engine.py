@@ -18,7 +18,7 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -29,6 +29,8 @@ from transformers.utils import logging as transformers_logging
 
 from inference.lm.protocol import Sampling, SequenceRequest
 from inference.lm.slot_engine import SlotEngine
+
+__all__ = ["BARE", "CONTENDERS", "machine", "measure", "model_of", "print_table", "quiet", "title_of"]
 
 RESULTS = Path(__file__).parent / "results" / "lm_engine.json"
 SHAPES: Final[dict[str, dict[str, Any]]] = {
@@ -59,31 +61,44 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--without", default="", help="contenders to leave out, by the start of their names")
     options = parser.parse_args()
+    quiet()
+    left_out = tuple(name for name in options.without.split(",") if name)
+    contenders = {name: run for name, run in CONTENDERS.items() if not (left_out and name.startswith(left_out))}
+    found: dict[str, dict[str, list[float]]] = {}
+    print(machine())
+    for size in options.sizes.split(","):
+        model = model_of(size, options.device, options.dtype)
+        title = title_of(model)
+        for count in map(int, options.sequences.split(",")):
+            seconds = measure(model, count, options.prompt, options.tokens, options.repeats, contenders)
+            print_table(f"{title}, {count} sequences", seconds, count)
+            found[f"{title}, {count} sequences"] = seconds
+    RESULTS.parent.mkdir(exist_ok=True)
+    raw = {"machine": machine(), "options": vars(options), "seconds_a_step": found}
+    RESULTS.write_text(json.dumps(raw, indent=1))
+    print(f"raw figures: {RESULTS}")
+
+
+def measure(
+    model: Any, count: int, prompt: int, tokens: int, repeats: int, contenders: Mapping[str, Contender]
+) -> dict[str, list[float]]:
+    """Seconds a step of decoding, by contender, a list entry a repeat; contenders take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for run in contenders.values():  # warm
+        run(model, count, prompt, 4)
+    for _ in range(repeats):
+        for name, run in contenders.items():
+            seconds[name].append(run(model, count, prompt, tokens))
+    return seconds
+
+
+def quiet() -> None:
+    """No messages and progress bars from transformers."""
     logging.disable(logging.ERROR)  # continuous batching says at each start that psutil is missing
     log: Any = transformers_logging
     log.set_verbosity_error()
     log.disable_progress_bar()
     warnings.filterwarnings("ignore")
-    left_out = tuple(name for name in options.without.split(",") if name)
-    contenders = {name: run for name, run in CONTENDERS.items() if not (left_out and name.startswith(left_out))}
-    found: dict[str, dict[str, list[float]]] = {}
-    print(_machine())
-    for size in options.sizes.split(","):
-        model = _model(size, options.device, options.dtype)
-        title = f"{sum(one.numel() for one in model.parameters()) / 1e6:.1f}M parameters"
-        for count in map(int, options.sequences.split(",")):
-            seconds: dict[str, list[float]] = {name: [] for name in contenders}
-            for run in contenders.values():  # warm
-                run(model, count, options.prompt, 4)
-            for _ in range(options.repeats):
-                for name, run in contenders.items():
-                    seconds[name].append(run(model, count, options.prompt, options.tokens))
-            _print(f"{title}, {count} sequences", seconds, count)
-            found[f"{title}, {count} sequences"] = seconds
-    RESULTS.parent.mkdir(exist_ok=True)
-    raw = {"machine": _machine(), "options": vars(options), "seconds_a_step": found}
-    RESULTS.write_text(json.dumps(raw, indent=1))
-    print(f"raw figures: {RESULTS}")
 
 
 def _engine(model: Any, prompts: list[list[int]], tokens: int, sampling: Sampling) -> float:
@@ -177,7 +192,8 @@ CONTENDERS: Final[dict[str, Contender]] = {
 BARE: Final = "bare batched forward"
 
 
-def _print(title: str, seconds: dict[str, list[float]], count: int) -> None:
+def print_table(title: str, seconds: dict[str, list[float]], count: int) -> None:
+    """Each contender's time a step, and how it compares with the bare forward."""
     print(f"\n{title:<40} {'ms a step':>9} {'(spread)':>14} {'tokens/s':>10} {'of the bare':>12}")
     for name, all_seconds in seconds.items():
         steps = sorted(one * 1000 for one in all_seconds)
@@ -198,7 +214,13 @@ def _mixed(count: int, length: int) -> list[list[int]]:
     return [ids[: length // 2 + row * length // (count - 1)] for row, ids in enumerate(_prompts(count, 2 * length))]
 
 
-def _model(size: str, device: str, dtype: str) -> Any:
+def title_of(model: Any) -> str:
+    """How large it is."""
+    return f"{sum(one.numel() for one in model.parameters()) / 1e6:.1f}M parameters"
+
+
+def model_of(size: str, device: str, dtype: str) -> Any:
+    """A Llama with random weights, of a size in `SHAPES`."""
     torch.manual_seed(0)
     shape = SHAPES[size]
     config = LlamaConfig(
@@ -215,7 +237,8 @@ def _model(size: str, device: str, dtype: str) -> Any:
     return model.to(device, getattr(torch, dtype)).eval()
 
 
-def _machine() -> str:
+def machine() -> str:
+    """What it is measured on."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores"
     return f"{device}, {torch.get_num_threads()} threads, Python {platform.python_version()}, {packages}"

@@ -281,7 +281,7 @@ class BatchRun:
                 self._results[name] = _Result(rows, kept, failures)
 
     def _waits(self, ready: Sequence[_Said], pace: Pace, since_s: float, steps: Sequence[str]) -> bool:
-        """Whether answers that are ready since then go with the next one, which takes these steps; none: there isn't."""
+        """Whether answers that are ready since then go with the next one; it takes these steps, or there is none."""
         if self._is_for_the_whole(ready):
             return True
         return pace.allows(time.perf_counter() - since_s, steps)

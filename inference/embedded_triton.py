@@ -26,6 +26,7 @@ from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonS
 from inference.datatypes import DATATYPES
 from inference.errors import ReplicaError
 from inference.frame import FRAME
+from inference.lm.wire import CONTROL
 from inference.report import REPORT
 from inference.signature import Signature, TensorSpec
 
@@ -117,6 +118,19 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
             outputs=[Tensor(name=FRAME, dtype=np.uint8, shape=(-1,))],
             # Without Triton's batcher: what it merges would have to end as one.
             config=ModelConfig(max_batch_size=signature.max_batch_size, batcher=None, decoupled=True),
+        )
+
+    def bind_control(
+        self, signature: Signature, infer: Callable[[list[Any]], AsyncIterator[list[dict[str, Any]]]]
+    ) -> None:
+        """Bind one callable that answers the messages of `inference.lm.wire` with its frames."""
+        self.bind(
+            model_name=signature.name,
+            infer_func=infer,
+            inputs=[Tensor(name=CONTROL, dtype=np.uint8, shape=(-1,))],
+            outputs=[Tensor(name=FRAME, dtype=np.uint8, shape=(-1,))],
+            # Without Triton's batcher: one that is answered for hours must hold up none that come after it.
+            config=ModelConfig(max_batch_size=1, batcher=None, decoupled=True),
         )
 
     def start(self) -> None:

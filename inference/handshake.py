@@ -17,7 +17,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     name: str
     """The deployment."""
     model: str
-    """``module:Class`` or ``onnx:PATH``; empty for a pipeline."""
+    """``module:Class``, ``onnx:PATH`` or ``lm:PATH``; empty for a pipeline."""
     token: str
     """The embedded Triton's access token."""
     status_fd: int

@@ -7,7 +7,7 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ from inference.environment import Problem
 from inference.errors import DeclarationError, ReplicaError
 from inference.model import Model
 
-__all__ = ["LoadError", "construct", "load_class", "load_model", "problem_of"]
+__all__ = ["LoadError", "construct", "import_for", "load_class", "load_model", "problem_of", "wrong_options"]
 
 
 class LoadError(ReplicaError):
@@ -41,12 +41,7 @@ def load_class(reference: str) -> type[Model]:
     module_name, separator, class_name = reference.partition(":")
     if not separator or not module_name or not class_name:
         raise LoadError(Problem(title, "expected module:Class", "write it such as my_package.models:Scale"))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise LoadError(_missing_module(title, module_name, error)) from error
-    except (Exception, SystemExit) as error:
-        raise LoadError(problem_of(error, title, f"importing {module_name}")) from error
+    module = import_for(title, module_name)
     found = getattr(module, class_name, None)
     if found is None:
         models = _models_of(module)
@@ -67,6 +62,20 @@ def load_class(reference: str) -> type[Model]:
     return found
 
 
+def import_for(title: str, module_name: str) -> ModuleType:
+    """Import a module of the user's; `title` is what needs it.
+
+    Raises:
+        LoadError: it can't be imported; the message says why and how to mend it.
+    """
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise LoadError(_missing_module(title, module_name, error)) from error
+    except (Exception, SystemExit) as error:
+        raise LoadError(problem_of(error, title, f"importing {module_name}")) from error
+
+
 def construct(cls: type[Model], options: Mapping[str, Any]) -> Model:
     """Construct a model with a deployment's options.
 
@@ -79,7 +88,7 @@ def construct(cls: type[Model], options: Mapping[str, Any]) -> Model:
     except (TypeError, ValueError):  # a constructor that isn't written in Python
         signature = None
     if signature is not None:
-        problem = _wrong_options(title, signature, options)
+        problem = wrong_options(title, signature.parameters.values(), options)
         if problem is not None:
             raise LoadError(problem)
     try:
@@ -138,8 +147,10 @@ def _missing_module(title: str, wanted: str, error: ModuleNotFoundError) -> Prob
     )
 
 
-def _wrong_options(title: str, signature: inspect.Signature, options: Mapping[str, Any]) -> Problem | None:
-    takes = signature.parameters.values()
+def wrong_options(
+    title: str, takes: Collection[inspect.Parameter], options: Mapping[str, Any]
+) -> Problem | None:  # fmt: skip
+    """What is wrong with options that become keyword arguments, by their names; None if nothing is."""
     named = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     known = f"its options are {', '.join(named)}" if named else "it takes no options"
     if not any(one.kind is one.VAR_KEYWORD for one in takes):

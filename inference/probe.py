@@ -18,6 +18,8 @@ import msgspec
 from inference.device import choose_device
 from inference.environment import Problem
 from inference.errors import DeclarationError, ReplicaError
+from inference.lm.loading import lm_signature, plan_language_model
+from inference.lm.reference import is_language_model
 from inference.loader import LoadError, load_model, problem_of
 from inference.pipeline import PipelineSpec, make_plan
 from inference.signature import Signature
@@ -87,6 +89,9 @@ def _try(
 ) -> tuple[Signature | None, list[Problem]]:
     """The signature of a model, or what is wrong with it."""
     try:
+        if is_language_model(reference):
+            plan = plan_language_model(reference, options, request.path)
+            return lm_signature(name, plan.folder, None), []
         model = load_model(reference, options, request.path)
         return Signature.of(model, name=name, max_batch_size=request.max_batch_size), []
     except LoadError as error:

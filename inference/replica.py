@@ -91,7 +91,6 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter, stop: thread
     # Heavy imports come after the environment is known to be right, so that its message is the one that is read.
     from inference.embedded_triton import EmbeddedTriton
     from inference.served import load_served
-    from inference.warmup import FrameCaller, HttpCaller, batch_sizes, warm_up
 
     served = load_served(spec, reporter.progress, on_broken=_end_soon)
     signature, device = served.signature, served.device
@@ -102,12 +101,7 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter, stop: thread
     triton = EmbeddedTriton(directory, spec.token)
     served.bind(triton)
     triton.start()
-    sizes = batch_sizes(spec.max_batch_size) if spec.warmup_batch_sizes is None else spec.warmup_batch_sizes
-    caller = FrameCaller if served.answers_in_frames else HttpCaller
-    warm_up(
-        signature, caller(signature, triton, spec.token, spec.load_timeout_s),
-        [min(size, spec.max_batch_size) for size in sizes], progress=reporter.progress,
-    )  # fmt: skip
+    served.warm_up(triton, spec, reporter.progress)
     (directory / READY_FILE).touch()  # tells the guardian that every process of the group counts from now on
     told = msgspec.to_builtins(_without_large_example(signature))
     reporter.send(ReplicaStatus("ready", signature=told, facts={"device": device, **package_versions()}))

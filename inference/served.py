@@ -1,4 +1,7 @@
-"""What a replica serves: one model, or the steps of a fused pipeline; loaded, and ready for being bound to Triton."""
+"""What a replica serves: one model, or the steps of a fused pipeline; loaded, and ready for being bound to Triton.
+
+A language model is served by `inference.lm.served_lm`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ import msgspec
 from inference.device import choose_device
 from inference.fused import FusedPipeline
 from inference.handshake import ReplicaSpec
+from inference.lm.reference import is_language_model
+from inference.lm.served_lm import ServedLanguageModel, load_language_model
 from inference.loader import load_model
 from inference.model import Model
 from inference.pipeline import PipelineSpec, StepSpec, make_plan
@@ -42,17 +47,27 @@ class Served:
         self._models = models
         self._runner = runner
 
-    @property
-    def answers_in_frames(self) -> bool:
-        """Whether its answers are frames, any number a request."""
-        return isinstance(self._runner, FusedPipeline)
-
     def bind(self, triton: EmbeddedTriton) -> None:
         """Bind it to a Triton that has not started yet."""
         if isinstance(self._runner, FusedPipeline):
             triton.bind_frames(self.signature, self._runner.handle)
         else:
             triton.bind_model(self.signature, self._runner.handle)
+
+    def warm_up(self, triton: EmbeddedTriton, spec: ReplicaSpec, progress: Callable[[str], None]) -> None:
+        """Call it through a Triton that has started, with each batch size.
+
+        Raises:
+            ReplicaError: a call failed; the message has the callable's own.
+        """
+        from inference.warmup import FrameCaller, HttpCaller, batch_sizes, warm_up
+
+        sizes = batch_sizes(spec.max_batch_size) if spec.warmup_batch_sizes is None else spec.warmup_batch_sizes
+        caller = FrameCaller if isinstance(self._runner, FusedPipeline) else HttpCaller
+        warm_up(
+            self.signature, caller(self.signature, triton, spec.token, spec.load_timeout_s),
+            [min(size, spec.max_batch_size) for size in sizes], progress=progress,
+        )  # fmt: skip
 
     def unload(self) -> None:
         """Call every model's `unload`, the last loaded first; one that raises keeps no other from its own."""
@@ -63,12 +78,14 @@ class Served:
 
 def load_served(
     spec: ReplicaSpec, progress: Callable[[str], None], on_broken: Callable[[str], None]
-) -> Served:  # fmt: skip
+) -> Served | ServedLanguageModel:  # fmt: skip
     """Import, construct, check and load what a replica serves.
 
     Raises:
         ModelError: something doesn't fit; the message names step and tensor.
     """
+    if is_language_model(spec.model):
+        return load_language_model(spec, progress, on_broken)
     steps = spec.pipeline.steps if spec.pipeline is not None else (StepSpec(spec.name, spec.model, "", spec.options),)
     models: dict[str, Model] = {}
     for step in steps:

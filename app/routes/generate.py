@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar, cast
 
-from starlette.types import Receive, Scope
+from starlette.types import ASGIApp, Receive, Scope
 
 from app.answers import Answer, HeadAnswer, Outputs
 from app.bodies import BodyReader
@@ -15,10 +15,13 @@ from app.disconnects import DisconnectWatch
 from app.errors import HeadwaterError
 from app.event_stream import EventStream
 from app.generate_codec import GenerateDecoder
+from app.lm.generate_answer import GenerateAnswer
+from app.lm.generate_request import GenerateRequest
 from app.models import Models, ServedModel
 from app.replies import Reply
 from app.routes.boundary import Endpoint
 from app.routes.infer import LARGE_BYTES
+from app.routes.text_answers import TextAnswers
 from app.tensors import InferRequest
 
 __all__ = ["GenerateEndpoint", "GenerateStreamEndpoint"]
@@ -34,9 +37,11 @@ class GenerateEndpoint(Endpoint):
         self._models = models
         self._reader = reader
 
-    async def answer(self, scope: Scope, receive: Receive) -> Reply:
+    async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
         """See `Endpoint.answer`."""
         model = _model(self._models, scope)
+        if model.route.is_language_model:
+            return await _text_answer(self._models, self._reader, scope, receive, streams=False)
         model.check_whole()
         decoder, encoder = model.generate_codecs()
         body, _ = await self._reader.read(scope, receive)
@@ -54,9 +59,11 @@ class GenerateStreamEndpoint(Endpoint):
         self._models = models
         self._reader = reader
 
-    async def answer(self, scope: Scope, receive: Receive) -> EventStream:
+    async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
         """See `Endpoint.answer`."""
         model = _model(self._models, scope)
+        if model.route.is_language_model:
+            return await _text_answer(self._models, self._reader, scope, receive, streams=True)
         decoder, encoder = model.generate_codecs()
         body, _ = await self._reader.read(scope, receive)
         request = await _decoded(decoder, body)
@@ -95,6 +102,17 @@ class GenerateStreamEndpoint(Endpoint):
 def _model(models: Models, scope: Scope) -> ServedModel:
     path = scope["path_params"]
     return models.get(path["model"], path.get("version"))
+
+
+async def _text_answer(models: Models, reader: BodyReader, scope: Scope, receive: Receive, *, streams: bool) -> ASGIApp:
+    dispatcher = models.language_model(scope["path_params"]["model"])
+    dispatcher.check_ready()
+    raw, _ = await reader.read(scope, receive)
+    request = GenerateRequest.read(raw)
+    form = GenerateAnswer(dispatcher.route.name, request.id or "")
+    return await TextAnswers(models).answer(
+        scope, receive, dispatcher, request, lambda plan, texts: form, streams=streams
+    )
 
 
 async def _decoded(decoder: GenerateDecoder, body: bytes) -> InferRequest:

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 import app
 from app.bodies import BodyReader
 from app.errors import BadRequest
+from app.lm.dispatcher import LmDispatcher
 from app.models import VERSION, Models, ServedModel
 from app.routing import State
 from inference.datatypes import DATATYPES
@@ -138,6 +139,8 @@ def _config(model: ServedModel) -> dict[str, Any]:
 
 
 def _statistics(model: ServedModel) -> dict[str, Any]:
+    if isinstance(model.dispatcher, LmDispatcher):
+        return _language_model_statistics(model.dispatcher)
     counts = model.dispatcher.statistics
     told: dict[str, Any] = {
         "name": model.route.name,
@@ -160,3 +163,46 @@ def _statistics(model: ServedModel) -> dict[str, Any]:
             for step in counts.steps.values()
         }
     return told
+
+
+def _language_model_statistics(dispatcher: LmDispatcher) -> dict[str, Any]:
+    counts = dispatcher.statistics
+    load = dispatcher.load
+    told: dict[str, Any] = {
+        "requests": counts.requests,
+        "failures": counts.failures,
+        "shed": counts.shed,
+        "cancelled": counts.cancelled,
+        "prompt_tokens": counts.prompt_tokens,
+        "generated_tokens": counts.generated_tokens,
+        "first_token": {"count": counts.first_tokens, "ns": counts.first_token_ns},
+        "contract_violations": counts.contract_violations,
+        "sequences": {"active": load.active, "waiting": load.waiting},
+        "cache_used": load.cache_used,
+    }
+    signature = dispatcher.signature
+    if signature is not None and signature.language_model is not None:
+        limits = signature.language_model.limits
+        told["limits"] = {  # of one replica
+            "max_sequences": limits.max_sequences,
+            "max_waiting": limits.max_waiting,
+            "context_length": limits.context_length,
+            "cache_tokens": limits.cache_tokens,
+        }
+    return {
+        "name": dispatcher.route.name,
+        "version": VERSION,
+        "inference_count": counts.sequences,
+        "execution_count": counts.frames,
+        "inference_stats": {
+            "success": {"count": counts.requests, "ns": counts.total_ns},
+            "fail": {"count": counts.failures, "ns": 0},
+            # An engine doesn't tell when it began with a sequence: waiting is part of computing here.
+            "queue": {"count": counts.requests, "ns": 0},
+            "compute_input": {"count": counts.requests, "ns": 0},
+            "compute_infer": {"count": counts.requests, "ns": counts.total_ns},
+            "compute_output": {"count": counts.requests, "ns": 0},
+        },
+        "batch_stats": [],
+        "language_model": told,
+    }

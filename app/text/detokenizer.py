@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from app.text.token_texts import TokenTexts
+if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
+    from app.text.token_texts import TokenTexts
 
 __all__ = ["Detokenizer"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from app.text.token_texts import TokenTexts
+if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
+    from app.text.token_texts import TokenTexts
 
 __all__ = ["LogprobToken", "logprob_token"]
 

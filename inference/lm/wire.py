@@ -4,8 +4,8 @@ A replica binds one decoupled model. Every request to it carries one `Message` i
 every response carries one `StepFrame` in the output `inference.frame.FRAME`, UINT8 [1, size]. Both are MessagePack.
 
 - `Open` makes a channel, which belongs to one gateway worker; its request is answered for as long as the channel lives.
-  The first frame has no events and says that the channel is there. Then one frame an engine step, with the tokens of all
-  the channel's sequences; if the worker is behind by a window, steps are merged into the next frame.
+  The first frame has no events and says that the channel is there. Then one frame an engine step, with the tokens of
+  all the channel's sequences; if the worker is behind by a window, steps are merged into the next frame.
 - `Post` starts and cancels sequences of a channel, acknowledges frames, and renews the channel's lease. It is answered
   only if the channel is unknown: with one frame whose `closed` says so.
 - `CancelRequest` cancels by a request's id, whichever channel it came over; one frame with `cancelled` answers it.
@@ -48,8 +48,8 @@ RENEW_S: Final = 2.0
 """How often a worker with sequences under way says that it is there."""
 
 Ending: TypeAlias = Literal["stop", "length", "cancelled", "error", "full", "rejected"]
-"""Why a sequence ended: as `inference.lm.protocol.Finish`; ``full``: the engine's queue is; ``rejected``: it can't ever be
-served. The last three have a text in `SequenceEvent.error`."""
+"""Why a sequence ended: as `inference.lm.protocol.Finish`; ``full``: the engine's queue is; ``rejected``: it can't ever
+be served. The last three have a text in `SequenceEvent.error`."""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

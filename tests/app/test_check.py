@@ -169,6 +169,28 @@ def test_a_model_that_ends_the_process_does_not_hide_the_others(run: Run, tmp_pa
     assert [one["ok"] for one in report["deployments"]] == [True, False, True]
 
 
+def test_a_language_model_is_looked_at_but_not_loaded(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    tiny = "lm:inference.zoo:weights/tiny_lm"
+    _, report = run(
+        {
+            "deployments": {
+                "good": {"model": tiny, "options": {"max_sequences": 4}},
+                "wrong": {"model": tiny, "options": {"max_sequences": 0}},
+                "gone": {"model": "lm:nowhere"},
+                "empty": {"model": "lm:empty"},
+            }
+        }
+    )
+    assert [one["ok"] for one in report["deployments"]] == [True, False, False, False]
+    assert [tensor["name"] for tensor in report["deployments"][0]["inputs"]] == ["text_input"]
+    titles, reasons = zip(*((one["title"], one["reason"]) for one in report["problems"]), strict=True)
+    assert titles == ("deployment wrong", "deployment gone", "deployment empty")
+    assert reasons[0] == f"{tiny}: options.max_sequences: expected `int` >= 1, got 0"
+    assert reasons[1] == f"lm:nowhere: there is no folder {tmp_path}/nowhere"
+    assert reasons[2].startswith(f"lm:empty: expected config.json, the model's configuration, in {tmp_path}/empty: ")
+
+
 def test_each_model_gets_its_own_environment(run: Run, tmp_path: Path) -> None:
     source = "import os\nfrom inference.zoo.scale import Scale\nassert os.environ.get('MODE') == 'fast', 'slow'\n"
     (tmp_path / "moody.py").write_text(source)

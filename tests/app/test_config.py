@@ -48,6 +48,8 @@ def test_the_environment_reaches_into_deployments_whatever_its_case() -> None:
         ({"deployments": {"a b": {"model": "m:M"}}}, "deployment name 'a b': expected letters"),
         ({"deployments": {"a": {}}}, "`deployments.a`: expected either `model` or `pipeline`"),
         ({"deployments": {"a": {"model": "m"}}}, "`deployments.a.model`: expected module:Class such as"),
+        ({"deployments": {"a": {"model": "lm:"}}}, "`deployments.a.model`: expected lm:PATH such as lm:models/llama"),
+        ({"deployments": {"a": {"model": "lm:a/b:c"}}}, "`deployments.a.model`: expected lm:PATH such as"),
         ({"deployments": {"a": {"model": "m:M", "batch": {}}}}, "`deployments.a.batch`: unknown field"),
         ({"deployments": {"a": {"model": "m:M", "device": "gpu"}}}, "`deployments.a.device`: expected auto, cpu"),
         ({"deployments": {"a": {"model": "m:M", "timeout_s": 0}}}, "`deployments.a.timeout_s`: "),
@@ -97,3 +99,9 @@ def test_a_missing_file_is_said_to_be_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(path.name for path in (Path(__file__).parents[2] / "configs").glob("*.yaml")))
 def test_the_shipped_configurations_are_valid(name: str) -> None:
     assert load_config(Path(__file__).parents[2] / "configs" / name, environment={}, flags={}).deployments
+
+
+@pytest.mark.parametrize("model", ["lm:models/llama", "lm:inference.zoo:weights/tiny_lm"])
+def test_a_language_model_is_a_folder(model: str) -> None:
+    config = read({"deployments": {"a": {"model": model, "options": {"max_sequences": 4}}}})
+    assert config.deployments["a"].model == model

@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+import httpx
 import msgspec
 import pytest
+from fastapi import FastAPI
 
+from app.bodies import BodyReader
 from app.dispatch import Dispatcher
-from app.errors import BadRequest, NotFound, Unavailable
+from app.errors import BadRequest, Cancelled, NotFound, Unavailable
 from app.graph import GraphDispatcher
+from app.lm.dispatcher import LmDispatcher
 from app.models import Models
+from app.routes.metadata import metadata_routes
 from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.tensors import InferRequest, OutputWish, RawTensor
+from inference.lm.wire import Load
 from inference.pipeline import PipelineSpec, StepSpec, make_plan
 from inference.signature import Signature, TensorSpec
+from tests.app.lm.stand_in import Replica, event, route_of, spec
 
 
 class Hanging:
@@ -51,7 +58,7 @@ TABLE = RoutingTable((PIPELINE, step("trunk"), step("head"), PLAIN))
 
 def run(scenario: Callable[[Models], Awaitable[None]]) -> None:
     async def main() -> None:
-        models = Models(lambda name, route: Hanging())
+        models = Models(lambda name, route: Replica() if route.grpc_socket else Hanging())
         models.update(TABLE)
         await asyncio.wait_for(scenario(models), 20)
         models.close()
@@ -136,5 +143,102 @@ def test_a_model_that_streams_has_no_whole_answer() -> None:
         models.update(RoutingTable((msgspec.structs.replace(PLAIN, signature=streams),)))
         with pytest.raises(BadRequest, match="/v2/models/plain/generate_stream"):
             models.get("plain").codecs()
+
+    run(scenario)
+
+
+LANGUAGE_MODEL = route_of("lm-0")
+
+
+def replica_of(models: Models) -> Replica:
+    (replica,) = models.language_model("lm")._replicas.values()
+    assert isinstance(replica.client, Replica)
+    return replica.client
+
+
+def test_a_language_model_is_found_as_one_and_nothing_else_is() -> None:
+    async def scenario(models: Models) -> None:
+        loading = msgspec.structs.replace(LANGUAGE_MODEL, state=State.LOADING, signature=None, replicas=())
+        models.update(RoutingTable((PLAIN, loading)))
+        dispatcher = models.language_model("lm")  # before anything is known of it
+        assert isinstance(dispatcher, LmDispatcher)
+        with pytest.raises(Unavailable):
+            models.get("lm").codecs()
+        models.update(RoutingTable((PLAIN, LANGUAGE_MODEL)))
+        assert models.language_model("lm", "1") is dispatcher
+        assert dispatcher.check_ready() == LANGUAGE_MODEL.signature
+        with pytest.raises(BadRequest, match=r"`plain` is no language model; models that are: `lm`$"):
+            models.language_model("plain")
+        with pytest.raises(NotFound):
+            models.language_model("other")
+        with pytest.raises(NotFound, match="version"):
+            models.language_model("lm", "2")
+
+    run(scenario)
+
+
+def test_who_sends_tensors_to_a_language_model_is_told_where_to_ask() -> None:
+    async def scenario(models: Models) -> None:
+        models.update(RoutingTable((LANGUAGE_MODEL,)))
+        for check in (models.get("lm").codecs, models.get("lm").check_whole):
+            with pytest.raises(BadRequest, match=r"/generate, .*/generate_stream or /v1/chat/completions"):
+                check()
+
+    run(scenario)
+
+
+def test_requests_of_language_models_are_in_flight_and_cancelled_by_id_and_refused_while_draining() -> None:
+    async def scenario(models: Models) -> None:
+        models.update(RoutingTable((PLAIN, LANGUAGE_MODEL)))
+        request = models.language_model("lm").open("mine", [spec(), spec()])
+        assert (models.in_flight, models.is_idle) == (1, False)
+        await settle()
+        assert await models.cancel_request("other") == 0
+        assert await models.cancel_request("mine") == 2
+        with pytest.raises(Cancelled):
+            await request.news()
+        assert models.is_idle
+        models.update(RoutingTable((LANGUAGE_MODEL,), draining=True))
+        with pytest.raises(Unavailable, match="stopping"):
+            models.language_model("lm").open("mine", [spec()])
+        replica = replica_of(models)
+        models.update(RoutingTable((PLAIN,)))
+        assert replica.is_closed
+
+    run(scenario)
+
+
+def test_statistics_and_configuration_of_a_language_model() -> None:
+    async def scenario(models: Models) -> None:
+        models.update(RoutingTable((LANGUAGE_MODEL,)))
+        request = models.language_model("lm").open("q", [spec()])
+        await settle()
+        replica_of(models).say(event(0, 0, [1, 2], finish="stop"), load=Load(3, 2, 40))
+        assert await request.news()
+        assert await request.news() == []
+        server = FastAPI()
+        server.include_router(metadata_routes(models, BodyReader(1000, 1000)))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://server") as client:
+            (told,) = (await client.get("/v2/models/lm/stats")).json()["model_stats"]
+            metadata = (await client.get("/v2/models/lm")).json()
+            config = (await client.get("/v2/models/lm/config")).json()
+        assert (told["name"], told["inference_count"], told["execution_count"]) == ("lm", 1, 2)
+        assert told["inference_stats"]["success"]["count"] == 1
+        told = told["language_model"]
+        assert told.pop("first_token")["count"] == 1
+        assert told == {
+            "requests": 1,
+            "failures": 0,
+            "shed": 0,
+            "cancelled": 0,
+            "prompt_tokens": 3,
+            "generated_tokens": 2,
+            "contract_violations": 0,
+            "sequences": {"active": 3, "waiting": 2},
+            "cache_used": 40,
+            "limits": {"max_sequences": 4, "max_waiting": 8, "context_length": 64, "cache_tokens": 256},
+        }
+        assert [tensor["name"] for tensor in metadata["inputs"] + metadata["outputs"]] == ["text_input", "text_output"]
+        assert config["input"][0]["data_type"] == "TYPE_STRING"
 
     run(scenario)

@@ -147,6 +147,7 @@ def test_a_source_that_is_none(source: str, message: str) -> None:
     [
         ({"model": "m"}, "`deployments.p.pipeline.heads.b.model`: expected module:Class such as "),
         ({"model": "onnx:"}, "`deployments.p.pipeline.heads.b.model`: expected a path after onnx:"),
+        ({"model": "lm:x"}, "`deployments.p.pipeline.heads.b`: model: a language model can't be a step, got 'lm:x'"),
         ({"modell": "m:M"}, "`deployments.p.pipeline.heads.b.modell`: unknown field"),
         ({**MODEL, "timeout_s": 0}, "`deployments.p.pipeline.heads.b.timeout_s`: input should be greater than 0"),
         ({**MODEL, "on_error": "skip"}, "`deployments.p.pipeline.heads.b.on_error`: input should be 'fail' or 'omit'"),
@@ -343,3 +344,9 @@ def test_a_merged_mapping_may_be_overridden_and_merged_again(tmp_path: Path) -> 
     assert config.deployments["b"].model == "n:N"
     assert config.deployments["b"].batching.max_batch_size == 4
     assert config.deployments["b"].options == {"k": 2, "l": 3}
+
+
+def test_a_deployment_that_is_a_language_model() -> None:
+    pipeline = {"placement": "graph", "trunk": MODEL, "heads": {"a": {"deployment": "q"}}}
+    message = refused(pipeline, q={"model": "lm:models/llama"})
+    assert message == "deployments.p.pipeline, step `a`: a language model can't be a step, got the deployment `q`"

@@ -1,0 +1,353 @@
+"""A gateway worker's channel to one replica's engine: its sequences, and what both sides say (`inference.lm.wire`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+
+from app.errors import (
+    BadRequest,
+    CallableFailed,
+    Cancelled,
+    ContractBroken,
+    HeadwaterError,
+    QueueFull,
+    ReplicaLost,
+    Unavailable,
+)
+from app.lm.statistics import FinishRate, LmStatistics
+from app.lm.token_slot import TokenSlot
+from app.row_errors import RETRY_AFTER_LOST_S
+from app.triton_client import FrameReplicaClient, FrameRequest
+from inference.lm.wire import (
+    CONTROL,
+    RENEW_S,
+    WINDOW,
+    Load,
+    Message,
+    Open,
+    Post,
+    SequenceEvent,
+    StepFrame,
+    decode_frame,
+    encode_message,
+)
+
+__all__ = ["NOTHING", "Channel", "call_name", "control_request"]
+
+logger = logging.getLogger("headwater.lm")
+
+REMEMBERED_ENDS: Final = 256
+"""How many of the sequences that ended last are known, so that what comes after an end is seen."""
+TIMER_RESOLUTION_S: Final = 0.001
+_FIELD: Final = re.compile(r"([a-z][a-z0-9_]*): ")
+_numbers = itertools.count()
+_WORKER: Final = uuid.uuid4().hex[:12]
+"""Makes names of calls unique among gateway workers."""
+
+
+def call_name() -> str:
+    """A name that no call in the whole server has had."""
+    return f"{_WORKER}-lm-{next(_numbers)}"
+
+
+def control_request(message: Message) -> FrameRequest:
+    """The call that carries a message."""
+    raw = encode_message(message)
+    return FrameRequest([(CONTROL, "UINT8", [1, len(raw)], [raw])], "")
+
+
+NOTHING: Final = control_request(Post(""))
+"""Asks for nothing: for a channel that there isn't."""
+
+
+class Channel:
+    """One channel, from its opening, with the first sequence, to its end; then another must be made.
+
+    Everything happens in one event loop. What is to be said gathers for a turn of the loop, and while another message
+    is on its way: a burst of requests is one message.
+
+    Args:
+        model: the deployment's name, for messages.
+        client: of the replica.
+        statistics: where to count.
+        on_end: called with the reason when the channel can't be used any more, before its sequences learn of it.
+        window: frames that may be on their way without having been acknowledged.
+        renew_s: how often to say that this worker is there, while sequences are under way.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        client: FrameReplicaClient,
+        statistics: LmStatistics,
+        on_end: Callable[[HeadwaterError], None],
+        *,
+        window: int = WINDOW,
+        renew_s: float = RENEW_S,
+    ) -> None:
+        self.name = call_name()
+        self.load = Load()
+        """The engine's, as last reported."""
+        self.others = 0
+        """Sequences that the engine had then from other workers."""
+        self.is_ended = False
+        self._model = model
+        self._client = client
+        self._statistics = statistics
+        self._on_end = on_end
+        self._window = window
+        self._renew_s = renew_s
+        self._loop = asyncio.get_running_loop()
+        self._sequences: dict[int, TokenSlot] = {}
+        """Those under way."""
+        self._ended: dict[int, TokenSlot] = {}
+        """Those that ended last."""
+        self._unsent: dict[int, TokenSlot] = {}
+        self._cancels: list[int] = []
+        self._next_number = 0
+        self._frames = 0
+        """Taken in; the first says that the channel is there."""
+        self._acknowledged = 0
+        self._is_post_due = False
+        self._must_post = False
+        """Whether something is to be said, be it only that we are there."""
+        self._posted_s = self._loop.time()
+        self._renewal: asyncio.TimerHandle | None = None
+        self._rate = FinishRate()
+        self._reading: asyncio.Task[None] | None = None
+        self._posting: asyncio.Task[None] | None = None
+
+    @property
+    def sequences(self) -> int:
+        """How many are under way."""
+        return len(self._sequences)
+
+    def submit(self, slot: TokenSlot) -> None:
+        """Have a sequence generated."""
+        slot.channel = self
+        slot.number = self._next_number
+        self._next_number += 1
+        self._sequences[slot.number] = self._unsent[slot.number] = slot
+        if self._reading is None:
+            self._reading = self._loop.create_task(self._guarded(self._read))
+        self._post_soon()
+
+    def cancel(self, slot: TokenSlot) -> None:
+        """Nobody wants more of a sequence: it is forgotten here at once, and then at the engine."""
+        if self._sequences.pop(slot.number, None) is None:
+            return
+        if self._unsent.pop(slot.number, None) is None:
+            self._cancels.append(slot.number)
+            self._post_soon()
+
+    def close(self, error: HeadwaterError) -> None:
+        """End the channel, and its sequences with this error; the replica isn't told."""
+        if self.is_ended:
+            return
+        self.is_ended = True
+        if self._renewal is not None:
+            self._renewal.cancel()
+            self._renewal = None
+        current = asyncio.current_task()
+        for task in (self._reading, self._posting):
+            if task is not None and task is not current:
+                task.cancel()
+        self._on_end(error)
+        slots = list(self._sequences.values())
+        self._sequences.clear()
+        self._ended.clear()
+        for slot in slots:
+            if slot.channel is not self or not slot.is_running:  # a neighbour's failure was its own
+                continue
+            if slot.number in self._unsent and isinstance(error, ReplicaLost):
+                slot.owner.restart(error.again())
+            else:
+                slot.owner.fail(error.again())
+        self._unsent.clear()
+
+    async def _guarded(self, work: Callable[[], Awaitable[HeadwaterError | None]]) -> None:
+        """Whatever ends a call that the channel lives by ends the channel."""
+        error: HeadwaterError | None
+        try:
+            error = await work()
+        except HeadwaterError as failure:
+            error = failure
+        except msgspec.MsgspecError as failure:
+            self._statistics.contract_violations += 1
+            error = ContractBroken(f"model `{self._model}`: expected a frame, got something else: {failure}")
+        except Exception as failure:
+            logger.exception("model %s: the channel %s failed in the gateway", self._model, self.name)
+            error = CallableFailed(f"internal error: {type(failure).__name__}")
+        if error is None or self.is_ended:
+            return
+        if self._sequences or not isinstance(error, Unavailable):
+            logger.warning("model %s: channel %s ended: %s", self._model, self.name, error.message)
+        self.close(error)
+        if not isinstance(error, Unavailable):  # the other side may think that it goes on
+            await self._farewell()
+
+    async def _farewell(self) -> None:
+        with contextlib.suppress(HeadwaterError):
+            async with contextlib.aclosing(
+                self._client.frames(call_name(), control_request(Post(self.name, close=True)))
+            ) as frames:
+                async for _ in frames:
+                    pass
+
+    # What the replica says
+
+    async def _read(self) -> HeadwaterError:
+        request = control_request(Open(self.name, self._window))
+        async with contextlib.aclosing(self._client.frames(self.name, request)) as frames:
+            async for raw in frames:
+                frame = decode_frame(raw)
+                self._take(frame)
+                if self.is_ended:
+                    break
+                if frame.closed:
+                    return self._closed(frame)
+        return Unavailable(
+            f"model `{self._model}`: the replica ended the channel to it", retry_after_s=RETRY_AFTER_LOST_S
+        )
+
+    def _closed(self, frame: StepFrame) -> Unavailable:
+        return Unavailable(
+            f"model `{self._model}`: the replica closed the channel to it: {frame.closed}",
+            retry_after_s=RETRY_AFTER_LOST_S,
+        )
+
+    def _take(self, frame: StepFrame) -> None:
+        """Hand each event to its sequence.
+
+        Raises:
+            ContractBroken: a frame was lost, or came twice.
+        """
+        if frame.closed and not self._frames:  # it is refused, by a frame of no channel
+            return
+        if frame.number != self._frames:
+            self._statistics.contract_violations += 1
+            raise ContractBroken(f"model `{self._model}`: expected frame {self._frames}, got {frame.number}")
+        self._frames += 1
+        if self._frames == 1:
+            self._post_soon()
+        self.load = frame.load
+        now_s = self._loop.time()
+        sequences = self._sequences
+        tokens = 0
+        for event in frame.events:
+            slot = sequences.get(event.number)
+            if slot is None:  # cancelled meanwhile, if it hasn't ended
+                if event.number in self._ended:
+                    self._break(self._ended.pop(event.number), event)
+                continue
+            try:
+                slot.take(event)
+            except ContractBroken as error:
+                self._break(slot, event, error)
+                continue
+            if event.tokens:
+                tokens += len(event.tokens)
+                if event.index == 0:
+                    self._statistics.prompt_tokens += slot.prompt_tokens
+                if event.finish is None:
+                    slot.owner.hear(slot, now_s)
+            if event.finish is not None:
+                self._finish(slot, event, now_s)
+        self._statistics.frames += 1
+        self._statistics.generated_tokens += tokens
+        self.others = max(0, frame.load.active + frame.load.waiting - len(sequences))
+        if self._frames - self._acknowledged >= max(1, self._window // 2):
+            self._post_soon()
+
+    def _finish(self, slot: TokenSlot, event: SequenceEvent, now_s: float) -> None:
+        del self._sequences[slot.number]
+        self._ended[slot.number] = slot
+        if len(self._ended) > REMEMBERED_ENDS:
+            del self._ended[next(iter(self._ended))]
+        if event.finish in ("stop", "length"):
+            self._rate.note(now_s)
+            slot.finish = event.finish
+            slot.owner.end(slot, now_s)
+            return
+        slot.is_running = False
+        slot.owner.fail(self._error(event, now_s))
+
+    def _error(self, event: SequenceEvent, now_s: float) -> HeadwaterError:
+        model = f"model `{self._model}`"
+        if event.finish == "full":
+            wait_s = self._rate.wait_s(max(1, self.load.waiting), now_s)
+            return QueueFull(f"{model}: the queue is full: {event.error}", retry_after_s=wait_s)
+        if event.finish == "rejected":
+            field = _FIELD.match(event.error)
+            return BadRequest(event.error, field=field[1] if field else None)
+        if event.finish == "cancelled":
+            return Cancelled("the request was cancelled")
+        return CallableFailed(event.error or f"{model}: the engine gave no reason")
+
+    def _break(self, slot: TokenSlot, event: SequenceEvent, error: ContractBroken | None = None) -> None:
+        """An event is not in sequence: that ends its request, while its neighbours go on."""
+        error = error or slot.after_end(event)
+        self._statistics.contract_violations += 1
+        logger.error("model %s, request %s: %s", self._model, slot.owner.request_id, error.message)
+        self._sequences.pop(slot.number, None)
+        self._cancels.append(slot.number)
+        self._post_soon()
+        slot.is_running = False
+        slot.owner.fail(error)
+
+    # What we say
+
+    def _post_soon(self) -> None:
+        """Say what is to be said at the end of this turn of the event loop, or after what is being said."""
+        self._must_post = True
+        if not self._is_post_due and self._posting is None and self._frames and not self.is_ended:
+            self._is_post_due = True
+            self._loop.call_soon(self._start_posting)
+
+    def _start_posting(self) -> None:
+        self._is_post_due = False
+        if not self.is_ended:
+            self._posting = self._loop.create_task(self._guarded(self._post))
+
+    async def _post(self) -> HeadwaterError | None:
+        while self._must_post:
+            message = self._next_message()
+            async with contextlib.aclosing(self._client.frames(call_name(), control_request(message))) as frames:
+                async for raw in frames:
+                    frame = decode_frame(raw)
+                    if frame.closed:
+                        return self._closed(frame)
+        self._posting = None
+        return None
+
+    def _next_message(self) -> Post:
+        submits = [slot.submit() for slot in self._unsent.values()]
+        cancels = self._cancels
+        self._unsent, self._cancels, self._must_post = {}, [], False
+        self._acknowledged = self._frames
+        self._posted_s = self._loop.time()
+        if self._renewal is None and self._sequences:
+            self._renewal = self._loop.call_later(self._renew_s, self._renew)
+        return Post(self.name, self._frames, submits, cancels)
+
+    def _renew(self) -> None:
+        """Say that we are there, if we haven't for a while; while nothing is under way, nobody asks."""
+        self._renewal = None
+        if not self._sequences:
+            return
+        left_s = self._posted_s + self._renew_s - self._loop.time()
+        if left_s > TIMER_RESOLUTION_S:
+            self._renewal = self._loop.call_later(left_s, self._renew)
+        else:
+            self._post_soon()
+            if self._renewal is None:
+                self._renewal = self._loop.call_later(self._renew_s, self._renew)

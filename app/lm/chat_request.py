@@ -1,0 +1,104 @@
+"""Requests of ``POST /v1/chat/completions``.
+
+Source: OpenAI's API reference. What these models can't do is refused by the field's name, never ignored; `top_k`,
+`min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `chat_template_kwargs`, `include_stop_str_in_output`,
+`skip_special_tokens` and `timeout_s` are extensions, most of them vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from app.json_faults import at, shown
+from app.lm.json_body import read_body
+from app.lm.sampling_fields import MAX_LOGPROBS, StreamFields, checked_integer
+from app.lm.text_plan import CHAT_ANSWER_TOKENS, Prompt, TextPlan, answer_room, fitting_tokens, plan
+from inference.lm.protocol import EngineLimits
+
+if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
+    from app.lm.language_text import LanguageText
+
+__all__ = ["MAX_CHOICES", "ChatRequest"]
+
+MAX_CHOICES: Final = 16
+
+
+class ChatRequest(StreamFields, kw_only=True):
+    """The body."""
+
+    messages: Any
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    metadata: None = None
+    modalities: None = None
+    moderation: None = None
+    parallel_tool_calls: None = None
+    prediction: None = None
+    prompt_cache_key: None = None
+    prompt_cache_options: None = None
+    prompt_cache_retention: None = None
+    reasoning_effort: None = None
+    safety_identifier: None = None
+    service_tier: None = None
+    store: None = None
+    tool_choice: None = None
+    tools: None = None
+    verbosity: None = None
+    web_search_options: None = None
+
+    @classmethod
+    def read(cls, raw: bytes) -> ChatRequest:
+        """Decode one.
+
+        Raises:
+            BadRequest: it is none; the message names the field.
+        """
+        return read_body(raw, cls)
+
+    def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
+        """Check the request, and make tokens of it. Takes too long for the event loop.
+
+        Raises:
+            BadRequest: something in it is wrong, or more than the model can take.
+        """
+        self.check_stream()
+        n = 1 if self.n is None else checked_integer("n", self.n, 1, MAX_CHOICES)
+        sampling = self.sampling(limits, logprobs=self._logprobs())
+        end = self.text_end(limits)
+        if self.response_format is not None and self.response_format != {"type": "text"}:
+            raise at("response_format", None, 'this model supports {"type": "text"} only; leave it out')
+        path, max_tokens = self._max_tokens()
+        ids = text.encode_chat(self.messages, self.chat_template_kwargs)
+        room = answer_room("messages", ids, limits)
+        if max_tokens is None:
+            share = max(limits.cache_tokens // limits.max_sequences, len(ids) + CHAT_ANSWER_TOKENS)
+            max_tokens = min(room, share - len(ids))
+        max_tokens = fitting_tokens("messages", path, max_tokens, ids, room, limits)
+        return plan([Prompt(ids, max_tokens)], n, sampling, end, self.timeout_s)
+
+    def _logprobs(self) -> int | None:
+        if self.top_logprobs is not None:
+            checked_integer("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
+            if not self.logprobs:
+                raise at("top_logprobs", None, 'expected it with "logprobs": true only; leave it out, or set that')
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def _max_tokens(self) -> tuple[str, int | None]:
+        """The field that says how long the answer may be, and what it says."""
+        new, old = self.max_completion_tokens, self.max_tokens
+        path = "max_tokens" if new is None else "max_completion_tokens"
+        if new is not None and old is not None and new != old:
+            raise at(
+                path, None, f"expected the same as max_tokens, which it replaces, got {shown(new)} and {shown(old)}; "
+                "leave one of them out"
+            )  # fmt: skip
+        max_tokens = old if new is None else new
+        if max_tokens is not None and max_tokens < 1:
+            raise at(path, None, f"expected at least 1, got {shown(max_tokens)}")
+        return path, max_tokens

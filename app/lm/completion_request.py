@@ -1,0 +1,114 @@
+"""Requests of ``POST /v1/completions``.
+
+Source: OpenAI's API reference; the extensions are those of `app.lm.chat_request`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from app.errors import BadRequest
+from app.json_faults import at, shown
+from app.lm.chat_request import MAX_CHOICES
+from app.lm.json_body import read_body
+from app.lm.sampling_fields import MAX_LOGPROBS, StreamFields, checked_ids, checked_integer
+from app.lm.text_plan import Prompt, TextPlan, answer_room, fitting_tokens, plan
+from inference.lm.protocol import EngineLimits
+
+if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
+    from app.lm.language_text import LanguageText
+
+__all__ = ["DEFAULT_TOKENS", "MAX_PROMPTS", "MAX_SEQUENCES", "CompletionRequest"]
+
+DEFAULT_TOKENS: Final = 16
+"""Of an answer, where the client doesn't say: OpenAI's figure."""
+MAX_PROMPTS: Final = 64
+MAX_SEQUENCES: Final = 256
+"""Prompts times choices."""
+
+
+class CompletionRequest(StreamFields, kw_only=True):
+    """The body."""
+
+    prompt: str | list[Any]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: None = None
+
+    @classmethod
+    def read(cls, raw: bytes) -> CompletionRequest:
+        """Decode one.
+
+        Raises:
+            BadRequest: it is none; the message names the field.
+        """
+        return read_body(raw, cls)
+
+    def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
+        """Check the request, and make tokens of it. Takes too long for the event loop.
+
+        Raises:
+            BadRequest: something in it is wrong, or more than the model can take.
+        """
+        self.check_stream()
+        n = 1 if self.n is None else checked_integer("n", self.n, 1, MAX_CHOICES)
+        if self.best_of is not None and self.best_of != 1:
+            raise at("best_of", None, f"this model does not support it; expected 1, got {shown(self.best_of)}")
+        if self.logprobs is not None:
+            checked_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            if self.echo:
+                raise at("logprobs", None, "this model gives none of prompts; leave it out, or echo")
+        sampling = self.sampling(limits, logprobs=self.logprobs)
+        end = self.text_end(limits)
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise at("max_tokens", None, f"expected at least 0, got {shown(self.max_tokens)}")
+        given = self._given()
+        if len(given) * n > MAX_SEQUENCES:
+            raise at("n", None, f"expected at most {MAX_SEQUENCES} answers in all, got {len(given)} prompts x {n}")
+        prompts = [self._prompt(field, one, text, limits) for field, one in given]
+        return plan(prompts, n, sampling, end, self.timeout_s)
+
+    def _given(self) -> list[tuple[str, str | list[Any]]]:
+        """The prompts, each with its path."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [("prompt", prompt)]
+        if not prompt:
+            raise at("prompt", None, "expected at least one string or token id, got an empty array")
+        kinds = {type(one) for one in prompt}
+        if kinds == {int}:
+            return [("prompt", prompt)]
+        if kinds not in ({str}, {list}):
+            raise at(
+                "prompt",
+                None,
+                "expected a string, an array of strings, an array of token ids, or an array of such arrays; got an "
+                f"array with {' and '.join(sorted({_kind(one) for one in prompt}))}",
+            )
+        if len(prompt) > MAX_PROMPTS:
+            raise at("prompt", None, f"expected at most {MAX_PROMPTS} prompts, got {len(prompt)}")
+        return [(f"prompt[{place}]", one) for place, one in enumerate(prompt)]
+
+    def _prompt(self, field: str, given: str | list[Any], text: LanguageText, limits: EngineLimits) -> Prompt:
+        if isinstance(given, str):
+            try:
+                ids = text.encode_text(given)
+            except BadRequest as error:
+                raise at(field, None, error.message.partition(": ")[2]) from None
+        else:
+            ids = checked_ids(field, given, limits.vocab_size)
+        room = answer_room(field, ids, limits)
+        max_tokens = min(DEFAULT_TOKENS, room) if self.max_tokens is None else self.max_tokens
+        max_tokens = fitting_tokens(field, "max_tokens", max_tokens, ids, room, limits)
+        prefix = ""
+        if self.echo:
+            skips = self.skip_special_tokens is not False
+            prefix = given if isinstance(given, str) else text.tokenizer.decode(ids, skip_special_tokens=skips)
+        return Prompt(ids, max_tokens, prefix)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, (str, list)):
+        return "strings" if isinstance(value, str) else "arrays"
+    return "token ids" if type(value) is int else shown(value)

@@ -1,0 +1,318 @@
+"""A language model in a gateway worker: its replicas, the requests under way, and what its text work needs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn, cast
+
+import msgspec
+
+from app.answers import HeadAnswer
+from app.dispatch import LOST_RETRY_S, Connect
+from app.errors import BadRequest, HeadwaterError, ReplicaLost, Unavailable
+from app.lm.channel import NOTHING, Channel, call_name, control_request
+from app.lm.generation import Generation, SequenceSpec
+from app.lm.request_run import RequestRun
+from app.lm.statistics import LmStatistics
+from app.routing import DeploymentRoute, ReplicaRoute
+from app.row_errors import RETRY_AFTER_LOST_S, RETRY_AFTER_S
+from app.tensors import InferRequest
+from app.triton_client import FrameReplicaClient
+from inference.lm.wire import CancelRequest, Load, decode_frame
+from inference.signature import Signature
+
+if TYPE_CHECKING:
+    from app.lm.language_text import LanguageText
+
+__all__ = ["LmDispatcher"]
+
+logger = logging.getLogger("headwater.lm")
+
+CANCEL_TIMEOUT_S: Final = 3.0
+"""How long a replica may take to say what it cancelled."""
+
+LoadText = Callable[[Path], "LanguageText"]
+
+
+@dataclass(slots=True)
+class _Replica:
+    route: ReplicaRoute
+    client: FrameReplicaClient
+    channel: Channel | None = None
+    """Made with the first request."""
+    is_lost: bool = False
+    """It failed as a whole; it gets no request any more, and the supervisor will take it from the table."""
+
+    @property
+    def sequences(self) -> int:
+        """How many it has, of this worker and, when last heard of, of others."""
+        return self.channel.sequences + self.channel.others if self.channel is not None else 0
+
+
+@dataclass(slots=True)
+class _Text:
+    """What came of loading a folder's tokenizer and template."""
+
+    text: LanguageText | None = None
+    reason: str = ""
+    """Why there is none."""
+
+
+class LmDispatcher:
+    """Takes requests for one language model, and has its replicas' engines generate the tokens.
+
+    Args:
+        route: the deployment.
+        connect: makes a client of a replica; tests and other engines put their own here.
+        load_text: loads what the text work needs from the model's folder.
+    """
+
+    def __init__(
+        self, route: DeploymentRoute, connect: Connect | None = None, load_text: LoadText | None = None
+    ) -> None:
+        self._connect = connect or _connect
+        self._load_text = load_text or _load_text
+        self._loop = asyncio.get_running_loop()
+        self._replicas: dict[str, _Replica] = {}
+        self._runs: set[RequestRun] = set()
+        self._folder = ""
+        self._text: asyncio.Task[_Text] | None = None
+        self.statistics = LmStatistics()
+        self.is_draining = False
+        """Whether new requests are refused; those under way are still answered."""
+        self.route = route
+        self.update(route)
+
+    @property
+    def signature(self) -> Signature | None:
+        """The model's signature, once known."""
+        return self.route.signature
+
+    @property
+    def in_flight(self) -> int:
+        """Requests under way."""
+        return len(self._runs)
+
+    @property
+    def load(self) -> Load:
+        """What its engines do, over all workers, as they last said."""
+        loads = [one.channel.load for one in self._replicas.values() if one.channel is not None]
+        return Load(
+            sum(load.active for load in loads),
+            sum(load.waiting for load in loads),
+            sum(load.cache_used for load in loads),
+        )
+
+    def update(self, route: DeploymentRoute) -> None:
+        """Take in a new state of the deployment: other replicas, another signature."""
+        if route.signature is not None and route.signature == self.route.signature:
+            # The same object, so that what was made for it stays good.
+            route = msgspec.structs.replace(route, signature=self.route.signature)
+        self.route = route
+        wanted = {replica.id: replica for replica in route.replicas}
+        for id in [id for id in self._replicas if id not in wanted]:
+            self._remove(id, "the replica ended while it had the request")
+        for id, replica in wanted.items():
+            if id not in self._replicas:
+                self._add(replica)
+        if route.signature is not None and route.signature.language_model is not None:
+            self._prepare_text(route.signature.language_model.folder)
+
+    def close(self) -> None:
+        """End all requests with `ReplicaLost`."""
+        replicas, self._replicas = self._replicas, {}
+        for replica in replicas.values():
+            self._end(replica, "the server is stopping")
+
+    def check_ready(self) -> Signature:
+        """The signature, if requests can be taken now.
+
+        Raises:
+            Unavailable: they can't.
+        """
+        if self.is_draining:
+            raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
+        if self.route.signature is None or not self._replicas:
+            raise self._unavailable()
+        return self.route.signature
+
+    async def text(self) -> LanguageText:
+        """The model's tokenizer and chat template.
+
+        Raises:
+            Unavailable: they are not known yet, or can't be loaded.
+        """
+        while (task := self._text) is not None:
+            found = task.result() if task.done() else await asyncio.shield(task)
+            if task is not self._text:  # another folder meanwhile
+                continue
+            if found.text is None:
+                raise Unavailable(
+                    f"model `{self.route.name}`: its tokenizer or chat template can't be loaded: {found.reason}",
+                    retry_after_s=RETRY_AFTER_LOST_S,
+                )
+            return found.text
+        raise self._unavailable()
+
+    def open(self, request_id: str, specs: Sequence[SequenceSpec], *, timeout_s: float | None = None) -> Generation:
+        """Have a request's sequences generated, all on one replica.
+
+        Args:
+            request_id: the client's; `cancel_request` cancels by it.
+            specs: the sequences.
+            timeout_s: how long the request may take in all; how long it may go without a token is the deployment's
+                `timeout_s`.
+
+        Returns:
+            The request under way, which must be closed.
+
+        Raises:
+            Unavailable: no replica is ready.
+        """
+        self.check_ready()
+        run = RequestRun(
+            request_id,
+            specs,
+            self.statistics,
+            start=self._start,
+            on_left=self._runs.discard,
+            idle_s=self.route.timeout_s,
+            limit_s=timeout_s,
+        )
+        self._runs.add(run)
+        try:
+            self._start(run)
+        except BaseException:
+            run.abandon()
+            raise
+        return run
+
+    async def cancel_request(self, request_id: str) -> int:
+        """Cancel all sequences of a request, whichever worker has it. Returns how many these were."""
+        here = sum(run.cancel_unsent() for run in list(self._runs) if run.request_id == request_id)
+        there = await asyncio.gather(
+            *(self._cancel_at(one, request_id) for one in self._replicas.values() if not one.is_lost)
+        )
+        return here + sum(there)
+
+    # What other dispatchers have: a language model is asked by `open`
+
+    async def infer(self, request: InferRequest) -> NoReturn:
+        """A language model doesn't answer with tensors.
+
+        Raises:
+            BadRequest: says where it can be asked.
+        """
+        raise self.refusal()
+
+    def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
+        """See `infer`."""
+        raise self.refusal()
+
+    def refusal(self) -> BadRequest:
+        """Says where it can be asked."""
+        name = self.route.name
+        return BadRequest(
+            f"model `{name}` is a language model and takes no tensors: POST to /v2/models/{name}/generate, "
+            f"/v2/models/{name}/generate_stream or /v1/chat/completions"
+        )
+
+    # Replicas
+
+    def _unavailable(self) -> Unavailable:
+        route = self.route
+        return Unavailable(
+            f"model `{route.name}` is {route.state.value}: {route.reason or 'no replica is ready'}",
+            retry_after_s=RETRY_AFTER_S.get(route.state, RETRY_AFTER_LOST_S),
+        )
+
+    def _add(self, route: ReplicaRoute) -> None:
+        client = cast(FrameReplicaClient, self._connect(self.route.name, route))
+        self._replicas[route.id] = _Replica(route, client)
+        client.open(NOTHING)
+
+    def _remove(self, id: str, reason: str) -> None:
+        self._end(self._replicas.pop(id), reason)
+
+    def _end(self, replica: _Replica, reason: str) -> None:
+        if replica.channel is not None:
+            replica.channel.close(ReplicaLost(reason, retry_after_s=RETRY_AFTER_LOST_S))
+        replica.client.close()
+
+    def _start(self, run: RequestRun) -> None:
+        """Give a request to the replica with the fewest sequences."""
+        able = [replica for replica in self._replicas.values() if not replica.is_lost]
+        if not able:
+            if not self._replicas:
+                raise self._unavailable()
+            raise Unavailable(f"model `{self.route.name}`: its replica ended", retry_after_s=RETRY_AFTER_LOST_S)
+        replica = min(able, key=lambda one: one.sequences)
+        if replica.channel is None:
+            on_end = partial(self._on_channel_end, replica)
+            replica.channel = Channel(self.route.name, replica.client, self.statistics, on_end)
+        run.submit(replica.channel)
+
+    def _on_channel_end(self, replica: _Replica, error: HeadwaterError) -> None:
+        replica.channel = None
+        if isinstance(error, ReplicaLost) and not replica.is_lost:
+            replica.is_lost = True
+            self._loop.call_later(LOST_RETRY_S, self._find_again, replica)
+
+    def _find_again(self, replica: _Replica) -> None:
+        """A replica that was lost and still stands in the table is tried again."""
+        route = replica.route
+        if self._replicas.get(route.id) is not replica:
+            return
+        logger.warning("model %s: replica %s was lost, but is still there: trying it again", self.route.name, route.id)
+        replica.client.close()  # the connection that is gone
+        self._add(route)
+
+    async def _cancel_at(self, replica: _Replica, request_id: str) -> int:
+        async def ask() -> int:
+            request = control_request(CancelRequest(request_id))
+            async with contextlib.aclosing(replica.client.frames(call_name(), request)) as frames:
+                return sum([decode_frame(raw).cancelled async for raw in frames])
+
+        try:
+            return await asyncio.wait_for(ask(), CANCEL_TIMEOUT_S)
+        except (asyncio.TimeoutError, HeadwaterError, msgspec.MsgspecError) as error:
+            logger.warning(
+                "model %s: replica %s didn't say what it cancelled: %s",
+                self.route.name, replica.route.id, error or "too slow",
+            )  # fmt: skip
+            return 0
+
+    # Text
+
+    def _prepare_text(self, folder: str) -> None:
+        """Load what the text work needs, unless it is loaded from there; what failed is tried again."""
+        task = self._text
+        has_failed = task is not None and task.done() and task.result().text is None
+        if folder != self._folder or has_failed:
+            self._folder = folder
+            self._text = self._loop.create_task(self._loaded(Path(folder)))
+
+    async def _loaded(self, folder: Path) -> _Text:
+        try:
+            return _Text(await asyncio.to_thread(self._load_text, folder))
+        except Exception as error:
+            logger.exception("model %s: no tokenizer or chat template from %s", self.route.name, folder)
+            return _Text(reason=str(error) or type(error).__name__)
+
+
+def _connect(name: str, route: ReplicaRoute) -> FrameReplicaClient:
+    from app.frame_client import FrameClient  # only where there is something to speak to: gRPC takes memory
+
+    return FrameClient(name, route.grpc_socket, route.token)
+
+
+def _load_text(folder: Path) -> LanguageText:
+    from app.lm.language_text import LanguageText  # only where there is one: tokenizers take memory
+
+    return LanguageText(folder)

@@ -1,0 +1,92 @@
+"""Requests of Triton's generate extension to a language model.
+
+Source: Triton's generate extension, with the field names of its backend for vLLM. The text is taken as it is: no chat
+template is applied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from app.errors import BadRequest
+from app.json_faults import at, shown
+from app.lm.completion_request import DEFAULT_TOKENS
+from app.lm.json_body import read_body
+from app.lm.sampling_fields import SamplingFields, checked_integer
+from app.lm.text_plan import Prompt, TextPlan, answer_room, fitting_tokens, plan
+from app.request_parameters import MAX_UINT64
+from inference.lm.protocol import EngineLimits
+
+if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
+    from app.lm.language_text import LanguageText
+
+__all__ = ["GenerateRequest"]
+
+_MAX_ID_CHARACTERS: Final = 1000
+
+
+class GenerateParameters(SamplingFields, kw_only=True):
+    """The parameters."""
+
+    timeout: int | None = None
+    """Microseconds; 0 is none."""
+
+
+class GenerateRequest(GenerateParameters, kw_only=True):
+    """The body; parameters may stand beside the text, too."""
+
+    text_input: str
+    id: str | None = None
+    parameters: GenerateParameters | None = None
+
+    @classmethod
+    def read(cls, raw: bytes) -> GenerateRequest:
+        """Decode one.
+
+        Raises:
+            BadRequest: it is none; the message names the field.
+        """
+        return read_body(raw, cls)
+
+    def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
+        """Check the request, and make tokens of it. Takes too long for the event loop.
+
+        Raises:
+            BadRequest: something in it is wrong, or more than the model can take.
+        """
+        if self.id is not None and len(self.id) > _MAX_ID_CHARACTERS:
+            raise at("id", None, f"expected at most {_MAX_ID_CHARACTERS} characters, got {len(self.id)}")
+        given, within = self._merged()
+
+        def path(name: str) -> str:
+            return f"parameters.{name}" if name.partition("[")[0] in within else name
+
+        sampling = given.sampling(limits, path=path)
+        end = given.text_end(limits, path)
+        if given.max_tokens is not None and given.max_tokens < 0:
+            raise at(path("max_tokens"), None, f"expected at least 0, got {shown(given.max_tokens)}")
+        timeout_us = checked_integer(path("timeout"), given.timeout or 0, 0, MAX_UINT64)
+        try:
+            ids = text.encode_text(self.text_input)
+        except BadRequest as error:
+            raise at("text_input", None, error.message.partition(": ")[2]) from None
+        room = answer_room("text_input", ids, limits)
+        max_tokens = min(DEFAULT_TOKENS, room) if given.max_tokens is None else given.max_tokens
+        max_tokens = fitting_tokens("text_input", path("max_tokens"), max_tokens, ids, room, limits)
+        return plan([Prompt(ids, max_tokens)], 1, sampling, end, timeout_us / 1e6 if timeout_us else None)
+
+    def _merged(self) -> tuple[GenerateParameters, set[str]]:
+        """The parameters, and which of them were given within ``parameters``."""
+        within = set()
+        values = {name: getattr(self, name) for name in GenerateParameters.__struct_fields__}
+        for name in values if self.parameters is not None else ():
+            value = getattr(self.parameters, name)
+            if value is None:
+                continue
+            if values[name] is not None:
+                raise at(name, None, f"expected it once, got parameters.{name} as well")
+            values[name] = value
+            within.add(name)
+        return msgspec.structs.replace(GenerateParameters(), **values), within

@@ -1,0 +1,56 @@
+"""What the streams of both of OpenAI's text APIs have in common: their chunks' constant parts, and their ends."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Final
+
+import orjson
+
+from app.errors import HeadwaterError
+from app.lm.text_generation import Usage
+from app.replies import error_reply
+
+__all__ = ["LEAST_LOGPROB", "Chunks", "shown_logprob"]
+
+LEAST_LOGPROB: Final = -9999.0
+"""What OpenAI gives for minus infinity, which JSON lacks."""
+
+
+class Chunks:
+    """The chunks of one answer. All of a chunk but what is new in it is encoded once.
+
+    Args:
+        prefix: of the id: ``chatcmpl`` or ``cmpl``.
+        kind: a chunk's ``object``.
+        model: its name.
+        includes_usage: whether the last chunk says how many tokens it took, and the others null.
+    """
+
+    def __init__(self, prefix: str, kind: str, model: str, *, includes_usage: bool) -> None:
+        self.id = f"{prefix}-{secrets.token_hex(16)}"
+        self.created = int(time.time())
+        self.model = model
+        about = {"id": self.id, "object": kind, "created": self.created, "model": model}
+        self._head = orjson.dumps(about)[:-1]
+        self._includes_usage = includes_usage
+        self.tail = b'}],"usage":null}' if includes_usage else b"}]}"
+        """Ends a chunk behind its one choice's last field."""
+
+    def head(self, place: int) -> bytes:
+        """Begins a chunk of the choice at that place, up to its other fields."""
+        return b'%b,"choices":[{"index":%d' % (self._head, place)
+
+    def end(self, usage: Usage, error: HeadwaterError | None) -> list[bytes]:
+        """The events that end the stream."""
+        if error is not None:
+            return [error_reply(error, "/v1/").content()[0], b"[DONE]"]
+        if self._includes_usage:
+            return [b'%b,"choices":[],"usage":%b}' % (self._head, orjson.dumps(usage.as_json())), b"[DONE]"]
+        return [b"[DONE]"]
+
+
+def shown_logprob(logprob: float) -> float:
+    """A logarithm that JSON can hold."""
+    return max(logprob, LEAST_LOGPROB)

@@ -1,0 +1,62 @@
+"""Counts of one language model in one gateway worker."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["FinishRate", "LmStatistics"]
+
+RETRY_AFTER_LIMIT_S: Final = 60
+FINISHES: Final = 64
+"""How many of the last ends a rate is taken from."""
+
+
+@dataclass(slots=True)
+class LmStatistics:
+    """Cumulative; times in nanoseconds. A request is counted in one of the first four, when it is over."""
+
+    requests: int = 0
+    """Answered with success."""
+    failures: int = 0
+    """Ended with another error than the next two."""
+    shed: int = 0
+    """Refused because the engine's queue was full."""
+    cancelled: int = 0
+    """Cancelled by its id, or left by its client."""
+    sequences: int = 0
+    """Of requests answered with success."""
+    prompt_tokens: int = 0
+    """Of sequences that have given a token; each counts the whole prompt."""
+    generated_tokens: int = 0
+    frames: int = 0
+    """Packed answers that came."""
+    contract_violations: int = 0
+    """Tokens that were not in sequence, and frames that were not."""
+    first_token_ns: int = 0
+    """From a request's beginning to its first token, summed over the requests that have one."""
+    first_tokens: int = 0
+    """How many these are."""
+    total_ns: int = 0
+    """From beginning to end, summed over `requests`."""
+
+
+class FinishRate:
+    """How fast sequences end, to say when it is worth another try."""
+
+    def __init__(self) -> None:
+        self._finished_s: deque[float] = deque(maxlen=FINISHES)
+
+    def note(self, now_s: float) -> None:
+        """A sequence has ended by itself."""
+        self._finished_s.append(now_s)
+
+    def wait_s(self, waiting: int, now_s: float) -> int:
+        """Until so many more have ended, in whole seconds from 1 to 60."""
+        count = len(self._finished_s)
+        if count < 2:
+            return 1
+        took_s = now_s - self._finished_s[0]
+        return max(1, min(RETRY_AFTER_LIMIT_S, math.ceil(waiting * took_s / count)))

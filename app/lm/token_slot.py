@@ -1,0 +1,147 @@
+"""What has come of one sequence and was not yet read: one slot, which merges, and takes only what is in order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from app.errors import ContractBroken, HeadwaterError
+from app.lm.generation import SequenceSpec, Tokens
+from inference.lm.wire import SequenceEvent, Submit
+
+if TYPE_CHECKING:
+    from app.lm.channel import Channel
+
+__all__ = ["SequenceOwner", "TokenSlot"]
+
+
+class SequenceOwner(Protocol):
+    """A request, as its sequences' channel knows it."""
+
+    @property
+    def request_id(self) -> str:
+        """Not unique: it is the client's."""
+        ...
+
+    def hear(self, slot: TokenSlot, now_s: float) -> None:
+        """A sequence has something to read."""
+        ...
+
+    def end(self, slot: TokenSlot, now_s: float) -> None:
+        """A sequence has ended by itself; its last tokens may be there to read."""
+        ...
+
+    def fail(self, error: HeadwaterError) -> None:
+        """A sequence has failed, and so has the request."""
+        ...
+
+    def restart(self, error: HeadwaterError) -> None:
+        """The replica was lost before it had the request; ``error`` says so."""
+        ...
+
+
+class TokenSlot:
+    """One sequence of a request.
+
+    However slowly it is read, it holds at most `SequenceSpec.max_tokens` tokens.
+
+    Args:
+        owner: the request.
+        place: of the sequence in its request.
+        spec: what is asked.
+    """
+
+    __slots__ = (
+        "_logprobs", "_logprobs_wanted", "_max_tokens", "_spec", "_tokens", "_tops", "channel", "count", "finish",
+        "is_listed", "is_running", "number", "owner", "place", "prompt_tokens",
+    )  # fmt: skip
+
+    def __init__(self, owner: SequenceOwner, place: int, spec: SequenceSpec) -> None:
+        self.owner = owner
+        self.place = place
+        self.prompt_tokens = len(spec.prompt)
+        self.channel: Channel | None = None
+        """That it was submitted on."""
+        self.number = -1
+        """Its name there."""
+        self.is_running = True
+        """Whether there is more to come."""
+        self.is_listed = False
+        """Whether its owner knows that there is something to read; the owner's own."""
+        self.count = 0
+        """Tokens that came by now."""
+        self.finish: str | None = None
+        """Why it ended, once it has by itself."""
+        self._spec: SequenceSpec | None = spec
+        self._max_tokens = spec.max_tokens
+        self._logprobs_wanted = spec.sampling.logprobs
+        self._tokens: list[int] = []
+        self._logprobs: list[float] | None = None
+        self._tops: list[tuple[tuple[int, float], ...]] | None = None
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the replica may have it."""
+        return self._spec is None
+
+    def submit(self) -> Submit:
+        """The message that asks for it; can be had once, since the prompt isn't kept."""
+        spec, self._spec = self._spec, None
+        assert spec is not None
+        return Submit(
+            self.number, self.owner.request_id, spec.prompt, spec.max_tokens, spec.sampling, spec.stop_ids,
+            spec.ignore_eos,
+        )  # fmt: skip
+
+    def take(self, event: SequenceEvent) -> None:
+        """Take in what an event brings.
+
+        Raises:
+            ContractBroken: it doesn't continue what is here; nothing of it was taken.
+        """
+        if event.index != self.count:
+            did = "repeated tokens" if event.index < self.count else "left tokens out"
+            raise self._broken(f"expected token {self.count}, got {event.index}: the engine {did}")
+        tokens = event.tokens
+        if not tokens:
+            return
+        count = self.count + len(tokens)
+        if count > self._max_tokens:
+            raise self._broken(
+                f"expected at most {self._max_tokens} tokens, got {count}: the engine went on after the end"
+            )
+        if self._logprobs_wanted is not None:
+            self._take_logprobs(event)
+        if self._tokens:
+            self._tokens += tokens
+        else:
+            self._tokens = tokens
+        self.count = count
+
+    def read(self) -> Tokens:
+        """All that is here, which then isn't any more."""
+        news = Tokens(self._tokens, self._logprobs, self._tops, self.finish)
+        self._tokens, self._logprobs, self._tops = [], None, None
+        return news
+
+    def after_end(self, event: SequenceEvent) -> ContractBroken:
+        """What is wrong with an event that comes after the sequence's end."""
+        got = f"token {event.index}" if event.tokens else f"another end ({event.finish})"
+        return self._broken(f"expected nothing after its end at {self.count} tokens, got {got}")
+
+    def _take_logprobs(self, event: SequenceEvent) -> None:
+        wanted = {"logprobs": event.logprobs}
+        if self._logprobs_wanted:
+            wanted["tops"] = event.tops  # type: ignore[assignment]
+        for name, values in wanted.items():
+            got = 0 if values is None else len(values)
+            if got != len(event.tokens):
+                raise self._broken(f"{name}: expected {len(event.tokens)}, one a token, got {got}")
+        if self._logprobs is None:
+            self._logprobs, self._tops = event.logprobs, event.tops if self._logprobs_wanted else None
+        else:
+            self._logprobs += event.logprobs or []
+            if self._tops is not None:
+                self._tops += event.tops or []
+
+    def _broken(self, what: str) -> ContractBroken:
+        return ContractBroken(f"sequence {self.place}: {what}")

@@ -1,0 +1,33 @@
+"""``POST /v2/requests/{request_id}/cancel``: end what runs under a request's id, whoever sent it."""
+
+from __future__ import annotations
+
+from starlette.types import Receive, Scope
+
+from app.errors import NotFound
+from app.json_faults import shown
+from app.models import Models
+from app.replies import Reply, json_reply
+from app.routes.boundary import Endpoint
+
+__all__ = ["CancelEndpoint"]
+
+
+class CancelEndpoint(Endpoint):
+    """Cancels the sequences of a request to a language model."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    async def answer(self, scope: Scope, receive: Receive) -> Reply:
+        """See `Endpoint.answer`."""
+        request_id = scope["path_params"]["request_id"]
+        cancelled = await self._models.cancel_request(request_id)
+        if not cancelled:
+            raise NotFound(
+                f"request {shown(request_id)}: expected the X-Request-Id of a request to a language model that is "
+                "under way, got one of which nothing runs; it may have ended",
+                field="request_id",
+            )
+        scope["state"]["note"] = f"cancelled={cancelled}"
+        return json_reply({"request_id": request_id, "cancelled": cancelled})

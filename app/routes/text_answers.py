@@ -1,0 +1,127 @@
+"""From a language model's texts to an HTTP answer: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, Protocol
+
+from starlette.types import ASGIApp, Receive, Scope
+
+from app.disconnects import DisconnectWatch
+from app.errors import HeadwaterError
+from app.event_stream import EventStream
+from app.lm.answer_form import AnswerForm
+from app.lm.dispatcher import LmDispatcher
+from app.lm.text_generation import TextGeneration
+from app.lm.text_plan import TextPlan
+from app.models import Models
+from app.replies import Reply
+from inference.lm.protocol import EngineLimits
+
+if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
+    from app.lm.language_text import LanguageText
+    from app.text.token_texts import TokenTexts
+
+__all__ = ["TextAnswers"]
+
+_JSON = (b"content-type", b"application/json")
+
+
+class Plannable(Protocol):
+    """A request that can be made sequences of."""
+
+    def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
+        """Check it, and make tokens of it; called in a thread."""
+        ...
+
+
+class TextAnswers:
+    """Answers the requests to language models.
+
+    Args:
+        models: count the streams that are open.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    async def answer(
+        self,
+        scope: Scope,
+        receive: Receive,
+        dispatcher: LmDispatcher,
+        request: Plannable,
+        form: Callable[[TextPlan, TokenTexts], AnswerForm],
+        *,
+        streams: bool,
+    ) -> ASGIApp:
+        """Answer one request, or open its answer in pieces. If the client goes away, its sequences are cancelled.
+
+        Args:
+            scope, receive: of the request; its body has been read.
+            dispatcher: of the model.
+            request: what is asked.
+            form: makes the API's form.
+            streams: whether the answer comes in pieces.
+
+        Raises:
+            HeadwaterError: it can't be answered.
+        """
+        specification = dispatcher.check_ready().language_model
+        assert specification is not None
+        async with DisconnectWatch(receive):
+            text = await dispatcher.text()
+            plan = await asyncio.to_thread(request.plan, text, specification.limits)
+            texts = text.tokenizer.texts
+            form_of_this, text_streams = form(plan, texts), plan.streams(texts)
+            # From here to what closes it, nothing is awaited and nothing fails.
+            generation = dispatcher.open(scope["state"]["request_id"], plan.specs, timeout_s=plan.timeout_s)
+            job = TextGeneration(generation, text_streams, plan.prompt_tokens)
+            return await (self._stream if streams else self._whole)(scope, job, form_of_this)
+
+    async def _whole(self, scope: Scope, job: TextGeneration, form: AnswerForm) -> Reply:
+        try:
+            body = form.whole(await job.whole(), job.usage)
+        finally:
+            job.close()
+        scope["state"]["note"] = _note(job)
+        return Reply(200, [body], [_JSON])
+
+    async def _stream(self, scope: Scope, job: TextGeneration, form: AnswerForm) -> EventStream:
+        state = scope["state"]
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            begun = False
+            while pieces := await job.news():
+                if not begun:  # not sooner: an early failure shall have its true status
+                    begun = True
+                    for event in form.begin():
+                        yield event
+                for place, piece in pieces:
+                    for event in form.piece(place, piece):
+                        yield event
+
+        def ending(error: HeadwaterError | None) -> list[bytes]:
+            return list(form.end(job.usage, error))
+
+        def on_closed() -> None:
+            self._models.streams -= 1
+            job.close()
+            if state.get("note", "streamed") == "streamed":
+                state["note"] = _note(job)
+
+        self._models.streams += 1
+        stream = EventStream(events(), ending, on_closed)
+        try:
+            await stream.open()
+        except BaseException:
+            await stream.close()
+            raise
+        return stream
+
+
+def _note(job: TextGeneration) -> str:
+    """For the access log."""
+    usage = job.usage
+    return f"tokens={usage.prompt_tokens}+{usage.completion_tokens}"

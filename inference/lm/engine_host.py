@@ -1,0 +1,401 @@
+"""Steps an engine, and answers gateway workers on their channels (`inference.lm.wire`) with what it makes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from inference.arrays import Array
+from inference.device import breaks_device
+from inference.failure_log import FailureLog, text_of
+from inference.frame import FRAME
+from inference.lm.errors import EngineFull, RequestRejected
+from inference.lm.host_channel import HostChannel, HostSequence
+from inference.lm.protocol import Engine, SequenceRequest
+from inference.lm.wire import (
+    CONTROL,
+    LEASE_S,
+    CancelRequest,
+    Ending,
+    Load,
+    Message,
+    Open,
+    Post,
+    StepFrame,
+    Submit,
+    decode_message,
+    encode_frame,
+)
+from inference.request import TritonRequest
+
+__all__ = ["MOST_PENDING_TOKENS", "EngineHost"]
+
+logger = logging.getLogger(__name__)
+
+MOST_PENDING_TOKENS: Final = 16_384
+"""Of a channel; then the engine waits for its worker."""
+
+
+class EngineHost:
+    """Owns an engine: one thread makes all calls of it, and asks for no turn while it has nothing to do.
+
+    A worker that is behind doesn't grow the memory here: what its window doesn't let through is merged, and from
+    `most_pending` tokens on the engine takes no further step, for anybody, until they are sent. A worker that holds it
+    up for a lease's time loses its channel.
+
+    Args:
+        engine: not used by anybody else from now on.
+        device: where it computes.
+        on_broken: called if the device can't be used any more, or the engine not even be reset.
+        lease_s: a channel with work under way from which nothing was heard for so long ends.
+        most_pending: tokens of a channel that may wait to be sent.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        device: str = "cpu",
+        on_broken: Callable[[str], None] = lambda reason: None,
+        lease_s: float = LEASE_S,
+        most_pending: int = MOST_PENDING_TOKENS,
+    ) -> None:
+        self._engine = engine
+        self._device = device
+        self._on_broken = on_broken
+        self._lease_s = lease_s
+        self._most_pending = most_pending
+        self._failures = FailureLog()
+        self._changed = threading.Condition(threading.Lock())
+        """Guards all that follows, and says that the engine's thread has something to look at."""
+        self._channels: dict[str, HostChannel] = {}
+        self._sequences: dict[str, HostSequence] = {}
+        """Of all channels, those that have not ended, by the engine's name of them."""
+        self._asked: list[tuple[HostSequence, bool]] = []
+        """What the engine is yet to be told, in order: a sequence, and whether it is cancelled or else submitted."""
+        self._load = Load()
+        self._closed = ""
+        self._has_work = False
+        """The engine's own word; known to its thread only."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def handle(self, requests: Sequence[TritonRequest]) -> AsyncIterator[list[dict[str, Array]]]:
+        """Answer one Triton request in frames. No exception leaves it, for the reason `FusedPipeline.handle` gives."""
+        (request,) = requests  # the model is bound without Triton's batcher
+        try:
+            message = _read(request)
+        except (msgspec.MsgspecError, ValueError) as error:
+            yield _packed(self._refusal(f"{CONTROL}: expected a message of inference.lm.wire: {text_of(error)}"))
+            return
+        try:
+            if isinstance(message, Open):
+                async with contextlib.aclosing(self._open(message)) as frames:
+                    async for frame in frames:
+                        yield frame
+            else:
+                answer = self._post(message) if isinstance(message, Post) else self._cancel_request(message)
+                if answer is not None:
+                    yield _packed(answer)
+        except Exception as error:
+            logger.exception("a message could not be answered")
+            yield _packed(self._refusal(f"internal error: {type(error).__name__}"))
+
+    def close(self, reason: str = "the replica is ending") -> None:
+        """End all channels, close the engine, and wait until its thread has ended."""
+        with self._changed:
+            self._end_all(reason)
+        self._thread.join()
+
+    # Messages, each in the loop of the request that brings it.
+
+    async def _open(self, message: Open) -> AsyncGenerator[list[dict[str, Array]], None]:
+        channel = HostChannel(message.channel, message.window, asyncio.get_running_loop(), time.monotonic())
+        with self._changed:
+            if self._closed:
+                frame: StepFrame | None = self._refusal(self._closed)
+            elif message.window < 1:
+                frame = self._refusal(f"window: expected at least 1, got {message.window}")
+            elif message.channel in self._channels:
+                frame = self._refusal(f"channel: expected a name that was never used, got {message.channel!r}")
+            else:
+                self._channels[message.channel] = channel
+                frame = channel.take(self._load)
+        try:
+            while True:
+                if frame is not None:
+                    yield self._packed_for(channel, frame)
+                    if frame.closed:
+                        return
+                await channel.news.wait()
+                channel.news.clear()
+                with self._changed:
+                    channel.is_waking = False
+                    if channel.end == "":
+                        return
+                    was_held_up = channel.held_up_since is not None
+                    frame = channel.take(self._load) if channel.has_frame else None
+                    if was_held_up and frame is not None:
+                        self._changed.notify()
+        finally:
+            with self._changed:  # nobody reads it any more
+                self._end_channel(channel, "")
+
+    def _post(self, message: Post) -> StepFrame | None:
+        with self._changed:
+            channel = self._channels.get(message.channel)
+            if channel is None:
+                return self._refusal(self._closed or f"channel: there is none of the name {message.channel!r}")
+            channel.heard_at = time.monotonic()
+            channel.acknowledge(message.acknowledged)
+            for submit in message.submits:
+                if submit.number in channel.sequences:
+                    reason = f"submits: expected numbers that were never used, got {submit.number}"
+                    self._end_channel(channel, reason)
+                    return None
+                sequence = HostSequence(channel, submit)
+                channel.sequences[sequence.number] = self._sequences[sequence.id] = sequence
+                self._ask(sequence)
+            for number in message.cancels:
+                if (found := channel.sequences.get(number)) is not None:
+                    self._cancel(found)
+            if message.close:
+                self._end_channel(channel, "")
+            channel.wake()
+        return None
+
+    def _cancel_request(self, message: CancelRequest) -> StepFrame:
+        """Those that end by themselves in the step under way are counted too."""
+        with self._changed:
+            found = [one for one in self._sequences.values() if one.submit.request_id == message.request_id]
+            cancelled = sum(self._cancel(one) for one in found)
+            return StepFrame(0, [], self._load, cancelled=cancelled)
+
+    def _refusal(self, reason: str) -> StepFrame:
+        return StepFrame(0, [], self._load, closed=reason)
+
+    def _packed_for(self, channel: HostChannel, frame: StepFrame) -> list[dict[str, Array]]:
+        try:
+            return _packed(frame)
+        except Exception as error:  # an engine of the user's has made something else than numbers
+            self._failures.note(error)
+            reason = f"the engine's events can't be sent: {type(error).__name__}: {text_of(error)}"
+            with self._changed:
+                self._end_channel(channel, reason)
+            frame.events, frame.closed = [], reason
+            return _packed(frame)
+
+    # Under the lock.
+
+    def _ask(self, sequence: HostSequence, *, cancels: bool = False) -> None:
+        self._asked.append((sequence, cancels))
+        self._changed.notify()
+
+    def _cancel(self, sequence: HostSequence) -> bool:
+        """Have a sequence cancelled; false if it is already."""
+        if sequence.is_cancelled:
+            return False
+        sequence.is_cancelled = True
+        self._ask(sequence, cancels=True)
+        return True
+
+    def _end_channel(self, channel: HostChannel, reason: str) -> None:
+        """End a channel and its sequences; of these nothing is said any more."""
+        if self._channels.get(channel.name) is not channel:
+            return
+        del self._channels[channel.name]
+        for sequence in channel.sequences.values():
+            del self._sequences[sequence.id]
+            self._cancel(sequence)
+        channel.sequences.clear()
+        channel.end = reason
+        channel.wake()
+        self._changed.notify()
+
+    def _end_all(self, reason: str) -> None:
+        self._closed = self._closed or reason
+        for channel in list(self._channels.values()):
+            self._end_channel(channel, reason)
+        self._changed.notify()
+
+    def _forget(self, sequence: HostSequence) -> None:
+        sequence.is_submitted = False
+        del self._sequences[sequence.id]
+        del sequence.channel.sequences[sequence.number]
+
+    def _wake_all(self) -> None:
+        for channel in self._channels.values():
+            channel.wake()
+
+    def _expire(self, now: float) -> None:
+        """End the channels whose workers are gone, or hold the others up."""
+        for channel in list(self._channels.values()):
+            if channel.end is not None:
+                self._end_channel(channel, channel.end)
+            elif now >= channel.heard_at + self._lease_s and channel.is_busy:
+                self._end_channel(channel, f"nothing was heard from it for {self._lease_s:g} s")
+            elif channel.tokens < self._most_pending:
+                channel.held_up_since = None
+            elif channel.held_up_since is None:
+                channel.held_up_since = now
+            elif now >= channel.held_up_since + self._lease_s:
+                self._end_channel(channel, f"{channel.tokens} tokens were not taken in for {self._lease_s:g} s")
+
+    def _may_step(self) -> bool:
+        return self._has_work and all(channel.held_up_since is None for channel in self._channels.values())
+
+    def _patience_s(self, now: float) -> float | None:
+        """How long until `_expire` may have something to do."""
+        ends = [channel.heard_at for channel in self._channels.values() if channel.is_busy]
+        ends += [one.held_up_since for one in self._channels.values() if one.held_up_since is not None]
+        return max(min(ends) + self._lease_s - now, 0.001) if ends else None
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._prepare():
+                self._step()
+            self._engine.close()
+        except Exception as error:
+            logger.exception("the engine's thread ended")
+            reason = f"the engine: {_said(error)}"
+            with self._changed:
+                is_closing = bool(self._closed)
+                self._end_all(reason)
+            if not is_closing:
+                self._on_broken(reason)
+
+    def _prepare(self) -> bool:
+        """Tell the engine what was asked, until it has a step to do; false if there is none any more."""
+        while True:
+            with self._changed:
+                if self._closed:
+                    return False
+                now = time.monotonic()
+                self._expire(now)
+                asked, self._asked = self._asked, []
+                if not asked:
+                    if self._may_step():
+                        return True
+                    self._changed.wait(self._patience_s(now))
+                    continue
+            self._tell(asked)
+            with self._changed:
+                if self._may_step():
+                    return True
+
+    def _tell(self, asked: Iterable[tuple[HostSequence, bool]]) -> None:
+        for sequence, cancels in asked:
+            if not cancels:
+                self._submit(sequence)
+            elif sequence.is_submitted:
+                try:
+                    is_known = self._engine.cancel(sequence.id)
+                except Exception as error:
+                    self._reset(error)
+                    continue
+                if not is_known:
+                    self._end(sequence, "error", "the engine doesn't know it any more")
+        self._look()
+
+    def _submit(self, sequence: HostSequence) -> None:
+        if sequence.is_cancelled:
+            self._end(sequence, "cancelled")
+            return
+        submit = sequence.submit
+        try:
+            self._engine.submit(_request(sequence.id, submit))
+        except EngineFull as error:
+            self._end(sequence, "full", text_of(error))
+        except RequestRejected as error:
+            self._end(sequence, "rejected", text_of(error))
+        except Exception as error:
+            self._failures.note(error)
+            self._end(sequence, "error", _said(error))
+        else:
+            sequence.is_submitted = True
+
+    def _step(self) -> None:
+        try:
+            events = self._engine.step()
+            with self._changed:
+                sequences = self._sequences
+                for event in events:
+                    sequence = sequences.get(event.id)
+                    if sequence is None:  # its channel has ended
+                        continue
+                    sequence.channel.add(sequence, event)
+                    if event.finish is not None:
+                        self._forget(sequence)
+            self._look()
+        except Exception as error:
+            self._reset(error)
+
+    def _look(self) -> None:
+        """See how busy the engine is, and whether it has lost a sequence; then tell the channels."""
+        engine = self._engine
+        self._has_work = engine.has_work
+        load = Load(engine.active, engine.waiting, engine.cache_used)
+        with self._changed:
+            self._load = load
+            if not self._has_work:
+                for sequence in [one for one in self._sequences.values() if one.is_submitted]:
+                    self._end_locked(sequence, "error", "the engine has no more work, but did not end it")
+            self._wake_all()
+
+    def _end(self, sequence: HostSequence, finish: Ending, error: str = "") -> None:
+        with self._changed:
+            self._end_locked(sequence, finish, error)
+
+    def _end_locked(self, sequence: HostSequence, finish: Ending, error: str) -> None:
+        sequence.is_submitted = False
+        if self._sequences.get(sequence.id) is sequence:
+            self._forget(sequence)
+            sequence.channel.add_end(sequence, finish, error)
+
+    def _reset(self, error: Exception) -> None:
+        """End all sequences that the engine has, with what it raised, and have it begin anew."""
+        self._failures.note(error)
+        reason = _said(error)
+        with self._changed:
+            for sequence in [one for one in self._sequences.values() if one.is_submitted]:
+                self._end_locked(sequence, "error", reason)
+            self._wake_all()
+        if breaks_device(reason, self._device):
+            self._on_broken(reason)
+        self._engine.close()
+        self._look()
+
+
+def _read(request: TritonRequest) -> Message:
+    array = request.data.get(CONTROL)
+    if array is None:
+        raise ValueError("there is none")
+    return decode_message(array.tobytes())
+
+
+def _packed(frame: StepFrame) -> list[dict[str, Array]]:
+    packed: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(encode_frame(frame), np.uint8)[None]
+    return [{FRAME: packed}]
+
+
+def _request(id: str, submit: Submit) -> SequenceRequest:
+    if submit.max_tokens < 0:
+        raise RequestRejected(f"max_tokens: expected at least 0, got {submit.max_tokens}")
+    return SequenceRequest(
+        id, submit.prompt, submit.max_tokens, submit.sampling, submit.stop_ids, submit.ignore_eos
+    )  # fmt: skip
+
+
+def _said(error: BaseException) -> str:
+    text = text_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

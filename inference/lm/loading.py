@@ -1,0 +1,195 @@
+"""From an ``lm:`` reference and its options to an engine; what is wrong is found before weights are read."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from inference.environment import Problem
+from inference.lm.protocol import Engine, EngineLimits
+from inference.lm.reference import find_folder
+from inference.loader import LoadError, import_for, problem_of, wrong_options
+from inference.signature import LanguageModelSpec, Signature, TensorSpec
+
+__all__ = ["LmPlan", "SlotOptions", "lm_signature", "plan_language_model"]
+
+Count = Annotated[int, Meta(ge=1)]
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+GIVEN: Final = ("device", "on_broken")
+"""Keyword arguments that an engine of the user's gets besides its options."""
+
+
+class SlotOptions(msgspec.Struct, frozen=True):
+    """Options of the engine that is built in, `inference.lm.slot_engine.SlotEngine`."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and activations; ``auto`` as the folder says."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    max_sequences: Count = 32
+    max_waiting: Annotated[int, Meta(ge=0)] = 256
+    context_length: Count | None = None
+    cache_tokens: Count | None = None
+    prefill_chunk: Count = 256
+
+
+class LmPlan(NamedTuple):
+    """A language model that can be loaded, as far as can be known without it."""
+
+    reference: str
+    folder: Path
+    options: SlotOptions | Mapping[str, Any]
+    """Of the engine that is built in, or of one of the user's."""
+    make: Callable[..., Engine] | None
+    """Makes an engine of the user's; None: the one that is built in."""
+
+    def load(self, device: str, on_broken: Callable[[str], None]) -> Engine:
+        """Read the weights, and make an engine that has checked itself.
+
+        Raises:
+            ReplicaError: that failed; the message says what and why.
+        """
+        if isinstance(self.options, SlotOptions):
+            return _slot_engine(self.folder, self.options, device, on_broken)
+        assert self.make is not None
+        title = f"model {self.reference}"
+        try:
+            engine = self.make(self.folder, device=device, on_broken=on_broken, **self.options)
+            limits = engine.limits
+        except (Exception, SystemExit) as error:
+            raise LoadError(problem_of(error, title, "making its engine")) from error
+        if not isinstance(limits, EngineLimits):
+            reason = f"options.engine: expected an engine whose `limits` are EngineLimits, got {limits!r:.200}"
+            raise LoadError(Problem(title, reason, "see inference.lm.protocol.Engine for what an engine is"))
+        return engine
+
+
+def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> LmPlan:
+    """Find a language model's folder, and check it and the options.
+
+    Args:
+        reference: ``lm:PATH`` or ``lm:PACKAGE:PATH``.
+        options: of its engine; ``engine`` names one of the user's, ``module:callable``, that gets all others.
+        search: folders in which a relative path is looked for, besides the working folder.
+
+    Raises:
+        LoadError: there is no such folder or file, or an option is wrong.
+    """
+    title = f"model {reference}"
+    folder = find_folder(reference, search)
+    rest = dict(options)
+    engine = rest.pop("engine", None)
+    if engine is None:
+        _check_file(title, folder, CONFIG, "the model's configuration")
+    _check_file(title, folder, TOKENIZER, "the tokenizer, with which the gateway reads and writes text")
+    if engine is None:
+        for name in ("torch", "transformers"):
+            if importlib.util.find_spec(name) is None:
+                reason = f"it needs {name}, which is not installed"
+                raise LoadError(Problem(title, reason, f"pip install {name}, or set `options.engine`"))
+        return LmPlan(reference, folder, _slot_options(title, rest), None)
+    make = _engine_maker(title, engine)
+    try:
+        takes = inspect.signature(make).parameters
+    except (TypeError, ValueError):  # one that isn't written in Python
+        return LmPlan(reference, folder, rest, make)
+    keywords = [
+        one
+        for one in list(takes.values())[1:]  # the first is the folder
+        if one.name not in GIVEN
+    ]
+    for name in GIVEN:
+        if name in rest:
+            reason = f"unknown option {name!r}: the engine gets it from Headwater"
+            raise LoadError(Problem(title, reason, f"remove `options.{name}`"))
+    if (problem := wrong_options(title, keywords, rest)) is not None:
+        raise LoadError(problem)
+    return LmPlan(reference, folder, rest, make)
+
+
+def lm_signature(name: str, folder: Path, limits: EngineLimits | None) -> Signature:
+    """What the gateway is told of a language model; without limits, as far as it is known before it is loaded."""
+    return Signature(
+        name=name,
+        inputs=(TensorSpec("text_input", "BYTES", (1,)),),
+        outputs=(TensorSpec("text_output", "BYTES", (1,)),),
+        max_batch_size=1,
+        description=f"The language model {folder.name}.",
+        streams=True,
+        language_model=None if limits is None else LanguageModelSpec(str(folder), limits),
+    )
+
+
+def _slot_engine(folder: Path, options: SlotOptions, device: str, on_broken: Callable[[str], None]) -> Engine:
+    # Heavy imports, which one who only looks at the configuration is spared.
+    import transformers
+
+    from inference.lm.causal_lm import load_causal_lm
+    from inference.lm.slot_engine import SlotEngine
+
+    logs: Any = transformers.utils.logging
+    logs.disable_progress_bar()  # it would land in the replica's log
+    loaded = load_causal_lm(folder, device=device, dtype=options.dtype, attention=options.attention)
+    engine = SlotEngine(
+        loaded.model,
+        eos_ids=loaded.eos_ids,
+        max_sequences=options.max_sequences,
+        max_waiting=options.max_waiting,
+        context_length=options.context_length,
+        cache_tokens=options.cache_tokens,
+        prefill_chunk=options.prefill_chunk,
+        on_broken=on_broken,
+    )
+    engine.check()
+    return engine
+
+
+def _check_file(title: str, folder: Path, name: str, what: str) -> None:
+    path = folder / name
+    mend = "name a Hugging Face folder, as save_pretrained of model and tokenizer writes it"
+    try:
+        json.loads(path.read_bytes())
+    except OSError as error:
+        reason = f"expected {name}, {what}, in {folder}: {error.strerror}"
+        raise LoadError(Problem(title, reason, mend)) from error
+    except ValueError as error:
+        reason = f"expected {name}, {what}, to be JSON: {error}"
+        raise LoadError(Problem(title, reason, "copy the folder again")) from error
+
+
+def _slot_options(title: str, options: Mapping[str, Any]) -> SlotOptions:
+    fields = {field.name: field for field in msgspec.structs.fields(SlotOptions)}
+    for name, value in options.items():
+        if name not in fields:
+            reason = f"unknown option {name!r}; its options are {', '.join((*fields, 'engine'))}"
+            raise LoadError(Problem(title, reason, f"correct or remove `options.{name}`"))
+        try:
+            msgspec.convert(value, fields[name].type)
+        except msgspec.ValidationError as error:
+            choices = getattr(fields[name].type, "__args__", ()) if isinstance(fields[name].default, str) else ()
+            expected = f"expected {' or '.join(choices)}" if choices else str(error).partition(",")[0].lower()
+            reason = f"options.{name}: {expected}, got {value!r:.80}"
+            raise LoadError(Problem(title, reason, f"correct `options.{name}`")) from error
+    return msgspec.convert(dict(options), SlotOptions)
+
+
+def _engine_maker(title: str, engine: object) -> Callable[..., Engine]:
+    where = "options.engine"
+    module_name, colon, name = engine.partition(":") if isinstance(engine, str) else ("", "", "")
+    if not (module_name and colon and name):
+        reason = f"{where}: expected module:callable, got {engine!r:.80}"
+        raise LoadError(Problem(title, reason, "write it such as my_package.engines:make"))
+    module = import_for(f"{title}, {where}", module_name)
+    found: Callable[..., Engine] | None = getattr(module, name, None)
+    if not callable(found):
+        what = "it has none of that name" if found is None else f"got {found!r:.80}"
+        reason = f"{where}: expected a callable {name!r} in {module_name}, {what}"
+        raise LoadError(Problem(title, reason, "correct the name; it is called with the folder, and gives an Engine"))
+    return found

@@ -1,0 +1,95 @@
+"""Where a language model lies: ``lm:PATH``, or ``lm:PACKAGE:PATH`` for a folder of an installed package."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from inference.environment import Problem
+from inference.loader import LoadError, problem_of
+
+__all__ = ["PREFIX", "LmReference", "find_folder", "is_language_model", "parse_reference"]
+
+PREFIX: Final = "lm:"
+
+_PACKAGE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
+
+
+class LmReference(NamedTuple):
+    """What a configuration names."""
+
+    package: str
+    """Empty: the path is the file system's."""
+    path: str
+
+
+def is_language_model(reference: str) -> bool:
+    """Whether a deployment's ``model`` is a language model's folder."""
+    return reference.startswith(PREFIX)
+
+
+def parse_reference(reference: str) -> LmReference:
+    """Take ``lm:PATH`` or ``lm:PACKAGE:PATH`` apart; a colon in a path is one of the second form.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    package, colon, path = reference.removeprefix(PREFIX).partition(":")
+    if not colon:
+        package, path = "", package
+    if not path.strip() or (colon and (not _PACKAGE.match(package) or Path(path).is_absolute())):
+        raise ValueError(
+            "expected lm:PATH such as lm:models/llama, or lm:PACKAGE:PATH such as lm:inference.zoo:weights/tiny_lm"
+        )
+    return LmReference(package, path)
+
+
+def find_folder(reference: str, search: Sequence[str] = ()) -> Path:
+    """The folder that a reference names, as an absolute path.
+
+    Args:
+        reference: as in the configuration.
+        search: folders in which a relative path is looked for, after the working folder.
+
+    Raises:
+        LoadError: there is no such folder.
+    """
+    title = f"model {reference}"
+    try:
+        package, path = parse_reference(reference)
+    except ValueError as error:
+        raise LoadError(Problem(title, str(error), "correct `model`")) from error
+    if package:
+        places = [folder / path for folder in _folders_of(title, package)]
+        mend = f"correct the path, which starts in the package's folder, or install a {package} that has it"
+    else:
+        wanted = Path(path).expanduser()
+        starts = dict.fromkeys(Path(folder).absolute() for folder in (".", *search))
+        places = [wanted] if wanted.is_absolute() else [start / wanted for start in starts]
+        mend = "correct the path; a relative one starts in the working folder or in that of the configuration"
+    for place in places:
+        if place.is_dir():
+            return place.absolute()
+    tried = " or ".join(str(place) for place in places)
+    file = next((place for place in places if place.exists()), None)
+    reason = f"there is no folder {tried}" if file is None else f"expected a folder, got the file {file}"
+    raise LoadError(Problem(title, reason, mend))
+
+
+def _folders_of(title: str, package: str) -> list[Path]:
+    try:
+        found = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        found = None  # a package above it
+    except Exception as error:  # those above it are imported
+        raise LoadError(problem_of(error, title, f"importing what {package} is in")) from error
+    if found is None:
+        mend = "install it, correct the name, or write lm:PATH"
+        raise LoadError(Problem(title, f"there is no package {package!r}", mend))
+    if not found.submodule_search_locations:
+        mend = "name the package that it is in"
+        raise LoadError(Problem(title, f"expected a package, which is a folder, got the module {package!r}", mend))
+    return [Path(location) for location in found.submodule_search_locations]

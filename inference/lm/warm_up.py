@@ -1,0 +1,140 @@
+"""Warm-up of a language model: sequences over a channel through the replica's own Triton."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from inference.embedded_triton import EmbeddedTriton
+from inference.errors import ReplicaError
+from inference.handshake import ReplicaSpec
+from inference.lm.protocol import EngineLimits, Sampling
+from inference.lm.wire import CONTROL, RENEW_S, Message, Open, Post, StepFrame, Submit, decode_frame, encode_message
+from inference.signature import Signature
+from inference.warmup import batch_sizes
+
+__all__ = ["submits", "warm_up"]
+
+CHANNEL: Final = "warm-up"
+PROMPT_LENGTHS: Final = (5, 24, 1, 60)
+MAX_TOKENS: Final = 4
+
+
+def warm_up(
+    signature: Signature, triton: EmbeddedTriton, spec: ReplicaSpec, progress: Callable[[str], None]
+) -> None:  # fmt: skip
+    """Generate a few tokens, greedily, with several numbers of sequences together; each must come to its end.
+
+    Args:
+        signature: the model's.
+        triton: started.
+        spec: its `warmup_batch_sizes` are the numbers of sequences, by default powers of two up to what the engine
+            computes together.
+        progress: told what is being done.
+
+    Raises:
+        ReplicaError: there was no answer, or a sequence failed.
+    """
+    assert signature.language_model is not None
+    limits = signature.language_model.limits
+    sizes = batch_sizes(limits.max_sequences) if spec.warmup_batch_sizes is None else spec.warmup_batch_sizes
+    if not sizes:
+        return
+    numbers = itertools.count()
+    with _Channel(signature.name, triton, spec) as channel:
+        for place, size in enumerate(sizes, start=1):
+            count = min(size, limits.max_sequences)
+            progress(f"warming up, {count} sequence{'s' if count > 1 else ''} ({place}/{len(sizes)})")
+            channel.generate(submits(count, limits, numbers))
+
+
+def submits(count: int, limits: EngineLimits, numbers: Iterator[int]) -> list[Submit]:
+    """Sequences that the engine's limits allow together, of different lengths."""
+    longest = min(limits.context_length, limits.cache_tokens // count)
+    found = []
+    for length in itertools.islice(itertools.cycle(PROMPT_LENGTHS), count):
+        length = max(min(length, longest - MAX_TOKENS), 1)
+        prompt = [(7 * place + length) % limits.vocab_size for place in range(length)]
+        max_tokens = max(min(MAX_TOKENS, longest - length), 0)
+        greedy = Sampling(temperature=0) if "temperature" in limits.sampling else Sampling()
+        found.append(Submit(next(numbers), CHANNEL, prompt, max_tokens, greedy, ignore_eos=True))
+    return found
+
+
+class _Channel:
+    """One channel over one gRPC stream."""
+
+    def __init__(self, name: str, triton: EmbeddedTriton, spec: ReplicaSpec) -> None:
+        import grpc
+        from tritonclient.grpc import service_pb2_grpc
+
+        self._name = name
+        self._failure = grpc.RpcError
+        self._connection = grpc.insecure_channel(f"unix:{triton.grpc_socket}")
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(self._connection)
+        metadata = (("triton-grpc-protocol-triton-access-token", spec.token),)
+        self._answers = stub.ModelStreamInfer(self._requests(), metadata=metadata, timeout=spec.load_timeout_s)
+
+    def __enter__(self) -> _Channel:
+        self._messages.put(Open(CHANNEL))
+        self._next()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if error is None:
+                self._messages.put(Post(CHANNEL, close=True))
+                self._messages.put(None)
+                if (frame := self._next()) is not None:
+                    raise ReplicaError(f"warm-up: expected no frame after the channel was closed, got {frame}")
+        finally:
+            self._messages.put(None)
+            self._connection.close()
+
+    def generate(self, wanted: Sequence[Submit]) -> None:
+        """Have sequences generated to their ends."""
+        self._messages.put(Post(CHANNEL, submits=list(wanted)))
+        left = {submit.number for submit in wanted}
+        while left:
+            frame = self._next()
+            if frame is None or frame.closed:
+                raise ReplicaError(f"warm-up: the channel ended: {frame.closed if frame else 'Triton ended it'}")
+            self._messages.put(Post(CHANNEL, acknowledged=frame.number + 1))
+            for event in frame.events:
+                if event.finish in ("stop", "length"):
+                    left.discard(event.number)
+                elif event.finish is not None:
+                    raise ReplicaError(f"warm-up: a sequence ended with {event.finish!r}: {event.error}")
+
+    def _next(self) -> StepFrame | None:
+        """The channel's next frame; None if the stream has ended."""
+        try:
+            for answer in self._answers:
+                if answer.error_message:
+                    raise ReplicaError(f"warm-up: Triton said {answer.error_message}")
+                for raw in answer.infer_response.raw_output_contents:
+                    return decode_frame(raw)
+        except self._failure as error:
+            raise ReplicaError(f"warm-up: no answer: {error}") from error
+        return None
+
+    def _requests(self) -> Iterator[Any]:
+        """What gRPC sends, in a thread of its own."""
+        from tritonclient.grpc import service_pb2
+
+        while True:
+            message: Message | None
+            try:
+                message = self._messages.get(timeout=RENEW_S)
+            except queue.Empty:  # a first step may take longer than a lease
+                message = Post(CHANNEL)
+            if message is None:
+                return
+            data = encode_message(message)
+            request = service_pb2.ModelInferRequest(model_name=self._name)
+            request.inputs.add(name=CONTROL, datatype="UINT8", shape=[1, len(data)])
+            request.raw_input_contents.append(data)
+            yield request

@@ -1,0 +1,206 @@
+"""A language model without an engine: its tokens are scripted, and so is how they are grouped and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import inference.zoo
+from app.errors import HeadwaterError, NotFound
+from app.lm.generation import SequenceSpec, Tokens
+from app.lm.language_text import LanguageText
+from app.routing import DeploymentRoute, State
+from inference.lm.protocol import EngineLimits
+from inference.signature import LanguageModelSpec, Signature, TensorSpec
+
+FOLDER = Path(inference.zoo.__file__).parent / "weights" / "tiny_lm"
+LIMITS = EngineLimits(max_sequences=8, max_waiting=16, context_length=512, cache_tokens=2048, vocab_size=4096)
+EOS = 2
+
+
+@cache
+def tiny_text() -> LanguageText:
+    """The shipped model's tokenizer and template."""
+    return LanguageText(FOLDER)
+
+
+def ids_of(text: str) -> list[int]:
+    """Its tokens, without special ones."""
+    return tiny_text().tokenizer.encode(text, add_special_tokens=False)
+
+
+@dataclass
+class Script:
+    """What the model says to every prompt."""
+
+    text: str = "def add(a, b):\n    return a + b  # größer 漢字 🙂👍🏽"
+    ids: list[int] | None = None
+    """Instead of a text."""
+    stops: bool = True
+    """Whether a stop token follows it; otherwise it goes on until `SequenceSpec.max_tokens`."""
+    chunk: int = 3
+    """Tokens of a sequence that come at once."""
+    fail_after: int | None = None
+    """Tokens after which the request fails."""
+    error: HeadwaterError | None = None
+    hangs: bool = False
+    """Whether it says nothing more after the last token, until it is closed."""
+
+    def tokens(self, spec: SequenceSpec) -> list[int]:
+        """A sequence's tokens; with a seed, they depend on it."""
+        ids = list(self.ids if self.ids is not None else ids_of(self.text))
+        if spec.sampling.seed is not None:
+            ids.insert(0, 300 + spec.sampling.seed % 100)
+        return ids
+
+
+class ScriptedGeneration:
+    """See `app.lm.generation.Generation`."""
+
+    def __init__(self, specs: Sequence[SequenceSpec], script: Script) -> None:
+        self.specs = specs
+        self._script = script
+        self._left = {place: self._pieces(spec) for place, spec in enumerate(specs)}
+        self._given = 0
+        self.dropped: list[int] = []
+        self.is_closed = False
+        self.closed = asyncio.Event()
+
+    def _pieces(self, spec: SequenceSpec) -> Iterator[Tokens]:
+        ids = self._script.tokens(spec)
+        if self._script.stops:
+            ids.append(EOS)
+        finish = "stop" if self._script.stops and len(ids) <= spec.max_tokens else "length"
+        if finish == "length":
+            while len(ids) < spec.max_tokens:
+                ids.append(ids[len(ids) % 7])
+            ids = ids[: spec.max_tokens]
+        if not ids:
+            yield Tokens([], finish=finish)
+        count = spec.sampling.logprobs
+        for start in range(0, len(ids), self._script.chunk):
+            tokens = ids[start : start + self._script.chunk]
+            is_last = start + self._script.chunk >= len(ids)
+            yield Tokens(
+                tokens,
+                None if count is None else [-0.5 - token / 1000 for token in tokens],
+                [tuple((300 + i, -0.1 * i) for i in range(count)) for _ in tokens] if count else None,
+                finish if is_last and not self._script.hangs else None,
+            )
+
+    async def news(self) -> list[tuple[int, Tokens]]:
+        """One piece of every sequence."""
+        await asyncio.sleep(0)
+        if self._script.fail_after is not None and self._given >= self._script.fail_after:
+            assert self._script.error is not None
+            raise self._script.error
+        found = []
+        for place in list(self._left):
+            piece = next(self._left[place], None)
+            if piece is None:
+                if self._script.hangs:
+                    await self.closed.wait()
+                del self._left[place]
+                continue
+            self._given += len(piece.tokens)
+            found.append((place, piece))
+            if piece.finish is not None:
+                del self._left[place]
+        return found
+
+    def drop(self, place: int) -> None:
+        """Forget a sequence."""
+        self.dropped.append(place)
+        self._left.pop(place, None)
+
+    def close(self) -> None:
+        """Say that it was closed."""
+        self.is_closed = True
+        self.closed.set()
+
+
+@dataclass
+class ScriptedDispatcher:
+    """What of `app.lm.dispatcher.LmDispatcher` routes use."""
+
+    name: str
+    script: Script
+    limits: EngineLimits = LIMITS
+    language_text: Callable[[], LanguageText] = tiny_text
+    opened: list[tuple[str, ScriptedGeneration, float | None]] = field(default_factory=list)
+    unavailable: HeadwaterError | None = None
+    is_draining: bool = False
+    in_flight: int = 0
+
+    @property
+    def signature(self) -> Signature:
+        return Signature(
+            name=self.name,
+            inputs=(TensorSpec("text_input", "BYTES", (1,)),),
+            outputs=(TensorSpec("text_output", "BYTES", (1,)),),
+            streams=True,
+            language_model=LanguageModelSpec(str(FOLDER), self.limits),
+        )
+
+    @property
+    def route(self) -> DeploymentRoute:
+        return DeploymentRoute(self.name, State.READY, signature=self.signature, is_language_model=True)
+
+    def check_ready(self) -> Signature:
+        if self.unavailable is not None:
+            raise self.unavailable
+        return self.signature
+
+    async def text(self) -> LanguageText:
+        return self.language_text()
+
+    def open(
+        self, request_id: str, specs: Sequence[SequenceSpec], *, timeout_s: float | None = None
+    ) -> ScriptedGeneration:
+        generation = ScriptedGeneration(specs, self.script)
+        self.opened.append((request_id, generation, timeout_s))
+        return generation
+
+    async def cancel_request(self, request_id: str) -> int:
+        count = 0
+        for id, generation, _ in self.opened:
+            if id == request_id and not generation.is_closed:
+                count += len(generation.specs)
+        return count
+
+
+class ScriptedModels:
+    """What of `app.models.Models` routes use."""
+
+    def __init__(self, *dispatchers: ScriptedDispatcher) -> None:
+        self._dispatchers = {dispatcher.name: dispatcher for dispatcher in dispatchers}
+        self.streams = 0
+        self.is_draining = False
+
+    def __iter__(self) -> Iterator[ScriptedModel]:
+        return (ScriptedModel(dispatcher) for dispatcher in self._dispatchers.values())
+
+    def get(self, name: str, version: str | None = None) -> ScriptedModel:
+        return ScriptedModel(self.language_model(name))
+
+    def language_model(self, name: str, version: str | None = None) -> ScriptedDispatcher:
+        if name not in self._dispatchers:
+            raise NotFound(f"model {name!r}: unknown", field="model")
+        return self._dispatchers[name]
+
+    async def cancel_request(self, request_id: str) -> int:
+        return sum([await dispatcher.cancel_request(request_id) for dispatcher in self._dispatchers.values()])
+
+
+@dataclass
+class ScriptedModel:
+    """What of `app.models.ServedModel` routes use."""
+
+    dispatcher: ScriptedDispatcher
+
+    @property
+    def route(self) -> DeploymentRoute:
+        return self.dispatcher.route

@@ -1,0 +1,220 @@
+"""A replica that speaks `inference.lm.wire` in this process, and says what the test has it say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from pathlib import Path
+
+from app.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
+from app.lm.dispatcher import LmDispatcher
+from app.lm.generation import SequenceSpec
+from app.routing import DeploymentRoute, ReplicaRoute, State
+from app.triton_client import FrameRequest
+from inference.lm.protocol import EngineLimits
+from inference.lm.wire import (
+    CancelRequest,
+    Ending,
+    Load,
+    Message,
+    Open,
+    Post,
+    SequenceEvent,
+    StepFrame,
+    Submit,
+    decode_message,
+    encode_frame,
+)
+from inference.signature import LanguageModelSpec, Signature, TensorSpec
+
+LIMITS = EngineLimits(max_sequences=4, max_waiting=8, context_length=64, cache_tokens=256, vocab_size=100)
+SIGNATURE = Signature(
+    "lm",
+    (TensorSpec("text_input", "BYTES", (1,)),),
+    (TensorSpec("text_output", "BYTES", (1,)),),
+    streams=True,
+    language_model=LanguageModelSpec("/folder", LIMITS),
+)
+
+
+def route_of(*replicas: str, **fields: object) -> DeploymentRoute:
+    """A language model that is ready on these replicas."""
+    routes = tuple(ReplicaRoute(id, "", "", "grpc") for id in replicas)
+    return DeploymentRoute("lm", State.READY, "", SIGNATURE, routes, is_language_model=True, **fields)  # type: ignore[arg-type]
+
+
+class Replica:
+    """A `FrameReplicaClient`: every channel that is opened here, and every message."""
+
+    def __init__(self) -> None:
+        self.opened: list[FrameRequest] = []
+        self.messages: list[Message] = []
+        self.names: list[str] = []
+        self.channels: list[ReplicaChannel] = []
+        self.submits: dict[int, Submit] = {}
+        """Of the last channel, by number."""
+        self.cancels: list[int] = []
+        self.answers_open = asyncio.Event()
+        self.answers_open.set()
+        self.answers_posts = asyncio.Event()
+        """Without it, a post is on its way for ever."""
+        self.answers_posts.set()
+        self.answers_cancels = asyncio.Event()
+        self.answers_cancels.set()
+        self.posts_under_way = 0
+        self.most_posts_under_way = 0
+        self.is_closed = False
+        self.is_gone = False
+        """Whether nothing reaches it any more."""
+
+    @property
+    def posts(self) -> list[Post]:
+        return [message for message in self.messages if isinstance(message, Post)]
+
+    @property
+    def channel(self) -> ReplicaChannel:
+        return self.channels[-1]
+
+    def open(self, nothing: FrameRequest) -> None:
+        self.opened.append(nothing)
+
+    def cancel(self, name: str) -> None:
+        raise AssertionError("a channel ends by a message")
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.lose()
+
+    def lose(self) -> None:
+        """The replica ends."""
+        self.is_gone = True
+        for channel in self.channels:
+            channel.answers.put_nowait(ReplicaLost("the replica ended while it had the request"))
+
+    async def frames(self, name: str, request: FrameRequest) -> AsyncGenerator[bytes, None]:
+        if self.is_gone:
+            raise ReplicaUnreachable("the replica ended")
+        ((input, datatype, shape, (raw,)),) = request.inputs
+        assert (input, datatype, shape, request.note) == ("control", "UINT8", [1, len(raw)], "")
+        assert name not in self.names
+        self.names.append(name)
+        message = decode_message(raw)
+        self.messages.append(message)
+        if isinstance(message, Open):
+            channel = ReplicaChannel(message.channel)
+            self.channels.append(channel)
+            self.submits, self.cancels = {}, []
+            await self.answers_open.wait()
+            channel.say()
+            while (answer := await channel.answers.get()) is not None:
+                if isinstance(answer, HeadwaterError):
+                    raise answer
+                yield answer
+        elif isinstance(message, Post):
+            self.posts_under_way += 1
+            self.most_posts_under_way = max(self.most_posts_under_way, self.posts_under_way)
+            try:
+                await self.answers_posts.wait()
+            finally:
+                self.posts_under_way -= 1
+            if not self.channels or message.channel != self.channel.name or self.channel.is_ended:
+                yield encode_frame(StepFrame(0, [], Load(), closed="there is no such channel"))
+                return
+            for submit in message.submits:
+                assert submit.number not in self.submits
+                self.submits[submit.number] = submit
+            self.cancels += message.cancels
+            self.channel.acknowledged = message.acknowledged
+            self.channel.is_ended = message.close
+        else:
+            await self.answers_cancels.wait()
+            yield encode_frame(StepFrame(0, [], Load(), cancelled=self._cancel(message)))
+
+    def _cancel(self, message: CancelRequest) -> int:
+        numbers = [number for number, submit in self.submits.items() if submit.request_id == message.request_id]
+        if numbers:
+            self.say(*(event(number, self.channel.told.get(number, 0), finish="cancelled") for number in numbers))
+        return len(numbers)
+
+    def say(self, *events: SequenceEvent, load: Load | None = None, closed: str = "") -> None:
+        """A frame on the last channel."""
+        self.channel.say(*events, load=load or Load(), closed=closed)
+
+
+class ReplicaChannel:
+    """One channel, as the replica has it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.answers: asyncio.Queue[bytes | HeadwaterError | None] = asyncio.Queue()
+        self.frames = 0
+        self.acknowledged = 0
+        self.is_ended = False
+        self.told: dict[int, int] = {}
+        """Tokens, by sequence."""
+
+    def say(
+        self, *events: SequenceEvent, load: Load | None = None, closed: str = "", number: int | None = None
+    ) -> None:
+        self.answers.put_nowait(
+            encode_frame(
+                StepFrame(self.frames if number is None else number, list(events), load or Load(), closed=closed)
+            )
+        )
+        self.frames += 1
+        for one in events:
+            self.told[one.number] = one.index + len(one.tokens)
+
+
+def event(
+    number: int, index: int, tokens: Iterable[int] = (), *, finish: Ending | None = None, error: str = ""
+) -> SequenceEvent:
+    return SequenceEvent(number, index, list(tokens), finish=finish, error=error)
+
+
+def spec(max_tokens: int = 10, **fields: object) -> SequenceSpec:
+    return SequenceSpec([1, 2, 3], max_tokens, **fields)  # type: ignore[arg-type]
+
+
+class Bench:
+    """A dispatcher with stand-ins for replicas."""
+
+    def __init__(self, *replicas: str, **fields: object) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.loaded: list[str] = []
+        self.dispatcher = LmDispatcher(
+            route_of(*(replicas or ("a",)), **fields),
+            self._connect,
+            self._load_text,  # type: ignore[arg-type]
+        )
+
+    def _connect(self, name: str, route: ReplicaRoute) -> Replica:
+        self.replicas[route.id] = Replica()
+        return self.replicas[route.id]
+
+    def _load_text(self, folder: Path) -> str:
+        self.loaded.append(str(folder))
+        return "text"
+
+    @property
+    def replica(self) -> Replica:
+        (replica,) = self.replicas.values()
+        return replica
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+async def settle() -> None:
+    """Let everything that is due happen."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 10) -> None:
+    """Wait for what time brings."""
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline_s, "it never came"
+        await asyncio.sleep(0.002)

@@ -1,0 +1,99 @@
+"""The forms of answers, where the openai client does not look: nulls, extremes, and the constant parts of chunks."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import BadRequest
+from app.lm.answer_form import AnswerForm
+from app.lm.chat_answer import ChatAnswer
+from app.lm.completion_answer import CompletionAnswer
+from app.lm.generate_answer import GenerateAnswer
+from app.lm.text_generation import Usage
+from app.lm.text_stream import TextPiece, TokenLogprob
+from tests.app.lm.scripted import ids_of, tiny_text
+
+TEXTS = tiny_text().tokenizer.texts
+USAGE = Usage(2, 3)
+
+
+def forms(**options: Any) -> list[AnswerForm]:
+    name = 'a "quoted" model \u2028'
+    return [
+        ChatAnswer(name, 2, TEXTS, logprobs=False, **options),
+        CompletionAnswer(name, 2, TEXTS, logprobs=False, **options),
+        GenerateAnswer(name, 'an "id"'),
+    ]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+def test_any_text_is_sound_json_on_one_line(text: str) -> None:
+    for form in forms():
+        (event,) = form.piece(0, TextPiece(text))
+        assert b"\n" not in event
+        assert b"\r" not in event
+        said = json.loads(event)
+        choice = said["choices"][0] if "choices" in said else said
+        assert (
+            choice["delta"]["content"] if "delta" in choice else choice.get("text", choice.get("text_output"))
+        ) == text
+
+
+def test_nothing_to_tell_is_no_event() -> None:
+    for form in forms(includes_usage=True)[:2] + forms()[2:]:
+        assert form.piece(0, TextPiece("")) == []
+
+
+@pytest.mark.parametrize("kind", [ChatAnswer, CompletionAnswer])
+def test_chunks_have_the_same_fields_wherever_they_come_from(kind: Any) -> None:
+    form = kind("m", 2, TEXTS, logprobs=True, includes_usage=True)
+    entry = TokenLogprob(ids_of("a")[0], -1.0, (), 0)
+    pieces = [TextPiece("a"), TextPiece("a", [entry]), TextPiece("", (), "stop"), TextPiece("", [entry], "length")]
+    chunks = [json.loads(event) for piece in pieces for event in form.piece(1, piece)]
+    chunks += [json.loads(event) for event in form.begin()]
+    assert len({tuple(chunk) for chunk in chunks}) == 1
+    assert len({tuple(chunk["choices"][0]) for chunk in chunks}) == 1
+    assert all(chunk["usage"] is None for chunk in chunks)
+    usage, done = form.end(USAGE, None)
+    assert json.loads(usage)["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert (json.loads(usage)["choices"], done) == ([], b"[DONE]")
+
+
+def test_minus_infinity_has_a_number() -> None:
+    piece = TextPiece("a", [TokenLogprob(ids_of("a")[0], -math.inf, ((ids_of("b")[0], -math.inf),), 0)], "stop")
+    chat = json.loads(ChatAnswer("m", 1, TEXTS, logprobs=True).whole([piece], USAGE))
+    (entry,) = chat["choices"][0]["logprobs"]["content"]
+    assert (entry["logprob"], entry["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
+    text = json.loads(CompletionAnswer("m", 1, TEXTS, logprobs=True).whole([piece], USAGE))
+    assert text["choices"][0]["logprobs"]["top_logprobs"] == [{"b": -9999.0, "a": -9999.0}]
+
+
+def test_a_token_within_a_character_is_shown_by_its_bytes() -> None:
+    first, *_ = ids_of("🙂")
+    piece = TextPiece("🙂", [TokenLogprob(first, -1.0, (), 0)], "stop")
+    chat = json.loads(ChatAnswer("m", 1, TEXTS, logprobs=True).whole([piece], USAGE))
+    entry = chat["choices"][0]["logprobs"]["content"][0]
+    assert entry["token"].startswith("bytes:\\xf0")
+    assert bytes(entry["bytes"]) == "🙂".encode()[: len(entry["bytes"])]
+
+
+def test_errors_end_a_stream_in_each_apis_form() -> None:
+    error = BadRequest("n: wrong", field="n")
+    for form in forms(includes_usage=True)[:2]:
+        failure, done = form.end(USAGE, error)
+        assert json.loads(failure)["error"] == {
+            "message": "n: wrong", "type": "invalid_request_error", "param": "n", "code": 400,
+        }  # fmt: skip
+        assert done == b"[DONE]"
+    failure, last = GenerateAnswer("m").end(USAGE, error)
+    assert json.loads(failure) == {"error": "n: wrong", "status": 400}
+    assert json.loads(last) == {
+        "model_name": "m", "model_version": "1", "final": True, "finish_reason": "error",
+        "prompt_tokens": 2, "completion_tokens": 3,
+    }  # fmt: skip

@@ -1,0 +1,97 @@
+"""What a completion request may say, and what it comes to in tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from app.errors import BadRequest
+from app.lm.completion_request import CompletionRequest
+from app.lm.text_plan import TextPlan
+from inference.lm.protocol import EngineLimits
+from tests.app.lm.scripted import LIMITS, ids_of, tiny_text
+
+
+def planned(prompt: Any, limits: EngineLimits = LIMITS, **fields: Any) -> TextPlan:
+    body = {"model": "m", "prompt": prompt, **fields}
+    return CompletionRequest.read(json.dumps(body).encode()).plan(tiny_text(), limits)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("def f", [ids_of("def f")]),
+        (["def f", "x"], [ids_of("def f"), ids_of("x")]),
+        ([5, 6], [[5, 6]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+    ],
+)
+def test_prompts_of_every_form(prompt: Any, expected: list[list[int]]) -> None:
+    plan = planned(prompt)
+    assert [spec.prompt for spec in plan.specs] == expected
+    assert plan.prompt_tokens == sum(map(len, expected))
+    assert all(spec.max_tokens == 16 for spec in plan.specs)
+
+
+def test_choices_of_a_prompt_stand_together() -> None:
+    plan = planned([[5], [6]], n=2, seed=1, max_tokens=0)
+    assert [(spec.prompt, spec.sampling.seed) for spec in plan.specs] == [([5], 1), ([5], 2), ([6], 1), ([6], 2)]
+    assert plan.prompt_tokens == 2
+    assert len(planned(["x"] * 64, n=4).specs) == 256
+
+
+def test_the_default_shrinks_to_what_fits() -> None:
+    assert planned([5] * 510).specs[0].max_tokens == 2
+
+
+def test_echo_gives_the_prompt_as_it_was_sent() -> None:
+    assert planned(["a <|im_end|>", "b"], echo=True, n=2).prefixes == ["a <|im_end|>"] * 2 + ["b"] * 2
+    assert planned([*ids_of("a b"), 2], echo=True).prefixes == ["a b"]
+    assert planned([*ids_of("a b"), 2], echo=True, skip_special_tokens=False).prefixes == ["a b<|im_end|>"]
+    assert planned("a").prefixes == [""]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "message"),
+    [
+        ("", {}, "prompt: expected at least one token, got none"),
+        ([], {}, "prompt: expected at least one string or token id, got an empty array"),
+        (["a", ""], {}, "prompt[1]: expected at least one token, got none"),
+        ([[5], []], {}, "prompt[1]: expected at least one token, got none"),
+        (5, {}, "prompt: expected a string or an array, got an integer"),
+        (["a", 5], {}, "got an array with strings and token ids"),
+        ([True], {}, "got an array with true"),
+        ([5, 4096], {}, "prompt[1]: expected a token id from 0 to 4095, got 4096"),
+        ([[5], [6, "x"]], {}, "prompt[1][1]: expected a token id from 0 to 4095, got 'x'"),
+        ([[5, True]], {}, "prompt[0][1]: expected a token id from 0 to 4095, got true"),
+        ([-1], {}, "prompt[0]: expected a token id from 0 to 4095, got -1"),
+        (["x"] * 65, {}, "prompt: expected at most 64 prompts, got 65"),
+        (["x"] * 64, {"n": 5}, "n: expected at most 256 answers in all, got 64 prompts x 5"),
+        ([5] * 512, {}, "prompt: this model's maximum context length is 512 tokens"),
+        ([[5], [5] * 500], {"max_tokens": 100}, "this request comes to 600: 500 in prompt[1]"),
+        ("x", {"max_tokens": -1}, "max_tokens: expected at least 0, got -1"),
+        ("x", {"logprobs": 21}, "logprobs: expected an integer from 0 to 20, got 21"),
+        ("x", {"logprobs": True}, "logprobs: expected an integer, got a boolean"),
+        ("x", {"logprobs": 1, "echo": True}, "logprobs: this model gives none of prompts; leave it out, or echo"),
+        ("x", {"best_of": 2}, "best_of: this model does not support it; expected 1, got 2"),
+        ("x", {"suffix": "y"}, "suffix: this model does not support it; leave it out"),
+        ("x", {"messages": []}, "messages: expected the fields "),
+    ],
+)
+def test_what_is_wrong_is_named(prompt: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        planned(prompt, **fields)
+    assert message in caught.value.message
+    assert caught.value.message.startswith(f"{caught.value.field}: ")
+
+
+def test_a_cache_smaller_than_the_context_bounds_too() -> None:
+    with pytest.raises(BadRequest, match="prompt: this model's cache is 8 tokens"):
+        planned([5] * 8, msgspec.structs.replace(LIMITS, cache_tokens=8))
+
+
+def test_best_of_one_is_what_is_done_anyway() -> None:
+    assert planned("x", best_of=1, suffix=None, logprobs=0).specs[0].sampling.logprobs == 0

@@ -1,0 +1,43 @@
+"""A model's folder as what the text work needs, and that nobody else pays for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.errors import BadRequest, ConfigError
+from app.lm.language_text import LanguageText
+from tests.app.lm.scripted import FOLDER, ids_of, tiny_text
+
+
+def test_texts_and_conversations_become_tokens() -> None:
+    text = LanguageText(FOLDER)
+    assert text.encode_text("def f") == ids_of("def f")
+    ids = text.encode_chat([{"role": "user", "content": "hi"}], {"add_generation_prompt": False})
+    shown = text.tokenizer.decode(ids, skip_special_tokens=False)
+    assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert ids[0] == text.tokenizer.token_to_id("<|im_start|>")
+
+
+def test_a_folder_without_a_template_takes_texts_only(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (tmp_path / name).write_bytes((FOLDER / name).read_bytes())
+    text = LanguageText(tmp_path)
+    assert text.template is None
+    assert text.encode_text("x") == tiny_text().encode_text("x")
+    with pytest.raises(BadRequest, match="messages: this model has no chat template"):
+        text.encode_chat([{"role": "user", "content": "hi"}], None)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        LanguageText(tmp_path)
+
+
+def test_a_gateway_without_language_models_loads_no_tokenizers() -> None:
+    seen = "import sys, app.gateway; print([name for name in ('tokenizers', 'jinja2') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

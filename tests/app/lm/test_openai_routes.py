@@ -1,0 +1,496 @@
+"""The routes of language models over HTTP, driven by the unmodified openai client, and by httpx."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from app.config import Server
+from app.errors import Cancelled, ContractBroken, QueueFull, ReplicaLost, Unavailable
+from app.gateway import create_app
+from app.lm.language_text import LanguageText
+from app.models import Models
+from tests.app.lm.scripted import (
+    EOS,
+    Script,
+    ScriptedDispatcher,
+    ScriptedModels,
+    ids_of,
+    tiny_text,
+)
+from tests.running import wait_for
+
+TEXT = Script().text
+HELLO: Any = [{"role": "user", "content": "hi"}]
+PROMPT_TOKENS = 11
+
+
+class Gateway:
+    """A server on a loopback port with one scripted model, ``tiny``, and one without a chat template, ``plain``."""
+
+    def __init__(self, url: str, models: ScriptedModels, tiny: ScriptedDispatcher, plain: ScriptedDispatcher) -> None:
+        self.url = url
+        self.models = models
+        self.tiny = tiny
+        self.plain = plain
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+    def says(self, **script: Any) -> None:
+        """Give the model another script."""
+        self.tiny.script = Script(**script)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=20)
+
+    def chat(self, **fields: Any) -> ChatCompletion:
+        return cast(ChatCompletion, self.client.chat.completions.create(model="tiny", messages=HELLO, **fields))
+
+    def chunks(self, **fields: Any) -> list[ChatCompletionChunk]:
+        stream = self.client.chat.completions.create(model="tiny", messages=HELLO, stream=True, **fields)
+        return list(cast("Iterator[ChatCompletionChunk]", stream))
+
+    def completion(self, prompt: Any = "x", **fields: Any) -> Completion:
+        return cast(Completion, self.client.completions.create(model="tiny", prompt=prompt, **fields))
+
+    def completions(self, prompt: Any = "x", **fields: Any) -> list[Completion]:
+        stream = self.client.completions.create(model="tiny", prompt=prompt, stream=True, **fields)
+        return list(cast("Iterator[Completion]", stream))
+
+    def frames(self, path: str, **body: Any) -> list[str]:
+        """The data of a stream's events."""
+        answer = self.post(path, **body)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert answer.text.endswith("\n\n")
+        blocks = answer.text.removesuffix("\n\n").split("\n\n")
+        assert all(block.startswith("data: ") for block in blocks)
+        return [block.removeprefix("data: ") for block in blocks]
+
+
+@contextmanager
+def serving(models: ScriptedModels) -> Iterator[str]:
+    app = create_app(cast(Models, models), Server(access_log=False))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", loop="asyncio"))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+        thread.start()
+        try:
+            wait_for(lambda: server.started, 20, "the server to start")
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def without_template() -> LanguageText:
+    text = LanguageText.__new__(LanguageText)
+    text.tokenizer, text.template = tiny_text().tokenizer, None
+    return text
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Gateway]:
+    tiny = ScriptedDispatcher("tiny", Script())
+    plain = ScriptedDispatcher("plain", Script(), language_text=without_template)
+    models = ScriptedModels(tiny, plain)
+    with serving(models) as url:
+        gateway = Gateway(url, models, tiny, plain)
+        yield gateway
+        gateway.client.close()
+
+
+@pytest.fixture
+def gateway(server: Gateway) -> Iterator[Gateway]:
+    server.tiny.script = Script()
+    server.tiny.unavailable = None
+    server.tiny.opened.clear()
+    yield server
+    wait_for(lambda: all(generation.is_closed for _, generation, _ in server.tiny.opened), 10, "all to be closed")
+    wait_for(lambda: server.models.streams == 0, 10, "no stream to be counted")
+
+
+# Chat
+
+
+def test_a_chat_answer(gateway: Gateway) -> None:
+    answer = gateway.chat()
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", TEXT)
+    assert (choice.finish_reason, choice.index, choice.logprobs) == ("stop", 0, None)
+    assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", answer.id)
+    assert (answer.object, answer.model) == ("chat.completion", "tiny")
+    assert answer.usage is not None
+    count = len(ids_of(TEXT)) + 1
+    prompt = len(gateway.tiny.opened[0][1].specs[0].prompt)
+    assert answer.usage.model_dump(exclude_none=True) == {
+        "prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count,
+    }  # fmt: skip
+    assert prompt == PROMPT_TOKENS
+
+
+def test_a_chat_stream_is_the_same_in_pieces(gateway: Gateway) -> None:
+    first, *rest, last = gateway.chunks()
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in rest) == TEXT
+    assert all(chunk.choices[0].delta.role is None and chunk.choices[0].finish_reason is None for chunk in rest)
+    assert (last.choices[0].delta.content, last.choices[0].finish_reason) == (None, "stop")
+    assert len({chunk.id for chunk in (first, *rest, last)}) == 1
+    assert all(chunk.object == "chat.completion.chunk" and chunk.usage is None for chunk in (first, *rest, last))
+
+
+def test_frames_are_as_openai_writes_them(gateway: Gateway) -> None:
+    gateway.says(text="a", chunk=9)
+    *frames, done = gateway.frames("/v1/chat/completions", model="tiny", messages=HELLO, stream=True)
+    assert done == "[DONE]"
+    about = {"object": "chat.completion.chunk", "model": "tiny"}
+    decoded = [json.loads(frame) for frame in frames]
+    for frame in decoded:
+        assert frame.pop("id").startswith("chatcmpl-")
+        assert isinstance(frame.pop("created"), int)
+    rest = {"logprobs": None, "finish_reason": None}
+    assert decoded == [
+        {**about, "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, **rest}]},
+        {**about, "choices": [{"index": 0, "delta": {"content": "a"}, **rest}]},
+        {**about, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}]},
+    ]
+
+
+def test_usage_ends_a_stream_that_asks_for_it(gateway: Gateway) -> None:
+    chunks = gateway.chunks(stream_options={"include_usage": True}, max_tokens=4)
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert (chunks[-1].usage.completion_tokens, chunks[-1].usage.total_tokens) == (4, PROMPT_TOKENS + 4)
+    body = {"model": "tiny", "messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
+    *frames, _, _ = gateway.frames("/v1/chat/completions", **body)
+    assert all(json.loads(frame)["usage"] is None for frame in frames)
+
+
+def test_max_tokens_end_a_text(gateway: Gateway) -> None:
+    answer = gateway.chat(max_completion_tokens=3)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+    assert gateway.chunks(max_tokens=3)[-1].choices[0].finish_reason == "length"
+
+
+def test_choices_differ_with_a_seed_and_come_again(gateway: Gateway) -> None:
+    def texts(answer: ChatCompletion) -> list[str | None]:
+        return [choice.message.content for choice in answer.choices]
+
+    first = gateway.chat(n=3, seed=7)
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+    assert len(set(texts(first))) == 3
+    assert texts(gateway.chat(n=3, seed=7)) == texts(first)
+    streamed = ["", "", ""]
+    chunks = gateway.chunks(n=3, seed=7)
+    assert [chunk.choices[0].index for chunk in chunks[:3]] == [0, 1, 2]
+    for chunk in chunks:
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == texts(first)
+    assert first.usage is not None
+    assert first.usage.prompt_tokens == PROMPT_TOKENS
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_a_stop_string_ends_the_text_and_the_work(gateway: Gateway, chunk: int) -> None:
+    gateway.says(stops=False, chunk=chunk)
+    answer = gateway.chat(stop=["return", "nothing"], max_tokens=100)
+    assert answer.choices[0].message.content == TEXT.partition("return")[0]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= len(ids_of(TEXT.partition("return")[0] + "return")) + 1
+    pieces = gateway.chunks(stop="return", max_tokens=100)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == TEXT.partition("return")[0]
+    assert [piece.choices[0].finish_reason for piece in pieces[-1:]] == ["stop"]
+    if chunk < 100:
+        assert [generation.dropped for _, generation, _ in gateway.tiny.opened] == [[0], [0]]
+    shown = gateway.chat(stop="return", extra_body={"include_stop_str_in_output": True}, max_tokens=100)
+    assert shown.choices[0].message.content == TEXT.partition("return")[0] + "return"
+
+
+def test_logprobs_of_a_chat(gateway: Gateway) -> None:
+    answer = gateway.chat(logprobs=True, top_logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [round((-0.5 - entry.logprob) * 1000) for entry in logprobs.content] == ids_of(TEXT)
+    raw = b"".join(bytes(entry.bytes or []) for entry in logprobs.content)
+    assert raw.decode() == TEXT
+    assert all([round(top.logprob, 3) for top in entry.top_logprobs] == [0, -0.1] for entry in logprobs.content)
+    streamed: list[Any] = []
+    for piece in gateway.chunks(logprobs=True, top_logprobs=2):
+        if (of_piece := piece.choices[0].logprobs) is not None:
+            streamed += of_piece.content or []
+    assert [entry.model_dump() for entry in streamed] == [entry.model_dump() for entry in logprobs.content]
+    bare = gateway.chat(logprobs=True).choices[0].logprobs
+    assert bare is not None
+    assert bare.content is not None
+    assert bare.content[0].top_logprobs == []
+
+
+def test_special_tokens_are_shown_if_asked_for(gateway: Gateway) -> None:
+    gateway.says(ids=[*ids_of("a"), EOS, *ids_of("b")])
+    assert gateway.chat().choices[0].message.content == "ab"
+    assert gateway.chat(extra_body={"skip_special_tokens": False}).choices[0].message.content == "a<|im_end|>b"
+
+
+def test_chat_parameters_reach_the_engine(gateway: Gateway) -> None:
+    extensions = {"top_k": 5, "ignore_eos": True, "stop_token_ids": [9], "timeout_s": 1.5}
+    gateway.chat(temperature=0, logit_bias={"7": 3}, extra_body=extensions)
+    ((_, generation, timeout_s),) = gateway.tiny.opened
+    (spec,) = generation.specs
+    assert (spec.sampling.temperature, spec.sampling.top_k, spec.sampling.logit_bias) == (0, 5, {7: 3})
+    assert (spec.ignore_eos, spec.stop_ids, timeout_s) == (True, frozenset({9}), 1.5)
+
+
+def test_the_clients_request_id_is_the_engines(gateway: Gateway) -> None:
+    gateway.chat(extra_headers={"X-Request-Id": "mine"})
+    assert gateway.tiny.opened[0][0] == "mine"
+
+
+def test_the_async_client(gateway: Gateway) -> None:
+    async def talk() -> tuple[str, str | None]:
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+            streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+            whole = await client.chat.completions.create(model="tiny", messages=HELLO)
+            return streamed, whole.choices[0].message.content
+
+    assert asyncio.run(talk()) == (TEXT, TEXT)
+
+
+# Completions
+
+
+def test_a_completion(gateway: Gateway) -> None:
+    answer = gateway.completion(max_tokens=100)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (TEXT, "stop")
+    assert (answer.object, answer.model, answer.id[:5]) == ("text_completion", "tiny", "cmpl-")
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 1
+    assert gateway.completion().choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": "b"}, {"echo": True}, {"logprobs": 2}])
+def test_a_completion_stream_is_the_same_in_pieces(gateway: Gateway, options: dict[str, Any]) -> None:
+    prompts = ["x = ", "y = "]
+    whole = gateway.completion(prompts, n=2, max_tokens=100, **options)
+    texts = [""] * 4
+    finishes: list[str | None] = [None] * 4
+    for chunk in gateway.completions(prompts, n=2, max_tokens=100, **options):
+        (choice,) = chunk.choices
+        assert finishes[choice.index] is None
+        texts[choice.index] += choice.text
+        finishes[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert finishes == [choice.finish_reason for choice in whole.choices] == ["stop"] * 4
+    if "echo" in options:
+        assert texts == [prompt + TEXT for prompt in prompts for _ in range(2)]
+
+
+def test_logprobs_of_a_completion(gateway: Gateway) -> None:
+    answer = gateway.completion(max_tokens=100, logprobs=2)
+    told = answer.choices[0].logprobs
+    assert told is not None
+    assert told.tokens is not None
+    assert told.text_offset is not None
+    assert told.token_logprobs == [-0.5 - token / 1000 for token in ids_of(TEXT)]
+    for token, offset in zip(told.tokens, told.text_offset, strict=True):
+        assert token.startswith("bytes:") or TEXT.startswith(token, offset)
+    assert told.top_logprobs is not None
+    assert all(told.tokens[n] in top and len(top) <= 3 for n, top in enumerate(told.top_logprobs))
+    streamed: list[str] = []
+    for chunk in gateway.completions(max_tokens=100, logprobs=2):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.tokens or []
+    assert streamed == told.tokens
+    alone = gateway.completion(max_tokens=1, logprobs=0).choices[0].logprobs
+    assert alone is not None
+    assert alone.top_logprobs == [{"def": -0.5 - ids_of("def")[0] / 1000}]
+
+
+def test_nothing_to_generate_echoes(gateway: Gateway) -> None:
+    gateway.says(ids=[], stops=False)
+    answer = gateway.completion("a b", max_tokens=0, echo=True)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("a b", "length")
+
+
+def test_a_usage_chunk_of_completions(gateway: Gateway) -> None:
+    *chunks, last = gateway.completions(max_tokens=2, stream_options={"include_usage": True})
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 2
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+# Generate
+
+
+def test_generate(gateway: Gateway) -> None:
+    body = {"text_input": "x", "id": "i", "parameters": {"max_tokens": 100}}
+    answer = gateway.post("/v2/models/tiny/generate", **body).json()
+    facts = {"finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": len(ids_of(TEXT)) + 1}
+    named = {"model_name": "tiny", "model_version": "1", "id": "i"}
+    assert answer == {**named, "text_output": TEXT, "parameters": facts}
+    *pieces, last = [json.loads(frame) for frame in gateway.frames("/v2/models/tiny/generate_stream", **body)]
+    assert "".join(piece.pop("text_output") for piece in pieces) == TEXT
+    assert all(piece == named for piece in pieces)
+    assert last == {**named, "final": True, **facts}
+
+
+def test_generate_stops_at_strings_and_says_what_is_wrong(gateway: Gateway) -> None:
+    answer = gateway.post("/v2/models/tiny/generate", text_input="x", stop="a", max_tokens=9).json()
+    assert answer["text_output"] == TEXT.partition("a")[0]
+    refused = gateway.post("/v2/models/tiny/generate_stream", text_input="x", temperature=3)
+    assert (refused.status_code, refused.json()) == (
+        400, {"error": "temperature: expected a number from 0 to 2, got 3.0"},
+    )  # fmt: skip
+
+
+def test_an_error_within_a_generate_stream_comes_before_the_end(gateway: Gateway) -> None:
+    gateway.says(fail_after=4, error=ReplicaLost("the replica ended"))
+    *_, error, last = [json.loads(frame) for frame in gateway.frames("/v2/models/tiny/generate_stream", text_input="x")]
+    assert error == {"error": "the replica ended", "status": 503}
+    assert (last["final"], last["finish_reason"]) == (True, "error")
+
+
+# Errors
+
+
+def test_what_is_wrong_is_named(gateway: Gateway) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        gateway.chat(tools=[{"type": "function", "function": {"name": "f"}}])
+    assert caught.value.body == {
+        "message": "tools: this model does not support it; leave it out",
+        "type": "invalid_request_error", "param": "tools", "code": 400,
+    }  # fmt: skip
+    with pytest.raises(openai.BadRequestError, match="max_tokens: this model's maximum context length"):
+        gateway.chunks(max_tokens=10_000)
+    with pytest.raises(openai.NotFoundError):
+        gateway.client.chat.completions.create(model="other", messages=HELLO)
+    assert gateway.tiny.opened == []
+
+
+def test_a_model_without_a_template_answers_completions_only(gateway: Gateway) -> None:
+    with pytest.raises(openai.BadRequestError, match="/v1/completions"):
+        gateway.client.chat.completions.create(model="plain", messages=HELLO)
+    answer = gateway.client.completions.create(model="plain", prompt="x", max_tokens=100)
+    assert answer.choices[0].text == TEXT
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [
+        (QueueFull("the queue is full", retry_after_s=3), 429, "3"),
+        (ReplicaLost("the replica ended"), 503, "2"),
+        (ContractBroken("a token twice"), 500, None),
+        (Cancelled("the request was cancelled"), 409, None),
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "x"})],
+)
+def test_an_early_failure_has_its_true_status(
+    gateway: Gateway, path: str, body: Any, error: Any, status: int, retry_after: str | None, stream: bool
+) -> None:
+    gateway.says(fail_after=0, error=error)
+    answer = gateway.post(path, model="tiny", stream=stream, **body)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"] == error.message
+    assert answer.headers.get("retry-after") == retry_after
+
+
+def test_a_failure_within_a_stream_is_a_frame_of_its_own(gateway: Gateway) -> None:
+    gateway.says(fail_after=6, error=ReplicaLost("the replica ended"))
+    *frames, error, done = gateway.frames("/v1/chat/completions", model="tiny", messages=HELLO, stream=True)
+    assert len(frames) > 1
+    assert done == "[DONE]"
+    assert json.loads(error) == {
+        "error": {"message": "the replica ended", "type": "server_error", "param": None, "code": 503}
+    }
+    with pytest.raises(openai.APIError, match="the replica ended"):
+        gateway.chunks()
+
+
+def test_a_deployment_that_is_not_ready(gateway: Gateway) -> None:
+    gateway.tiny.unavailable = Unavailable("model `tiny` is LOADING", retry_after_s=5)
+    for path in ("/v1/chat/completions", "/v1/completions", "/v2/models/tiny/generate"):
+        body = {"text_input": "x"} if "v2" in path else {"model": "tiny"}
+        body |= {"messages": HELLO} if "chat" in path else {"prompt": "x"} if "v1" in path else {}
+        answer = gateway.post(path, **body)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+
+
+# Clients that go away, and requests that are cancelled
+
+
+def test_a_client_that_goes_away_ends_the_generation(gateway: Gateway) -> None:
+    gateway.says(hangs=True)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{gateway.url}/v1/chat/completions", json={"model": "tiny", "messages": HELLO}, timeout=httpx.Timeout(1)
+        )
+    wait_for(lambda: gateway.tiny.opened[0][1].is_closed, 10, "the generation to be closed")
+
+
+def test_a_client_that_leaves_a_stream_ends_the_generation(gateway: Gateway) -> None:
+    gateway.says(hangs=True)
+    body = {"model": "tiny", "messages": HELLO, "stream": True}
+    with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=body, timeout=20) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        assert gateway.models.streams == 1
+        assert not gateway.tiny.opened[0][1].is_closed
+    wait_for(lambda: gateway.tiny.opened[0][1].is_closed, 10, "the generation to be closed")
+
+
+def test_a_request_is_cancelled_by_its_id(gateway: Gateway) -> None:
+    gateway.says(hangs=True)
+    body = {"model": "tiny", "messages": HELLO, "stream": True, "n": 2}
+    headers = {"X-Request-Id": "mine/1"}
+    url = f"{gateway.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=20) as answer:
+        lines = answer.iter_lines()  # to be kept: the response ends with it
+        assert next(lines).startswith("data: ")
+        told = httpx.post(f"{gateway.url}/v2/requests/mine%2F1/cancel")
+        assert (told.status_code, told.json()) == (200, {"request_id": "mine/1", "cancelled": 2})
+    wait_for(lambda: gateway.tiny.opened[0][1].is_closed, 10, "the generation to be closed")
+    gone = httpx.post(f"{gateway.url}/v2/requests/mine%2F1/cancel")
+    assert gone.status_code == 404
+    assert gone.json()["error"].startswith("request 'mine/1': expected the X-Request-Id of a request")
+    assert httpx.get(f"{gateway.url}/v2/requests/x/cancel").status_code == 405
+
+
+# Documentation
+
+
+def test_the_routes_are_documented(gateway: Gateway) -> None:
+    schema = httpx.get(f"{gateway.url}/openapi.json").json()
+    paths = schema["paths"]
+    chat = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+    assert chat["schema"]["properties"]["model"]["enum"] == ["tiny", "plain"]
+    assert gateway.post("/v1/chat/completions", **chat["example"]).status_code == 200
+    text = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
+    assert gateway.post("/v1/completions", **text["example"]).status_code == 200
+    for route in ("generate", "generate_stream"):
+        body = paths[f"/v2/models/tiny/{route}"]["post"]["requestBody"]["content"]["application/json"]
+        assert gateway.post(f"/v2/models/tiny/{route}", **body["example"]).status_code == 200
+    assert "/v2/models/tiny/infer" not in paths
+    assert "409" in paths["/v1/completions"]["post"]["responses"]
+    assert "/v2/requests/{request_id}/cancel" in paths

@@ -1,0 +1,70 @@
+"""A request's sequences as texts: what is dropped, counted and found out."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from app.errors import ContractBroken, HeadwaterError, ReplicaLost
+from app.lm.generation import SequenceSpec, Tokens
+from app.lm.text_generation import TextGeneration, Usage
+from app.lm.text_stream import TextPiece, TextStream
+from tests.app.lm.scripted import Script, ScriptedGeneration, ids_of, tiny_text
+
+TEXTS = tiny_text().tokenizer.texts
+
+
+def stream(*stops: str) -> TextStream:
+    return TextStream(TEXTS, [], stops=stops)
+
+
+def test_a_sequence_is_dropped_at_its_stop_string_and_the_others_go_on() -> None:
+    async def scenario() -> None:
+        specs = [SequenceSpec([5], 100), SequenceSpec([5], 100)]
+        generation = ScriptedGeneration(specs, Script(text="a = 1; b = 2; c = 3"))
+        job = TextGeneration(generation, [stream(";"), stream()], 1)
+        assert await job.whole() == [TextPiece("a = 1", [], "stop"), TextPiece("a = 1; b = 2; c = 3", [], "stop")]
+        assert generation.dropped == [0]
+        assert job.usage.prompt_tokens == 1
+        both = len(ids_of("a = 1; b = 2; c = 3")) + 1 + len(ids_of("a = 1;"))
+        assert job.usage.completion_tokens == both
+        job.close()
+        assert generation.is_closed
+
+    asyncio.run(scenario())
+
+
+def test_a_stop_string_in_the_last_tokens_needs_no_drop() -> None:
+    async def scenario() -> None:
+        generation = ScriptedGeneration([SequenceSpec([5], 100)], Script(text="a = 1; b", chunk=100))
+        assert await TextGeneration(generation, [stream(";")], 1).whole() == [TextPiece("a = 1", [], "stop")]
+        assert generation.dropped == []
+
+    asyncio.run(scenario())
+
+
+def test_an_end_without_a_reason_is_no_answer() -> None:
+    class Silent(ScriptedGeneration):
+        async def news(self) -> list[tuple[int, Tokens]]:
+            return []
+
+    async def scenario() -> None:
+        silent = Silent([SequenceSpec([5], 3)], Script())
+        with pytest.raises(ContractBroken, match="sequence 0: expected the engine to say why it ended"):
+            await TextGeneration(silent, [stream()], 1).whole()
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_is_passed_on() -> None:
+    async def scenario() -> None:
+        script = Script(fail_after=3, error=ReplicaLost("gone"))
+        with pytest.raises(HeadwaterError, match="gone"):
+            await TextGeneration(ScriptedGeneration([SequenceSpec([5], 99)], script), [stream()], 1).whole()
+
+    asyncio.run(scenario())
+
+
+def test_usage_as_openai_has_it() -> None:
+    assert Usage(3, 4).as_json() == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}

@@ -1,0 +1,148 @@
+"""The dispatcher against a true `EngineHost`, without the processes between: both ends of the wire agree."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from app.errors import BadRequest, Cancelled, ContractBroken, QueueFull, Unavailable
+from app.lm.dispatcher import LmDispatcher
+from app.lm.generation import Generation
+from app.triton_client import FrameRequest
+from inference.frame import FRAME
+from inference.lm.engine_host import EngineHost
+from inference.lm.null_engine import FaultyEngine, NullEngine
+from inference.lm.protocol import Engine, EngineLimits
+from tests.app.lm.stand_in import route_of, spec, until
+
+
+class HostClient:
+    """A `FrameReplicaClient` that hands messages to a host in the same loop."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+
+    def open(self, nothing: FrameRequest) -> None:
+        (self.nothing,) = (nothing,)
+
+    def cancel(self, name: str) -> None:
+        raise AssertionError("a channel ends by a message")
+
+    def close(self) -> None: ...
+
+    async def frames(self, name: str, request: FrameRequest) -> AsyncGenerator[bytes, None]:
+        ((input, _, shape, (raw,)),) = request.inputs
+        asked = SimpleNamespace(data={input: np.frombuffer(raw, np.uint8).reshape(shape)}, parameters={})
+        async with contextlib.aclosing(self._host.handle([asked])) as answers:  # type: ignore[type-var]
+            async for (answer,) in answers:
+                yield answer[FRAME].tobytes()
+
+
+def run(engine: Engine, scenario: Callable[[LmDispatcher, EngineHost], Awaitable[None]]) -> None:
+    async def main() -> None:
+        host = EngineHost(engine)
+        dispatcher = LmDispatcher(route_of("a"), lambda name, route: HostClient(host), lambda folder: None)  # type: ignore[arg-type, return-value]
+        try:
+            await asyncio.wait_for(scenario(dispatcher, host), 20)
+        finally:
+            dispatcher.close()
+            await asyncio.to_thread(host.close)
+
+    asyncio.run(main())
+
+
+async def whole(generation: Generation) -> dict[int, list[int]]:
+    got: dict[int, list[int]] = {}
+    while news := await generation.news():
+        for place, tokens in news:
+            got.setdefault(place, []).extend(tokens.tokens)
+    return got
+
+
+def test_many_requests_at_once_each_get_all_of_their_tokens() -> None:
+    async def scenario(dispatcher: LmDispatcher, host: EngineHost) -> None:
+        lengths = [(number * 37 % 300, number % 5) for number in range(100)]
+        answers = await asyncio.gather(
+            *(whole(dispatcher.open("q", [spec(one), spec(other)])) for one, other in lengths)
+        )
+        assert answers == [{0: list(range(one)), 1: list(range(other))} for one, other in lengths]
+        counts = dispatcher.statistics
+        assert (counts.requests, counts.contract_violations) == (100, 0)
+        assert counts.generated_tokens == sum(one + other for one, other in lengths)
+        assert dispatcher.load.active == dispatcher.in_flight == 0
+
+    run(NullEngine(), scenario)
+
+
+def test_requests_are_cancelled_by_their_id_or_left_and_the_engine_is_then_idle() -> None:
+    engine = NullEngine(step_s=0.001)
+
+    async def scenario(dispatcher: LmDispatcher, host: EngineHost) -> None:
+        mine, left, dropped = (dispatcher.open(id, [spec(900_000)] * 2) for id in ("mine", "left", "dropped"))
+        for generation in (mine, left, dropped):
+            assert await generation.news()
+        assert engine.active == 6
+        assert await dispatcher.cancel_request("mine") == 2
+        with pytest.raises(Cancelled):
+            await whole(mine)
+        left.close()
+        dropped.drop(0)
+        assert await dropped.news()
+        dropped.drop(1)
+        assert await dropped.news() == []
+        await until(lambda: not engine.has_work)
+        assert await dispatcher.cancel_request("mine") == 0
+
+    run(engine, scenario)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [("repeat", "repeated tokens"), ("history", "repeated tokens"), ("skip", "left tokens out")]
+)
+def test_an_engine_that_breaks_its_contract_is_found_out(fault: str, message: str) -> None:
+    bad = FaultyEngine(NullEngine(), fault, is_faulty=lambda id: id.endswith("/0"))  # type: ignore[arg-type]
+
+    async def scenario(dispatcher: LmDispatcher, host: EngineHost) -> None:
+        faulty, good = dispatcher.open("faulty", [spec(50)]), dispatcher.open("good", [spec(50)])
+        with pytest.raises(ContractBroken, match=message):
+            await whole(faulty)
+        assert await whole(good) == {0: list(range(50))}
+        assert dispatcher.statistics.contract_violations == 1
+
+    run(bad, scenario)
+
+
+def test_what_the_engine_refuses_has_the_right_status() -> None:
+    limits = EngineLimits(max_sequences=1, max_waiting=1, context_length=100_000, cache_tokens=100_000, vocab_size=10)
+
+    async def scenario(dispatcher: LmDispatcher, host: EngineHost) -> None:
+        with pytest.raises(BadRequest) as caught:
+            await whole(dispatcher.open("long", [spec(100_000)]))
+        assert caught.value.field is None
+        running = dispatcher.open("running", [spec(90_000)])
+        assert await running.news()
+        waiting = dispatcher.open("waiting", [spec(5)])
+        with pytest.raises(QueueFull, match="`max_waiting` is 1"):
+            await whole(dispatcher.open("full", [spec(5)]))
+        running.close()
+        assert await whole(waiting) == {0: [0, 1, 2, 3, 4]}
+
+    run(NullEngine(limits, step_s=0.001), scenario)
+
+
+def test_a_host_that_ends_says_why() -> None:
+    async def scenario(dispatcher: LmDispatcher, host: EngineHost) -> None:
+        generation = dispatcher.open("q", [spec(900_000)])
+        assert await generation.news()
+        await asyncio.to_thread(host.close, "the replica is ending")
+        with pytest.raises(Unavailable, match="the replica is ending"):
+            await whole(generation)
+        with pytest.raises(Unavailable, match="the replica is ending"):
+            await whole(dispatcher.open("q", [spec(5)]))
+
+    run(NullEngine(step_s=0.001), scenario)

@@ -1,0 +1,47 @@
+"""Fixtures: one server with language models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.running import Running, leftovers, segments_of, serve
+
+TINY = "lm:inference.zoo:weights/tiny_lm"
+
+
+def language_model(engine: str = "", **options: Any) -> dict[str, Any]:
+    """A deployment of the shipped model, or of an engine of `tests/services/engines.py` with its tokenizer."""
+    if engine:
+        return {"model": TINY, "options": {"engine": f"engines:{engine}", **options}}
+    return {"model": TINY, "device": "cpu", "threads": 1, "options": {"dtype": "float32", **options}}
+
+
+@pytest.fixture(scope="session")
+def lm() -> Iterator[Running]:
+    """A server with language models, all of which must be left idle.
+
+    - ``tiny``: the shipped one;
+    - ``null``: computes nothing;
+    - ``slow``: the same, at 20 tokens a second; two sequences run, one waits, for 3 s at most;
+    - ``faulty``: fails as the first token of a prompt says.
+    """
+    config = {
+        "deployments": {
+            "tiny": language_model(max_sequences=64),
+            "null": language_model("null"),
+            "slow": {
+                **language_model("null", step_s=0.05, max_sequences=2, max_waiting=1, context_length=1000),
+                "timeout_s": 3,
+            },
+            "faulty": language_model("faulty", step_s=0.01),
+        },
+        "server": {"stream_ping_s": 0.3, "write_timeout_s": 3},
+    }
+    with serve(config) as running:
+        yield running
+        segments = segments_of(running.folder)
+        assert running.stop() == 0
+        assert leftovers(running.folder, segments) == []

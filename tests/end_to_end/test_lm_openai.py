@@ -1,0 +1,313 @@
+"""The unmodified ``openai`` client against language models: ``/v1/completions`` and ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import openai
+import pytest
+
+from tests.running import Running
+from tests.services.engines import AFTER, FAILURE
+from tests.token_streams import figures, is_idle, open_stream, run, text_of, whole
+
+PROMPT = "import os\n\n\ndef read("
+CHAT: list[Any] = [{"role": "user", "content": "Complete this Python code:\ndef close(self):"}]
+"""Its greedy answer ends by itself."""
+PATHS = pytest.mark.parametrize("path", ["completions", "chat"])
+FAILING = [14, 5, 6]
+"""A prompt with which deployment `faulty` fails."""
+
+
+@pytest.fixture(scope="module")
+def client(lm: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{lm.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+def asynchronously(lm: Running, ask: Callable[[openai.AsyncOpenAI], Any]) -> Any:
+    """Await what asks with an asynchronous client."""
+
+    async def main() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{lm.url}/v1", api_key="unused", max_retries=0) as client:
+            return await ask(client)
+
+    return run(main())
+
+
+def create(client: Any, path: str, **fields: Any) -> Any:
+    """Ask `tiny` for a greedy answer, one way or the other."""
+    fields = {"model": "tiny", "temperature": 0, "max_tokens": 24, **fields}
+    if path == "chat":
+        return client.chat.completions.create(**{"messages": CHAT, **fields})
+    return client.completions.create(**{"prompt": PROMPT, **fields})
+
+
+def text(choice: Any) -> str:
+    """Of a whole answer's choice, or a chunk's."""
+    if hasattr(choice, "text"):
+        return str(choice.text)
+    return str((choice.delta if hasattr(choice, "delta") else choice.message).content or "")
+
+
+def joined(chunks: Any, index: int = 0) -> tuple[str, list[str]]:
+    """One choice's text in a stream, and why it ended."""
+    found = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(map(text, found)), [choice.finish_reason for choice in found if choice.finish_reason]
+
+
+@PATHS
+class TestAnswers:
+    def test_a_whole_answer(self, client: openai.OpenAI, path: str) -> None:
+        answer = create(client, path)
+        assert (answer.model, len(answer.choices), answer.choices[0].index) == ("tiny", 1, 0)
+        assert answer.object == ("chat.completion" if path == "chat" else "text_completion")
+        assert text(answer.choices[0])
+        assert answer.choices[0].finish_reason == "length"
+        assert abs(answer.created - time.time()) < 60
+        assert answer.id
+
+    def test_a_stream_says_the_same_in_pieces(self, client: openai.OpenAI, path: str) -> None:
+        chunks = list(create(client, path, stream=True))
+        assert joined(chunks) == (text(create(client, path).choices[0]), ["length"])
+        assert len(chunks) > 8
+        assert len({chunk.id for chunk in chunks}) == 1
+        assert {chunk.usage for chunk in chunks} == {None}
+        if path == "chat":
+            assert chunks[0].choices[0].delta.role == "assistant"
+
+    def test_usage(self, client: openai.OpenAI, path: str) -> None:
+        usage = create(client, path).usage
+        assert usage.completion_tokens == 24
+        assert usage.total_tokens == usage.prompt_tokens + 24
+        *_, last = create(client, path, stream=True, stream_options={"include_usage": True})
+        assert (last.choices, last.usage) == ([], usage)
+
+    def test_a_seed_makes_it_repeatable(self, client: openai.OpenAI, path: str) -> None:
+        answers = [
+            text(create(client, path, temperature=1, seed=seed).choices[0]) for seed in (1, 1, 2)
+        ]  # fmt: skip
+        assert answers[0] == answers[1] != answers[2]
+
+    def test_several_choices(self, client: openai.OpenAI, path: str) -> None:
+        sampled: dict[str, Any] = {"temperature": 1, "seed": 7, "extra_body": {"ignore_eos": True}}
+        answer = create(client, path, n=3, **sampled)
+        texts = [text(choice) for choice in answer.choices]
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        assert len(set(texts)) == 3
+        assert answer.usage.completion_tokens == 3 * 24
+        chunks = list(create(client, path, n=3, stream=True, **sampled))
+        assert [joined(chunks, index) for index in range(3)] == [(one, ["length"]) for one in texts]
+        # Choice i has the seed `seed + i`.
+        assert text(create(client, path, **{**sampled, "seed": 9}).choices[0]) == texts[2]
+
+    def test_stop_strings(self, client: openai.OpenAI, path: str) -> None:
+        full = text(create(client, path, max_tokens=48).choices[0])
+        # Stops that begin and end within tokens, wherever these are; the second never comes.
+        for place in range(8, 20):
+            stop = full[place : place + 5]
+            expected = full[: full.index(stop)]
+            answer = create(client, path, max_tokens=48, stop=[stop, "\u00a0never"])
+            assert (text(answer.choices[0]), answer.choices[0].finish_reason) == (expected, "stop")
+            assert joined(create(client, path, max_tokens=48, stop=stop, stream=True)) == (expected, ["stop"])
+
+    def test_asynchronously_and_at_once(self, lm: Running, client: openai.OpenAI, path: str) -> None:
+        expected = text(create(client, path).choices[0])
+
+        async def streamed(client: openai.AsyncOpenAI) -> str:
+            return joined([chunk async for chunk in await create(client, path, stream=True)])[0]
+
+        async def whole(client: openai.AsyncOpenAI) -> str:
+            return text((await create(client, path)).choices[0])
+
+        async def ask(client: openai.AsyncOpenAI) -> list[str]:
+            return await asyncio.gather(*[kind(client) for kind in (streamed, whole) for _ in range(8)])
+
+        assert asynchronously(lm, ask) == [expected] * 16
+
+    def test_a_stream_that_is_left_stops_computing(self, lm: Running, client: openai.OpenAI, path: str) -> None:
+        with create(client, path, stream=True, max_tokens=400, extra_body={"ignore_eos": True}) as stream:
+            assert next(iter(stream))
+        deadline = time.monotonic() + 2
+        while not is_idle(lm, "tiny"):
+            assert time.monotonic() < deadline
+
+
+class TestEnds:
+    def test_a_chat_that_ends_by_itself(self, client: openai.OpenAI) -> None:
+        answer = create(client, "chat", max_tokens=200)
+        assert answer.choices[0].finish_reason == "stop"
+        assert "<|im_end|>" not in text(answer.choices[0])
+        assert answer.usage.completion_tokens < 200
+
+    def test_max_completion_tokens(self, client: openai.OpenAI) -> None:
+        answer = create(client, "chat", max_tokens=openai.omit, max_completion_tokens=5)
+        assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (5, "length")
+
+    def test_echo(self, client: openai.OpenAI) -> None:
+        plain, echoed = (text(create(client, "completions", echo=echo).choices[0]) for echo in (False, True))
+        assert echoed == PROMPT + plain
+        assert joined(create(client, "completions", echo=True, stream=True))[0] == echoed
+
+    def test_several_prompts(self, client: openai.OpenAI) -> None:
+        prompts = [PROMPT, "class A:\n", "import "]
+        each = [create(client, "completions", prompt=one) for one in prompts]
+        answer = client.completions.create(model="tiny", prompt=prompts, temperature=0, max_tokens=24)
+        assert [one.text for one in answer.choices] == [one.choices[0].text for one in each]
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in each)
+
+    def test_logit_bias(self, client: openai.OpenAI) -> None:
+        answer = create(client, "completions", logit_bias={"300": 100}, logprobs=0, max_tokens=6)
+        assert len(set(answer.choices[0].logprobs.tokens)) == 1
+
+
+class TestLogprobs:
+    def test_of_completions(self, client: openai.OpenAI) -> None:
+        answer = create(client, "completions", logprobs=3)
+        found = answer.choices[0].logprobs
+        assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset) == 24
+        assert "".join(found.tokens) == answer.choices[0].text
+        assert [answer.choices[0].text[start:][:1] for start in found.text_offset] == [one[:1] for one in found.tokens]
+        for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+            assert len(top) == 3
+            assert top[token] == pytest.approx(logprob) == max(top.values())  # greedy
+            assert all(value <= 0 for value in top.values())
+
+    def test_of_chats(self, client: openai.OpenAI) -> None:
+        answer = create(client, "chat", logprobs=True, top_logprobs=2)
+        found = answer.choices[0].logprobs.content
+        assert bytes(byte for one in found for byte in one.bytes).decode() == text(answer.choices[0])
+        for one in found:
+            assert one.top_logprobs[0].token == one.token
+            assert one.top_logprobs[0].logprob == pytest.approx(one.logprob)
+            assert one.top_logprobs[0].logprob >= one.top_logprobs[1].logprob
+
+    def test_of_streams(self, client: openai.OpenAI) -> None:
+        expected = create(client, "completions", logprobs=2).choices[0].logprobs
+        chunks = list(create(client, "completions", logprobs=2, stream=True))
+        found = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+        assert [token for one in found for token in one.tokens] == expected.tokens
+        assert [offset for one in found for offset in one.text_offset] == expected.text_offset
+        logprobs = [logprob for one in found for logprob in one.token_logprobs]
+        assert logprobs == pytest.approx(expected.token_logprobs, abs=1e-4)
+
+
+class TestErrors:
+    @PATHS
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("fields", "kind", "param"),
+        [
+            ({"model": "nope"}, openai.NotFoundError, "model"),
+            ({"temperature": -1}, openai.BadRequestError, "temperature"),
+            ({"max_tokens": 100_000}, openai.BadRequestError, "max_tokens"),
+            ({"extra_body": {"beams": 4}}, openai.BadRequestError, "beams"),
+            ({"logit_bias": {"99999": 1}}, openai.BadRequestError, None),
+        ],
+    )
+    def test_before_the_stream(
+        self, client: openai.OpenAI, path: str, stream: bool, fields: Any, kind: Any, param: str | None
+    ) -> None:
+        with pytest.raises(kind) as caught:
+            create(client, path, stream=stream, **fields)
+        assert caught.value.type == "invalid_request_error"
+        if param:
+            assert caught.value.param == param
+        assert caught.value.request_id
+
+    def test_tools_are_refused(self, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match="tools"):
+            create(client, "chat", tools=[{"type": "function", "function": {"name": "f"}}])
+
+    def test_in_mid_stream(self, client: openai.OpenAI) -> None:
+        chunks: list[Any] = []
+        stream = client.completions.create(model="faulty", prompt=FAILING, max_tokens=20, stream=True)
+        with pytest.raises(openai.APIError, match=FAILURE) as caught:
+            chunks.extend(stream)
+        assert not isinstance(caught.value, openai.APIStatusError)
+        assert caught.value.type == "server_error"
+        whole = client.completions.create(model="faulty", prompt=[1, 2], max_tokens=AFTER)
+        assert joined(chunks) == (whole.choices[0].text, [])
+
+    def test_of_a_whole_answer(self, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.InternalServerError, match=FAILURE):
+            client.completions.create(model="faulty", prompt=FAILING, max_tokens=20)
+
+    def test_in_mid_stream_asynchronously(self, lm: Running) -> None:
+        chunks = []
+
+        async def ask(client: openai.AsyncOpenAI) -> None:
+            stream = await client.completions.create(model="faulty", prompt=FAILING, max_tokens=20, stream=True)
+            async for chunk in stream:
+                chunks.append(chunk)  # a comprehension would lose those before the error
+
+        with pytest.raises(openai.APIError, match=FAILURE):
+            asynchronously(lm, ask)
+        assert chunks
+
+
+class TestHeartbeats:
+    """Deployment `slow` computes two sequences at once; a third one waits."""
+
+    FIELDS: ClassVar[dict[str, Any]] = {"model": "slow", "prompt": [7, 8], "max_tokens": 4, "stream": True}
+
+    @pytest.fixture
+    def expected(self, client: openai.OpenAI) -> str:
+        return client.completions.create(model="slow", prompt=[7, 8], max_tokens=4).choices[0].text
+
+    async def while_others_run(self, lm: Running, ask: Callable[[], Any]) -> Any:
+        others = {**self.FIELDS, "max_tokens": 30}
+        async with open_stream(lm, "/v1/completions", others) as one, open_stream(lm, "/v1/completions", others) as two:
+            result, *_ = await asyncio.gather(ask(), one.rest(), two.rest())
+            return result
+
+    def test_one_that_waits_gets_them(self, lm: Running, expected: str) -> None:
+        found = run(self.while_others_run(lm, lambda: whole(lm, self.FIELDS)))
+        assert found.pings >= 2
+        assert (text_of(found.events), found.is_done) == (expected, True)
+
+    def test_the_client_reads_over_them(self, lm: Running, client: openai.OpenAI, expected: str) -> None:
+        def ask() -> tuple[str, list[str]]:
+            return joined(client.completions.create(**self.FIELDS))
+
+        assert run(self.while_others_run(lm, lambda: asyncio.to_thread(ask))) == (expected, ["length"])
+
+    def test_the_asynchronous_client_does_too(self, lm: Running, expected: str) -> None:
+        async def ask(client: openai.AsyncOpenAI) -> Any:
+            async def stream() -> tuple[str, list[str]]:
+                return joined([chunk async for chunk in await client.completions.create(**self.FIELDS)])
+
+            return await self.while_others_run(lm, stream)
+
+        assert asynchronously(lm, ask) == (expected, ["length"])
+
+
+class TestCurl:
+    def test_tokens_arrive_one_by_one(self, lm: Running) -> None:
+        body = '{"model": "slow", "prompt": [5, 6], "max_tokens": 20, "stream": true}'
+        command = ["curl", "-sN", f"{lm.url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
+        reads: list[tuple[float, bytes]] = []
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as curl:
+            assert curl.stdout is not None
+            while data := os.read(curl.stdout.fileno(), 65536):
+                reads.append((time.monotonic(), data))
+        assert curl.returncode == 0
+        told = [(when, data) for when, data in reads if b'"text":"' in data]
+        assert len(told) >= 10
+        # 20 tokens of 50 ms: had it been held back, they would have come together.
+        assert told[-1][0] - told[0][0] > 0.5
+        assert reads[-1][1].endswith(b"data: [DONE]\n\n")
+
+
+def test_what_failed_is_counted(lm: Running, client: openai.OpenAI) -> None:
+    before = figures(lm, "faulty")
+    run(whole(lm, {"model": "faulty", "prompt": FAILING}))
+    after = figures(lm, "faulty")
+    assert after["failures"] == before["failures"] + 1
+    assert after["contract_violations"] == before["contract_violations"]

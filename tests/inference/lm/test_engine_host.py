@@ -1,0 +1,714 @@
+"""The host of an engine, asked as PyTriton asks it: in a real event loop, with the engine in its thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.arrays import Array
+from inference.frame import FRAME
+from inference.lm.engine_host import EngineHost
+from inference.lm.null_engine import Fault, FaultyEngine, NullEngine
+from inference.lm.protocol import EngineLimits, SequenceRequest, TokenEvent
+from inference.lm.wire import (
+    CONTROL,
+    CancelRequest,
+    Message,
+    Open,
+    Post,
+    SequenceEvent,
+    StepFrame,
+    Submit,
+    decode_frame,
+    encode_message,
+)
+
+LIMITS = EngineLimits(
+    max_sequences=4, max_waiting=2, context_length=1_000_000, cache_tokens=4_000_000, vocab_size=1_000_000
+)
+ENDLESS = 900_000
+BOUND_S = 20.0
+
+
+class Asked:
+    """A Triton request, as PyTriton has it."""
+
+    def __init__(self, data: bytes | None) -> None:
+        self.data: dict[str, Array] = {} if data is None else {CONTROL: np.frombuffer(data, np.uint8)[None]}
+        self.parameters: dict[str, Any] | None = None
+
+
+class Gated:
+    """An engine whose steps wait until they are allowed; else as the engine that it is given."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._allowed = threading.Semaphore(0)
+        self._is_open = False
+        self.threads: set[int] = set()
+        self.closed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.threads.add(threading.get_ident())
+        return getattr(self._engine, name)
+
+    def allow(self, steps: int) -> None:
+        self._allowed.release(steps)
+
+    def open(self) -> None:
+        """Allow all."""
+        self._is_open = True
+        self._allowed.release()
+
+    def step(self) -> list[TokenEvent]:
+        if not self._is_open:
+            self._allowed.acquire()
+        self.threads.add(threading.get_ident())
+        events: list[TokenEvent] = self._engine.step()
+        return events
+
+    def close(self) -> None:
+        self.closed += 1
+        self._engine.close()
+
+
+class Worker:
+    """A gateway worker's end of one channel."""
+
+    def __init__(self, host: EngineHost, name: str = "c", window: int = 16) -> None:
+        self.host = host
+        self.name = name
+        self.answers = _frames(host, Open(name, window))
+        self.frames: list[StepFrame] = []
+        self.reading: asyncio.Task[StepFrame | None] | None = None
+
+    async def next(self) -> StepFrame | None:
+        """The next frame; None at the end."""
+        if self.reading is None:
+            self.reading = asyncio.ensure_future(anext(self.answers, None))
+        frame = await asyncio.wait_for(self.reading, BOUND_S)
+        self.reading = None
+        if frame is not None:
+            assert frame.number == len(self.frames)
+            self.frames.append(frame)
+        return frame
+
+    async def frame(self) -> StepFrame:
+        """The next frame, which there must be."""
+        frame = await self.next()
+        assert frame is not None
+        return frame
+
+    async def has_none(self, until: Callable[[], Awaitable[Any]]) -> None:
+        """There is no frame, although something else happened meanwhile."""
+        self.reading = asyncio.ensure_future(anext(self.answers, None))
+        await until()
+        await asyncio.wait([self.reading], timeout=0.05)
+        assert not self.reading.done()
+
+    async def post(self, **said: Any) -> list[StepFrame]:
+        return [frame async for frame in _frames(self.host, Post(self.name, **said))]
+
+    async def submit(self, *numbers: int, tokens: int = ENDLESS, request_id: str = "r", prompt: int = 1) -> None:
+        assert await self.post(submits=[Submit(one, request_id, [0] * prompt, tokens) for one in numbers]) == []
+
+    async def to_end(self, *numbers: int) -> dict[int, list[SequenceEvent]]:
+        """Acknowledge and read until these sequences have ended; their events by number."""
+        found: dict[int, list[SequenceEvent]] = {}
+        left = set(numbers)
+        while left:
+            frame = await self.frame()
+            assert not frame.closed
+            await self.post(acknowledged=len(self.frames))
+            for event in frame.events:
+                events = found.setdefault(event.number, [])
+                assert all(earlier.finish is None for earlier in events)
+                events.append(event)
+                if event.finish is not None:
+                    left.discard(event.number)
+        return found
+
+    async def end_of(self, number: int) -> SequenceEvent:
+        return (await self.to_end(number))[number][-1]
+
+
+def _frames(host: EngineHost, message: Message | bytes | None) -> AsyncGenerator[StepFrame, None]:
+    data = message if isinstance(message, bytes) or message is None else encode_message(message)
+    answers = cast(AsyncGenerator[list[dict[str, Array]], None], host.handle([Asked(data)]))
+
+    async def read() -> AsyncIterator[StepFrame]:
+        async with contextlib.aclosing(answers):
+            async for (answer,) in answers:
+                (array,) = answer.values()
+                assert list(answer) == [FRAME]
+                assert array.shape == (1, array.size)
+                assert array.dtype == np.uint8
+                yield decode_frame(array.tobytes())
+
+    return cast(AsyncGenerator[StepFrame, None], read())
+
+
+def hosted(
+    engine: Any, test: Callable[[EngineHost], Awaitable[None]], broken: list[str] | None = None, **settings: Any
+) -> None:
+    """Run a test with a host of an engine, in a loop; whatever a test leaves under way, the host ends."""
+
+    async def run() -> None:
+        host = EngineHost(engine, on_broken=(broken if broken is not None else []).append, **settings)
+        try:
+            await test(host)
+        finally:
+            if isinstance(engine, Gated):
+                engine.open()
+            await asyncio.to_thread(host.close)
+
+    asyncio.run(run())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + BOUND_S
+    while not condition():  # of what the engine's thread does
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.002)
+
+
+def numbers_of(events: Sequence[SequenceEvent]) -> list[int]:
+    """A sequence's tokens, known to follow each other."""
+    got: list[int] = []
+    for event in events:
+        assert event.index == len(got)
+        got += event.tokens
+    return got
+
+
+def test_a_sequence_from_submit_to_its_end() -> None:
+    engine = Gated(NullEngine(LIMITS))
+
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        first = await worker.frame()
+        assert (first.number, first.events, first.closed) == (0, [], "")
+        engine.allow(1000)
+        await worker.submit(7, tokens=100)
+        events = (await worker.to_end(7))[7]
+        assert numbers_of(events) == list(range(100))
+        assert [event.finish for event in events][:-1] == [None] * (len(events) - 1)
+        assert events[-1].finish == "length"
+        assert all(event.logprobs is None and event.tops is None for event in events)
+        assert worker.frames[-1].load.active == 0
+        assert await worker.post(close=True) == []
+        assert await worker.next() is None
+
+    hosted(engine, test)
+    assert len(engine.threads) == 1  # one thread makes all calls
+    assert threading.get_ident() not in engine.threads
+    assert engine.closed == 1
+
+
+def test_steps_past_the_window_are_merged_and_an_acknowledgement_releases_them() -> None:
+    engine = Gated(NullEngine(LIMITS))
+
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host, window=2)
+        await worker.frame()
+        await worker.submit(0, 1, tokens=50)
+        engine.allow(1)
+        assert [event.tokens for event in (await worker.frame()).events] == [[0], [0]]
+
+        async def forty_steps() -> None:
+            engine.allow(40)
+            await until(lambda: engine._engine._running["c/0"].produced == 41)
+
+        await worker.has_none(forty_steps)
+        await worker.post(acknowledged=1)
+        frame = await worker.frame()
+        assert [(event.number, event.index, event.tokens) for event in frame.events] == [
+            (0, 1, list(range(1, 41))), (1, 1, list(range(1, 41))),
+        ]  # fmt: skip
+
+    hosted(engine, test)
+
+
+def test_acknowledging_more_than_was_sent_opens_no_larger_window() -> None:
+    engine = Gated(NullEngine(LIMITS))
+
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host, window=1)
+        await worker.frame()
+        await worker.post(acknowledged=1000)
+        await worker.submit(0)
+        engine.allow(1)
+        await worker.frame()
+
+        async def a_step() -> None:
+            engine.allow(1)
+            await until(lambda: engine._engine._running["c/0"].produced == 2)
+
+        await worker.has_none(a_step)
+
+    hosted(engine, test)
+
+
+class Scripted:
+    """Reports what a test says, for the one sequence that it takes."""
+
+    limits = LIMITS
+
+    def __init__(self, *steps: list[Any]) -> None:
+        self.steps = list(steps)
+        self.id = ""
+        self.active = self.waiting = self.cache_used = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.id and self.steps)
+
+    def submit(self, request: SequenceRequest) -> None:
+        self.id = request.id
+
+    def cancel(self, id: str) -> bool:
+        return False
+
+    def step(self) -> list[TokenEvent]:
+        events = self.steps.pop(0)
+        return [TokenEvent(self.id, *event) for event in events]
+
+    def close(self) -> None:
+        self.id = ""
+
+
+def events_of(*steps: list[Any]) -> list[SequenceEvent]:
+    """What a worker is told in one frame of all these steps."""
+    engine = Gated(Scripted(*steps))
+    found: list[SequenceEvent] = []
+
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host, window=1)
+        await worker.frame()
+        await worker.submit(0)
+        engine.allow(len(steps))
+        await until(lambda: not engine._engine.steps and not host._sequences)
+        await worker.post(acknowledged=1)
+        found.extend((await worker.frame()).events)
+
+    hosted(engine, test)
+    return found
+
+
+def test_logprobs_and_tops_travel_if_there_are_any() -> None:
+    top = ((4, -0.5), (5, -1.0))
+    (event,) = events_of([(0, 4, -0.5, top)], [(1, 5, -1.0, top, "stop")])
+    assert (event.tokens, event.logprobs, event.tops, event.finish) == ([4, 5], [-0.5, -1.0], [top, top], "stop")
+    (event,) = events_of([(0, 4, -0.5)], [(1, 5, -1.0)], [(2, None, None, (), "cancelled")])
+    assert (event.tokens, event.logprobs, event.tops, event.finish) == ([4, 5], [-0.5, -1.0], None, "cancelled")
+
+
+@pytest.mark.parametrize("indices", [[0, 1, 1], [0, 2], [0, 1, 0, 1], [5]])
+def test_indices_that_do_not_follow_each_other_are_told_as_they_are(indices: list[int]) -> None:
+    steps = [[(index, 100 + place)] for place, index in enumerate(indices)]
+    events = events_of(*steps, [(99, None, None, (), "stop")])
+    assert [event.finish for event in events] == [None] * (len(events) - 1) + ["stop"]
+    told = [event.index + place for event in events for place in range(len(event.tokens))]
+    assert told == indices
+    assert [token for event in events for token in event.tokens] == [100 + place for place in range(len(indices))]
+
+
+def test_an_end_that_is_none_is_an_error() -> None:
+    (event,) = events_of([(0, 1, None, (), "done")])
+    assert event.finish == "error"
+    assert "finish: expected one of cancelled, error, length, stop, got 'done'" in event.error
+
+
+def test_a_sequence_that_the_engine_forgets_is_ended() -> None:
+    *_, event = events_of([(0, 1)], [])
+    assert (event.finish, event.error) == ("error", "the engine has no more work, but did not end it")
+    assert event.index == 1
+
+
+def test_tokens_that_are_no_numbers_end_the_channel() -> None:
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.submit(0)
+        assert "the engine's events can't be sent: TypeError" in (await worker.frame()).closed
+        assert await worker.next() is None
+
+    hosted(Scripted([(0, object())], []), test)
+
+
+def test_what_the_engine_has_no_room_for_is_full() -> None:
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.submit(*range(7))
+        end = await worker.end_of(6)
+        assert (end.finish, end.tokens) == ("full", [])
+        assert "`max_waiting` is 2" in end.error
+
+    hosted(NullEngine(LIMITS, step_s=0.001), test)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompt", "says"),
+    [(2_000_000, 1, "the model's context"), (5, 0, "prompt: expected"), (-1, 1, "max_tokens: expected at least 0")],
+)
+def test_what_the_engine_can_never_take_is_rejected(tokens: int, prompt: int, says: str) -> None:
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.submit(0, tokens=tokens, prompt=prompt)
+        end = await worker.end_of(0)
+        assert (end.finish, end.index) == ("rejected", 0)
+        assert says in end.error
+
+    hosted(NullEngine(LIMITS), test)
+
+
+class Refusing(NullEngine):
+    def submit(self, request: SequenceRequest) -> None:
+        raise ZeroDivisionError("on purpose")
+
+
+def test_a_submit_that_raises_is_an_error_of_that_sequence() -> None:
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.submit(0)
+        end = await worker.end_of(0)
+        assert (end.finish, end.error) == ("error", "ZeroDivisionError: on purpose")
+
+    hosted(Refusing(LIMITS), test)
+
+
+def test_cancel_by_number_frees_the_place_before_the_next_step() -> None:
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.submit(*range(6))  # four run, two wait
+        await until(lambda: host._load.waiting == 2)
+        await worker.post(cancels=[1, 2, 99])
+        found = await worker.to_end(1, 2)
+        assert [found[number][-1].finish for number in (1, 2)] == ["cancelled"] * 2
+        assert numbers_of(found[1]) == list(range(len(numbers_of(found[1]))))
+        await until(lambda: (host._load.active, host._load.waiting) == (4, 0))
+
+    hosted(NullEngine(LIMITS, step_s=0.001), test)
+
+
+def test_cancel_in_the_post_that_submits() -> None:
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.post(submits=[Submit(0, "r", [1], ENDLESS)], cancels=[0])
+        end = await worker.end_of(0)
+        assert end.finish == "cancelled"
+        await until(lambda: host._load.active == 0)
+
+    hosted(NullEngine(LIMITS), test)
+
+
+def test_cancel_by_request_whichever_channel_it_came_over() -> None:
+    async def test(host: EngineHost) -> None:
+        one, other = Worker(host, "one"), Worker(host, "other")
+        await one.frame()
+        await other.frame()
+        await one.submit(0, 1, request_id="a")
+        await other.submit(0, request_id="a")
+        await other.submit(1, request_id="b")
+        (answer,) = [frame async for frame in _frames(host, CancelRequest("a"))]
+        assert (answer.cancelled, answer.events, answer.closed) == (3, [], "")
+        assert (await one.end_of(0)).finish == "cancelled"
+        assert (await other.end_of(0)).finish == "cancelled"
+        (answer,) = [frame async for frame in _frames(host, CancelRequest("a"))]
+        assert answer.cancelled == 0
+        await until(lambda: host._load.active == 1)
+        await other.post(cancels=[1])
+        assert (await other.end_of(1)).finish == "cancelled"
+
+    hosted(NullEngine(LIMITS, step_s=0.001), test)
+
+
+def test_two_channels_use_the_same_numbers_and_know_nothing_of_each_other() -> None:
+    async def test(host: EngineHost) -> None:
+        one, other = Worker(host, "one"), Worker(host, "other", window=1)
+        await one.frame()
+        await other.frame()  # never acknowledged: it gets nothing more, and holds up nobody
+        await other.submit(0, tokens=30)
+        await one.submit(0, tokens=50)
+        assert numbers_of((await one.to_end(0))[0]) == list(range(50))
+        await other.post(acknowledged=1)
+        assert numbers_of((await other.to_end(0))[0]) == list(range(30))
+        await one.post(close=True)
+        assert await one.next() is None
+        await other.submit(1, tokens=2)
+        assert (await other.end_of(1)).finish == "length"
+
+    hosted(NullEngine(LIMITS), test)
+
+
+def test_a_step_that_raises_ends_what_runs_and_the_engine_goes_on() -> None:
+    engine = FaultyEngine(NullEngine(LIMITS), "raise", after=3, is_faulty=lambda id: id == "c/0")
+    broken: list[str] = []
+
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.submit(0, 1)
+        found = await worker.to_end(0, 1)
+        for events in found.values():
+            assert numbers_of(events) == [0, 1, 2]
+            assert (events[-1].finish, events[-1].error) == (
+                "error", "RuntimeError: a fault on purpose, in sequence c/0",
+            )  # fmt: skip
+        await worker.submit(2, tokens=10)
+        assert numbers_of((await worker.to_end(2))[2]) == list(range(10))
+
+    hosted(engine, test, broken)
+    assert broken == []
+
+
+class Unmendable(NullEngine):
+    def step(self) -> list[TokenEvent]:
+        raise RuntimeError("first")
+
+    def close(self) -> None:
+        raise RuntimeError("second")
+
+
+def test_an_engine_that_can_not_even_be_reset_ends_the_replica() -> None:
+    broken: list[str] = []
+
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.submit(0)
+        await until(lambda: bool(broken))
+        assert broken == ["the engine: RuntimeError: second"]
+        while not (frame := await worker.frame()).closed:
+            assert [event.error for event in frame.events] == ["RuntimeError: first"]
+        assert "RuntimeError: second" in frame.closed
+        (answer,) = [one async for one in _frames(host, Open("late"))]
+        assert "RuntimeError: second" in answer.closed
+
+    hosted(Unmendable(LIMITS), test, broken)
+
+
+@pytest.mark.parametrize("fault", ["repeat", "skip", "history"])
+def test_a_fault_of_the_engine_stays_visible(fault: Fault) -> None:
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.submit(0, tokens=12)
+        events = (await worker.to_end(0))[0]
+        counts, expected = [], 0
+        for event in events:
+            counts.append(event.index - expected)
+            expected = event.index + len(event.tokens)
+        assert any(counts)
+
+    hosted(FaultyEngine(NullEngine(LIMITS), fault), test)
+
+
+def test_a_worker_that_is_not_heard_of_loses_its_channel_and_frees_its_places() -> None:
+    async def test(host: EngineHost) -> None:
+        silent, heard, idle = Worker(host, "silent"), Worker(host, "heard"), Worker(host, "idle")
+        for one in (silent, heard, idle):
+            await one.frame()
+        await silent.submit(0, 1, 2, 3)
+        await heard.submit(0)
+        await until(lambda: (host._load.active, host._load.waiting) == (4, 1))
+
+        async def renew() -> None:
+            while True:
+                await heard.post(acknowledged=len(heard.frames))
+                await asyncio.sleep(0.02)
+
+        renewing = asyncio.create_task(renew())
+        while not (frame := await silent.frame()).closed:
+            pass
+        assert frame.closed == "nothing was heard from it for 0.3 s"
+        assert await silent.next() is None
+        await until(lambda: (host._load.active, host._load.waiting) == (1, 0))
+        (answer,) = await silent.post(acknowledged=1)
+        assert answer.closed == "channel: there is none of the name 'silent'"
+        await idle.submit(0, tokens=5)  # it had no sequences: nothing had to be heard of it
+        assert (await idle.end_of(0)).finish == "length"
+        assert not any(one.closed for one in heard.frames)
+        renewing.cancel()
+
+    hosted(NullEngine(LIMITS, step_s=0.001), test, lease_s=0.3)
+
+
+def test_an_idle_engine_watches_leases_too() -> None:
+    engine = Gated(NullEngine(LIMITS))
+
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host, window=1)  # the end of its sequence doesn't fit through the window
+        await worker.frame()
+        engine.allow(10)
+        await worker.submit(0, tokens=2)
+        frame = await worker.frame()
+        assert frame.closed
+        assert [event.tokens for event in frame.events] == [[0, 1]]
+
+    hosted(engine, test, lease_s=0.2)
+
+
+def test_a_worker_that_is_behind_holds_the_engine_up_until_it_reads() -> None:
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host, window=1)
+        await worker.frame()
+        await worker.submit(0)
+        for frames in range(1, 4):
+            await until(lambda: host._channels["c"].held_up_since is not None)
+            await worker.post(acknowledged=frames)
+            (event,) = (await worker.frame()).events
+            assert len(event.tokens) == 500
+        await until(lambda: host._channels["c"].held_up_since is not None)
+        await worker.post(cancels=[0], acknowledged=4)  # heard although the engine waits
+        assert (await worker.end_of(0)).finish == "cancelled"
+
+    hosted(NullEngine(LIMITS), test, most_pending=500)
+
+
+def test_a_worker_that_never_reads_loses_its_channel_although_it_is_heard_of() -> None:
+    async def test(host: EngineHost) -> None:
+        worker, other = Worker(host, window=1), Worker(host, "other")
+        await worker.frame()
+        await other.frame()
+        await worker.submit(0)
+        await other.submit(0, tokens=2000)
+        reading = asyncio.ensure_future(other.to_end(0))
+        while not (reading.done() and worker.name not in host._channels):
+            await worker.post()
+            await other.post(acknowledged=len(other.frames))
+            await asyncio.sleep(0.02)
+        assert numbers_of(reading.result()[0]) == list(range(2000))
+        assert (await worker.frame()).closed == "500 tokens were not taken in for 0.3 s"
+
+    hosted(NullEngine(LIMITS), test, most_pending=500, lease_s=0.3)
+
+
+def test_a_channel_is_opened_once() -> None:
+    async def test(host: EngineHost) -> None:
+        worker, again = Worker(host), Worker(host)
+        await worker.frame()
+        assert (await again.frame()).closed == "channel: expected a name that was never used, got 'c'"
+        assert await again.next() is None
+        await worker.submit(0, tokens=3)
+        assert (await worker.end_of(0)).finish == "length"
+
+    hosted(NullEngine(LIMITS), test)
+
+
+def test_a_number_twice_ends_the_channel() -> None:
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.submit(3)
+        await worker.submit(3)
+        while not (frame := await worker.frame()).closed:
+            pass
+        assert frame.closed == "submits: expected numbers that were never used, got 3"
+        await until(lambda: host._load.active == 0)
+
+    hosted(NullEngine(LIMITS, step_s=0.001), test)
+
+
+@pytest.mark.parametrize("data", [None, b"", b"\x01", b"\x92\xa4open\xc1", b"\x92\xa4open\xa1\xff", b"\xff" * 50])
+def test_what_is_no_message_is_answered_so(data: bytes | None) -> None:
+    async def test(host: EngineHost) -> None:
+        (frame,) = [frame async for frame in _frames(host, data)]
+        assert frame.closed.startswith("control: expected a message of inference.lm.wire: ")
+
+    hosted(NullEngine(LIMITS), test)
+
+
+def test_a_window_of_nothing_is_refused() -> None:
+    async def test(host: EngineHost) -> None:
+        (frame,) = [frame async for frame in _frames(host, Open("c", 0))]
+        assert frame.closed == "window: expected at least 1, got 0"
+
+    hosted(NullEngine(LIMITS), test)
+
+
+def test_a_request_that_is_dropped_ends_its_channel() -> None:
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.submit(0)
+        await worker.frame()
+        await worker.answers.aclose()
+        (answer,) = await worker.post()
+        assert answer.closed
+        await until(lambda: host._load.active == 0)
+
+    hosted(NullEngine(LIMITS, step_s=0.001), test)
+
+
+def test_close_ends_channels_with_a_reason_and_the_engine() -> None:
+    engine = Gated(NullEngine(LIMITS))
+
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        engine.allow(5)
+        await worker.submit(0, tokens=100)
+        await until(lambda: engine._engine.active == 1)
+        closing = asyncio.create_task(asyncio.to_thread(host.close, "for a test"))
+        while not (frame := await worker.frame()).closed:
+            pass
+        assert frame.closed == "for a test"
+        assert await worker.next() is None
+        engine.open()
+        await closing
+        assert engine.closed == 1
+        assert engine._engine.active == 0
+        (answer,) = await worker.post()
+        assert answer.closed == "for a test"
+
+    hosted(engine, test)
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=9),
+    window=st.integers(1, 5),
+    pattern=st.lists(st.integers(0, 4), min_size=1, max_size=8).filter(any),
+)
+def test_each_token_arrives_once_and_in_order_whatever_is_acknowledged(
+    lengths: list[int], window: int, pattern: list[int]
+) -> None:
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host, window=window)
+        await worker.frame()
+        await worker.post(submits=[Submit(number, "r", [1], most) for number, most in enumerate(lengths)])
+        acknowledged, turn = 0, 0
+        found: dict[int, list[SequenceEvent]] = {number: [] for number in range(len(lengths))}
+        while any(not events or events[-1].finish is None for events in found.values()):
+            if len(worker.frames) - acknowledged >= window or pattern[turn % len(pattern)]:
+                acknowledged = min(acknowledged + max(pattern[turn % len(pattern)], 1), len(worker.frames))
+                await worker.post(acknowledged=acknowledged)
+            turn += 1
+            if len(worker.frames) - acknowledged >= window:
+                continue
+            frame = await worker.frame()
+            assert len(worker.frames) - acknowledged <= window
+            for event in frame.events:
+                assert not found[event.number] or found[event.number][-1].finish is None
+                found[event.number].append(event)
+        for number, events in found.items():
+            assert numbers_of(events) == list(range(lengths[number]))
+            assert events[-1].finish == "length"
+
+    limits = EngineLimits(max_sequences=4, max_waiting=9, context_length=99, cache_tokens=396, vocab_size=99)
+    hosted(NullEngine(limits), test)

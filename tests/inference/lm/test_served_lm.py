@@ -1,0 +1,236 @@
+"""Language models as a replica serves them: options, files, engines of the user's, and a real Triton."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from app.sweep import Journal, segments_mapped_by, sweep_replica
+from inference.environment import library_path
+from inference.handshake import ReplicaSpec, ReplicaStatus
+from inference.lm.loading import SlotOptions, lm_signature, plan_language_model
+from inference.lm.null_engine import NullEngine
+from inference.lm.protocol import EngineLimits, SequenceRequest
+from inference.lm.served_lm import load_language_model
+from inference.lm.slot_engine import SlotEngine
+from inference.lm.warm_up import submits
+from inference.loader import LoadError
+from inference.signature import Signature
+from tests.running import processes_of
+
+TINY = "lm:inference.zoo:weights/tiny_lm"
+ENGINES = """
+from pathlib import Path
+from inference.lm.null_engine import NullEngine
+from inference.lm.protocol import EngineLimits
+
+def null(folder, *, device, on_broken, length=100, **rest):
+    assert isinstance(folder, Path)
+    engine = NullEngine(EngineLimits(2, 0, length, 2 * length, 50))
+    engine.asked = (device, on_broken, rest)
+    return engine
+
+def strict(folder, *, device, on_broken, size):
+    raise ValueError(f"size {size} on purpose")
+
+def failing(folder, *, device, on_broken):
+    class Failing(NullEngine):
+        def step(self):
+            raise RuntimeError("no step on purpose")
+    return Failing()
+
+def none(folder, **rest):
+    return 5
+
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tokenizer and no model, and beside it a module of engines that can be imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lm_case_engines.py").write_text(ENGINES)
+    folder = tmp_path / "some-model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def spec_of(model: str, **options: Any) -> ReplicaSpec:
+    return ReplicaSpec("served", model, "token", 0, (), ".", options=options, device="cpu")
+
+
+def failure(model: str, **options: Any) -> str:
+    with pytest.raises(LoadError) as caught:
+        plan_language_model(model, options)
+    assert caught.value.problem.mend
+    return str(caught.value)
+
+
+def test_options_have_defaults_and_are_taken() -> None:
+    assert plan_language_model(TINY, {}).options == SlotOptions()
+    options = {"dtype": "bfloat16", "attention": "eager", "max_waiting": 0, "context_length": None, "cache_tokens": 9}
+    assert msgspec.structs.asdict(plan_language_model(TINY, options).options) == {  # type: ignore[arg-type]
+        **msgspec.structs.asdict(SlotOptions()), **options,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_sequence": 4}, "unknown option 'max_sequence'; its options are dtype, attention, max_sequences"),
+        ({"max_sequences": 0}, "options.max_sequences: expected `int` >= 1, got 0; correct `options.max_sequences`"),
+        ({"max_waiting": -1}, "options.max_waiting: expected `int` >= 0, got -1"),
+        ({"prefill_chunk": 2.5}, "options.prefill_chunk: expected `int`, got 2.5"),
+        ({"context_length": "all"}, "options.context_length: expected `int | null`, got 'all'"),
+        ({"dtype": "int8"}, "options.dtype: expected auto or float32 or bfloat16 or float16, got 'int8'"),
+        ({"attention": 3}, "options.attention: expected sdpa or eager, got 3"),
+        ({"engine": "engines"}, "options.engine: expected module:callable, got 'engines'"),
+        ({"engine": 3}, "options.engine: expected module:callable, got 3"),
+        ({"engine": "no_such_engines:make"}, "options.engine: there is no module 'no_such_engines'"),
+        ({"engine": "lm_case_engines:make"}, "expected a callable 'make' in lm_case_engines, it has none of that name"),
+        ({"engine": "lm_case_engines:number"}, "expected a callable 'number' in lm_case_engines, got 3"),
+        ({"engine": "lm_case_engines:strict"}, "option 'size' is required, but missing"),
+        ({"engine": "lm_case_engines:strict", "length": 3}, "unknown option 'length'; its options are size"),
+        ({"engine": "lm_case_engines:null", "device": "cpu"}, "unknown option 'device': the engine gets it"),
+    ],
+)
+def test_wrong_options_are_named(folder: Path, options: dict[str, Any], says: str) -> None:
+    assert says in failure(TINY, **options)
+
+
+def test_files_that_must_be_there(folder: Path) -> None:
+    message = failure(f"lm:{folder}")
+    assert f"expected config.json, the model's configuration, in {folder}: No such file" in message
+    (folder / "config.json").write_text("{")
+    assert "expected config.json, the model's configuration, to be JSON" in failure(f"lm:{folder}")
+    (folder / "tokenizer.json").unlink()
+    message = failure(f"lm:{folder}", engine="lm_case_engines:null")
+    assert (
+        f"expected tokenizer.json, the tokenizer, with which the gateway reads and writes text, in {folder}" in message
+    )
+
+
+def test_an_engine_of_the_users(folder: Path) -> None:
+    plan = plan_language_model(f"lm:{folder}", {"engine": "lm_case_engines:null", "length": 7, "more": [1]})
+    told: list[str] = []
+    engine = plan.load("cpu", told.append)
+    assert engine.limits.context_length == 7
+    device, on_broken, rest = engine.asked  # type: ignore[attr-defined]
+    assert (device, rest) == ("cpu", {"more": [1]})
+    on_broken("x")
+    assert told == ["x"]
+
+
+def test_engines_that_can_not_be_made(folder: Path) -> None:
+    plan = plan_language_model(f"lm:{folder}", {"engine": "lm_case_engines:strict", "size": 3})
+    with pytest.raises(LoadError, match=r"making its engine raised ValueError: size 3 on purpose at .*:13"):
+        plan.load("cpu", lambda reason: None)
+    plan = plan_language_model(f"lm:{folder}", {"engine": "lm_case_engines:none"})
+    with pytest.raises(LoadError, match="making its engine raised AttributeError"):
+        plan.load("cpu", lambda reason: None)
+
+
+def test_the_signature(folder: Path) -> None:
+    progress: list[str] = []
+    spec = spec_of(f"lm:{folder}", engine="lm_case_engines:null")
+    served = load_language_model(spec, progress.append, lambda reason: None)
+    try:
+        signature = served.signature
+        assert signature == lm_signature("served", folder, EngineLimits(2, 0, 100, 200, 50))
+        assert msgspec.convert(msgspec.to_builtins(signature), Signature) == signature
+        assert signature.description == "The language model some-model."
+        assert signature.language_model is not None
+        assert signature.language_model.folder == str(folder)
+        assert (signature.streams, signature.max_batch_size) == (True, 1)
+        assert progress == [f"importing lm:{folder}", "loading on cpu"]
+    finally:
+        served.unload()
+
+
+def test_the_engine_that_is_built_in_has_the_models_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[SlotEngine] = []
+    check = SlotEngine.check
+
+    def watched(engine: SlotEngine) -> None:
+        checked.append(engine)
+        check(engine)
+
+    monkeypatch.setattr(SlotEngine, "check", watched)
+    engine = plan_language_model(TINY, {"max_sequences": 2, "max_waiting": 1, "context_length": 30}).load(
+        "cpu", lambda reason: None
+    )
+    assert checked == [engine]
+    assert (engine.limits.max_sequences, engine.limits.max_waiting, engine.limits.context_length) == (2, 1, 30)
+    generation = json.loads((plan_language_model(TINY, {}).folder / "generation_config.json").read_text())
+    ends = generation["eos_token_id"]
+    assert engine._eos_ids == frozenset([ends] if isinstance(ends, int) else ends)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("context_length", [1, 2, 5, 1000])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_a_warm_up_fits_the_engine_whatever_its_limits(context_length: int, count: int) -> None:
+    limits = EngineLimits(8, 0, context_length, max(context_length, 8), 3)
+    engine = NullEngine(limits)
+    for submit in submits(count, limits, itertools.count()):
+        engine.submit(SequenceRequest(str(submit.number), submit.prompt, submit.max_tokens, submit.sampling))
+    assert engine.active == count
+
+
+@contextlib.contextmanager
+def replica(model: str, path: Path, **options: Any) -> Iterator[list[ReplicaStatus]]:
+    """A replica's process until it is ready or has failed; what it said until then."""
+    read, write = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="hw-") as directory:
+        spec = ReplicaSpec("served", model, "token", write, (str(path),), str(path), options=options, device="cpu")
+        (Path(directory) / "spec.json").write_bytes(msgspec.json.encode(spec))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "inference.replica", "served", directory],
+            env={**os.environ, "LD_LIBRARY_PATH": library_path(os.environ), "TMPDIR": directory},
+            pass_fds=[write],
+            start_new_session=True,
+        )
+        try:
+            os.close(write)
+            said: list[ReplicaStatus] = []
+            with os.fdopen(read) as lines:
+                for line in lines:
+                    said.append(msgspec.json.decode(line, type=ReplicaStatus))
+                    if said[-1].event in ("ready", "failed"):
+                        break
+                yield said
+        finally:
+            journal = Journal(Path(directory))
+            journal.note(process.pid, segments_mapped_by(processes_of(Path(directory))))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            process.wait()
+            assert sweep_replica(Path(directory)) == []
+
+
+def test_a_replica_warms_up_through_its_own_triton(folder: Path) -> None:
+    with replica(f"lm:{folder}", folder.parent, engine="lm_case_engines:null") as said:
+        assert [status.text for status in said if status.text.startswith("warming")] == [
+            "warming up, 1 sequence (1/2)", "warming up, 2 sequences (2/2)",
+        ]  # fmt: skip
+        assert said[-1].event == "ready"
+        assert said[-1].signature is not None
+        assert said[-1].signature["language_model"]["folder"] == str(folder)
+
+
+def test_a_replica_whose_engine_fails_says_so(folder: Path) -> None:
+    with replica(f"lm:{folder}", folder.parent, engine="lm_case_engines:failing") as said:
+        assert said[-1].event == "failed"
+        assert said[-1].text == "warm-up: a sequence ended with 'error': RuntimeError: no step on purpose"

@@ -1,0 +1,84 @@
+"""Engines of language models that compute nothing, and ones that fail as a prompt's first token says.
+
+``options: {engine: "engines:null"}`` and the like; the model's folder gives the tokenizer only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from inference.lm.null_engine import FaultyEngine, NullEngine
+from inference.lm.protocol import Engine, EngineLimits, SequenceRequest, TokenEvent
+
+FAULTS: Final = {11: "repeat", 12: "skip", 13: "history", 14: "error"}
+"""What is wrong with a sequence, by the first token of its prompt; with others, nothing is."""
+AFTER: Final = 5
+"""The index of the token at which it begins."""
+FAILURE: Final = "ValueError: this sequence fails on purpose"
+
+
+def null(folder: Path, *, device: str, on_broken: Any, step_s: float = 0, **limits: int) -> Engine:
+    """An engine whose token of index i is i, modulo the vocabulary."""
+    return NullEngine(_limits(**limits), step_s=step_s)
+
+
+def faulty(folder: Path, *, device: str, on_broken: Any, step_s: float = 0, **limits: int) -> Engine:
+    """The same, but for the prompts that begin with one of `FAULTS`."""
+    engine: Engine = _Failing(_limits(**limits), step_s)
+    for first, fault in FAULTS.items():
+        if fault in ("repeat", "skip", "history"):
+            engine = _Faulty(engine, fault, first)
+    return engine
+
+
+def _limits(
+    *,
+    max_sequences: int = 64,
+    max_waiting: int = 1024,
+    context_length: int = 100_000,
+    cache_tokens: int = 10_000_000,
+    vocab_size: int = 4096,
+) -> EngineLimits:
+    return EngineLimits(max_sequences, max_waiting, context_length, cache_tokens, vocab_size)
+
+
+class _Faulty(FaultyEngine):
+    """Breaks the contract for prompts that begin with one token."""
+
+    def __init__(self, engine: Engine, fault: Any, first: int) -> None:
+        self._first = first
+        self._ids: set[str] = set()
+        super().__init__(engine, fault, after=AFTER, is_faulty=self._ids.__contains__)
+
+    def submit(self, request: SequenceRequest) -> None:
+        """As `Engine.submit`."""
+        super().submit(request)
+        if request.prompt[0] == self._first:
+            self._ids.add(request.id)
+
+
+class _Failing(NullEngine):
+    """Ends sequences with an error, as an engine may, for prompts that begin with one token."""
+
+    def __init__(self, limits: EngineLimits, step_s: float) -> None:
+        super().__init__(limits, step_s=step_s)
+        self._failing: set[str] = set()
+
+    def submit(self, request: SequenceRequest) -> None:
+        """As `Engine.submit`."""
+        super().submit(request)
+        if FAULTS.get(request.prompt[0]) == "error":
+            self._failing.add(request.id)
+
+    def step(self) -> list[TokenEvent]:
+        """As `Engine.step`."""
+        events = []
+        for event in super().step():
+            if event.id in self._failing and event.index >= AFTER:
+                self._failing.discard(event.id)
+                if self.cancel(event.id):
+                    self._pending = [one for one in self._pending if one.id != event.id]
+                event = TokenEvent(event.id, event.index, None, finish="error", error=FAILURE)
+            events.append(event)
+        return events
