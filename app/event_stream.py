@@ -12,10 +12,10 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
-import anyio
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Message, Receive, Scope, Send
 
+from app.deadlines import TIMER_RESOLUTION_S
 from app.errors import CallableFailed, ClientGone, HeadwaterError
 
 __all__ = ["EventStream", "StreamLimits"]
@@ -47,6 +47,63 @@ class _End:
 
     def __init__(self, error: Exception | None) -> None:
         self.error = error
+
+
+class _WriteWatch:
+    """Cuts a client off that takes nothing for too long. One timer a stream: one an event would cost a tenth of it.
+
+    Args:
+        send: of the response.
+        limit_s: how long one message may take.
+        state: of the request; its ``abort`` drops the connection, with what it still has to send: closing it in order
+            would wait for the client, too.
+    """
+
+    def __init__(self, send: Send, limit_s: float, state: dict[str, Any]) -> None:
+        self._send = send
+        self._limit_s = limit_s
+        self._state = state
+        self._loop = asyncio.get_running_loop()
+        self._since_s: float | None = None
+        """When the message began to be sent that still is."""
+        self._task: asyncio.Task[Any] | None = None
+        self._is_late = False
+        self._timer = self._loop.call_later(limit_s, self._look)
+
+    async def send(self, message: Message) -> None:
+        """Send a message.
+
+        Raises:
+            TimeoutError: it took too long, on a server whose connections can't be dropped.
+        """
+        self._since_s, self._task = self._loop.time(), asyncio.current_task()
+        try:
+            await self._send(message)
+        except asyncio.CancelledError:
+            if self._is_late:
+                raise TimeoutError(self._state["note"]) from None
+            raise
+        finally:
+            self._since_s = self._task = None
+
+    def close(self) -> None:
+        """The response is over."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
+        left_s = self._limit_s if self._since_s is None else self._since_s + self._limit_s - now_s
+        if left_s > TIMER_RESOLUTION_S:
+            self._timer = self._loop.call_later(left_s, self._look)
+            return
+        self._state["status"] = ClientGone.status
+        self._state["note"] = f"cut off: the client took nothing for {self._limit_s:g} s"
+        abort = self._state.get("abort")
+        if abort is not None:
+            abort()  # which `receive` reports like a client that went away
+        elif self._task is not None:
+            self._is_late = True
+            self._task.cancel()
 
 
 class EventStream:
@@ -101,14 +158,7 @@ class EventStream:
         state.setdefault("note", "streamed")
         limits: StreamLimits = state.get("stream_limits", StreamLimits())
 
-        async def send_in_time(message: Message) -> None:
-            with anyio.move_on_after(limits.write_timeout_s) as waiting:
-                await send(message)
-            if waiting.cancelled_caught:
-                state["status"] = ClientGone.status
-                state["note"] = f"cut off: the client took nothing for {limits.write_timeout_s:g} s"
-                _cut_off(state)
-
+        watch = _WriteWatch(send, limits.write_timeout_s, state)
         response = EventSourceResponse(
             self._frames(state),
             ping=limits.ping_s,
@@ -117,8 +167,9 @@ class EventStream:
         )
         del response.headers["connection"]  # the server's own business
         try:
-            await response(scope, receive, send_in_time)
+            await response(scope, receive, watch.send)
         finally:
+            watch.close()
             await self.close()
 
     async def _read(self) -> None:
@@ -150,11 +201,3 @@ class EventStream:
 
 def _frame(event: bytes) -> bytes:
     return b"data: %b\n\n" % event
-
-
-def _cut_off(state: dict[str, Any]) -> None:
-    """Drop the connection, with what it still has to send: closing it in order would wait for the client, too."""
-    abort = state.get("abort")
-    if abort is None:
-        raise TimeoutError(state["note"])
-    abort()  # which `receive` reports like a client that went away

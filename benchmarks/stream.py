@@ -6,8 +6,9 @@
   transformers' ``generate`` on a static batch and its continuous batching (`benchmarks.lm_engine`; random weights);
 - **b**: tokens a second at 64 HTTP clients, against the same engine alone in a process of its own with the same 64
   prompts and answers; the shipped model, as many threads both times;
-- **c**: the same with an engine that computes nothing, through one gateway worker, against PyTriton alone giving 64
-  clients one decoupled response a token (`benchmarks.stream_pytriton`);
+- **c**: the same with engines that compute nothing, through one gateway worker: ``null`` as fast as it can, so that
+  tokens gather on their way and an event has many, ``stepped`` at 2 ms a step, which leaves time for an event a token;
+  against PyTriton alone giving 64 clients one decoupled response a token (`benchmarks.stream_pytriton`);
 - **d**: time to the first token at an HTTP client of an idle server, less that of the engine alone;
 - **e**: a client of 16 sequences that stops reading, from an engine that takes 10 ms a step and computes nothing: what
   its 16 neighbours get in the meantime, and by how much the gateway worker grows; against the same client reading on.
@@ -33,9 +34,9 @@ from benchmarks.fanout_report import Ratio, Spread, ratio_line
 from benchmarks.fanout_servers import Server, headwater
 from benchmarks.lm_engine import BARE, CONTENDERS, machine, measure, model_of, print_table, quiet, title_of
 from benchmarks.stream_engine import MODEL, EngineAlone
-from benchmarks.stream_latency import STEP_S, first_token, stalled_reader
+from benchmarks.stream_latency import PACE_S, first_token, stalled_reader
 from benchmarks.stream_load import LoadGenerator
-from benchmarks.stream_rates import STREAMS, against_pytriton, against_the_engine
+from benchmarks.stream_rates import STEP_S, STREAMS, against_pytriton, against_the_engine
 
 PARTS = ("a", "b", "c", "d", "e")
 SEQUENCES = (1, 8, 32)
@@ -117,7 +118,7 @@ def _run(wanted: list[str], options: argparse.Namespace, raw: dict[str, Any]) ->
         )
         part(
             "c",
-            f"{told} of {options.null_tokens} tokens, an engine that computes nothing",
+            f"{told} of {options.null_tokens} tokens, engines that compute nothing",
             lambda: against_pytriton(server, load, options.null_tokens, options.repeats),
         )
         part(
@@ -163,8 +164,9 @@ def _server(wanted: list[str], threads: int) -> contextlib.AbstractContextManage
         }
     if "c" in wanted:
         deployments["null"] = {**nothing, "options": {"engine": engine}}
+        deployments["stepped"] = {**nothing, "options": {"engine": engine, "step_s": STEP_S}}
     if "e" in wanted:
-        deployments["paced"] = {**nothing, "options": {"engine": engine, "step_s": STEP_S}}
+        deployments["paced"] = {**nothing, "options": {"engine": engine, "step_s": PACE_S}}
     return headwater(deployments)
 
 

@@ -82,12 +82,15 @@ def null(folder: Path, *, device: str, on_broken: Any, step_s: float = 0, max_se
 def main() -> None:
     """Do jobs until the input ends."""
     import torch
+    from transformers.utils import logging
 
     from inference.lm.causal_lm import load_causal_lm
     from inference.lm.slot_engine import SlotEngine
 
     threads, max_sequences = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(threads)
+    messages: Any = logging
+    messages.disable_progress_bar()
     loaded = load_causal_lm(folder(), dtype="float32")
     engine = SlotEngine(loaded.model, eos_ids=loaded.eos_ids, max_sequences=max_sequences)
     for line in sys.stdin.buffer:

@@ -15,11 +15,11 @@ from benchmarks.stream_load import Answer, Ask, Job, LoadGenerator
 from benchmarks.stream_rates import completion, port_of
 from benchmarks.stream_texts import AnswerWrong, check, check_counting, encoded, prompts, text_of
 
-__all__ = ["STEP_S", "first_token", "stalled_reader"]
+__all__ = ["PACE_S", "first_token", "stalled_reader"]
 
 FIRST_TOKENS = 8
 FIRST_AT_MOST_MS = 10.0
-STEP_S = 0.01
+PACE_S = 0.01
 """Of the engine of deployment ``paced``."""
 NEIGHBOURS = 16
 CHOICES = 16
@@ -52,8 +52,8 @@ def stalled_reader(
     server: Server, load: LoadGenerator, stall_s: float, pairs: int
 ) -> tuple[dict[str, Any], list[Ratio]]:
     """Deployment ``paced``: what neighbours get while a client stops reading, and while the same one reads on."""
-    tokens = round(0.9 * stall_s / STEP_S)  # of the neighbours: they end before it reads again
-    reader_tokens = round(1.1 * stall_s / STEP_S)
+    tokens = round(0.9 * stall_s / PACE_S)  # of the neighbours: they end before it reads again
+    reader_tokens = round(1.1 * stall_s / PACE_S)
     found: dict[str, Any] = {
         f"{what} {how}": [] for how in ("reading", "stalled") for what in ("p50 gap ms", "p99 gap ms", "growth MB")
     }

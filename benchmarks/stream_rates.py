@@ -19,9 +19,12 @@ from benchmarks.stream_engine import EngineAlone, Run
 from benchmarks.stream_load import Answer, Ask, Job, LoadGenerator, raw_body
 from benchmarks.stream_texts import AnswerWrong, check, check_counting, prompts
 
-__all__ = ["STREAMS", "against_pytriton", "against_the_engine", "completion", "port_of"]
+__all__ = ["STEP_S", "STREAMS", "against_pytriton", "against_the_engine", "completion", "port_of"]
 
 STREAMS = 64
+STEP_S = 0.002
+"""32,000 tokens a second, if nothing else takes time."""
+STEPPED_TOKENS = 1000
 PYTRITON_TOKENS = 200
 OF_THE_ENGINE_AT_LEAST = 0.85
 NULL_AT_LEAST = 20_000
@@ -52,27 +55,41 @@ def against_the_engine(
 def against_pytriton(
     server: Server, load: LoadGenerator, tokens: int, repeats: int
 ) -> tuple[dict[str, Any], list[Ratio]]:
-    """Deployment ``null`` asked by 64 clients, in turn with PyTriton giving one response a token to 64."""
-    asks = [Ask(completion("null", [1, 2, 3], tokens))] * STREAMS
-    found: dict[str, Any] = {"HTTP tokens/s": [], "tokens an event": [], "server cores": [], "PyTriton tokens/s": []}
+    """Engines that compute nothing, asked by 64 clients, in turn with PyTriton giving one response a token to 64.
+
+    The engine of ``null`` goes as fast as it can, so that tokens gather on their way; that of ``stepped`` takes
+    `STEP_S`, which leaves time for an event a token.
+    """
+    lengths = {"null": tokens, "stepped": min(tokens, STEPPED_TOKENS)}
+    asks = {name: [Ask(completion(name, [1, 2, 3], length))] * STREAMS for name, length in lengths.items()}
+    found: dict[str, Any] = {
+        f"{what}, {name}": [] for name in asks for what in ("tokens/s", "events/s", "tokens an event", "server cores")
+    }
+    found["tokens/s, PyTriton"] = []
     with _pytriton() as port:
         for number in range(-1, repeats):
-            before, started = cpu_s(server), time.perf_counter()
-            answers = load.run(Job(port_of(server), asks))
-            cores = (cpu_s(server) - before) / (time.perf_counter() - started)
-            check_counting(answers, tokens)
+            for name, length in lengths.items():
+                before, started = cpu_s(server), time.perf_counter()
+                answers = load.run(Job(port_of(server), asks[name]))
+                cores = (cpu_s(server) - before) / (time.perf_counter() - started)
+                check_counting(answers, length)
+                if number >= 0:  # the first is to warm up
+                    an_event = STREAMS * length / sum(answer.events for answer in answers)
+                    found[f"tokens/s, {name}"].append(_per_s(answers))
+                    found[f"events/s, {name}"].append(_per_s(answers) / an_event)
+                    found[f"tokens an event, {name}"].append(an_event)
+                    found[f"server cores, {name}"].append(cores)
             pytriton = _ask_pytriton(port)
             if number >= 0:
-                found["HTTP tokens/s"].append(_per_s(answers))
-                found["tokens an event"].append(STREAMS * tokens / sum(answer.events for answer in answers))
-                found["server cores"].append(cores)
-                found["PyTriton tokens/s"].append(pytriton)
-    pairs = zip(found["HTTP tokens/s"], found["PyTriton tokens/s"], strict=True)
-    thousands = [one / 1000 for one in found["HTTP tokens/s"]]
-    return found, [
-        Ratio("thousand tokens/s, no model", thousands, at_least=NULL_AT_LEAST / 1000),
-        Ratio("tokens/s, no model, HTTP / PyTriton", [a / b for a, b in pairs]),
-    ]
+                found["tokens/s, PyTriton"].append(pytriton)
+    ratios = []
+    for name in lengths:
+        thousands = [one / 1000 for one in found[f"tokens/s, {name}"]]
+        ratios.append(Ratio(f"thousand tokens/s, {name}", thousands, at_least=NULL_AT_LEAST / 1000))
+    for name in lengths:
+        pairs = zip(found[f"tokens/s, {name}"], found["tokens/s, PyTriton"], strict=True)
+        ratios.append(Ratio(f"tokens/s, {name} / PyTriton", [a / b for a, b in pairs]))
+    return found, ratios
 
 
 def completion(model: str, prompt: str | list[int], tokens: int, **more: Any) -> Any:

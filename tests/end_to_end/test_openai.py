@@ -189,7 +189,7 @@ class TestDimensions:
 class TestModels:
     def test_list(self, client: openai.OpenAI) -> None:
         models = list(client.models.list())
-        assert sorted(model.id for model in models) == ["digits", "scale", "text"]
+        assert sorted(model.id for model in models) == ["digits", "scale", "text", "tiny-lm"]
         assert {model.object for model in models} == {"model"}
 
     def test_retrieve(self, client: openai.OpenAI) -> None:
@@ -205,7 +205,7 @@ class TestModels:
             async with openai.AsyncOpenAI(base_url=f"{demo.url}/v1", api_key="unused", max_retries=0) as client:
                 return [model.id async for model in client.models.list()]
 
-        assert sorted(asyncio.run(names())) == ["digits", "scale", "text"]
+        assert sorted(asyncio.run(names())) == ["digits", "scale", "text", "tiny-lm"]
 
 
 class TestErrors:

@@ -1,0 +1,146 @@
+"""The routes over true `Models`, dispatcher and `EngineHost`, without the processes between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.config import Server
+from app.gateway import create_app
+from app.lm.dispatcher import LmDispatcher
+from app.models import Models
+from app.routing import RoutingTable
+from inference.lm.engine_host import EngineHost
+from inference.lm.null_engine import NullEngine
+from inference.lm.protocol import Engine, EngineLimits
+from inference.signature import LanguageModelSpec
+from tests.app.lm.scripted import FOLDER, tiny_text
+from tests.app.lm.stand_in import SIGNATURE, route_of, until
+from tests.app.lm.test_with_engine_host import HostClient
+
+LIMITS = EngineLimits(max_sequences=4, max_waiting=2, context_length=100_000, cache_tokens=1_000_000, vocab_size=4096)
+
+
+class Ask:
+    """Asks the application. httpx gives an answer when it is complete; `sent` has its bytes before."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.sent = bytearray()
+
+    async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def noting(message: Message) -> None:
+            self.sent += message.get("body", b"")
+            await send(message)
+
+        await self._app(scope, receive, noting)
+
+    async def __call__(self, path: str, request_id: str = "", **body: Any) -> httpx.Response:
+        headers = {"x-request-id": request_id} if request_id else {}
+        transport = httpx.ASGITransport(self._watched)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            return await client.post(path, json=body, headers=headers)
+
+
+def run(engine: Engine, scenario: Callable[[Ask, LmDispatcher], Awaitable[None]]) -> None:
+    async def main() -> None:
+        host = EngineHost(engine)
+        models = Models(lambda name, route: HostClient(host))
+        specification = LanguageModelSpec(str(FOLDER), engine.limits)
+        signature = msgspec.structs.replace(SIGNATURE, language_model=specification)
+        models.update(RoutingTable((msgspec.structs.replace(route_of("a", timeout_s=20), signature=signature),)))
+        ask = Ask(create_app(models, Server(access_log=False)))
+        try:
+            await asyncio.wait_for(scenario(ask, models.language_model("lm")), 30)
+        finally:
+            models.close()
+            await asyncio.to_thread(host.close)
+
+    asyncio.run(main())
+
+
+def text_of(answer: httpx.Response) -> str:
+    frames = [frame.removeprefix("data: ") for frame in answer.text.strip().split("\n\n")]
+    assert frames[-1] == "[DONE]"
+    return "".join(json.loads(frame)["choices"][0]["text"] for frame in frames[:-1])
+
+
+def test_tokens_come_through_as_text() -> None:
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        expected = tiny_text().tokenizer.decode(range(600), skip_special_tokens=True)
+        asked: dict[str, Any] = {"model": "lm", "prompt": "x", "max_tokens": 600}
+        answers = await asyncio.gather(*(ask("/v1/completions", stream=n % 2 == 1, **asked) for n in range(4)))
+        for n, answer in enumerate(answers):
+            text = text_of(answer) if n % 2 else answer.json()["choices"][0]["text"]
+            assert text == expected
+        assert dispatcher.statistics.generated_tokens == 4 * 600
+
+    run(NullEngine(LIMITS), scenario)
+
+
+def test_a_stop_string_frees_the_engine() -> None:
+    engine = NullEngine(LIMITS)
+
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        stop = tiny_text().tokenizer.decode([500, 501], skip_special_tokens=True)
+        answer = await ask("/v1/completions", model="lm", prompt="x", max_tokens=90_000, stop=stop, stream=True)
+        assert text_of(answer) == tiny_text().tokenizer.decode(range(500), skip_special_tokens=True).partition(stop)[0]
+        await until(lambda: not engine.active)
+        assert dispatcher.in_flight == 0
+
+    run(engine, scenario)
+
+
+def test_a_cancelled_request_is_told_so() -> None:
+    engine = NullEngine(LIMITS, step_s=0.001)
+
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        asked: dict[str, Any] = {"model": "lm", "prompt": "x", "max_tokens": 90_000, "n": 2}
+        whole = asyncio.create_task(ask("/v1/completions", "whole", **asked))
+        stream = asyncio.create_task(ask("/v1/completions", "stream", stream=True, **asked))
+        await until(lambda: engine.active == 4)
+        await until(lambda: b"data: " in ask.sent)
+        for id in ("whole", "stream"):
+            assert (await ask(f"/v2/requests/{id}/cancel")).json() == {"request_id": id, "cancelled": 2}
+        assert (await whole).status_code == 409
+        assert (await whole).json()["error"]["type"] == "invalid_request_error"
+        *_, error, done = (await stream).text.strip().split("\n\n")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == 409
+        assert done == "data: [DONE]"
+        assert (await ask("/v2/requests/whole/cancel")).status_code == 404
+        await until(lambda: not engine.active)
+
+    run(engine, scenario)
+
+
+def test_a_full_queue_is_told_by_its_status() -> None:
+    engine = NullEngine(LIMITS, step_s=0.001)
+
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        asked: dict[str, Any] = {"model": "lm", "prompt": "x", "max_tokens": 90_000}
+        running = asyncio.create_task(ask("/v1/completions", "running", n=6, **asked))
+        await until(lambda: engine.active == 4 and engine.waiting == 2)
+        for stream in (False, True):
+            refused = await ask("/v1/completions", stream=stream, **asked)
+            assert refused.status_code == 429
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            assert "retry-after" in refused.headers
+        assert (await ask("/v2/requests/running/cancel")).json()["cancelled"] == 6
+        assert (await running).status_code == 409
+
+    run(engine, scenario)
+
+
+def test_a_request_may_have_a_deadline_of_its_own() -> None:
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        answer = await ask("/v2/models/lm/generate", text_input="x", max_tokens=90_000, timeout=200_000)
+        assert answer.status_code == 504
+        assert "0.2 s" in answer.json()["error"]
+
+    run(NullEngine(LIMITS, step_s=0.001), scenario)
