@@ -17,6 +17,7 @@ from app.config import Config, load_config, read_config
 from app.errors import ConfigError, StartError
 from app.logs import set_up_logging
 from app.openapi import example_body
+from inference.lm.reference import is_language_model
 from inference.signature import Signature
 
 __all__ = ["main"]
@@ -138,7 +139,7 @@ def _announce(url: str, served: list[tuple[str, Signature | None, str]]) -> None
 def _name(model: str) -> str:
     """What a model that is served alone is called."""
     last = model.rpartition(":")[2]
-    if model.startswith("lm:"):
+    if is_language_model(model):
         return Path(last).absolute().name
     return Path(last).stem if model.startswith("onnx:") else last.lower()
 

@@ -64,8 +64,10 @@ class _WriteWatch:
         self._limit_s = limit_s
         self._state = state
         self._loop = asyncio.get_running_loop()
-        self._since_s: float | None = None
-        """When the message began to be sent that still is."""
+        self._sending = 0
+        """Messages: an event, and perhaps a comment behind it."""
+        self._since_s = 0.0
+        """When the first of them began to be sent."""
         self._task: asyncio.Task[Any] | None = None
         self._is_late = False
         self._timer = self._loop.call_later(limit_s, self._look)
@@ -76,7 +78,9 @@ class _WriteWatch:
         Raises:
             TimeoutError: it took too long, on a server whose connections can't be dropped.
         """
-        self._since_s, self._task = self._loop.time(), asyncio.current_task()
+        if not self._sending:
+            self._since_s, self._task = self._loop.time(), asyncio.current_task()
+        self._sending += 1
         try:
             await self._send(message)
         except asyncio.CancelledError:
@@ -84,15 +88,18 @@ class _WriteWatch:
                 raise TimeoutError(self._state["note"]) from None
             raise
         finally:
-            self._since_s = self._task = None
+            self._sending -= 1
+            if self._sending:
+                self._since_s = self._loop.time()
 
     def close(self) -> None:
         """The response is over."""
         self._timer.cancel()
 
     def _look(self) -> None:
-        now_s = self._loop.time()
-        left_s = self._limit_s if self._since_s is None else self._since_s + self._limit_s - now_s
+        left_s = self._limit_s
+        if self._sending:
+            left_s += self._since_s - self._loop.time()
         if left_s > TIMER_RESOLUTION_S:
             self._timer = self._loop.call_later(left_s, self._look)
             return

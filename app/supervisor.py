@@ -28,6 +28,7 @@ from app.replica_process import GUARDIAN_LOST, ReplicaProcess
 from app.routing import DeploymentRoute, RoutingTable, State
 from app.sweep import make_instance_folder, sweep_stale
 from app.worker_settings import WorkerSettings
+from inference.lm.reference import is_language_model
 from inference.signature import Signature
 
 __all__ = ["Supervisor"]
@@ -360,7 +361,7 @@ class Supervisor:
                     max_in_flight=-(-batching.max_in_flight // workers),
                     timeout_s=served.config.timeout_s,
                     part_of=self._pipelines.get(served.name),
-                    is_language_model=(served.config.model or "").startswith("lm:"),
+                    is_language_model=is_language_model(served.config.model or ""),
                 )
             )
         for graph in self._graphs.values():

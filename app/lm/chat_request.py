@@ -80,7 +80,7 @@ class ChatRequest(StreamFields, kw_only=True):
             share = max(limits.cache_tokens // limits.max_sequences, len(ids) + CHAT_ANSWER_TOKENS)
             max_tokens = min(room, share - len(ids))
         max_tokens = fitting_tokens("messages", path, max_tokens, ids, room, limits)
-        return plan([Prompt(ids, max_tokens)], n, sampling, end, self.timeout_s)
+        return plan([Prompt(ids, max_tokens)], n, sampling, end, limits, self.timeout_s)
 
     def _logprobs(self) -> int | None:
         if self.top_logprobs is not None:

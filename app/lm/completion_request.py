@@ -67,7 +67,7 @@ class CompletionRequest(StreamFields, kw_only=True):
         if len(given) * n > MAX_SEQUENCES:
             raise at("n", None, f"expected at most {MAX_SEQUENCES} answers in all, got {len(given)} prompts x {n}")
         prompts = [self._prompt(field, one, text, limits) for field, one in given]
-        return plan(prompts, n, sampling, end, self.timeout_s)
+        return plan(prompts, n, sampling, end, limits, self.timeout_s)
 
     def _given(self) -> list[tuple[str, str | list[Any]]]:
         """The prompts, each with its path."""

@@ -75,7 +75,7 @@ class GenerateRequest(GenerateParameters, kw_only=True):
         room = answer_room("text_input", ids, limits)
         max_tokens = min(DEFAULT_TOKENS, room) if given.max_tokens is None else given.max_tokens
         max_tokens = fitting_tokens("text_input", path("max_tokens"), max_tokens, ids, room, limits)
-        return plan([Prompt(ids, max_tokens)], 1, sampling, end, timeout_us / 1e6 if timeout_us else None)
+        return plan([Prompt(ids, max_tokens)], 1, sampling, end, limits, timeout_us / 1e6 if timeout_us else None)
 
     def _merged(self) -> tuple[GenerateParameters, set[str]]:
         """The parameters, and which of them were given within ``parameters``."""

@@ -60,7 +60,12 @@ class TextPlan(NamedTuple):
 
 
 def plan(
-    prompts: Sequence[Prompt], n: int, sampling: Sampling, end: TextEnd, timeout_s: float | None = None
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    end: TextEnd,
+    limits: EngineLimits,
+    timeout_s: float | None = None,
 ) -> TextPlan:
     """Make sequences of prompts.
 
@@ -68,8 +73,16 @@ def plan(
         prompts: what is to be answered.
         n: choices of each. With a seed, that of choice i is the seed plus i: they differ, and come again.
         sampling, end: of all.
+        limits: what the model can take.
         timeout_s: what the client gives the request.
+
+    Raises:
+        BadRequest: more sequences than there are places, those for waiting included.
     """
+    places = limits.max_sequences + limits.max_waiting
+    if len(prompts) * n > places:
+        field = "n" if n > 1 else "prompt"
+        raise at(field, None, f"expected at most {places} answers in all, got {len(prompts)} prompts x {n}")
     samplings = [sampling]
     if sampling.seed is not None:
         samplings = [msgspec.structs.replace(sampling, seed=_seed(sampling.seed + i)) for i in range(n)]

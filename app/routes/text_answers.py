@@ -15,6 +15,7 @@ from app.lm.answer_form import AnswerForm
 from app.lm.dispatcher import LmDispatcher
 from app.lm.text_generation import TextGeneration
 from app.lm.text_plan import TextPlan
+from app.lm.text_stream import TextStream
 from app.models import Models
 from app.replies import Reply
 from inference.lm.protocol import EngineLimits
@@ -72,9 +73,8 @@ class TextAnswers:
         assert specification is not None
         async with DisconnectWatch(receive):
             text = await dispatcher.text()
-            plan = await asyncio.to_thread(request.plan, text, specification.limits)
-            texts = text.tokenizer.texts
-            form_of_this, text_streams = form(plan, texts), plan.streams(texts)
+            plan, text_streams = await asyncio.to_thread(_planned, request, text, specification.limits)
+            form_of_this = form(plan, text.tokenizer.texts)
             # From here to what closes it, nothing is awaited and nothing fails.
             generation = dispatcher.open(scope["state"]["request_id"], plan.specs, timeout_s=plan.timeout_s)
             job = TextGeneration(generation, text_streams, plan.prompt_tokens)
@@ -119,6 +119,11 @@ class TextAnswers:
             await stream.close()
             raise
         return stream
+
+
+def _planned(request: Plannable, text: LanguageText, limits: EngineLimits) -> tuple[TextPlan, list[TextStream]]:
+    plan = request.plan(text, limits)
+    return plan, plan.streams(text.tokenizer.texts)
 
 
 def _note(job: TextGeneration) -> str:

@@ -40,7 +40,16 @@ def test_choices_of_a_prompt_stand_together() -> None:
     plan = planned([[5], [6]], n=2, seed=1, max_tokens=0)
     assert [(spec.prompt, spec.sampling.seed) for spec in plan.specs] == [([5], 1), ([5], 2), ([6], 1), ([6], 2)]
     assert plan.prompt_tokens == 2
-    assert len(planned(["x"] * 64, n=4).specs) == 256
+    assert len(planned(["x"] * 64, msgspec.structs.replace(LIMITS, max_waiting=256), n=4).specs) == 256
+
+
+def test_more_answers_than_places_can_never_be_had() -> None:
+    limits = msgspec.structs.replace(LIMITS, max_sequences=2, max_waiting=3)
+    assert len(planned("x", limits, n=5).specs) == 5
+    with pytest.raises(BadRequest, match="n: expected at most 5 answers in all, got 1 prompts x 6"):
+        planned("x", limits, n=6)
+    with pytest.raises(BadRequest, match="prompt: expected at most 5 answers in all, got 6 prompts x 1"):
+        planned(["x"] * 6, limits)
 
 
 def test_the_default_shrinks_to_what_fits() -> None:
