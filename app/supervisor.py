@@ -410,7 +410,12 @@ class Supervisor:
         return subprocess.Popen(
             [sys.executable, "-m", "app.worker", str(path), str(listener.fileno())],
             cwd=self._folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",  # batches of one
+            },
             pass_fds=(listener.fileno(),),
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -104,18 +104,18 @@ def quiet() -> None:
 def _engine(model: Any, prompts: list[list[int]], tokens: int, sampling: Sampling) -> float:
     engine = SlotEngine(model, max_sequences=len(prompts))
     for row, prompt in enumerate(prompts):
-        engine.submit(SequenceRequest(str(row), prompt, tokens + 1, sampling))
-    count = 0
-    while count < len(prompts):  # all have their first token; with several chunks of prompts some have more
-        count = len({event.id for event in engine.step()}) if count else len(engine.step())
-    steps = 0
+        # More than are timed: while the others' prompts are computed, a step or more for each, those before generate.
+        engine.submit(SequenceRequest(str(row), prompt, tokens + len(prompts) + 1, sampling))
+    begun: set[str] = set()
+    while len(begun) < len(prompts):
+        begun.update(event.id for event in engine.step())
     started = time.perf_counter()
-    while engine.active == len(prompts):
+    for _ in range(tokens):
         engine.step()
-        steps += 1
     seconds = time.perf_counter() - started
+    assert engine.active == len(prompts)
     engine.close()
-    return seconds / steps
+    return seconds / tokens
 
 
 def _slot_engine(model: Any, count: int, prompt: int, tokens: int) -> float:

@@ -10,7 +10,7 @@
   tokens gather on their way and an event has many, ``stepped`` at 2 ms a step, which leaves time for an event a token;
   against PyTriton alone giving 64 clients one decoupled response a token (`benchmarks.stream_pytriton`);
 - **d**: time to the first token at an HTTP client of an idle server, less that of the engine alone;
-- **e**: a client of 16 sequences that stops reading, from an engine that takes 10 ms a step and computes nothing: what
+- **e**: a client of 16 sequences that stops reading, from an engine that takes 5 ms a step and computes nothing: what
   its 16 neighbours get in the meantime, and by how much the gateway worker grows; against the same client reading on.
 
 Server, load generator (`benchmarks.stream_load`) and engine are processes on this machine; contenders take turns, and

@@ -61,6 +61,8 @@ class Answer(msgspec.Struct):
     """As ``usage`` says."""
     events: int = 0
     """That carried text."""
+    size_bytes: int = 0
+    """Of all that came."""
     gaps_s: list[float] = []
     """Between what arrived; what arrived together counts as one."""
     error: str = ""
@@ -143,6 +145,7 @@ class _Stream(asyncio.Protocol):
         """What came, parsed."""
         head, _, rest = b"".join(self._reads).partition(b"\r\n\r\n")
         answer = Answer(sent=self._sent - start, ended=(self._times[-1] - start) if self._times else 0)
+        answer.size_bytes = sum(map(len, self._reads))
         if not head:
             answer.error = "the connection ended without an answer"
             return answer

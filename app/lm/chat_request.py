@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from app.json_faults import at, shown
 from app.lm.json_body import read_body
 from app.lm.sampling_fields import MAX_LOGPROBS, StreamFields, checked_integer
-from app.lm.text_plan import CHAT_ANSWER_TOKENS, Prompt, TextPlan, answer_room, fitting_tokens, plan
+from app.lm.text_plan import CHAT_ANSWER_TOKENS, Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
 from inference.lm.protocol import EngineLimits
 
 if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
@@ -21,6 +21,9 @@ if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a la
 __all__ = ["MAX_CHOICES", "ChatRequest"]
 
 MAX_CHOICES: Final = 16
+
+_RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "chat_template"})
+"""Names that a template knows, and that are not the client's to set."""
 
 
 class ChatRequest(StreamFields, kw_only=True):
@@ -74,13 +77,46 @@ class ChatRequest(StreamFields, kw_only=True):
         if self.response_format is not None and self.response_format != {"type": "text"}:
             raise at("response_format", None, 'this model supports {"type": "text"} only; leave it out')
         path, max_tokens = self._max_tokens()
-        ids = text.encode_chat(self.messages, self.chat_template_kwargs)
+        rendered = text.chat_text(self._messages(limits), self._variables())
+        check_size("messages", rendered, limits)
+        ids = text.encode_chat(rendered)
         room = answer_room("messages", ids, limits)
         if max_tokens is None:
             share = max(limits.cache_tokens // limits.max_sequences, len(ids) + CHAT_ANSWER_TOKENS)
             max_tokens = min(room, share - len(ids))
         max_tokens = fitting_tokens("messages", path, max_tokens, ids, room, limits)
         return plan([Prompt(ids, max_tokens)], n, sampling, end, limits, self.timeout_s)
+
+    def _messages(self, limits: EngineLimits) -> object:
+        """The messages, without what no template can make sense of, or no context holds."""
+        messages = self.messages
+        if not isinstance(messages, list):
+            return messages  # who reads them says what is wrong
+        if len(messages) > limits.context_length:
+            raise at(
+                "messages",
+                None,
+                f"this model's maximum context length is {limits.context_length} tokens; expected at most as many "
+                f"messages, got {len(messages)}",
+            )
+        for place, message in enumerate(messages):
+            if not isinstance(message, dict):
+                continue
+            for field in ("tool_calls", "function_call", "tool_call_id"):
+                if message.get(field) is not None:
+                    raise at(f"messages[{place}].{field}", None, "this model does not support it; leave it out")
+            if isinstance(message.get("role"), str) and message.get("content") is None:
+                raise at(f"messages[{place}].content", None, "expected a string or an array of text parts, got null")
+        return messages
+
+    def _variables(self) -> dict[str, Any] | None:
+        for name in self.chat_template_kwargs or ():
+            if name in _RESERVED:
+                raise at(
+                    f"chat_template_kwargs.{name}", None, "expected a variable of the model's own chat template; "
+                    "leave it out"
+                )  # fmt: skip
+        return self.chat_template_kwargs
 
     def _logprobs(self) -> int | None:
         if self.top_logprobs is not None:

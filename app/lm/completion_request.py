@@ -12,7 +12,7 @@ from app.json_faults import at, shown
 from app.lm.chat_request import MAX_CHOICES
 from app.lm.json_body import read_body
 from app.lm.sampling_fields import MAX_LOGPROBS, StreamFields, checked_ids, checked_integer
-from app.lm.text_plan import Prompt, TextPlan, answer_room, fitting_tokens, plan
+from app.lm.text_plan import Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
 from inference.lm.protocol import EngineLimits
 
 if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
@@ -92,6 +92,7 @@ class CompletionRequest(StreamFields, kw_only=True):
 
     def _prompt(self, field: str, given: str | list[Any], text: LanguageText, limits: EngineLimits) -> Prompt:
         if isinstance(given, str):
+            check_size(field, given, limits)
             try:
                 ids = text.encode_text(given)
             except BadRequest as error:

@@ -15,7 +15,7 @@ from app.json_faults import at, shown
 from app.lm.completion_request import DEFAULT_TOKENS
 from app.lm.json_body import read_body
 from app.lm.sampling_fields import SamplingFields, checked_integer
-from app.lm.text_plan import Prompt, TextPlan, answer_room, fitting_tokens, plan
+from app.lm.text_plan import Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
 from app.request_parameters import MAX_UINT64
 from inference.lm.protocol import EngineLimits
 
@@ -69,6 +69,7 @@ class GenerateRequest(GenerateParameters, kw_only=True):
             raise at(path("max_tokens"), None, f"expected at least 0, got {shown(given.max_tokens)}")
         timeout_us = checked_integer(path("timeout"), given.timeout or 0, 0, MAX_UINT64)
         try:
+            check_size("text_input", self.text_input, limits)
             ids = text.encode_text(self.text_input)
         except BadRequest as error:
             raise at("text_input", None, error.message.partition(": ")[2]) from None

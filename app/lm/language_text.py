@@ -38,8 +38,8 @@ class LanguageText:
         """
         return self.tokenizer.encode(text, add_special_tokens=True)
 
-    def encode_chat(self, messages: object, variables: Mapping[str, Any] | None) -> list[int]:
-        """The ids of a conversation, up to where the model's answer begins.
+    def chat_text(self, messages: object, variables: Mapping[str, Any] | None) -> str:
+        """A conversation as the text that the model was trained on, up to where its answer begins.
 
         Args:
             messages: OpenAI's ``messages``, as JSON has them.
@@ -53,6 +53,8 @@ class LanguageText:
                 "messages: this model has no chat template; send its prompt as text to /v1/completions",
                 field="messages",
             )
-        return self.tokenizer.encode(
-            self.template.render(plain(messages), variables=variables), add_special_tokens=False
-        )
+        return self.template.render(plain(messages), variables=variables)
+
+    def encode_chat(self, text: str) -> list[int]:
+        """The ids of what `chat_text` gave, which has its special tokens already."""
+        return self.tokenizer.encode(text, add_special_tokens=False)

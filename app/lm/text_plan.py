@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
@@ -17,10 +17,14 @@ from inference.lm.protocol import EngineLimits, Sampling
 if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
     from app.text.token_texts import TokenTexts
 
-__all__ = ["Prompt", "TextPlan", "answer_room", "fitting_tokens", "plan"]
+__all__ = ["Prompt", "TextPlan", "answer_room", "check_size", "fitting_tokens", "plan"]
 
-CHAT_ANSWER_TOKENS = 256
+CHAT_ANSWER_TOKENS: Final = 256
 """Of an answer whose length the client doesn't say, even if it takes more than a sequence's share of the cache."""
+
+
+LONGEST_TOKEN_CHARACTERS: Final = 256
+"""On average, in any text that a context holds."""
 
 
 class Prompt(NamedTuple):
@@ -93,6 +97,22 @@ def plan(
     ]
     prefixes = [prompt.prefix for prompt in prompts for _ in range(n)]
     return TextPlan(specs, prefixes, end, sum(len(prompt.ids) for prompt in prompts), timeout_s)
+
+
+def check_size(field: str, text: str, limits: EngineLimits) -> None:
+    """Refuse a text that can't fit, before it takes seconds to say how many tokens it has.
+
+    Raises:
+        BadRequest: it is longer than any context.
+    """
+    bound, what = _bound(limits)
+    if len(text) > bound * LONGEST_TOKEN_CHARACTERS:
+        raise at(
+            field,
+            None,
+            f"{what} is {bound} tokens, prompt and answer together; expected at most "
+            f"{bound * LONGEST_TOKEN_CHARACTERS} characters, got {len(text)}; shorten it",
+        )
 
 
 def answer_room(field: str, ids: Sequence[int], limits: EngineLimits) -> int:

@@ -76,7 +76,9 @@ class Tokenizer:
             BadRequest: the text has a lone surrogate, so that it is no Unicode text.
         """
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # A batch of one: it lets go of the interpreter's lock, which `encode` holds for a second a megabyte.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encoding.ids
         except TypeError as error:
             raise BadRequest("prompt: expected Unicode text, got text with a lone surrogate", field="prompt") from error
 

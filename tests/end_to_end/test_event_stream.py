@@ -366,7 +366,8 @@ def test_silence_is_broken_by_comments(gateway: Gateway, pipeline: Fake) -> None
 
 
 def test_a_reader_that_is_slow_blocks_the_work_and_is_cut_off(gateway: Gateway, streaming: Fake) -> None:
-    gateway.limit(StreamLimits(write_timeout_s=0.5))
+    # A comment that is due while the event waits doesn't prolong it.
+    gateway.limit(StreamLimits(ping_s=0.4, write_timeout_s=0.5))
 
     async def script(fake: Fake, request: InferRequest) -> AsyncIterator[HeadAnswer]:
         data = np.full(20_000, 0.123456, np.float32).tobytes()

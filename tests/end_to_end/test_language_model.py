@@ -165,19 +165,18 @@ class TestSeeds:
         config = {"deployments": {"tiny": language_model(max_sequences=16)}, "server": {"workers": 2}}
         with serve(config) as running:
 
-            def asked() -> set[tuple[int, int]]:
-                """What workers say of themselves: each its own requests."""
-                told = [figures(running, "tiny") for _ in range(20)]
-                return {(one["requests"], one["generated_tokens"]) for one in told}
+            def asked() -> set[int]:
+                """How many requests each worker had, if not as many as the other."""
+                return {int(figures(running, "tiny")["requests"]) for _ in range(20)}
 
-            for _ in range(4):
+            # Who takes a connection is the system's choice: ask until both workers had some.
+            for _ in range(30):
                 asks = [whole(running, seeded(prompts, seed)) for seed in SEEDS]
                 assert [tokens_of(stream) for stream in run(together(asks))] == alone
-            assert tokens_of(run(whole(running, seeded(prompts, 0)))) == alone[0]
-            # With an odd number of requests, the two can't have had as many each.
-            assert len(asked()) == 2, "expected both workers to have been asked"
-            assert sum(requests for requests, _ in asked()) == 4 * len(SEEDS) + 1
-            assert all(requests for requests, _ in asked())
+                assert tokens_of(run(whole(running, seeded(prompts, 0)))) == alone[0]
+                if len(asked()) == 2 and min(asked()) > 0:
+                    return
+            raise AssertionError(f"expected both workers to have been asked, got {asked()}")
 
 
 class TestStreamedText:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from inference.lm.null_engine import FaultyEngine, NullEngine
 from inference.lm.protocol import Engine, EngineLimits, SequenceRequest, TokenEvent
 
-FAULTS: Final = {11: "repeat", 12: "skip", 13: "history", 14: "error"}
+FAULTS: Final = {11: "repeat", 12: "skip", 13: "history", 14: "error", 15: "raise"}
 """What is wrong with a sequence, by the first token of its prompt; with others, nothing is."""
 AFTER: Final = 5
 """The index of the token at which it begins."""
@@ -27,7 +27,7 @@ def faulty(folder: Path, *, device: str, on_broken: Any, step_s: float = 0, **li
     """The same, but for the prompts that begin with one of `FAULTS`."""
     engine: Engine = _Failing(_limits(**limits), step_s)
     for first, fault in FAULTS.items():
-        if fault in ("repeat", "skip", "history"):
+        if fault != "error":
             engine = _Faulty(engine, fault, first)
     return engine
 

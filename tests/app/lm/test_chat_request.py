@@ -99,6 +99,10 @@ def test_what_can_never_fit_is_refused() -> None:
     long = refused(messages=[{"role": "user", "content": "word " * 600}])
     assert long.field == "messages"
     assert "expected at most 511 in the prompt" in long.message
+    longer = refused(messages=[{"role": "user", "content": "x" * 512 * 256}])
+    assert "512 tokens, prompt and answer together; expected at most 131072 characters, got 131" in longer.message
+    many = refused(messages=[{"role": "user", "content": "x"}] * 513)
+    assert "expected at most as many messages, got 513" in many.message
     assert "expected tokens from 0 to 9" in refused(msgspec.structs.replace(LIMITS, vocab_size=10)).message
 
 
@@ -135,6 +139,17 @@ def test_what_can_never_fit_is_refused() -> None:
         ({"stream_options": {"x": 1}, "stream": True}, "stream_options.x: expected a field that it has; got 'x'"),
         ({"timeout_s": 0}, "timeout_s: expected seconds, above 0"),
         ({"response_format": {"type": "json_object"}}, 'response_format: this model supports {"type": "text"} only'),
+        (
+            {"messages": [{"role": "user"}]},
+            "messages[0].content: expected a string or an array of text parts, got null",
+        ),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "messages[1].tool_calls: ",
+        ),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id: this model"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt: "),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages: expected a variable of the model"),
         ({"tools": []}, "tools: this model does not support it; leave it out"),
         ({"audio": {}}, "audio: this model does not support it; leave it out"),
         ({"parallel_tool_calls": True}, "parallel_tool_calls: this model does not support it; leave it out"),

@@ -79,6 +79,7 @@ def test_echo_gives_the_prompt_as_it_was_sent() -> None:
         ([-1], {}, "prompt[0]: expected a token id from 0 to 4095, got -1"),
         (["x"] * 65, {}, "prompt: expected at most 64 prompts, got 65"),
         (["x"] * 64, {"n": 5}, "n: expected at most 256 answers in all, got 64 prompts x 5"),
+        (["a", "x" * (512 * 256 + 1)], {}, "prompt[1]: this model's maximum context length is 512 tokens, prompt and"),
         ([5] * 512, {}, "prompt: this model's maximum context length is 512 tokens"),
         ([[5], [5] * 500], {"max_tokens": 100}, "this request comes to 600: 500 in prompt[1]"),
         ("x", {"max_tokens": -1}, "max_tokens: expected at least 0, got -1"),

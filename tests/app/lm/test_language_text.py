@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from tests.app.lm.scripted import FOLDER, ids_of, tiny_text
 def test_texts_and_conversations_become_tokens() -> None:
     text = LanguageText(FOLDER)
     assert text.encode_text("def f") == ids_of("def f")
-    ids = text.encode_chat([{"role": "user", "content": "hi"}], {"add_generation_prompt": False})
+    ids = text.encode_chat(text.chat_text([{"role": "user", "content": "hi"}], {"bos_token": "unused"}))
     shown = text.tokenizer.decode(ids, skip_special_tokens=False)
     assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert ids[0] == text.tokenizer.token_to_id("<|im_start|>")
@@ -29,7 +31,19 @@ def test_a_folder_without_a_template_takes_texts_only(tmp_path: Path) -> None:
     assert text.template is None
     assert text.encode_text("x") == tiny_text().encode_text("x")
     with pytest.raises(BadRequest, match="messages: this model has no chat template"):
-        text.encode_chat([{"role": "user", "content": "hi"}], None)
+        text.chat_text([{"role": "user", "content": "hi"}], None)
+
+
+def test_a_long_text_leaves_the_interpreter_to_others() -> None:
+    text = LanguageText(FOLDER)
+    turns = 0
+    with ThreadPoolExecutor(1) as executor:
+        encoding = executor.submit(text.encode_text, "a b c d " * 100_000)
+        while not encoding.done():
+            turns += 1
+            threading.Event().wait(0.001)
+    assert len(encoding.result()) > 100_000
+    assert turns > 20  # where the interpreter's lock is held, one or two
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
