@@ -22,7 +22,7 @@ _SAMPLING: Final[dict[str, Any]] = {
     "min_p": {"type": "number", "minimum": 0, "maximum": 1, "default": 0},
     "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2, "default": 0},
     "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2, "default": 0},
-    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "default": 1},
+    "repetition_penalty": {"type": "number", "minimum": 0.01, "maximum": 100, "default": 1},
     "logit_bias": {
         "type": "object",
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},

@@ -37,6 +37,9 @@ logger = logging.getLogger("headwater.lm")
 CANCEL_TIMEOUT_S: Final = 3.0
 """How long a replica may take to say what it cancelled."""
 
+AVOID_S: Final = 1.0
+"""How long a replica that ended a channel is only asked if there is no other: it may be refusing all."""
+
 LoadText = Callable[[Path], "LanguageText"]
 
 
@@ -48,6 +51,7 @@ class _Replica:
     """Made with the first request."""
     is_lost: bool = False
     """It failed as a whole; it gets no request any more, and the supervisor will take it from the table."""
+    avoided_until_s: float = 0.0
 
     @property
     def sequences(self) -> int:
@@ -246,13 +250,14 @@ class LmDispatcher:
         replica.client.close()
 
     def _start(self, run: RequestRun) -> None:
-        """Give a request to the replica with the fewest sequences."""
+        """Give a request to the replica with the fewest sequences, of those that ended no channel lately."""
         able = [replica for replica in self._replicas.values() if not replica.is_lost]
         if not able:
             if not self._replicas:
                 raise self._unavailable()
             raise Unavailable(f"model `{self.route.name}`: its replica ended", retry_after_s=RETRY_AFTER_LOST_S)
-        replica = min(able, key=lambda one: one.sequences)
+        now_s = self._loop.time()
+        replica = min(able, key=lambda one: (now_s < one.avoided_until_s, one.sequences))
         if replica.channel is None:
             on_end = partial(self._on_channel_end, replica)
             replica.channel = Channel(self.route.name, replica.client, self.statistics, on_end)
@@ -260,6 +265,8 @@ class LmDispatcher:
 
     def _on_channel_end(self, replica: _Replica, error: HeadwaterError) -> None:
         replica.channel = None
+        if isinstance(error, Unavailable):
+            replica.avoided_until_s = self._loop.time() + AVOID_S
         if isinstance(error, ReplicaLost) and not replica.is_lost:
             replica.is_lost = True
             self._loop.call_later(LOST_RETRY_S, self._find_again, replica)

@@ -56,6 +56,7 @@ class RequestRun:
         self._is_read = False
         """Whether its reader has had anything."""
         self._is_left = False
+        self._is_restarted = False
         self._began_ns = time.perf_counter_ns()
         self._began_s = self._heard_s = self._loop.time()
         self._is_heard = False
@@ -151,7 +152,11 @@ class RequestRun:
         self._wake()
 
     def restart(self, error: HeadwaterError) -> None:
-        """See `SequenceOwner.restart`: another replica may have it."""
+        """See `SequenceOwner.restart`: another replica, or another channel, may have it; but only once."""
+        if self._is_restarted or any(slot.count for slot in self.slots):
+            self.fail(error)
+            return
+        self._is_restarted = True
         try:
             self._start(self)
         except HeadwaterError:
@@ -160,7 +165,7 @@ class RequestRun:
     def cancel_unsent(self) -> int:
         """If no replica knows of it, cancel it. Returns how many sequences that were."""
         running = [slot for slot in self.slots if slot.is_running]
-        if any(slot.is_sent for slot in running):
+        if not running or any(slot.is_sent for slot in running):
             return 0
         self.fail(Cancelled("the request was cancelled"))
         return len(running)
@@ -201,7 +206,7 @@ class RequestRun:
         statistics = self._statistics
         if isinstance(self._error, QueueFull):
             statistics.shed += 1
-        elif isinstance(self._error, Cancelled) or (self._error is None and self._running):
+        elif isinstance(self._error, Cancelled) or (self._error is None and (self._running or self._news)):
             statistics.cancelled += 1
         elif self._error is not None:
             statistics.failures += 1

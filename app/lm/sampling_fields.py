@@ -32,6 +32,7 @@ _BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
     "min_p": (0, 1),
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
 }
 _MAX_BIAS: Final = 100
 _ID_DIGITS: Final = 10
@@ -87,11 +88,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise at(path(name), None, f"expected a number from {low} to {high}, got {shown(value)}")
-        if self.repetition_penalty is not None and self.repetition_penalty <= 0:
-            got = shown(self.repetition_penalty)
-            raise at(path("repetition_penalty"), None, f"expected a number above 0, where 1 is none, got {got}")
         given: dict[str, object] = {"logprobs": logprobs}
-        for name in (*_BOUNDS, "repetition_penalty"):
+        for name in _BOUNDS:
             if (value := getattr(self, name)) is not None:
                 given[name] = float(value)
         if self.top_k is not None:
@@ -139,6 +137,8 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's ``stream_options``."""
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """Random padding against guessing texts by their lengths; only false can be had."""
 
 
 class StreamFields(SamplingFields, kw_only=True):
@@ -165,6 +165,8 @@ class StreamFields(SamplingFields, kw_only=True):
         """
         if self.stream_options is not None and not self.stream:
             raise at("stream_options", None, 'expected it with "stream": true only; leave it out, or stream')
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            raise at("stream_options.include_obfuscation", None, "expected false, which is what there is, got true")
         if self.timeout_s is not None and not 0 < self.timeout_s <= _MAX_SECONDS:
             expected = f"expected seconds, above 0 and up to {_MAX_SECONDS:.0f}"
             raise at("timeout_s", None, f"{expected}, got {shown(self.timeout_s)}")

@@ -12,6 +12,8 @@ __all__ = ["FinishRate", "LmStatistics"]
 RETRY_AFTER_LIMIT_S: Final = 60
 FINISHES: Final = 64
 """How many of the last ends a rate is taken from."""
+RECENT_S: Final = 120.0
+"""Ends before that say nothing of now."""
 
 
 @dataclass(slots=True)
@@ -50,13 +52,21 @@ class FinishRate:
         self._finished_s: deque[float] = deque(maxlen=FINISHES)
 
     def note(self, now_s: float) -> None:
-        """A sequence has ended by itself."""
+        """A sequence has left its place to another, whatever ended it."""
         self._finished_s.append(now_s)
 
-    def wait_s(self, waiting: int, now_s: float) -> int:
-        """Until so many more have ended, in whole seconds from 1 to 60."""
-        count = len(self._finished_s)
-        if count < 2:
+    def wait_s(self, waiting: int, now_s: float, share: float = 1.0) -> int:
+        """Until so many more have ended, in whole seconds from 1 to 60.
+
+        Args:
+            waiting: how many.
+            now_s: the loop's time.
+            share: which part of all that may end are noted here.
+        """
+        finished_s = self._finished_s
+        while finished_s and finished_s[0] < now_s - RECENT_S:
+            finished_s.popleft()
+        if len(finished_s) < 2:
             return 1
-        took_s = now_s - self._finished_s[0]
-        return max(1, min(RETRY_AFTER_LIMIT_S, math.ceil(waiting * took_s / count)))
+        each_s = (finished_s[-1] - finished_s[0]) / (len(finished_s) - 1)  # not until now: it may have been idle since
+        return max(1, min(RETRY_AFTER_LIMIT_S, math.ceil(waiting * each_s * share)))

@@ -35,7 +35,7 @@ class SequenceOwner(Protocol):
         ...
 
     def restart(self, error: HeadwaterError) -> None:
-        """The replica was lost before it had the request; ``error`` says so."""
+        """The channel has ended, and the replica never had the request; ``error`` says why."""
         ...
 
 
@@ -52,7 +52,7 @@ class TokenSlot:
 
     __slots__ = (
         "_logprobs", "_logprobs_wanted", "_max_tokens", "_spec", "_tokens", "_tops", "channel", "count", "finish",
-        "is_listed", "is_running", "number", "owner", "place", "prompt_tokens",
+        "is_listed", "is_running", "is_sent", "number", "owner", "place", "prompt_tokens",
     )  # fmt: skip
 
     def __init__(self, owner: SequenceOwner, place: int, spec: SequenceSpec) -> None:
@@ -65,6 +65,8 @@ class TokenSlot:
         """Its name there."""
         self.is_running = True
         """Whether there is more to come."""
+        self.is_sent = False
+        """Whether the replica may have it."""
         self.is_listed = False
         """Whether its owner knows that there is something to read; the owner's own."""
         self.count = 0
@@ -78,19 +80,19 @@ class TokenSlot:
         self._logprobs: list[float] | None = None
         self._tops: list[tuple[tuple[int, float], ...]] | None = None
 
-    @property
-    def is_sent(self) -> bool:
-        """Whether the replica may have it."""
-        return self._spec is None
-
     def submit(self) -> Submit:
-        """The message that asks for it; can be had once, since the prompt isn't kept."""
-        spec, self._spec = self._spec, None
+        """The message that asks for it."""
+        spec = self._spec
         assert spec is not None
+        self.is_sent = True
         return Submit(
             self.number, self.owner.request_id, spec.prompt, spec.max_tokens, spec.sampling, spec.stop_ids,
             spec.ignore_eos,
         )  # fmt: skip
+
+    def forget_spec(self) -> None:
+        """The replica has it: it won't be asked for again, and the prompt needn't be kept."""
+        self._spec = None
 
     def take(self, event: SequenceEvent) -> None:
         """Take in what an event brings.

@@ -20,6 +20,8 @@ from inference.frame import FRAME
 from inference.lm.errors import EngineFull, RequestRejected
 from inference.lm.host_channel import HostChannel, HostSequence
 from inference.lm.protocol import Engine, SequenceRequest
+from inference.lm.step_watch import MAX_STEP_S, StepWatch
+from inference.lm.wait import Wait
 from inference.lm.wire import (
     CONTROL,
     LEASE_S,
@@ -36,10 +38,12 @@ from inference.lm.wire import (
 )
 from inference.request import TritonRequest
 
-__all__ = ["MOST_PENDING_TOKENS", "EngineHost"]
+__all__ = ["IDLE_CHANNEL_S", "MOST_PENDING_TOKENS", "EngineHost"]
 
 logger = logging.getLogger(__name__)
 
+IDLE_CHANNEL_S: Final = 600.0
+"""A channel with nothing under way ends after so long without a word; a worker that lives opens another one."""
 MOST_PENDING_TOKENS: Final = 16_384
 """Of a channel; then the engine waits for its worker."""
 
@@ -54,9 +58,11 @@ class EngineHost:
     Args:
         engine: not used by anybody else from now on.
         device: where it computes.
-        on_broken: called if the device can't be used any more, or the engine not even be reset.
+        on_broken: called if the device can't be used any more, the engine not even be reset, or a step doesn't return.
         lease_s: a channel with work under way from which nothing was heard for so long ends.
+        idle_s: and so does one without, from which nothing was heard for so long.
         most_pending: tokens of a channel that may wait to be sent.
+        max_step_s: that a step of the engine may take.
     """
 
     def __init__(
@@ -66,12 +72,17 @@ class EngineHost:
         device: str = "cpu",
         on_broken: Callable[[str], None] = lambda reason: None,
         lease_s: float = LEASE_S,
+        idle_s: float = IDLE_CHANNEL_S,
         most_pending: int = MOST_PENDING_TOKENS,
+        max_step_s: float = MAX_STEP_S,
     ) -> None:
         self._engine = engine
+        self._limits = engine.limits
         self._device = device
         self._on_broken = on_broken
         self._lease_s = lease_s
+        self._idle_s = idle_s
+        self._max_step_s = max_step_s
         self._most_pending = most_pending
         self._failures = FailureLog()
         self._changed = threading.Condition(threading.Lock())
@@ -85,6 +96,7 @@ class EngineHost:
         self._closed = ""
         self._has_work = False
         """The engine's own word; known to its thread only."""
+        self._watch = StepWatch(max_step_s, self._give_up)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -128,6 +140,7 @@ class EngineHost:
                 frame = self._refusal(f"channel: expected a name that was never used, got {message.channel!r}")
             else:
                 self._channels[message.channel] = channel
+                self._changed.notify()  # there is one more to expire
                 frame = channel.take(self._load)
         try:
             while True:
@@ -141,7 +154,7 @@ class EngineHost:
                     channel.is_waking = False
                     if channel.end == "":
                         return
-                    was_held_up = channel.held_up_since is not None
+                    was_held_up = channel.held_up is not None
                     frame = channel.take(self._load) if channel.has_frame else None
                     if was_held_up and frame is not None:
                         self._changed.notify()
@@ -154,14 +167,19 @@ class EngineHost:
             channel = self._channels.get(message.channel)
             if channel is None:
                 return self._refusal(self._closed or f"channel: there is none of the name {message.channel!r}")
-            channel.heard_at = time.monotonic()
+            channel.heard.restart(time.monotonic())
             channel.acknowledge(message.acknowledged)
+            room = self._room(len(message.submits))
             for submit in message.submits:
                 if submit.number in channel.sequences:
                     reason = f"submits: expected numbers that were never used, got {submit.number}"
                     self._end_channel(channel, reason)
                     return None
                 sequence = HostSequence(channel, submit)
+                if room <= 0:
+                    channel.add_end(sequence, "full", self._full())
+                    continue
+                room -= 1
                 channel.sequences[sequence.number] = self._sequences[sequence.id] = sequence
                 self._ask(sequence)
             for number in message.cancels:
@@ -194,6 +212,21 @@ class EngineHost:
             return _packed(frame)
 
     # Under the lock.
+
+    def _room(self, wanted: int) -> int:
+        """How many more sequences the engine could take, as far as so many are wanted; it may yet find that it can't.
+        Known here, and not only in the engine's thread, so that nobody waits for a step's end to hear of a full queue.
+        """
+        most = self._limits.max_sequences + self._limits.max_waiting
+        room = most - len(self._sequences)
+        return room if room >= wanted else room + sum(one.is_cancelled for one in self._sequences.values())
+
+    def _full(self) -> str:
+        limits = self._limits
+        return (
+            f"{limits.max_sequences + limits.max_waiting} sequences run or wait; "
+            f"`max_sequences` is {limits.max_sequences}, `max_waiting` is {limits.max_waiting}"
+        )
 
     def _ask(self, sequence: HostSequence, *, cancels: bool = False) -> None:
         self._asked.append((sequence, cancels))
@@ -240,32 +273,52 @@ class EngineHost:
         for channel in list(self._channels.values()):
             if channel.end is not None:
                 self._end_channel(channel, channel.end)
-            elif now >= channel.heard_at + self._lease_s and channel.is_busy:
-                self._end_channel(channel, f"nothing was heard from it for {self._lease_s:g} s")
-            elif channel.tokens < self._most_pending:
-                channel.held_up_since = None
-            elif channel.held_up_since is None:
-                channel.held_up_since = now
-            elif now >= channel.held_up_since + self._lease_s:
-                self._end_channel(channel, f"{channel.tokens} tokens were not taken in for {self._lease_s:g} s")
+            elif channel.is_busy:
+                self._expire_busy(channel, now)
+            elif channel.heard.is_over(now, self._idle_s):
+                # It begins as where a channel is unknown: a worker that lives has lost nothing, and opens another one.
+                self._end_channel(channel, f"channel: nothing was under way, or heard from it, for {self._idle_s:g} s")
+
+    def _expire_busy(self, channel: HostChannel, now: float) -> None:
+        if channel.heard.is_over(now, self._lease_s):
+            self._end_channel(channel, f"nothing was heard from it for {self._lease_s:g} s")
+        elif channel.tokens < self._most_pending:
+            channel.held_up = None
+        elif channel.held_up is None:
+            channel.held_up = Wait(now)
+        elif channel.held_up.is_over(now, self._lease_s):
+            self._end_channel(channel, f"{channel.tokens} tokens were not taken in for {self._lease_s:g} s")
 
     def _may_step(self) -> bool:
-        return self._has_work and all(channel.held_up_since is None for channel in self._channels.values())
+        return self._has_work and all(channel.held_up is None for channel in self._channels.values())
 
     def _patience_s(self, now: float) -> float | None:
         """How long until `_expire` may have something to do."""
-        ends = [channel.heard_at for channel in self._channels.values() if channel.is_busy]
-        ends += [one.held_up_since for one in self._channels.values() if one.held_up_since is not None]
-        return max(min(ends) + self._lease_s - now, 0.001) if ends else None
+        channels = self._channels.values()
+        looks = [one.heard.next_look(self._lease_s if one.is_busy else self._idle_s) for one in channels]
+        looks += [one.held_up.next_look(self._lease_s) for one in channels if one.held_up is not None]
+        return max(min(looks) - now, 0.001) if looks else None
 
-    # The engine's thread.
+    # The thread that watches the engine's.
+
+    def _give_up(self) -> None:
+        reason = f"the engine: a step takes longer than `max_step_s`, {self._max_step_s:g} s"
+        logger.error("%s", reason)
+        try:
+            with self._changed:
+                self._end_all(reason)
+        finally:
+            self._on_broken(reason)
+
+    # The engine's thread. An engine of the user's may raise SystemExit and the like too: if the thread ended of them
+    # silently, the replica would hang.
 
     def _run(self) -> None:
         try:
             while self._prepare():
                 self._step()
             self._engine.close()
-        except Exception as error:
+        except BaseException as error:
             logger.exception("the engine's thread ended")
             reason = f"the engine: {_said(error)}"
             with self._changed:
@@ -273,19 +326,23 @@ class EngineHost:
                 self._end_all(reason)
             if not is_closing:
                 self._on_broken(reason)
+        finally:
+            self._watch.stop()
 
     def _prepare(self) -> bool:
         """Tell the engine what was asked, until it has a step to do; false if there is none any more."""
         while True:
             with self._changed:
+                now = time.monotonic()
+                self._watch.begin(now)
                 if self._closed:
                     return False
-                now = time.monotonic()
                 self._expire(now)
                 asked, self._asked = self._asked, []
                 if not asked:
                     if self._may_step():
                         return True
+                    self._watch.rest()
                     self._changed.wait(self._patience_s(now))
                     continue
             self._tell(asked)
@@ -300,7 +357,7 @@ class EngineHost:
             elif sequence.is_submitted:
                 try:
                     is_known = self._engine.cancel(sequence.id)
-                except Exception as error:
+                except BaseException as error:
                     self._reset(error)
                     continue
                 if not is_known:
@@ -318,7 +375,7 @@ class EngineHost:
             self._end(sequence, "full", text_of(error))
         except RequestRejected as error:
             self._end(sequence, "rejected", text_of(error))
-        except Exception as error:
+        except BaseException as error:
             self._failures.note(error)
             self._end(sequence, "error", _said(error))
         else:
@@ -337,7 +394,7 @@ class EngineHost:
                     if event.finish is not None:
                         self._forget(sequence)
             self._look()
-        except Exception as error:
+        except BaseException as error:
             self._reset(error)
 
     def _look(self) -> None:
@@ -362,7 +419,7 @@ class EngineHost:
             self._forget(sequence)
             sequence.channel.add_end(sequence, finish, error)
 
-    def _reset(self, error: Exception) -> None:
+    def _reset(self, error: BaseException) -> None:
         """End all sequences that the engine has, with what it raised, and have it begin anew."""
         self._failures.note(error)
         reason = _said(error)

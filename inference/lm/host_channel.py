@@ -6,6 +6,7 @@ import asyncio
 from typing import Final
 
 from inference.lm.protocol import TokenEvent
+from inference.lm.wait import Wait
 from inference.lm.wire import Ending, Load, SequenceEvent, StepFrame, Submit
 
 __all__ = ["HostChannel", "HostSequence"]
@@ -48,9 +49,10 @@ class HostChannel:
         self.name = name
         self.sequences: dict[int, HostSequence] = {}
         """Those that have not ended, by number."""
-        self.heard_at = now
-        self.held_up_since: float | None = None
-        """Since when the engine waits for it to be drained."""
+        self.heard = Wait(now)
+        """For a word of its worker."""
+        self.held_up: Wait | None = None
+        """The engine's, for it to be drained."""
         self.tokens = 0
         """How many are pending."""
         self.sent = 0
@@ -126,7 +128,7 @@ class HostChannel:
         """A frame with everything that is pending."""
         events, self._events = self._events, []
         self.tokens = 0
-        self.held_up_since = None
+        self.held_up = None
         number = self.sent
         self.sent = number + 1
         return StepFrame(number, events, load, closed=self.end or "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -13,18 +12,23 @@ import msgspec
 from msgspec import Meta
 
 from inference.environment import Problem
+from inference.lm.model_folder import CONFIG, checked_json, checked_model
 from inference.lm.protocol import Engine, EngineLimits
 from inference.lm.reference import find_folder
+from inference.lm.step_watch import MAX_STEP_S
 from inference.loader import LoadError, import_for, problem_of, wrong_options
 from inference.signature import LanguageModelSpec, Signature, TensorSpec
 
 __all__ = ["LmPlan", "SlotOptions", "lm_signature", "plan_language_model"]
 
 Count = Annotated[int, Meta(ge=1)]
+StepTime = Annotated[float, Meta(gt=0, le=86_400)]
 
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+TOKENIZER: Final = "tokenizer.json"
 GIVEN: Final = ("device", "on_broken")
 """Keyword arguments that an engine of the user's gets besides its options."""
+CALLED_WITH: Final = "(folder, *, device, on_broken, **options)"
+SEE_ENGINE: Final = "see inference.lm.protocol.Engine for what an engine is"
 
 
 class SlotOptions(msgspec.Struct, frozen=True):
@@ -33,10 +37,12 @@ class SlotOptions(msgspec.Struct, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and activations; ``auto`` as the folder says."""
     attention: Literal["sdpa", "eager"] = "sdpa"
-    max_sequences: Count = 32
-    max_waiting: Annotated[int, Meta(ge=0)] = 256
-    context_length: Count | None = None
-    cache_tokens: Count | None = None
+    max_sequences: Annotated[int, Meta(ge=1, le=4096)] = 32
+    max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 256
+    context_length: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
+    """At most what the model's configuration says, which is the default."""
+    cache_tokens: Annotated[int, Meta(ge=16, le=2**40)] | None = None
+    """At least what the warm-up of one sequence takes."""
     prefill_chunk: Count = 256
 
 
@@ -49,6 +55,10 @@ class LmPlan(NamedTuple):
     """Of the engine that is built in, or of one of the user's."""
     make: Callable[..., Engine] | None
     """Makes an engine of the user's; None: the one that is built in."""
+    max_step_s: float
+    """Of the host, whichever the engine is."""
+    engine: str = ""
+    """What names `make`."""
 
     def load(self, device: str, on_broken: Callable[[str], None]) -> Engine:
         """Read the weights, and make an engine that has checked itself.
@@ -62,12 +72,18 @@ class LmPlan(NamedTuple):
         title = f"model {self.reference}"
         try:
             engine = self.make(self.folder, device=device, on_broken=on_broken, **self.options)
+        except (Exception, SystemExit) as error:
+            raise LoadError(_engine_problem(error, title, self.engine)) from error
+        try:
             limits = engine.limits
         except (Exception, SystemExit) as error:
-            raise LoadError(problem_of(error, title, "making its engine")) from error
+            if _is_ours(error):
+                reason = f"options.engine: expected an engine, which has `limits`, got {engine!r:.200}"
+                raise LoadError(Problem(title, reason, SEE_ENGINE)) from error
+            raise LoadError(problem_of(_users(error), title, "reading its engine's limits")) from error
         if not isinstance(limits, EngineLimits):
             reason = f"options.engine: expected an engine whose `limits` are EngineLimits, got {limits!r:.200}"
-            raise LoadError(Problem(title, reason, "see inference.lm.protocol.Engine for what an engine is"))
+            raise LoadError(Problem(title, reason, SEE_ENGINE))
         return engine
 
 
@@ -76,7 +92,8 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
 
     Args:
         reference: ``lm:PATH`` or ``lm:PACKAGE:PATH``.
-        options: of its engine; ``engine`` names one of the user's, ``module:callable``, that gets all others.
+        options: of its engine; ``engine`` names one of the user's, ``module:callable``, that gets all others but
+            ``max_step_s``, which is the host's.
         search: folders in which a relative path is looked for, besides the working folder.
 
     Raises:
@@ -86,23 +103,30 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
     folder = find_folder(reference, search)
     rest = dict(options)
     engine = rest.pop("engine", None)
+    max_step_s = _max_step_s(title, rest.pop("max_step_s", MAX_STEP_S))
     if engine is None:
-        _check_file(title, folder, CONFIG, "the model's configuration")
-    _check_file(title, folder, TOKENIZER, "the tokenizer, with which the gateway reads and writes text")
+        checked_json(title, folder, CONFIG, "the model's configuration")
+    checked_json(title, folder, TOKENIZER, "the tokenizer, with which the gateway reads and writes text")
     if engine is None:
         for name in ("torch", "transformers"):
             if importlib.util.find_spec(name) is None:
                 reason = f"it needs {name}, which is not installed"
                 raise LoadError(Problem(title, reason, f"pip install {name}, or set `options.engine`"))
-        return LmPlan(reference, folder, _slot_options(title, rest), None)
-    make = _engine_maker(title, engine)
+        slot_options = _slot_options(title, rest)
+        checked_model(title, folder, slot_options.context_length)
+        return LmPlan(reference, folder, slot_options, None, max_step_s)
+    engine, make = _engine_maker(title, engine)
     try:
-        takes = inspect.signature(make).parameters
+        signature = inspect.signature(make)
     except (TypeError, ValueError):  # one that isn't written in Python
-        return LmPlan(reference, folder, rest, make)
+        return LmPlan(reference, folder, rest, make, max_step_s, engine)
+    try:
+        signature.bind_partial(folder, **dict.fromkeys(GIVEN))
+    except TypeError as error:
+        raise LoadError(_engine_problem(error, title, engine)) from error
     keywords = [
         one
-        for one in list(takes.values())[1:]  # the first is the folder
+        for one in list(signature.parameters.values())[1:]  # the first is the folder
         if one.name not in GIVEN
     ]
     for name in GIVEN:
@@ -111,7 +135,7 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
             raise LoadError(Problem(title, reason, f"remove `options.{name}`"))
     if (problem := wrong_options(title, keywords, rest)) is not None:
         raise LoadError(problem)
-    return LmPlan(reference, folder, rest, make)
+    return LmPlan(reference, folder, rest, make, max_step_s, engine)
 
 
 def lm_signature(name: str, folder: Path, limits: EngineLimits | None) -> Signature:
@@ -151,24 +175,11 @@ def _slot_engine(folder: Path, options: SlotOptions, device: str, on_broken: Cal
     return engine
 
 
-def _check_file(title: str, folder: Path, name: str, what: str) -> None:
-    path = folder / name
-    mend = "name a Hugging Face folder, as save_pretrained of model and tokenizer writes it"
-    try:
-        json.loads(path.read_bytes())
-    except OSError as error:
-        reason = f"expected {name}, {what}, in {folder}: {error.strerror}"
-        raise LoadError(Problem(title, reason, mend)) from error
-    except ValueError as error:
-        reason = f"expected {name}, {what}, to be JSON: {error}"
-        raise LoadError(Problem(title, reason, "copy the folder again")) from error
-
-
 def _slot_options(title: str, options: Mapping[str, Any]) -> SlotOptions:
     fields = {field.name: field for field in msgspec.structs.fields(SlotOptions)}
     for name, value in options.items():
         if name not in fields:
-            reason = f"unknown option {name!r}; its options are {', '.join((*fields, 'engine'))}"
+            reason = f"unknown option {name!r}; its options are {', '.join((*fields, 'max_step_s', 'engine'))}"
             raise LoadError(Problem(title, reason, f"correct or remove `options.{name}`"))
         try:
             msgspec.convert(value, fields[name].type)
@@ -180,7 +191,15 @@ def _slot_options(title: str, options: Mapping[str, Any]) -> SlotOptions:
     return msgspec.convert(dict(options), SlotOptions)
 
 
-def _engine_maker(title: str, engine: object) -> Callable[..., Engine]:
+def _max_step_s(title: str, value: object) -> float:
+    try:
+        return msgspec.convert(value, StepTime)
+    except msgspec.ValidationError as error:
+        reason = f"options.max_step_s: {str(error).partition(',')[0].lower()}, got {value!r:.80}"
+        raise LoadError(Problem(title, reason, "correct `options.max_step_s`; it is in seconds")) from error
+
+
+def _engine_maker(title: str, engine: object) -> tuple[str, Callable[..., Engine]]:
     where = "options.engine"
     module_name, colon, name = engine.partition(":") if isinstance(engine, str) else ("", "", "")
     if not (module_name and colon and name):
@@ -192,4 +211,29 @@ def _engine_maker(title: str, engine: object) -> Callable[..., Engine]:
         what = "it has none of that name" if found is None else f"got {found!r:.80}"
         reason = f"{where}: expected a callable {name!r} in {module_name}, {what}"
         raise LoadError(Problem(title, reason, "correct the name; it is called with the folder, and gives an Engine"))
-    return found
+    return f"{module_name}:{name}", found
+
+
+def _engine_problem(error: BaseException, title: str, engine: str) -> Problem:
+    """What went wrong in making an engine of the user's; of a callable that can't be called so, that it can't."""
+    is_ours = _is_ours(error)
+    problem = problem_of(_users(error), title, "making its engine")
+    if isinstance(error, TypeError) and (
+        is_ours or any(f"unexpected keyword argument '{name}'" in str(error) for name in GIVEN)
+    ):
+        said = error if is_ours else problem.reason
+        reason = f"options.engine {engine}: it must take {CALLED_WITH}: {said}"
+        return Problem(title, reason, "correct the callable's parameters, or name another")
+    return problem
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether an exception comes from here, or from `inspect`, and not from what was called."""
+    trace = error.__traceback__
+    return trace is None or trace.tb_next is None or trace.tb_next.tb_frame.f_code.co_filename == inspect.__file__
+
+
+def _users(error: BaseException) -> BaseException:
+    """The same exception, whose trace starts in what was called."""
+    trace = error.__traceback__
+    return error.with_traceback(trace.tb_next if trace is not None else None)

@@ -64,7 +64,7 @@ def find_folder(reference: str, search: Sequence[str] = ()) -> Path:
         raise LoadError(Problem(title, str(error), "correct `model`")) from error
     if package:
         places = [folder / path for folder in _folders_of(title, package)]
-        mend = f"correct the path, which starts in the package's folder, or install a {package} that has it"
+        mend = f"correct the path, which starts in the package's folder, or install a version of {package} that has it"
     else:
         wanted = Path(path).expanduser()
         starts = dict.fromkeys(Path(folder).absolute() for folder in (".", *search))

@@ -11,6 +11,7 @@ from inference.handshake import ReplicaSpec
 from inference.lm.engine_host import EngineHost
 from inference.lm.loading import lm_signature, plan_language_model
 from inference.lm.protocol import Engine
+from inference.lm.step_watch import MAX_STEP_S
 from inference.signature import Signature
 
 if TYPE_CHECKING:
@@ -27,12 +28,20 @@ class ServedLanguageModel:
         engine: of the model, loaded.
         device: where it is.
         on_broken: called if the device can't be used any more; the replica then ends.
+        max_step_s: that a step of the engine may take.
     """
 
-    def __init__(self, signature: Signature, engine: Engine, device: str, on_broken: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        engine: Engine,
+        device: str,
+        on_broken: Callable[[str], None],
+        max_step_s: float = MAX_STEP_S,
+    ) -> None:
         self.signature = signature
         self.device = device
-        self._host = EngineHost(engine, device=device, on_broken=on_broken)
+        self._host = EngineHost(engine, device=device, on_broken=on_broken, max_step_s=max_step_s)
 
     def bind(self, triton: EmbeddedTriton) -> None:
         """Bind it to a Triton that has not started yet."""
@@ -71,4 +80,5 @@ def load_language_model(
         sys.modules["torch"].set_num_threads(spec.threads)
     progress(f"loading on {device}")
     engine = plan.load(device, on_broken)
-    return ServedLanguageModel(lm_signature(spec.name, plan.folder, engine.limits), engine, device, on_broken)
+    signature = lm_signature(spec.name, plan.folder, engine.limits)
+    return ServedLanguageModel(signature, engine, device, on_broken, plan.max_step_s)

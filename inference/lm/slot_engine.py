@@ -16,6 +16,7 @@ from inference.device import breaks_device
 from inference.errors import ReplicaError
 from inference.failure_log import FailureLog, text_of
 from inference.lm.admission import Admission
+from inference.lm.model_folder import context_length_of
 from inference.lm.protocol import EngineLimits, Finish, SequenceRequest, TokenEvent
 from inference.lm.sampling import Choice, Sampler, choose
 from inference.lm.slot_cache import SlotCache
@@ -56,7 +57,7 @@ class SlotEngine:
         eos_ids: its end-of-sequence tokens.
         max_sequences: how many are computed together.
         max_waiting: how many more may wait.
-        context_length: tokens of a prompt and its answer; by default what the model's configuration says.
+        context_length: tokens of a prompt and its answer; by default, and at most, what the model's configuration says.
         cache_tokens: the cache's size: sequences × the longest of them; by default room for all.
         prefill_chunk: tokens.
         on_broken: called if the device can't be used any more.
@@ -78,10 +79,7 @@ class SlotEngine:
         on_broken: Callable[[str], None] = lambda reason: None,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
-        if context_length is None:
-            context_length = getattr(config, "max_position_embeddings", None)
-            if context_length is None:
-                raise ReplicaError("context_length: the model's configuration has none; set one")
+        context_length = context_length_of(config, context_length)
         if model.config._attn_implementation not in ("sdpa", "eager"):
             raise ReplicaError(f"attention: expected sdpa or eager, got {model.config._attn_implementation}")
         if "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -106,7 +104,7 @@ class SlotEngine:
         self._mask = StepMask(config, model.dtype, self._device)
         self._layers: int = config.num_hidden_layers
         self._cache = self._blank_cache()
-        self._rows = torch.arange(max_sequences, device=self._device)
+        self._rows = torch.arange(max(max_sequences, len(CHECK_LENGTHS)), device=self._device)
         self._generating: list[_Sequence] = []
         """Of row 0, row 1, ..."""
         self._prompts: deque[_Sequence] = deque()
@@ -189,6 +187,10 @@ class SlotEngine:
             [(5 * place + row) % self._vocab_size for place in range(length)]
             for row, length in enumerate(CHECK_LENGTHS)
         ]
+        # One of its own size: the engine's may be smaller.
+        self._cache = SlotCache(
+            self._layers, max_rows=len(prompts), max_tokens=len(prompts) * max(CHECK_LENGTHS), chunk=max(CHECK_LENGTHS)
+        )
         try:
             inputs = [torch.tensor([ids], device=self._device) for ids in prompts]
             expected = torch.cat([self._model(ids, use_cache=False).logits[:, -1] for ids in inputs])

@@ -15,11 +15,13 @@ from inference.lm.wire import CONTROL, RENEW_S, Message, Open, Post, StepFrame, 
 from inference.signature import Signature
 from inference.warmup import batch_sizes
 
-__all__ = ["submits", "warm_up"]
+__all__ = ["counts", "submits", "warm_up"]
 
 CHANNEL: Final = "warm-up"
 PROMPT_LENGTHS: Final = (5, 24, 1, 60)
 MAX_TOKENS: Final = 4
+MOST: Final = 256
+"""How many sequences are generated together, unless more are asked for."""
 
 
 def warm_up(
@@ -31,7 +33,7 @@ def warm_up(
         signature: the model's.
         triton: started.
         spec: its `warmup_batch_sizes` are the numbers of sequences, by default powers of two up to what the engine
-            computes together.
+            computes together, and up to `MOST`. More than the cache has room for are left out.
         progress: told what is being done.
 
     Raises:
@@ -39,15 +41,23 @@ def warm_up(
     """
     assert signature.language_model is not None
     limits = signature.language_model.limits
-    sizes = batch_sizes(limits.max_sequences) if spec.warmup_batch_sizes is None else spec.warmup_batch_sizes
+    sizes = counts(limits, spec.warmup_batch_sizes)
     if not sizes:
         return
     numbers = itertools.count()
     with _Channel(signature.name, triton, spec) as channel:
-        for place, size in enumerate(sizes, start=1):
-            count = min(size, limits.max_sequences)
+        for place, count in enumerate(sizes, start=1):
             progress(f"warming up, {count} sequence{'s' if count > 1 else ''} ({place}/{len(sizes)})")
             channel.generate(submits(count, limits, numbers))
+
+
+def counts(limits: EngineLimits, wanted: Sequence[int] | None) -> list[int]:
+    """How many sequences to generate together, one after the other; None: powers of two."""
+    shortest = min(1 + MAX_TOKENS, limits.context_length)
+    most = max(min(limits.max_sequences, limits.cache_tokens // shortest), 1)
+    if wanted is None:
+        return batch_sizes(min(most, MOST))
+    return list(dict.fromkeys(min(size, most) for size in wanted))
 
 
 def submits(count: int, limits: EngineLimits, numbers: Iterator[int]) -> list[Submit]:

@@ -27,6 +27,7 @@ from inference.lm.wire import (
 )
 from inference.signature import LanguageModelSpec, Signature, TensorSpec
 
+UNKNOWN = "channel: there is none of the name"
 LIMITS = EngineLimits(max_sequences=4, max_waiting=8, context_length=64, cache_tokens=256, vocab_size=100)
 SIGNATURE = Signature(
     "lm",
@@ -59,8 +60,12 @@ class Replica:
         self.answers_posts = asyncio.Event()
         """Without it, a post is on its way for ever."""
         self.answers_posts.set()
+        self.refuses_posts = ""
+        """What it says to every post, having taken in nothing of it."""
         self.answers_cancels = asyncio.Event()
         self.answers_cancels.set()
+        self.loses_posts = False
+        """Whether posts that are on their way when it ends never reach it."""
         self.posts_under_way = 0
         self.most_posts_under_way = 0
         self.is_closed = False
@@ -88,6 +93,7 @@ class Replica:
     def lose(self) -> None:
         """The replica ends."""
         self.is_gone = True
+        self.answers_posts.set()
         for channel in self.channels:
             channel.answers.put_nowait(ReplicaLost("the replica ended while it had the request"))
 
@@ -117,8 +123,11 @@ class Replica:
                 await self.answers_posts.wait()
             finally:
                 self.posts_under_way -= 1
-            if not self.channels or message.channel != self.channel.name or self.channel.is_ended:
-                yield encode_frame(StepFrame(0, [], Load(), closed="there is no such channel"))
+            if self.is_gone:
+                lost = ReplicaUnreachable if self.loses_posts else ReplicaLost
+                raise lost("the replica ended")
+            if self.refuses_posts or not self.channels or message.channel != self.channel.name or self.channel.is_ended:
+                yield encode_frame(StepFrame(0, [], Load(), closed=self.refuses_posts or UNKNOWN))
                 return
             for submit in message.submits:
                 assert submit.number not in self.submits

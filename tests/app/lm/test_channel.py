@@ -19,36 +19,44 @@ from app.errors import (
     ReplicaLost,
     Unavailable,
 )
+from app.lm import channel as channel_module
 from app.lm.channel import REMEMBERED_ENDS, Channel
 from app.lm.generation import SequenceSpec, Tokens
 from app.lm.request_run import RequestRun
 from app.lm.statistics import FinishRate, LmStatistics
 from inference.lm.protocol import Sampling
 from inference.lm.wire import Ending, Load, Open, Post, SequenceEvent
-from tests.app.lm.stand_in import Replica, event, run, settle, spec, until
+from tests.app.lm.stand_in import UNKNOWN, Replica, event, run, settle, spec, until
 
 
 class Line:
     """A replica, a channel to it, and requests on it."""
 
-    def __init__(self, *, window: int = 16, renew_s: float = 60.0) -> None:
+    def __init__(self, *, window: int = 16, renew_s: float = 60.0, lease_s: float = 60.0) -> None:
         self.replica = Replica()
         self.statistics = LmStatistics()
         self.ends: list[HeadwaterError] = []
-        self.channel = Channel(
-            "lm", self.replica, self.statistics, self.ends.append, window=window, renew_s=renew_s
-        )  # fmt: skip
+        self._times = {"renew_s": renew_s, "lease_s": lease_s}
+        self.channel = self._connect(window)
+
+    def _connect(self, window: int = 16) -> Channel:
+        return Channel("lm", self.replica, self.statistics, self.ends.append, window=window, **self._times)
+
+    def _start(self, request: RequestRun) -> None:
+        if self.channel.is_ended:
+            self.channel = self._connect()
+        request.submit(self.channel)
 
     def ask(self, *specs: SequenceSpec, id: str = "q") -> RequestRun:
         request = RequestRun(
             id,
             specs or (spec(),),
             self.statistics,
-            start=lambda run: run.submit(self.channel),
+            start=self._start,
             on_left=lambda run: None,
             idle_s=60,
         )
-        request.submit(self.channel)
+        self._start(request)
         return request
 
 
@@ -181,7 +189,7 @@ def test_the_lease_is_renewed_while_sequences_are_under_way_and_only_then() -> N
         await until(lambda: len(line.replica.posts) >= 4)
         assert [(post.submits, post.cancels) for post in line.replica.posts[1:4]] == [([], [])] * 3
         request.close()
-        await until(lambda: line.channel._renewal is None)
+        await until(lambda: line.channel._timer is None)
         await settle()
         said = len(line.replica.posts)
         line.ask()
@@ -505,8 +513,8 @@ def test_a_full_queue_says_when_to_come_again() -> None:
             line.channel._rate.note(now_s - late_s)
         request, other = line.ask(), line.ask()
         await settle()
-        line.replica.say(event(0, 0, finish="full"), load=Load(4, 3))
-        assert (await failure(request)).retry_after_s in (30, 31)  # 4 in 40 s, and 3 wait
+        line.replica.say(event(0, 0, finish="full"), load=Load(0, 3))
+        assert (await failure(request)).retry_after_s == 10  # one in 10 s, three times as many with the others', 3 wait
         line.replica.say(event(1, 0, finish="full"), load=Load(4, 100))
         assert (await failure(other)).retry_after_s == 60
 
@@ -519,8 +527,40 @@ def test_without_ends_a_full_queue_is_worth_a_try_soon() -> None:
     rate.note(1.0)
     assert rate.wait_s(1000, 5.0) == 1
     rate.note(2.0)
-    assert rate.wait_s(4, 5.0) == 8
+    assert rate.wait_s(4, 5.0) == 4
     assert rate.wait_s(0, 5.0) == 1
+
+
+def test_idle_time_and_ends_of_long_ago_say_nothing_of_how_fast_places_are_left() -> None:
+    rate = FinishRate()
+    for ended_s in (0.0, 1.0, 1000.0, 1002.0, 1004.0):
+        rate.note(ended_s)
+    assert rate.wait_s(10, 1050.0) == 20
+    assert rate.wait_s(10, 1050.0, share=0.25) == 5
+    assert rate.wait_s(10, 2000.0) == 1
+
+
+def test_a_place_is_left_by_whatever_ends_a_sequence_that_ran() -> None:
+    async def scenario() -> None:
+        line = Line()
+        noted = line.channel._rate._finished_s
+        dropped, left, ended, failed = (line.ask(spec(), spec()) for _ in range(4))
+        line.ask().close()  # never sent
+        await settle()
+        line.replica.say(*(event(2 * number, 0, [1]) for number in range(4)))  # the second ones of them wait
+        await settle()
+        assert len(noted) == 0
+        dropped.drop(0)
+        dropped.drop(1)
+        assert len(noted) == 1
+        left.close()
+        assert len(noted) == 2
+        line.replica.say(event(4, 1, finish="length"), event(6, 1, finish="cancelled"))
+        assert await ended.news()
+        assert isinstance(await failure(failed), Cancelled)
+        assert len(noted) == 4
+
+    run(scenario)
 
 
 def test_a_channel_that_is_closed_or_ends_fails_its_sequences() -> None:
@@ -532,39 +572,236 @@ def test_a_channel_that_is_closed_or_ends_fails_its_sequences() -> None:
         closed.replica.say(event(0, 0, [1]), closed="the engine: it broke")
         ended.replica.channel.answers.put_nowait(None)
         unknown.replica.channel.is_ended = True
-        unknown.ask(id="other")
+        other = unknown.ask(id="other")
         lost.replica.lose()
         errors = [await failure(request) for request in requests]
         assert [type(error) for error in errors] == [Unavailable, Unavailable, Unavailable, ReplicaLost]
         assert [error.message for error in errors] == [
             "model `lm`: the replica closed the channel to it: the engine: it broke",
             "model `lm`: the replica ended the channel to it",
-            "model `lm`: the replica closed the channel to it: there is no such channel",
+            "model `lm`: the replica closed the channel to it: channel: there is none of the name",
             "the replica ended while it had the request",
         ]
         assert all(error.retry_after_s for error in errors[:3])
-        assert all(line.channel.is_ended and len(line.ends) == 1 for line in lines)
+        assert all(len(line.ends) == 1 for line in lines)
+        assert [line.channel.is_ended for line in lines] == [True, True, False, True]
+        unknown.replica.say(event(0, 0, [1], finish="stop"))  # what it never had is asked for anew
+        assert tokens_of(await other.news()) == [(0, [1], "stop")]
 
     run(scenario)
 
 
-def test_a_channel_that_is_refused_fails_its_sequences_with_the_reason() -> None:
+def test_a_channel_that_is_refused_is_tried_once_more_and_then_fails_its_sequences_with_the_reason() -> None:
     async def scenario() -> None:
         line = Line()
         line.replica.answers_open.clear()
-        request = line.ask()
+        request = line.ask(spec(), spec())
         await settle()
+        line.replica.say(closed="the replica is ending")
+        line.replica.answers_open.set()
+        line.replica.answers_open.clear()
+        await settle()
+        assert len(line.replica.channels) == 2
         line.replica.say(closed="the replica is ending")
         line.replica.answers_open.set()
         error = await failure(request)
         assert isinstance(error, Unavailable)
         assert error.message.endswith("the replica is ending")
         assert line.statistics.contract_violations == 0
+        await settle()
+        assert (len(line.replica.channels), line.replica.posts) == (2, [])
+
+    run(scenario)
+
+
+def test_what_is_on_its_way_when_the_channel_is_closed_is_held_until_it_is_known_whether_it_came() -> None:
+    async def scenario() -> None:
+        for has_it in (False, True):
+            line = Line()
+            had = line.ask(id="had")
+            await settle()
+            line.replica.answers_posts.clear()
+            request = line.ask(spec(), spec(), id="mine")
+            await settle()
+            gone = line.ask(id="gone")
+            never = line.ask(id="never")
+            gone.close()
+            line.replica.say(closed="it is too slow")
+            assert isinstance(await failure(had), Unavailable)
+            waiting = asyncio.create_task(request.news())
+            await settle()
+            assert len(line.replica.channels) == 2  # for the one that was not even on its way
+            assert not waiting.done()
+            first, second = line.replica.channels
+            first.is_ended = not has_it
+            if has_it:  # and its answer is on its way
+                line.replica.channels.reverse()
+            line.replica.answers_posts.set()
+            await settle()
+            if has_it:
+                with pytest.raises(Unavailable, match="it is too slow"):
+                    await waiting
+            else:
+                assert [submit.request_id for submit in line.replica.submits.values()] == ["never", "mine", "mine"]
+                second.say(event(1, 0, [7], finish="stop"))
+                assert tokens_of(await waiting) == [(0, [7], "stop")]
+            never.close()
+
+    run(scenario)
+
+
+def test_what_is_left_while_it_is_held_is_not_asked_for_anew() -> None:
+    async def scenario() -> None:
+        line = Line()
+        line.ask(id="had")
+        await settle()
+        line.replica.answers_posts.clear()
+        left, stays = line.ask(id="left"), line.ask(id="stays")
+        await settle()
+        line.replica.say(closed="it is too slow")
+        line.replica.channel.is_ended = True
+        await settle()
+        left.close()
+        line.replica.answers_posts.set()
+        await settle()
+        assert [submit.request_id for submit in line.replica.submits.values()] == ["stays"]
+        stays.close()
+
+    run(scenario)
+
+
+def test_what_is_refused_again_and_again_is_asked_for_twice() -> None:
+    async def scenario() -> None:
+        line = Line()
+        line.replica.refuses_posts = UNKNOWN
+        error = await failure(line.ask(spec(), spec()))
+        assert isinstance(error, Unavailable)
+        assert error.message.endswith(UNKNOWN)
+        await settle()
+        assert [len(post.submits) for post in line.replica.posts] == [2, 2]
+        assert line.statistics.failures == 1
+
+    run(scenario)
+
+
+def test_what_is_to_be_asked_for_anew_is_cancelled_here_as_long_as_it_is_not() -> None:
+    async def scenario() -> None:
+        line = Line()
+        line.replica.refuses_posts = UNKNOWN
+        line.replica.answers_posts.clear()
+        request = line.ask(spec(), spec())
+        await settle()
+        assert request.cancel_unsent() == 0  # the replica may have it
+        line.replica.answers_open.clear()
+        line.replica.answers_posts.set()
+        await settle()
+        assert len(line.replica.channels) == 2
+        assert request.cancel_unsent() == 2
+        assert isinstance(await failure(request), Cancelled)
+
+    run(scenario)
+
+
+def test_a_post_that_went_wrong_halfway_is_not_repeated() -> None:
+    async def scenario() -> None:
+        line = Line()
+        line.replica.refuses_posts = "internal error: KeyError"
+        assert (await failure(line.ask())).message.endswith("internal error: KeyError")
+        assert len(line.replica.posts) == 1
+
+    run(scenario)
+
+
+def test_a_prompt_is_kept_until_the_replica_has_it() -> None:
+    async def scenario() -> None:
+        line = Line()
+        line.replica.answers_posts.clear()
+        (slot,) = line.ask().slots
+        await settle()
+        assert slot.is_sent
+        assert slot._spec is not None
+        line.replica.answers_posts.set()
+        await settle()
+        assert slot._spec is None
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_post_that_is_never_answered_ends_the_channel(is_left: bool) -> None:
+    async def scenario() -> None:
+        line = Line(renew_s=0.02, lease_s=0.06)
+        had = line.ask(id="had")
+        await settle()
+        line.replica.answers_posts.clear()
+        posted = None if is_left else line.ask(id="posted")
+        if is_left:
+            had.close()
+        await settle()
+        assert len(line.replica.posts) == 2
+        never = line.ask(id="never")
+        if is_left:
+            never.close()
+        stuck = line.channel
+        await until(lambda: stuck.is_ended)
+        for request in (posted, None if is_left else had):
+            if request is not None:
+                error = await failure(request)
+                assert type(error) is Unavailable
+                assert error.message == "model `lm`: the replica didn't answer a message for 0.06 s"
+        line.replica.answers_posts.set()
+        again = line.ask(id="again")
+        await settle()
+        asked = [submit.request_id for submit in line.replica.submits.values()]
+        assert asked == (["again"] if is_left else ["never", "again"])
+        assert [post.channel for post in line.replica.posts if post.close] == [stuck.name]
+        again.close()
+        never.close()
+
+    run(scenario)
+
+
+def test_a_load_of_long_ago_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "LOAD_FRESH_S", 0.03)
+
+    async def scenario() -> None:
+        line = Line()
+        request = line.ask()
+        await settle()
+        line.replica.say(event(0, 0, [1]), load=Load(31, 2, 500))
+        assert await request.news()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await until(lambda: loop.time() > began_s + 0.05)
+        assert (line.channel.load, line.channel.others) == (Load(31, 2, 500), 32)  # ours would have said more
+        line.replica.say(event(0, 1, finish="stop"), load=Load(31, 0, 400))
+        await request.news()
+        assert (line.channel.load, line.channel.others) == (Load(31, 0, 400), 31)
+        await until(lambda: line.channel.load == Load())
+        assert line.channel.others == 0
 
     run(scenario)
 
 
 # The reader
+
+
+def test_who_leaves_before_having_read_all_has_cancelled() -> None:
+    async def scenario() -> None:
+        line = Line()
+        left, read, dropped = line.ask(), line.ask(), line.ask()
+        await settle()
+        line.replica.say(*(event(number, 0, [1], finish="stop") for number in range(3)))
+        await settle()
+        left.close()
+        assert (line.statistics.requests, line.statistics.cancelled) == (0, 1)
+        assert await read.news()
+        read.close()
+        dropped.drop(0)
+        dropped.close()
+        assert (line.statistics.requests, line.statistics.cancelled) == (2, 1)
+
+    run(scenario)
 
 
 def test_a_sequence_that_is_dropped_is_cancelled_and_has_no_more_news() -> None:

@@ -62,6 +62,7 @@ def test_every_field_gets_where_it_belongs() -> None:
     assert (plan.end.stops, plan.end.include_stop, plan.end.skip_special_tokens) == (("x",), True, False)
     assert plan.timeout_s == 2
     assert planned(logprobs=True).specs[0].sampling.logprobs == 0
+    assert planned(stream=True, stream_options={"include_obfuscation": False}).specs == planned().specs
 
 
 def test_choices_have_seeds_in_a_row() -> None:
@@ -115,7 +116,9 @@ def test_what_can_never_fit_is_refused() -> None:
         ({"min_p": 2}, "min_p: expected a number from 0 to 1, got 2.0"),
         ({"presence_penalty": 3}, "presence_penalty: expected a number from -2 to 2, got 3.0"),
         ({"frequency_penalty": -3}, "frequency_penalty: expected a number from -2 to 2, got -3.0"),
-        ({"repetition_penalty": 0}, "repetition_penalty: expected a number above 0, where 1 is none, got 0.0"),
+        ({"repetition_penalty": 0}, "repetition_penalty: expected a number from 0.01 to 100, got 0.0"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty: expected a number from 0.01 to 100, got 1e-300"),
+        ({"repetition_penalty": 101}, "repetition_penalty: expected a number from 0.01 to 100, got 101.0"),
         ({"top_k": -1}, "top_k: expected an integer from 0 to 2147483647; 0 keeps all tokens, got -1"),
         ({"top_k": 1.5}, "top_k: expected an integer, got a number"),
         ({"seed": 2**63}, f"seed: expected an integer from {-(2**63)} to {2**63 - 1}, got {2**63}"),
@@ -137,6 +140,7 @@ def test_what_can_never_fit_is_refused() -> None:
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs: expected an integer from 0 to 20, got 21"),
         ({"stream_options": {}}, 'stream_options: expected it with "stream": true only'),
         ({"stream_options": {"x": 1}, "stream": True}, "stream_options.x: expected a field that it has; got 'x'"),
+        ({"stream_options": {"include_obfuscation": True}, "stream": True}, "stream_options.include_obfuscation: "),
         ({"timeout_s": 0}, "timeout_s: expected seconds, above 0"),
         ({"response_format": {"type": "json_object"}}, 'response_format: this model supports {"type": "text"} only'),
         (

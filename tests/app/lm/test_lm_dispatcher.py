@@ -23,6 +23,7 @@ from app.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
+from app.lm import channel as channel_module
 from app.lm import dispatcher as dispatcher_module
 from app.lm.channel import REMEMBERED_ENDS
 from app.lm.dispatcher import LmDispatcher
@@ -127,6 +128,77 @@ def test_a_request_that_a_lost_replica_never_had_goes_to_another() -> None:
         only.replica.is_gone = True
         alone = only.dispatcher.open("mine", [spec(), spec()])
         assert type(await failure(alone)) is ReplicaUnreachable
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("never_came", [False, True])
+def test_what_was_on_its_way_to_a_lost_replica_goes_to_another_if_it_never_came(never_came: bool) -> None:
+    async def scenario() -> None:
+        bench = Bench("a", "b")
+        a, b = bench.replicas.values()
+        had, _ = bench.dispatcher.open("had", [spec()]), bench.dispatcher.open("b", [spec(), spec()])
+        await settle()
+        a.answers_posts.clear()
+        a.loses_posts = never_came
+        request = bench.dispatcher.open("mine", [spec()])
+        await settle()
+        assert len(a.posts) == 2
+        a.lose()
+        assert type(await failure(had)) is ReplicaLost
+        if not never_came:
+            assert type(await failure(request)) is ReplicaLost
+            assert len(b.submits) == 2
+            return
+        await settle()
+        assert [submit.request_id for submit in b.submits.values()] == ["b", "b", "mine"]
+        b.say(event(2, 0, [1], finish="stop"))
+        assert await request.news()
+
+    run(scenario)
+
+
+def test_a_replica_that_refuses_gets_nothing_for_a_while_if_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher_module, "AVOID_S", 0.05)
+
+    async def scenario() -> None:
+        bench = Bench("a", "b")
+        a, b = bench.replicas.values()
+        a.answers_open.clear()
+        bench.dispatcher.open("refused", [spec()])
+        await settle()
+        a.say(closed="the replica is ending")
+        a.answers_open.set()
+        await until(lambda: b.submits)
+        bench.dispatcher.open("next", [spec()])
+        await settle()
+        assert [submit.request_id for submit in b.submits.values()] == ["refused", "next"]
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await until(lambda: loop.time() > began_s + 0.06)
+        bench.dispatcher.open("later", [spec()])
+        await settle()
+        assert [submit.request_id for submit in a.submits.values()] == ["later"]
+
+    run(scenario)
+
+
+def test_a_load_of_long_ago_keeps_nothing_from_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "LOAD_FRESH_S", 0.03)
+
+    async def scenario() -> None:
+        bench = Bench("a", "b")
+        a, b = bench.replicas.values()
+        first = bench.dispatcher.open("first", [spec()])
+        await settle()
+        a.say(event(0, 0, [1], finish="stop"), load=Load(31, 4, 300))
+        assert await first.news()
+        assert bench.dispatcher.load == Load(31, 4, 300)
+        bench.dispatcher.open("b", [spec()])
+        await until(lambda: bench.dispatcher.load == Load())
+        bench.dispatcher.open("a", [spec()])
+        await settle()
+        assert (list(a.submits), list(b.submits)) == ([0, 1], [0])
 
     run(scenario)
 
@@ -422,6 +494,22 @@ def test_a_request_that_no_replica_knows_yet_is_cancelled_here() -> None:
         bench.replica.answers_open.set()
         await settle()
         assert bench.replica.submits == {}
+
+    run(scenario)
+
+
+def test_a_request_whose_tokens_are_all_there_is_not_cancelled_any_more() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        request = bench.dispatcher.open("mine", [spec(), spec()])
+        await settle()
+        bench.replica.say(event(0, 0, [1], finish="stop"), event(1, 0, [1], finish="stop"))
+        await settle()
+        bench.replica.submits.clear()
+        assert await bench.dispatcher.cancel_request("mine") == 0
+        assert len(await request.news()) == 2
+        assert await request.news() == []
+        assert bench.dispatcher.statistics.cancelled == 0
 
     run(scenario)
 

@@ -135,6 +135,19 @@ def test_what_the_engine_refuses_has_the_right_status() -> None:
     run(NullEngine(limits, step_s=0.001), scenario)
 
 
+def test_what_a_host_never_had_because_it_knows_no_such_channel_is_asked_for_on_another() -> None:
+    async def scenario(dispatcher: LmDispatcher, host: EngineHost) -> None:
+        assert await whole(dispatcher.open("q", [spec(3)])) == {0: [0, 1, 2]}
+        with host._changed:
+            (before,) = host._channels
+            host._channels.clear()  # and the worker doesn't hear of it
+        assert await whole(dispatcher.open("q", [spec(3), spec(2)])) == {0: [0, 1, 2], 1: [0, 1]}
+        assert before not in host._channels
+        assert (dispatcher.statistics.requests, dispatcher.statistics.failures) == (2, 0)
+
+    run(NullEngine(), scenario)
+
+
 def test_a_host_that_ends_says_why() -> None:
     async def scenario(dispatcher: LmDispatcher, host: EngineHost) -> None:
         generation = dispatcher.open("q", [spec(900_000)])

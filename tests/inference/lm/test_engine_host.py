@@ -58,7 +58,8 @@ class Gated:
         self.closed = 0
 
     def __getattr__(self, name: str) -> Any:
-        self.threads.add(threading.get_ident())
+        if name != "limits":  # they are a constant
+            self.threads.add(threading.get_ident())
         return getattr(self._engine, name)
 
     def allow(self, steps: int) -> None:
@@ -569,11 +570,11 @@ def test_a_worker_that_is_behind_holds_the_engine_up_until_it_reads() -> None:
         await worker.frame()
         await worker.submit(0)
         for frames in range(1, 4):
-            await until(lambda: host._channels["c"].held_up_since is not None)
+            await until(lambda: host._channels["c"].held_up is not None)
             await worker.post(acknowledged=frames)
             (event,) = (await worker.frame()).events
             assert len(event.tokens) == 500
-        await until(lambda: host._channels["c"].held_up_since is not None)
+        await until(lambda: host._channels["c"].held_up is not None)
         await worker.post(cancels=[0], acknowledged=4)  # heard although the engine waits
         assert (await worker.end_of(0)).finish == "cancelled"
 
@@ -596,6 +597,285 @@ def test_a_worker_that_never_reads_loses_its_channel_although_it_is_heard_of() -
         assert (await worker.frame()).closed == "500 tokens were not taken in for 0.3 s"
 
     hosted(NullEngine(LIMITS), test, most_pending=500, lease_s=0.3)
+
+
+def test_a_full_queue_is_told_while_a_step_is_under_way() -> None:
+    engine = Gated(NullEngine(LIMITS))
+
+    async def test(host: EngineHost) -> None:
+        worker, other = Worker(host), Worker(host, "other")
+        await worker.frame()
+        await other.frame()
+        await worker.submit(*range(5), tokens=2)
+        await until(lambda: host._load.active == 4)  # and now it waits in the first step
+        await other.submit(0, 1, 2)
+        ends = {event.number: event for event in (await other.frame()).events}
+        assert {number: (end.finish, end.index, end.tokens) for number, end in ends.items()} == {
+            1: ("full", 0, []), 2: ("full", 0, []),
+        }  # fmt: skip
+        assert ends[1].error == "6 sequences run or wait; `max_sequences` is 4, `max_waiting` is 2"
+        await worker.post(cancels=[4])
+        await other.submit(3, tokens=2)  # in the place of the one that is cancelled
+        await other.post(submits=[Submit(4, "r", [0], 2)])
+        assert [(event.number, event.finish) for event in (await other.frame()).events] == [(4, "full")]
+        engine.open()
+        found = await other.to_end(3)
+        assert numbers_of(found[3]) == [0, 1]
+        await other.submit(5, tokens=1)
+        assert (await other.end_of(5)).finish == "length"
+
+    hosted(engine, test)
+
+
+class Leaving(NullEngine):
+    """Raises SystemExit in one of its methods, so many times."""
+
+    def __init__(self, where: str, times: int) -> None:
+        super().__init__(LIMITS)
+        self.where = where
+        self.times = times
+
+    def leave(self, where: str) -> None:
+        if where == self.where and self.times:
+            self.times -= 1
+            raise SystemExit("on purpose")
+
+    @property
+    def cache_used(self) -> int:
+        self.leave("cache_used")
+        return super().cache_used
+
+    def submit(self, request: SequenceRequest) -> None:
+        self.leave("submit")
+        super().submit(request)
+
+    def cancel(self, id: str) -> bool:
+        self.leave("cancel")
+        return super().cancel(id)
+
+    def step(self) -> list[TokenEvent]:
+        self.leave("step")
+        return super().step()
+
+    def close(self) -> None:
+        self.leave("close")
+        super().close()
+
+
+@pytest.mark.parametrize("where", ["submit", "cancel", "step"])
+def test_an_engine_that_raises_system_exit_has_failed_as_with_any_exception(where: str) -> None:
+    broken: list[str] = []
+
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.submit(0)
+        if where == "cancel":
+            await until(lambda: host._load.active == 1)
+            await worker.post(cancels=[0])
+        end = await worker.end_of(0)
+        assert (end.finish, end.error) == ("error", "SystemExit: on purpose")
+        await worker.submit(1, tokens=5)
+        assert numbers_of((await worker.to_end(1))[1]) == list(range(5))
+
+    hosted(Leaving(where, 1), test, broken)
+    assert broken == []
+
+
+def test_whatever_ends_the_engines_thread_ends_the_replica() -> None:
+    broken: list[str] = []
+
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.submit(0)
+        while not (frame := await worker.frame()).closed:
+            pass
+        assert frame.closed == "the engine: SystemExit: on purpose"
+        await until(lambda: bool(broken))
+        assert broken == [frame.closed]
+        assert not host._channels
+
+    hosted(Leaving("cache_used", 2), test, broken)
+
+
+def test_an_engine_that_raises_system_exit_at_the_end_has_ended() -> None:
+    async def test(host: EngineHost) -> None:
+        await asyncio.to_thread(host.close)
+        assert not host._thread.is_alive()
+
+    broken: list[str] = []
+    hosted(Leaving("close", 1), test, broken)
+    assert broken == []
+
+
+def test_a_step_that_does_not_return_ends_the_replica() -> None:
+    engine = Gated(NullEngine(LIMITS))
+    broken: list[str] = []
+
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await until(lambda: host._watch._sleeps)
+        engine.allow(3)
+        began = time.monotonic()
+        await worker.submit(0)
+        while not (frame := await worker.frame()).closed:
+            pass
+        assert time.monotonic() - began >= 0.3
+        assert [token for one in worker.frames for event in one.events for token in event.tokens] == [0, 1, 2]
+        assert frame.closed == "the engine: a step takes longer than `max_step_s`, 0.3 s"
+        await until(lambda: bool(broken))
+        assert broken == [frame.closed]
+        (answer,) = [one async for one in _frames(host, Open("late"))]
+        assert answer.closed == frame.closed
+
+    hosted(engine, test, broken, max_step_s=0.3)
+    assert len(broken) == 1
+
+
+def test_many_steps_may_take_longer_than_one_and_rest_is_no_step() -> None:
+    broken: list[str] = []
+
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        for number in range(2):
+            began = time.monotonic()
+            await worker.submit(number)
+            while time.monotonic() < began + 0.5:
+                await worker.frame()
+                await worker.post(acknowledged=len(worker.frames))
+            await worker.post(cancels=[number])
+            await worker.end_of(number)
+            idle = time.monotonic()
+            await until(lambda idle=idle: time.monotonic() > idle + 0.5)  # type: ignore[misc]
+        assert not worker.frames[-1].closed
+
+    hosted(NullEngine(LIMITS, step_s=0.001), test, broken, max_step_s=0.2)
+    assert broken == []
+
+
+def test_a_channel_with_nothing_under_way_ends_after_a_while_without_a_word() -> None:
+    async def test(host: EngineHost) -> None:
+        idle, busy, heard = Worker(host, "idle"), Worker(host, "busy"), Worker(host, "heard")
+        for one in (idle, busy, heard):
+            await one.frame()
+        await idle.submit(0, tokens=1)
+        assert (await idle.end_of(0)).finish == "length"
+        await busy.submit(0)
+
+        async def renew() -> None:
+            while True:
+                await heard.post()
+                await busy.post(acknowledged=len(busy.frames))
+                await asyncio.sleep(0.02)
+
+        renewing = asyncio.create_task(renew())
+        said = "channel: nothing was under way, or heard from it, for 0.3 s"
+        assert (await idle.frame()).closed == said
+        assert await idle.next() is None
+        renewing.cancel()
+        assert (await heard.frame()).closed == said
+        assert list(host._channels) == ["busy"]
+
+    hosted(NullEngine(LIMITS, step_s=0.001), test, idle_s=0.3, lease_s=10)
+
+
+def test_an_idle_engine_watches_idle_channels_too() -> None:
+    async def test(host: EngineHost) -> None:
+        await until(lambda: host._watch._sleeps)  # the engine's thread waits, for nothing yet
+        worker = Worker(host)
+        await worker.frame()
+        assert (await worker.frame()).closed.startswith("channel: nothing was under way")
+
+    hosted(NullEngine(LIMITS), test, idle_s=0.2)
+
+
+def test_what_is_idle_is_looked_at_now_and_then_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    async def test(host: EngineHost) -> None:
+        expire = host._expire
+
+        def look(now: float) -> None:
+            nonlocal looks
+            looks += 1
+            expire(now)
+
+        monkeypatch.setattr(host, "_expire", look)
+        worker = Worker(host)
+        await worker.frame()
+        assert (await worker.frame()).closed.startswith("channel: nothing was under way")
+
+    hosted(NullEngine(LIMITS), test, idle_s=0.4, lease_s=0.01)
+    assert looks < 10
+
+
+class Clock:
+    """Monotonic time that a test can move on, as it is found moved on by a process that was stopped."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.mark.parametrize("is_held_up", [False, True])
+def test_a_pause_of_the_replica_costs_a_worker_that_is_there_nothing(
+    is_held_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("inference.lm.engine_host.time", clock)
+    engine = Gated(NullEngine(LIMITS))
+
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host, window=1)
+        await worker.frame()
+        await worker.submit(0)
+        channel = host._channels["c"]
+        engine.allow(6)  # what it makes does not fit through the window, and five tokens hold it up
+        await worker.post(acknowledged=1)
+        await worker.frame()
+        if is_held_up:
+            engine.open()
+            await until(lambda: channel.held_up is not None)
+        else:
+            await until(lambda: engine._engine._running["c/0"].produced == 6)
+        clock.ahead_s = 3600
+        looked = threading.Event()
+        expire = host._expire
+
+        def look(now: float) -> None:
+            expire(now)
+            if now > time.monotonic() + 3000:
+                looked.set()
+
+        monkeypatch.setattr(host, "_expire", look)
+        if not is_held_up:
+            engine.allow(1)
+        with host._changed:
+            host._changed.notify()
+        assert await asyncio.to_thread(looked.wait, BOUND_S)
+        await worker.post(acknowledged=2, cancels=[0])  # what was sent meanwhile
+        engine.open()
+        assert (await worker.end_of(0)).finish == "cancelled"
+        assert channel.end is None
+
+    hosted(engine, test, most_pending=5 if is_held_up else 1000, lease_s=4)
+
+
+def test_a_worker_that_is_gone_loses_its_channel_although_steps_are_long() -> None:
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.submit(0)
+        while not (frame := await worker.frame()).closed:
+            pass
+        assert frame.closed == "nothing was heard from it for 0.1 s"
+
+    hosted(NullEngine(LIMITS, step_s=0.15), test, lease_s=0.1)
 
 
 def test_a_channel_is_opened_once() -> None:

@@ -32,6 +32,8 @@ def test_it_travels_unchanged(value: Any) -> None:
         ("top_p", 1.1),
         ("min_p", -0.1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-300),
+        ("repetition_penalty", 100.1),
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("logit_bias", {3: 101.0}),

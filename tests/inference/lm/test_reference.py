@@ -78,7 +78,9 @@ def test_no_folder_there(here: Path) -> None:
     message = failure("lm:models/two", str(here / "models"))
     assert f"there is no folder {here}/models/two or {here}/models/models/two" in message
     assert f"expected a folder, got the file {here}/file" in failure("lm:file")
-    assert f"there is no folder {ZOO}/weights/huge_lm" in failure("lm:inference.zoo:weights/huge_lm")
+    message = failure("lm:inference.zoo:weights/huge_lm")
+    assert f"there is no folder {ZOO}/weights/huge_lm" in message
+    assert "or install a version of inference.zoo that has it" in message
 
 
 def test_no_package_there() -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -223,3 +224,29 @@ class TestLogitsThatAreNoNumbers:
         logits[1] = wrong
         choices = choose(logits, [sampler(one) for _ in range(3)])
         assert [choice.is_valid for choice in choices] == [True, False, True]
+
+
+EXTREMES: dict[str, tuple[Any, ...]] = {
+    "temperature": (0.0, 5e-324, 1e-300, 2.0),
+    "top_k": (0, 1, 2**31 - 1),
+    "top_p": (0.0, 1e-9, 1.0),
+    "min_p": (0.0, 1e-300, 1.0),
+    "repetition_penalty": (0.01, 1.0, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 0.0, 2.0),
+    "logit_bias": ({}, {0: 100.0}, {0: -100.0}, dict.fromkeys(range(50), -100.0), dict.fromkeys(range(50), 100.0)),
+}
+
+
+@given(
+    fields=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in EXTREMES.items()}),
+    scale=st.sampled_from([0.0, 1e-30, 3.0, 1e4]),
+    seed=SEEDS,
+)
+def test_whatever_may_be_asked_for_finite_logits_give_a_token(fields: dict[str, Any], scale: float, seed: int) -> None:
+    sampling = msgspec.convert({**fields, "seed": seed}, Sampling)
+    one = sampler(sampling, [0, 1, 2])
+    for step in range(5):
+        (choice,) = choose(logits_of(1, 50, seed + step, scale), [one])
+        assert choice.is_valid
+        assert 0 <= choice.token < 50

@@ -24,7 +24,7 @@ from inference.lm.null_engine import NullEngine
 from inference.lm.protocol import EngineLimits, SequenceRequest
 from inference.lm.served_lm import load_language_model
 from inference.lm.slot_engine import SlotEngine
-from inference.lm.warm_up import submits
+from inference.lm.warm_up import counts, submits
 from inference.loader import LoadError
 from inference.signature import Signature
 from tests.running import processes_of
@@ -49,6 +49,19 @@ def failing(folder, *, device, on_broken):
         def step(self):
             raise RuntimeError("no step on purpose")
     return Failing()
+
+def deviceless(folder, *, on_broken):
+    return NullEngine()
+
+def limitless(folder, **rest):
+    class Limitless:
+        @property
+        def limits(self):
+            raise ValueError("no limits on purpose")
+    return Limitless()
+
+def mistaken(folder, **rest):
+    return len(5)
 
 def none(folder, **rest):
     return 5
@@ -81,7 +94,7 @@ def failure(model: str, **options: Any) -> str:
 
 def test_options_have_defaults_and_are_taken() -> None:
     assert plan_language_model(TINY, {}).options == SlotOptions()
-    options = {"dtype": "bfloat16", "attention": "eager", "max_waiting": 0, "context_length": None, "cache_tokens": 9}
+    options = {"dtype": "bfloat16", "attention": "eager", "max_waiting": 0, "context_length": None, "cache_tokens": 16}
     assert msgspec.structs.asdict(plan_language_model(TINY, options).options) == {  # type: ignore[arg-type]
         **msgspec.structs.asdict(SlotOptions()), **options,
     }  # fmt: skip
@@ -92,9 +105,21 @@ def test_options_have_defaults_and_are_taken() -> None:
     [
         ({"max_sequence": 4}, "unknown option 'max_sequence'; its options are dtype, attention, max_sequences"),
         ({"max_sequences": 0}, "options.max_sequences: expected `int` >= 1, got 0; correct `options.max_sequences`"),
+        ({"max_sequences": 100_000_000}, "options.max_sequences: expected `int` <= 4096, got 100000000"),
         ({"max_waiting": -1}, "options.max_waiting: expected `int` >= 0, got -1"),
+        ({"max_waiting": 1_000_001}, "options.max_waiting: expected `int` <= 1000000, got 1000001"),
+        ({"cache_tokens": 15}, "options.cache_tokens: expected `int` >= 16, got 15; correct `options.cache_tokens`"),
+        ({"cache_tokens": 2**41}, f"options.cache_tokens: expected `int` <= {2**40}, got {2**41}"),
+        ({"context_length": 1}, "options.context_length: expected `int` >= 2, got 1"),
+        (
+            {"context_length": 513},
+            "options.context_length: expected at most 512, the max_position_embeddings of the model's configuration, "
+            "got 513; correct `options.context_length`",
+        ),
         ({"prefill_chunk": 2.5}, "options.prefill_chunk: expected `int`, got 2.5"),
         ({"context_length": "all"}, "options.context_length: expected `int | null`, got 'all'"),
+        ({"max_step_s": 0}, "options.max_step_s: expected `float` > 0.0, got 0; correct `options.max_step_s`"),
+        ({"max_step_s": "long", "engine": "lm_case_engines:null"}, "options.max_step_s: expected `float`, got 'long'"),
         ({"dtype": "int8"}, "options.dtype: expected auto or float32 or bfloat16 or float16, got 'int8'"),
         ({"attention": 3}, "options.attention: expected sdpa or eager, got 3"),
         ({"engine": "engines"}, "options.engine: expected module:callable, got 'engines'"),
@@ -104,6 +129,12 @@ def test_options_have_defaults_and_are_taken() -> None:
         ({"engine": "lm_case_engines:number"}, "expected a callable 'number' in lm_case_engines, got 3"),
         ({"engine": "lm_case_engines:strict"}, "option 'size' is required, but missing"),
         ({"engine": "lm_case_engines:strict", "length": 3}, "unknown option 'length'; its options are size"),
+        (
+            {"engine": "lm_case_engines:deviceless"},
+            "options.engine lm_case_engines:deviceless: it must take (folder, *, device, on_broken, **options): "
+            "got an unexpected keyword argument 'device'",
+        ),
+        ({"engine": "os:getcwd"}, "options.engine os:getcwd: it must take (folder, *, device, on_broken, **options)"),
         ({"engine": "lm_case_engines:null", "device": "cpu"}, "unknown option 'device': the engine gets it"),
     ],
 )
@@ -134,12 +165,44 @@ def test_an_engine_of_the_users(folder: Path) -> None:
     assert told == ["x"]
 
 
+def test_how_long_a_step_may_take_is_told_to_the_host_and_to_no_engine(folder: Path) -> None:
+    engine = "lm_case_engines:null"
+    assert plan_language_model(TINY, {}).max_step_s == 300
+    plan = plan_language_model(f"lm:{folder}", {"engine": engine, "max_step_s": 2})
+    assert plan.max_step_s == 2
+    assert plan.load("cpu", lambda reason: None).asked[2] == {}  # type: ignore[attr-defined]
+    broken: list[str] = []
+    options = {"engine": engine, "max_step_s": 0.3}
+    served = load_language_model(spec_of(f"lm:{folder}", **options), lambda said: None, broken.append)
+    try:
+        assert served._host._max_step_s == 0.3
+    finally:
+        served.unload()
+
+
 def test_engines_that_can_not_be_made(folder: Path) -> None:
     plan = plan_language_model(f"lm:{folder}", {"engine": "lm_case_engines:strict", "size": 3})
     with pytest.raises(LoadError, match=r"making its engine raised ValueError: size 3 on purpose at .*:13"):
         plan.load("cpu", lambda reason: None)
     plan = plan_language_model(f"lm:{folder}", {"engine": "lm_case_engines:none"})
-    with pytest.raises(LoadError, match="making its engine raised AttributeError"):
+    with pytest.raises(LoadError, match=r"options\.engine: expected an engine, which has `limits`, got 5"):
+        plan.load("cpu", lambda reason: None)
+    plan = plan_language_model(f"lm:{folder}", {"engine": "lm_case_engines:limitless"})
+    with pytest.raises(LoadError, match=r"its engine's limits raised ValueError: no limits on purpose at .*engines.py"):
+        plan.load("cpu", lambda reason: None)
+
+
+def test_a_callable_that_makes_no_engine_is_named_and_not_headwaters_own_code(folder: Path) -> None:
+    plan = plan_language_model(f"lm:{folder}", {"engine": "json:dumps"})
+    with pytest.raises(LoadError) as caught:
+        plan.load("cpu", lambda reason: None)
+    assert (
+        "options.engine json:dumps: it must take (folder, *, device, on_broken, **options): making its engine raised "
+        "TypeError: " in str(caught.value)
+    )
+    assert "loading.py" not in str(caught.value)
+    plan = plan_language_model(f"lm:{folder}", {"engine": "lm_case_engines:mistaken"})
+    with pytest.raises(LoadError, match=r"making its engine raised TypeError: object of type 'int' .*_engines\.py"):
         plan.load("cpu", lambda reason: None)
 
 
@@ -187,6 +250,46 @@ def test_a_warm_up_fits_the_engine_whatever_its_limits(context_length: int, coun
     for submit in submits(count, limits, itertools.count()):
         engine.submit(SequenceRequest(str(submit.number), submit.prompt, submit.max_tokens, submit.sampling))
     assert engine.active == count
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted", "expected"),
+    [
+        (EngineLimits(8, 0, 100, 800, 3), None, [1, 2, 4, 8]),
+        (EngineLimits(8, 0, 100, 800, 3), (3, 30, 50), [3, 8]),
+        (EngineLimits(8, 0, 100, 800, 3), (), []),
+        (EngineLimits(8, 0, 100, 16, 3), None, [1, 2, 3]),
+        (EngineLimits(8, 0, 100, 16, 3), (2, 3, 4), [2, 3]),
+        (EngineLimits(8, 0, 2, 8, 3), None, [1, 2, 4]),
+        (EngineLimits(8, 0, 100, 4, 3), None, [1]),
+        (EngineLimits(4096, 0, 100, 10**6, 3), None, [1, 2, 4, 8, 16, 32, 64, 128, 256]),
+        (EngineLimits(4096, 0, 100, 10**6, 3), (1000,), [1000]),
+    ],
+)
+def test_a_warm_up_has_no_more_sequences_than_the_cache_has_room_for(
+    limits: EngineLimits, wanted: tuple[int, ...] | None, expected: list[int]
+) -> None:
+    assert counts(limits, wanted) == expected
+    for count in expected:
+        for submit in submits(count, limits, itertools.count()):
+            assert submit.max_tokens > 0 or limits.cache_tokens < 5
+
+
+@pytest.mark.parametrize("options", [{"cache_tokens": 16}, {"max_sequences": 1}, {"context_length": 2}])
+def test_the_least_that_may_be_asked_for_can_be_served(options: dict[str, Any]) -> None:
+    engine = plan_language_model(TINY, options).load("cpu", lambda reason: None)
+    for count in counts(engine.limits, None):
+        waiting = submits(count, engine.limits, itertools.count())
+        for submit in waiting:
+            engine.submit(SequenceRequest(str(submit.number), submit.prompt, submit.max_tokens, submit.sampling))
+        assert engine.active == count
+        finishes = []
+        for _ in range(100):
+            if not engine.has_work:
+                break
+            finishes += [event.finish for event in engine.step() if event.finish is not None]
+        assert len(finishes) == count
+        assert set(finishes) <= {"stop", "length"}
 
 
 @contextlib.contextmanager

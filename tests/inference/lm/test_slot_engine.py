@@ -265,6 +265,17 @@ class TestWhatIsRefused:
             engine_of(model)
         assert engine_of(model, context_length=50).limits.context_length == 50
 
+    def test_a_context_longer_than_the_model_has(self) -> None:
+        assert engine_of(context_length=CONTEXT).limits.context_length == CONTEXT
+        with pytest.raises(ReplicaError, match=f"context_length: expected at most {CONTEXT}, .*, got {CONTEXT + 1}"):
+            engine_of(context_length=CONTEXT + 1)
+
+    @pytest.mark.parametrize("options", [{"cache_tokens": 1}, {"max_sequences": 1}, {"context_length": 1}])
+    def test_a_check_has_room_whatever_the_engine_has(self, options: dict[str, Any]) -> None:
+        engine = engine_of(**options)
+        engine.check()
+        assert engine.cache_held == 0
+
     def test_a_check_leaves_the_engine_as_it_was(self) -> None:
         engine = engine_of()
         engine.check()
