@@ -132,7 +132,7 @@ def _end_soon(reason: str) -> None:
 
     def end() -> None:
         time.sleep(0.5)
-        print(f"ending: the device can't be used any more: {reason}", file=sys.stderr, flush=True)
+        print(f"ending, it can't go on: {reason}", file=sys.stderr, flush=True)
         os._exit(70)
 
     threading.Thread(target=end, daemon=True).start()
