@@ -44,7 +44,7 @@ def encode_batch(signature: Signature, batch: Sequence[Rows]) -> tuple[bytes, li
 
 
 def encode_for_frames(
-    signature: Signature, batch: Sequence[Rows], heads: Sequence[tuple[int, int]], stream: str, *, whole: bool = False
+    signature: Signature, batch: Sequence[Rows], heads: Sequence[tuple[int, int]], stream: str, patience_s: float = 0
 ) -> FrameRequest:
     """Encode rows that may share a call of a replica that answers in frames.
 
@@ -53,12 +53,12 @@ def encode_for_frames(
         batch: the rows.
         heads: see `inference.report.CallNote.heads`.
         stream: see `inference.report.CallNote.stream`.
-        whole: see `inference.report.CallNote.whole`.
+        patience_s: see `inference.report.CallNote.patience_s`.
     """
     note = _note(batch)
     note.heads = list(heads)
     note.stream = stream
-    note.whole = whole
+    note.patience_s = patience_s
     inputs = _encode_inputs(signature, batch, note)
     return FrameRequest(inputs, msgspec.json.encode(note).decode())
 

@@ -43,6 +43,8 @@ class Deadlines:
         self._is_idle_limit = is_idle_limit
         self._timeout_s = min(timeout_s, timeout_us / 1e6) if timeout_us else timeout_s
         self._start_s = self._loop.time()
+        of_heads = (head.timeout_s for head in collector.heads.values() if head.timeout_s is not None)
+        self._first_s = min(of_heads, default=self._timeout_s)
         self._heard_s: float | None = None
         """When the last piece of a stream came."""
         self._timer = self._loop.call_later(self._timeout_s, self._expire)
@@ -55,6 +57,10 @@ class Deadlines:
     def left_s(self) -> float:
         """Until the request's deadline; 0 if it has passed."""
         return max(0.0, self._start_s + self._timeout_s - self._loop.time())
+
+    def first_left_s(self) -> float:
+        """Until the first deadline of all, the heads' included; 0 if it has passed."""
+        return max(0.0, self._start_s + min(self._first_s, self._timeout_s) - self._loop.time())
 
     def hear(self) -> None:
         """Note that a piece of the stream came."""

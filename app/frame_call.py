@@ -46,18 +46,24 @@ class FrameCall:
             [(part.pending.request, part.inputs, part.rows) for part in parts],
             [(mask, part.rows) for mask, part in zip(masks, parts, strict=True)],
             self.name if signature.streams else "",
-            whole=self._is_wanted_whole(),
+            self._patience_s(),
         )
 
-    def _is_wanted_whole(self) -> bool:
-        """Whether no request can do anything with one head's answer as long as another's is missing."""
+    def _patience_s(self) -> float:
+        """How long one head's answer may wait for the others', because no request can do anything with it alone.
+
+        Half of the time until the first deadline at most, so that what is late is known then.
+        """
         if not self._has_heads or len(set(self._asked)) != 1:
-            return False
-        return not any(
-            part.pending.collector.is_stream or part.pending.collector.heads[head].on_error != "fail"
-            for part, asked in zip(self._parts, self._asked, strict=True)
-            for head in asked
-        )
+            return 0
+        left_s = []
+        for part, asked in zip(self._parts, self._asked, strict=True):
+            pending = part.pending
+            heads = pending.collector.heads
+            if pending.collector.is_stream or any(heads[head].on_error != "fail" for head in asked):
+                return 0
+            left_s.append(0.0 if pending.deadlines is None else pending.deadlines.first_left_s())
+        return min(left_s) / 2
 
     def take(self, piece: Piece, data: Sequence[memoryview]) -> bool:
         """Hand a piece to the requests that wanted it. Returns whether the replica can't be used any more."""

@@ -282,18 +282,18 @@ class BatchRun:
 
     def _waits(self, ready: Sequence[_Said], pace: Pace, since_s: float, steps: Sequence[str]) -> bool:
         """Whether answers that are ready since then go with the next one; it takes these steps, or there is none."""
-        if self._is_for_the_whole(ready):
-            return True
-        return pace.allows(time.perf_counter() - since_s, steps)
+        waited_s = time.perf_counter() - since_s
+        return waited_s < self._patience_s(ready) or pace.allows(waited_s, steps)
 
-    def _left_s(self, ready: Sequence[_Said], pace: Pace, since_s: float) -> float | None:
-        """How long answers that are ready since then may go on to wait; None: as long as it takes."""
-        return None if self._is_for_the_whole(ready) else pace.left_s(time.perf_counter() - since_s)
+    def _left_s(self, ready: Sequence[_Said], pace: Pace, since_s: float) -> float:
+        """How long answers that are ready since then may go on to wait."""
+        waited_s = time.perf_counter() - since_s
+        return max(self._patience_s(ready) - waited_s, pace.left_s(waited_s))
 
-    def _is_for_the_whole(self, ready: Sequence[_Said]) -> bool:
-        """Whether nobody wants these answers before the others. Each frame that leaves while a step computes costs that
-        step time."""
-        return self._part.note.whole and not any(piece.failures for piece, _ in ready)
+    def _patience_s(self, ready: Sequence[_Said]) -> float:
+        """How long nobody wants these answers without the others. Each frame that leaves while a step computes costs
+        that step time."""
+        return 0 if any(piece.failures for piece, _ in ready) else self._part.note.patience_s
 
     def _until_next_head(self, names: Sequence[str]) -> Sequence[str]:
         """Of these steps, those up to the first whose answer is wanted."""
@@ -347,7 +347,7 @@ class BatchRun:
         return encoded
 
 
-async def _ends_within(task: asyncio.Future[Any], timeout_s: float | None) -> bool:
+async def _ends_within(task: asyncio.Future[Any], timeout_s: float) -> bool:
     await asyncio.wait({task}, timeout=timeout_s)
     return task.done()
 

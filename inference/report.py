@@ -72,8 +72,9 @@ class CallNote(msgspec.Struct, omit_defaults=True):
     """Whether this is a warm-up call; counted apart."""
     heads: list[tuple[int, int]] = []
     """Of a pipeline: for so many rows (second) the heads wanted (first, bit 0 for the signature's first head)."""
-    whole: bool = False
-    """Of a pipeline: whether no head's answer is wanted before all are there, unless it is a failure."""
+    patience_s: float = 0
+    """Of a pipeline: how long a head's answer that is ready may wait for the others, unless it is a failure: nobody can
+    do anything with it alone."""
     stream: str = ""
     """Names a streaming request, so that it can be cancelled."""
     cancel: str = ""

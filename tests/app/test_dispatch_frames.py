@@ -253,7 +253,24 @@ def test_only_the_whole_is_wanted_where_every_head_must_answer_and_nobody_listen
             kept.append(ask())
             await settle()
             call = bench.calls[-1]
-            assert call.note.whole is whole
+            assert (call.note.patience_s > 0) is whole
+            call.answer(*call.wanted)
+            call.end()
+            await settle()
+
+    run(scenario)
+
+
+def test_patience_ends_well_before_the_first_deadline() -> None:
+    async def scenario() -> None:
+        hasty = HeadSpec("b", ("out_b",), 3.0)
+        bench = Bench(pipeline(b=hasty), max_in_flight=10, timeout_s=8)
+        sent = []
+        for heads, limit_s, fields in (("a", 8, {}), ("ab", 3, {}), ("ab", 2, {"timeout_us": 2_000_000})):
+            sent.append(bench.send(1, heads=heads, **fields))
+            await settle()
+            call = bench.calls[-1]
+            assert limit_s / 2 * 0.9 < call.note.patience_s <= limit_s / 2
             call.answer(*call.wanted)
             call.end()
             await settle()

@@ -206,7 +206,30 @@ class TestFrames:
 
     def test_where_only_the_whole_is_wanted_all_heads_share_a_frame(self) -> None:
         pipeline, _ = trunk_and_heads(3, wait_for_next_s=0)
-        assert [answer.heads for answer in ask(pipeline, {"x": rows(1)}, whole=True)] == [["h0", "h1", "h2"]]
+        assert [answer.heads for answer in ask(pipeline, {"x": rows(1)}, patience_s=1000)] == [["h0", "h1", "h2"]]
+
+    def test_patience_has_an_end(self) -> None:
+        go = threading.Event()
+
+        def wait(features: Any) -> Any:
+            assert go.wait(30)
+            return features
+
+        models = {
+            "trunk": Stage(doubled, ["x"], "features"),
+            "quick": Stage(adding(1), ["features"], "y"),
+            "slow": Stage(wait, ["features"], "z"),
+        }
+        pipeline = fused(models, ["quick", "slow"], wait_for_next_s=0)
+
+        async def listen() -> list[list[str]]:
+            heard = []
+            async for answer in hear(pipeline, {"x": rows(1)}, patience_s=0.05):
+                heard.append(answer.heads)
+                go.set()
+            return heard
+
+        assert asyncio.run(listen()) == [["quick"], ["slow"]]
 
     def test_a_failure_leaves_at_once_even_where_only_the_whole_is_wanted(self) -> None:
         models = {
@@ -216,7 +239,7 @@ class TestFrames:
             "c": Stage(adding(2), ["features"], "w"),
         }
         pipeline = fused(models, ["a", "b", "c"], wait_for_next_s=0)
-        answers = ask(pipeline, {"x": rows(1, 2)}, whole=True)
+        answers = ask(pipeline, {"x": rows(1, 2)}, patience_s=1000)
         assert [answer.heads for answer in answers] == [["a", "b"], ["c"]]
 
     def test_batches_do_not_interleave(self) -> None:
