@@ -73,7 +73,9 @@ class Child:
             RuntimeError: it ended instead.
         """
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self._module} ended; it says above why")
-        return line
+        pieces: list[bytes] = []
+        while not pieces or not pieces[-1].endswith(b"\n"):
+            pieces.append(os.read(self._process.stdout.fileno(), 1 << 20))
+            if not pieces[-1]:
+                raise RuntimeError(f"{self._module} ended; it says above why")
+        return b"".join(pieces)
