@@ -16,13 +16,13 @@ from app.bodies import BodyReader
 from app.config import Server
 from app.errors import CallableFailed, HeadwaterError, MethodNotAllowed, NotFound
 from app.event_stream import StreamLimits
+from app.lm.chat_request import ChatRequest
+from app.lm.completion_request import CompletionRequest
 from app.middleware import RequestContext
 from app.models import Models
 from app.openapi import openapi_schema
 from app.replies import Reply, error_reply
 from app.routes.cancel import CancelEndpoint
-from app.routes.chat_completions import ChatCompletionsEndpoint
-from app.routes.completions import CompletionsEndpoint
 from app.routes.docs import docs_routes
 from app.routes.embeddings import EmbeddingsEndpoint
 from app.routes.generate import GenerateEndpoint, GenerateStreamEndpoint
@@ -30,6 +30,7 @@ from app.routes.health import health_routes
 from app.routes.infer import InferEndpoint, InferShortcut
 from app.routes.metadata import metadata_routes
 from app.routes.openai_models import openai_model_routes
+from app.routes.openai_texts import OpenAITextEndpoint
 
 __all__ = ["create_app"]
 
@@ -67,8 +68,8 @@ def create_app(models: Models, server: Server) -> FastAPI:
         Route("/v2/models/{model}/versions/{version}/generate_stream", generate_stream, methods=["POST"]),
         # An id may have slashes in it.
         Route("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models), methods=["POST"]),
-        Route("/v1/chat/completions", ChatCompletionsEndpoint(models, reader), methods=["POST"]),
-        Route("/v1/completions", CompletionsEndpoint(models, reader), methods=["POST"]),
+        Route("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest), methods=["POST"]),
+        Route("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest), methods=["POST"]),
         Route("/v1/embeddings", EmbeddingsEndpoint(models, reader), methods=["POST"]),
     ]
     gateway.include_router(health_routes(models))

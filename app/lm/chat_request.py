@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from app.json_faults import at, shown
+from app.lm.chat_answer import ChatAnswer
 from app.lm.json_body import read_body
 from app.lm.sampling_fields import MAX_LOGPROBS, StreamFields, checked_integer
 from app.lm.text_plan import CHAT_ANSWER_TOKENS, Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
@@ -17,6 +18,7 @@ from inference.lm.protocol import EngineLimits
 
 if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
     from app.lm.language_text import LanguageText
+    from app.text.token_texts import TokenTexts
 
 __all__ = ["MAX_CHOICES", "ChatRequest"]
 
@@ -63,6 +65,21 @@ class ChatRequest(StreamFields, kw_only=True):
             BadRequest: it is none; the message names the field.
         """
         return read_body(raw, cls)
+
+    def answer_form(self, plan: TextPlan, texts: TokenTexts) -> ChatAnswer:
+        """What its answer looks like.
+
+        Args:
+            plan: what `plan` gave.
+            texts: of the tokenizer.
+        """
+        return ChatAnswer(
+            self.model,
+            len(plan.specs),
+            texts,
+            logprobs=bool(self.logprobs),
+            includes_usage=self.includes_usage,
+        )
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
         """Check the request, and make tokens of it. Takes too long for the event loop.

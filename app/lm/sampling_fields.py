@@ -203,8 +203,10 @@ def checked_ids(path: str, ids: Sequence[object], vocab_size: int) -> list[int]:
     Raises:
         BadRequest: one is no integer, or none of the vocabulary.
     """
+    checked: list[int] = []
     for n, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token < vocab_size:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             expected = f"expected a token id from 0 to {vocab_size - 1}"
             raise at(f"{path}[{n}]", None, f"{expected}, got {shown(token)}")
-    return list(ids)  # type: ignore[arg-type]  # all are integers
+        checked.append(token)
+    return checked

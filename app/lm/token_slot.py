@@ -131,11 +131,10 @@ class TokenSlot:
         return self._broken(f"expected nothing after its end at {self.count} tokens, got {got}")
 
     def _take_logprobs(self, event: SequenceEvent) -> None:
-        wanted = {"logprobs": event.logprobs}
+        counts = {"logprobs": len(event.logprobs or ())}
         if self._logprobs_wanted:
-            wanted["tops"] = event.tops  # type: ignore[assignment]
-        for name, values in wanted.items():
-            got = 0 if values is None else len(values)
+            counts["tops"] = len(event.tops or ())
+        for name, got in counts.items():
             if got != len(event.tokens):
                 raise self._broken(f"{name}: expected {len(event.tokens)}, one a token, got {got}")
         if self._logprobs is None:
