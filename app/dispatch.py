@@ -339,11 +339,12 @@ class Dispatcher:
             signature = parts[0].pending.signature
             head, data = encode_batch(signature, [(part.pending.request, part.inputs, part.rows) for part in parts])
             tensors = await client.infer(head, data)
-            reports, compute_us = decode_reports(tensors.pop(REPORT).data, rows)
+            reports, compute_us, is_merged = decode_reports(tensors.pop(REPORT).data, rows)
             if any(report.status is Status.BROKEN for report in reports):
                 self._lose(replica)
             self._note_rate(rows, time.perf_counter_ns() - started_ns)
-            self.statistics.note_call(rows, compute_us * 1000)
+            if not is_merged:
+                self.statistics.note_call(rows, compute_us * 1000)
             outputs = _sliced(signature, tensors, reports, rows)
             self._distribute(parts, outputs, reports, started_ns, compute_us * 1000)
 

@@ -5,6 +5,8 @@ model has one more output, `REPORT`: ``UINT8 [rows, width]``. Of each row's byte
 four are the microseconds that the callable took (little-endian uint32, the same in all rows of a call), and the rest
 is UTF-8 text padded with zeros: the message of a row that failed; in a row that did not, empty, or the JSON
 ``{"output": shape}`` of those outputs that have no elements (they travel as placeholders, see `placeholder_shape`).
+Triton may merge calls that wait together; in all but one of them the first byte's high bit is set, so that whoever
+counts what the callable did counts it once.
 
 A request's hidden parameter `HEADWATER` is the JSON of a `CallNote`.
 """
@@ -23,6 +25,7 @@ __all__ = [
     "HEADWATER",
     "REPORT",
     "CallNote",
+    "CallReport",
     "RowReport",
     "Status",
     "decode_reports",
@@ -35,6 +38,7 @@ HEADWATER: Final = "headwater"
 MAX_MESSAGE_BYTES: Final = 2000
 
 _HEAD = struct.Struct("<BI")
+_MERGED: Final = 0x80
 
 
 class Status(enum.IntEnum):
@@ -57,6 +61,16 @@ class RowReport(NamedTuple):
     status: Status
     message: str = ""
     """Why it failed; of a row that did not, empty or the JSON described above."""
+
+
+class CallReport(NamedTuple):
+    """How one call fared."""
+
+    rows: list[RowReport]
+    compute_us: int
+    """Microseconds that the callable took."""
+    is_merged: bool
+    """Whether another call's report counts these microseconds too, because both were computed at once."""
 
 
 class CallNote(msgspec.Struct, omit_defaults=True):
@@ -91,21 +105,24 @@ def placeholder_shape(rows: int, declared: Sequence[int]) -> list[int]:
     return [rows, *(1 if dim < 0 else dim for dim in declared)]
 
 
-def encode_reports(reports: Sequence[RowReport], compute_us: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Encode one report a row. Returns UINT8 [rows, width]."""
+def encode_reports(
+    reports: Sequence[RowReport], compute_us: int, *, is_merged: bool = False
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Encode one report a row (see `CallReport`). Returns UINT8 [rows, width]."""
     # Only what a callable said may be long; the JSON of a row that succeeded must stay whole.
     texts = [report.message.encode() if report.status is Status.OK else _cut(report.message) for report in reports]
     width = _HEAD.size + max((len(text) for text in texts), default=0)
     compute_us = min(compute_us, 0xFFFFFFFF)
+    flag = _MERGED if is_merged else 0
     raw = b"".join(
-        (_HEAD.pack(report.status, compute_us) + text).ljust(width, b"\0")
+        (_HEAD.pack(report.status | flag, compute_us) + text).ljust(width, b"\0")
         for report, text in zip(reports, texts, strict=True)
     )
     return np.frombuffer(raw, np.uint8).reshape(len(reports), width)
 
 
-def decode_reports(raw: bytes | memoryview, rows: int) -> tuple[list[RowReport], int]:
-    """Decode what `encode_reports` wrote: the reports, and the microseconds that the callable took.
+def decode_reports(raw: bytes | memoryview, rows: int) -> CallReport:
+    """Decode what `encode_reports` wrote.
 
     Raises:
         ValueError: the bytes are no reports of that many rows.
@@ -114,15 +131,16 @@ def decode_reports(raw: bytes | memoryview, rows: int) -> tuple[list[RowReport],
     if width < _HEAD.size or width * rows != len(raw):
         raise ValueError(f"expected reports of {rows} rows, got {len(raw)} bytes")
     reports = []
-    compute_us = 0
+    compute_us = first = 0
     for offset in range(0, len(raw), width):
-        status, compute_us = _HEAD.unpack_from(raw, offset)
+        first, compute_us = _HEAD.unpack_from(raw, offset)
+        status = first & ~_MERGED
         if width == _HEAD.size:
             reports.append(RowReport(Status(status)))
             continue
         text = bytes(raw[offset + _HEAD.size : offset + width]).rstrip(b"\0")
         reports.append(RowReport(Status(status), text.decode("utf-8", "replace")))
-    return reports, compute_us
+    return CallReport(reports, compute_us, bool(first & _MERGED))
 
 
 def _cut(message: str) -> bytes:

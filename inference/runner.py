@@ -93,7 +93,7 @@ class Runner:
                 piece = _Outcome(
                     {name: array[start:end] for name, array in outcome.outputs.items()}, outcome.reports[start:end]
                 )
-                answers[index] = self._answer(piece, compute_us)
+                answers[index] = self._answer(piece, compute_us, is_merged=start > 0)
                 start = end
         for index, (rows, report) in failures.items():
             answers[index] = self._answer(_Outcome(self._blank(rows), [report] * rows), 0)
@@ -226,7 +226,7 @@ class Runner:
                 array[members] = outputs[spec.name]
         return joined
 
-    def _answer(self, outcome: _Outcome, compute_us: int) -> Arrays:
+    def _answer(self, outcome: _Outcome, compute_us: int, *, is_merged: bool = False) -> Arrays:
         """Outputs and report as they travel; an output without elements as a placeholder, its shape in the report."""
         outputs = dict(outcome.outputs)
         reports = outcome.reports
@@ -237,7 +237,7 @@ class Runner:
                     outputs[spec.name] = zeros(spec, tuple(placeholder_shape(len(reports), spec.shape)))
             text = msgspec.json.encode(empty).decode()
             reports = [RowReport(Status.OK, text) if report.status is Status.OK else report for report in reports]
-        outputs[REPORT] = encode_reports(reports, compute_us)
+        outputs[REPORT] = encode_reports(reports, compute_us, is_merged=is_merged)
         return outputs
 
     def _blank(self, rows: int) -> Arrays:

@@ -143,7 +143,7 @@ class HttpCaller:
             raise ReplicaError(f"warm-up with a batch of {rows}: no answer: {error}") from error
         if response.status != 200:
             raise ReplicaError(f"warm-up with a batch of {rows}: Triton said {answer.decode(errors='replace')}")
-        return decode_reports(answer[int(response.headers["Inference-Header-Content-Length"]) :], rows)[0]
+        return decode_reports(answer[int(response.headers["Inference-Header-Content-Length"]) :], rows).rows
 
     def close(self) -> None:
         """See `Caller.close`."""

@@ -63,13 +63,15 @@ class Call:
     def note(self) -> CallNote:
         return msgspec.json.decode(self.head.get("parameters", {}).get(HEADWATER, "{}"), type=CallNote)
 
-    def answer(self, reports: Sequence[RowReport] | None = None) -> None:
+    def answer(self, reports: Sequence[RowReport] | None = None, *, is_merged: bool = False) -> None:
         """Answer with the inputs doubled."""
         doubled = (np.frombuffer(self.data, np.float32) * 2).tobytes()
-        self.give({"y": RawTensor("FP32", tuple(self.shape), doubled)}, reports)
+        self.give({"y": RawTensor("FP32", tuple(self.shape), doubled)}, reports, is_merged=is_merged)
 
-    def give(self, outputs: dict[str, RawTensor], reports: Sequence[RowReport] | None = None) -> None:
-        report = encode_reports(reports or [RowReport(Status.OK)] * self.rows, 5)
+    def give(
+        self, outputs: dict[str, RawTensor], reports: Sequence[RowReport] | None = None, *, is_merged: bool = False
+    ) -> None:
+        report = encode_reports(reports or [RowReport(Status.OK)] * self.rows, 5, is_merged=is_merged)
         self.answered.set_result({**outputs, REPORT: RawTensor("UINT8", report.shape, report.tobytes())})
 
 
@@ -187,6 +189,22 @@ def test_rows_gather_while_the_replica_is_busy() -> None:
         assert bench.calls[1].values == [1, 2, 3]
         bench.calls[1].answer()
         assert [numbers(await task) for task in tasks] == [[2], [4], [6]]
+
+    run(scenario)
+
+
+def test_calls_that_triton_merged_count_as_one() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=2, replicas=2)
+        tasks = [bench.send(1)]
+        await settle()
+        tasks.append(bench.send(2))
+        await settle()
+        for call, is_merged in zip(bench.calls, (False, True), strict=True):
+            call.answer(is_merged=is_merged)
+        assert [numbers(await task) for task in tasks] == [[2], [4]]
+        statistics = bench.dispatcher.statistics
+        assert (statistics.requests, statistics.calls, statistics.call_compute_ns) == (2, 1, 5000)
 
     run(scenario)
 

@@ -64,15 +64,16 @@ def test_every_fixed_size_is_numpys_own() -> None:
         max_size=9,
     ),
     st.integers(0, 2**33),
+    st.booleans(),
 )
-def test_row_reports_survive(rows: list[tuple[Status, str]], compute_us: int) -> None:
+def test_row_reports_survive(rows: list[tuple[Status, str]], compute_us: int, is_merged: bool) -> None:
     reports = [RowReport(status, text) for status, text in rows]
-    raw = encode_reports(reports, compute_us).tobytes()
-    assert decode_reports(raw, len(reports)) == (reports, min(compute_us, 2**32 - 1))
+    raw = encode_reports(reports, compute_us, is_merged=is_merged).tobytes()
+    assert decode_reports(raw, len(reports)) == (reports, min(compute_us, 2**32 - 1), is_merged)
 
 
 def test_a_long_message_is_cut_between_characters() -> None:
-    (report,), _ = decode_reports(encode_reports([RowReport(Status.RAISED, "é" * 5000)], 0).tobytes(), 1)
+    ((report,), *_) = decode_reports(encode_reports([RowReport(Status.RAISED, "é" * 5000)], 0).tobytes(), 1)
     assert report.message == "é" * (MAX_MESSAGE_BYTES // 2) + " [cut]"
 
 

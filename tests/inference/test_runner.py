@@ -50,7 +50,11 @@ def handle(runner: Runner, *requests: Request) -> list[dict[str, Any]]:
 
 
 def reports(answer: Mapping[str, Any]) -> list[RowReport]:
-    return decode_reports(answer[REPORT].tobytes(), len(answer[REPORT]))[0]
+    return decode_reports(answer[REPORT].tobytes(), len(answer[REPORT])).rows
+
+
+def is_merged(answer: Mapping[str, Any]) -> bool:
+    return decode_reports(answer[REPORT].tobytes(), len(answer[REPORT])).is_merged
 
 
 def statuses(answer: Mapping[str, Any]) -> list[Status]:
@@ -63,6 +67,7 @@ def test_merged_requests_share_a_call_and_get_their_own_rows() -> None:
     assert model.batches == [[1, 2, 3]]
     assert answers[0]["y"].tolist() == [[2]]
     assert answers[1]["y"].tolist() == [[4], [6]]
+    assert [is_merged(answer) for answer in answers] == [False, True]
 
 
 def test_requests_of_different_shapes_do_not_share_a_call() -> None:
