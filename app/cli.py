@@ -1,4 +1,4 @@
-"""The command line: ``headwater serve`` and ``headwater check``."""
+"""The command line: ``headwater serve`` and ``check``, and what commands a running server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import app
 from app.config import Config, load_config, read_config
-from app.errors import ConfigError, StartError
+from app.errors import CommandError, ConfigError, StartError
 from app.logs import set_up_logging
 from app.openapi import example_body
 from inference.lm.reference import is_language_model
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         status = int(options.run(options))
-    except (ConfigError, StartError) as error:
+    except (ConfigError, StartError, CommandError) as error:
         print(f"headwater: {error}", file=sys.stderr)
         status = 1
     sys.exit(status)
@@ -59,7 +59,24 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--port", type=int)
     _add_set(check)
     check.set_defaults(run=_check)
+
+    status = commands.add_parser("status", help="show the models of a running server, and their states")
+    _add_url(status)
+    status.set_defaults(run=_status)
+    for action, what in (
+        ("load", "load a model that is not loaded"),
+        ("unload", "unload a model, and see that nothing of it remains"),
+        ("reload", "replace a model's replicas without a gap"),
+    ):
+        command = commands.add_parser(action, help=f"{what}, on a running server on this machine")
+        command.add_argument("name", metavar="NAME", help="the deployment")
+        _add_url(command)
+        command.set_defaults(run=_command, action=action)
     return parser
+
+
+def _add_url(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's; default: %(default)s")
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +123,20 @@ def _check(options: argparse.Namespace) -> int:
     from app.check import check
 
     return check(options.config, as_json=options.json, flags=_flags(options))
+
+
+def _status(options: argparse.Namespace) -> int:
+    from app.server_client import ServerClient, status_table
+
+    print(status_table(ServerClient(options.url).index()))
+    return 0
+
+
+def _command(options: argparse.Namespace) -> int:
+    from app.server_client import ServerClient, command_line
+
+    print(command_line(options.action, ServerClient(options.url).command(options.action, options.name)))
+    return 0
 
 
 def _announce(url: str, served: list[tuple[str, Signature | None, str]]) -> None:

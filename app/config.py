@@ -22,6 +22,7 @@ from app.sections import (
     PythonPath,
     Replicas,
     Section,
+    Strategy,
     TensorStore,
     Threads,
     WarmupBatchSizes,
@@ -60,6 +61,11 @@ class Deployment(Section):
     """Batch sizes to warm up; default: powers of two up to ``max_batch_size``. Empty: no warm-up."""
     load_timeout_s: PositiveSeconds = 600
     """How long a replica may take from its start to ready."""
+    drain_timeout_s: PositiveSeconds = 30
+    """How long requests in flight may take to finish when it is unloaded or reloaded."""
+    strategy: Strategy = "beside"
+    """How it is reloaded: ``beside``, the new replicas start while the old ones serve; ``recreate``, after they have
+    ended, where memory has room for one only."""
     python: PythonPath | None = None
     """The interpreter that its replicas run under, which must have PyTriton; default: the one Headwater runs under."""
 

@@ -7,8 +7,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
@@ -18,6 +18,7 @@ from app.batch_request import encode_batch, encode_nothing
 from app.batching import BatchQueue, Item
 from app.collector import WHOLE, Collector, wanted_heads
 from app.deadlines import TIMER_RESOLUTION_S, Deadlines
+from app.draining import Fail
 from app.errors import (
     BadRequest,
     CallableFailed,
@@ -29,8 +30,8 @@ from app.errors import (
 )
 from app.frame_call import FrameCall
 from app.pending import Part, Pending
-from app.routing import DeploymentRoute, ReplicaRoute
-from app.row_errors import RETRY_AFTER_LOST_S, RETRY_AFTER_S, row_error
+from app.routing import DeploymentRoute, ReplicaRoute, State
+from app.row_errors import RETRY_AFTER_LOST_S, row_error, unavailable
 from app.row_slices import SlicedTensor
 from app.statistics import Statistics
 from app.tensors import InferRequest, RawTensor
@@ -59,6 +60,10 @@ class _Replica:
     calls: int = 0
     rows: int = 0
     """Outstanding."""
+    batches: dict[int, list[Item]] = field(default_factory=dict)
+    """Under way, by identity."""
+    is_retiring: bool = False
+    """Others have replaced it: it gets no call any more, and finishes those that it has."""
     is_lost: bool = False
     """It failed as a whole; it gets no call any more, and the supervisor will take it from the table."""
 
@@ -85,6 +90,8 @@ class Dispatcher:
         self.statistics = Statistics()
         self.in_flight = 0
         """Requests under way."""
+        self._requests: set[Pending] = set()
+        """Those."""
         self.is_draining = False
         """Whether new requests are refused; those under way are still answered."""
         self.route = route
@@ -113,15 +120,17 @@ class Dispatcher:
                 # The same object, so that what was made for it stays good.
                 route = msgspec.structs.replace(route, signature=self.route.signature)
         self.route = route
-        wanted = {replica.id: replica for replica in route.replicas}
+        wanted = {replica.id: replica for replica in (*route.replicas, *route.retiring)}
         for id in [id for id in self._replicas if id not in wanted]:
             self._replicas.pop(id).client.close()
         for id, replica in wanted.items():
             if id not in self._replicas:
                 self._add(replica)
-        if not self._replicas:
+        for replica in route.retiring:
+            self._replicas[replica.id].is_retiring = True
+        if not route.replicas:
             for item in self._queue.drain():
-                item.payload.fail(self._unavailable())
+                item.payload.fail(unavailable(route))
         self._schedule()
 
     def close(self) -> None:
@@ -130,8 +139,18 @@ class Dispatcher:
         for replica in self._replicas.values():
             replica.client.close()
         self._replicas.clear()
+        self.route = msgspec.structs.replace(self.route, replicas=(), retiring=())
         for item in self._queue.drain():
             item.payload.fail(ReplicaLost("the server is stopping"))
+
+    def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
+        """See `app.draining.Drainable`."""
+        found: Collection[Pending] = self._requests
+        if replicas is not None:
+            held = [self._replicas[id] for id in replicas if id in self._replicas]
+            found = {part.pending for one in held for batch in one.batches.values() for part in map(_part, batch)}
+        # What is answered may still be read: that takes no replica.
+        return [pending.collector.fail for pending in found if not pending.collector.is_done]
 
     def _add(self, replica: ReplicaRoute) -> None:
         client = self._connect(self.route.name, replica)
@@ -147,9 +166,13 @@ class Dispatcher:
         """
         if self.is_draining and not is_step:
             raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
-        if self.route.signature is None or not self._replicas:
-            raise self._unavailable()
-        return self.route.signature
+        route = self.route
+        if route.signature is None or not route.replicas:
+            raise unavailable(route)
+        # A step's pipeline is drained first, and still needs it.
+        if route.state is State.DRAINING and not (is_step and route.part_of is not None):
+            raise unavailable(route)
+        return route.signature
 
     async def infer(self, request: InferRequest, *, is_step: bool = False) -> Answer:
         """Answer a request whole.
@@ -205,11 +228,13 @@ class Dispatcher:
             is_idle_limit=signature.streams,
         )
         self._enqueue(pending)
+        self._requests.add(pending)
         self.in_flight += 1
         return pending
 
     def _leave(self, pending: Pending) -> None:
         """Forget a request that is answered, has failed, or whose client went away."""
+        self._requests.discard(pending)
         self.in_flight -= 1
         if pending.deadlines is not None:
             pending.deadlines.close()
@@ -227,13 +252,6 @@ class Dispatcher:
         pending.release()
 
     # Admission
-
-    def _unavailable(self) -> Unavailable:
-        route = self.route
-        return Unavailable(
-            f"model `{route.name}` is {route.state.value}: {route.reason or 'no replica is ready'}",
-            retry_after_s=RETRY_AFTER_S.get(route.state, RETRY_AFTER_LOST_S),
-        )
 
     def _admit(self, request: InferRequest, signature: Signature) -> None:
         limit = self.route.max_queue_size
@@ -304,6 +322,7 @@ class Dispatcher:
             if (
                 replica.calls < self.route.max_in_flight
                 and not replica.is_lost
+                and not replica.is_retiring
                 and (best is None or replica.rows < best.rows)
             ):
                 best = replica
@@ -388,14 +407,15 @@ class Dispatcher:
         """Of a call: whatever goes wrong in it becomes the failure of what it has not answered; the next may go."""
         parts: list[Part] = [item.payload for item in batch]
         rows = sum(part.rows for part in parts)
+        replica.batches[id(batch)] = batch
         try:
             yield
         except ReplicaUnreachable:
             # It never had them; another may. If there is none, they wait until the table says so.
             self._lose(replica)
             for item in batch:
-                if not self._replicas:  # the table has said so
-                    item.payload.fail(self._unavailable())
+                if not self.route.replicas:  # the table has said so
+                    item.payload.fail(unavailable(self.route))
                 elif not item.payload.pending.collector.is_done:
                     self._queue.push(item)
         except HeadwaterError as error:
@@ -408,6 +428,7 @@ class Dispatcher:
             for part in parts:
                 part.fail(CallableFailed(f"internal error: {type(error).__name__}"))
         finally:
+            del replica.batches[id(batch)]
             replica.calls -= 1
             replica.rows -= rows
             self._schedule()
@@ -419,7 +440,7 @@ class Dispatcher:
             self._loop.call_later(LOST_RETRY_S, self._find_again, replica)
 
     def _find_again(self, replica: _Replica) -> None:
-        if self._replicas.get(replica.route.id) is not replica:
+        if self._replicas.get(replica.route.id) is not replica or replica.is_retiring:
             return
         logger.warning(
             "model %s: replica %s was lost, but is still there: trying it again", self.route.name, replica.route.id
@@ -455,6 +476,11 @@ class Dispatcher:
                 pending.note_call(started_ns, compute_ns)
                 part.decide(WHOLE, found)
             start = end
+
+
+def _part(item: Item) -> Part:
+    part: Part = item.payload
+    return part
 
 
 def _connect(name: str, route: ReplicaRoute) -> ReplicaClient | FrameReplicaClient:

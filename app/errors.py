@@ -4,6 +4,7 @@
 
     HeadwaterError                 status, message
     ├── BadRequest                 400  the request's content is wrong; the message names the field
+    ├── Forbidden                  403  not allowed to this client
     ├── NotFound                   404  unknown model or route
     ├── MethodNotAllowed           405
     ├── BodyTooSlow                408
@@ -24,6 +25,7 @@
 
     ConfigError                    for the operator: the configuration is wrong; names the field
     StartError                     for the operator: a process can't start
+    CommandError                   for the operator: a running server refused a command, or can't be reached
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ __all__ = [
     "CallableFailed",
     "Cancelled",
     "ClientGone",
+    "CommandError",
     "ConfigError",
     "Conflict",
     "ContractBroken",
     "DeadlineExceeded",
+    "Forbidden",
     "HeadersTooLarge",
     "HeadwaterError",
     "MethodNotAllowed",
@@ -80,6 +84,13 @@ class BadRequest(HeadwaterError):
     """The request's content is wrong."""
 
     status = 400
+    kind = "invalid_request_error"
+
+
+class Forbidden(HeadwaterError):
+    """What only an operator may do, asked by someone who can't be told from anybody else."""
+
+    status = 403
     kind = "invalid_request_error"
 
 
@@ -196,3 +207,7 @@ class ConfigError(Exception):
 
 class StartError(Exception):
     """A process can't start; the message says why and how to mend it."""
+
+
+class CommandError(Exception):
+    """A running server refused or failed what it was told to do, or can't be reached; the message says why."""

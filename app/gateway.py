@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
@@ -37,12 +37,13 @@ __all__ = ["create_app"]
 logger = logging.getLogger("headwater")
 
 
-def create_app(models: Models, server: Server) -> FastAPI:
+def create_app(models: Models, server: Server, *routers: APIRouter) -> FastAPI:
     """Make the application.
 
     Args:
         models: what to serve; may change while the application runs.
         server: limits and switches.
+        routers: further routes: those that need the supervisor.
     """
     gateway = FastAPI(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     reader = BodyReader(server.max_body_bytes, server.body_timeout_s)
@@ -75,6 +76,8 @@ def create_app(models: Models, server: Server) -> FastAPI:
     gateway.include_router(health_routes(models))
     gateway.include_router(metadata_routes(models, reader))
     gateway.include_router(openai_model_routes(models))
+    for router in routers:
+        gateway.include_router(router)
     docs_routes(gateway)
 
     generated = gateway.openapi

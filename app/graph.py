@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Final
 
 import msgspec
@@ -16,9 +16,10 @@ from app.answers import Answer, HeadAnswer, Outputs
 from app.collector import Collector, wanted_heads
 from app.deadlines import Deadlines
 from app.dispatch import Dispatcher, no_rows
+from app.draining import Fail
 from app.errors import BadRequest, CallableFailed, HeadwaterError, QueueFull, Unavailable
 from app.routing import DeploymentRoute
-from app.row_errors import RETRY_AFTER_S
+from app.row_errors import unavailable
 from app.row_slices import element_count
 from app.statistics import Statistics
 from app.tensors import InferRequest, OutputWish, RawTensor
@@ -58,12 +59,21 @@ class GraphDispatcher:
         self._loop = asyncio.get_running_loop()
         self.route = route
         self.statistics = Statistics()
-        self.in_flight = 0
+        self._runs: set[_Run] = set()
         """Requests under way."""
         self._rows = 0
         """Theirs."""
         self.is_draining = False
         """Whether new requests are refused; those under way are still answered."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests under way."""
+        return len(self._runs)
+
+    def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
+        """See `app.draining.Drainable`; it has no replicas itself."""
+        return [run.collector.fail for run in self._runs if not run.collector.is_done]
 
     @property
     def signature(self) -> Signature | None:
@@ -90,10 +100,7 @@ class GraphDispatcher:
         if self.is_draining:
             raise Unavailable("the server is stopping", retry_after_s=2)
         if route.signature is None or route.plan is None or not route.is_open:
-            raise Unavailable(
-                f"model `{route.name}` is {route.state.value}: {route.reason}",
-                retry_after_s=RETRY_AFTER_S.get(route.state, 2),
-            )
+            raise unavailable(route)
         return route.signature
 
     async def infer(self, request: InferRequest) -> Answer:
@@ -134,12 +141,12 @@ class GraphDispatcher:
             )
         collector = Collector(wanted_heads(request, signature), is_stream=is_stream)
         run = _Run(self.route, self.route.plan, request, collector, self._find)
-        self.in_flight += 1
+        self._runs.add(run)
         self._rows += request.rows
         return run
 
     def _end(self, run: _Run) -> None:
-        self.in_flight -= 1
+        self._runs.discard(run)
         self._rows -= run.request.rows
         if run.collector.succeeded:
             self.statistics.note_request(run.request.rows, 0, int(run.collector.took_ms() * 1e6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -36,8 +37,15 @@ class GraphState:
         self.config = config
         self.state = State.LOADING
         self.reason = "waiting for its steps"
+        self.since_s = time.time()
+        """When it came into its state, in seconds of the Unix epoch."""
+        self.is_set_aside = False
+        """Whether an operator unloaded it, and it isn't loaded again."""
         self.plan: Plan | None = None
         self._spec = config.pipeline.spec()
+        self.is_loaded = True
+        """Whether an operator wants it."""
+        self._held: tuple[State, str] | None = None
         self._is_open = False
         self._has_served = False
         self._mismatch = ""
@@ -57,6 +65,19 @@ class GraphState:
         """Whether its first start has succeeded or failed."""
         return self.state is not State.LOADING
 
+    @property
+    def is_held(self) -> bool:
+        """Whether an operator's command, and not its steps, makes its state."""
+        return self._held is not None
+
+    def hold(self, state: State, reason: str) -> None:
+        """Be in a state, whatever its steps are in: an operator's command is under way, or has set it aside."""
+        self._held = state, reason
+
+    def release(self) -> None:
+        """Be in the state that its steps make, from the next update on."""
+        self._held = None
+
     def update(self, deployments: Mapping[str, StepState]) -> None:
         """Take in the state of all deployments.
 
@@ -64,6 +85,10 @@ class GraphState:
         away the reason says so; requests that want what follows from it have its error. It has FAILED if its steps
         don't fit together, or so many of them have failed that no head can ever be answered.
         """
+        if self._held is not None:
+            self._is_open = False
+            self._set(*self._held)
+            return
         steps = {step: deployments[name] for step, name in self.deployments.items()}
         known = {step: one.signature for step, one in steps.items() if one.signature is not None}
         self._is_open = False
@@ -102,6 +127,8 @@ class GraphState:
         return any(self.plan.needed([head]).isdisjoint(steps) for head in self._spec.heads)
 
     def _set(self, state: State, reason: str) -> None:
+        if state is not self.state:
+            self.since_s = time.time()
         self.state, self.reason = state, reason
 
     def route(self, workers: int) -> DeploymentRoute:
@@ -110,6 +137,8 @@ class GraphState:
             name=self.name,
             state=self.state,
             reason=self.reason,
+            since_s=self.since_s,
+            is_set_aside=self.is_set_aside,
             signature=self.signature,
             max_queue_size=-(-self.config.batching.max_queue_size // workers),
             timeout_s=self.config.timeout_s,

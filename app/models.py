@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+from app.control import Drain, Drained
 from app.dispatch import Connect, Dispatcher
-from app.errors import BadRequest, NotFound
+from app.draining import drain
+from app.errors import BadRequest, NotFound, Unavailable
 from app.generate_codec import GenerateDecoder, GenerateEncoder
 from app.graph import GraphDispatcher
 from app.lm.dispatcher import LmDispatcher
 from app.request_codec import RequestDecoder
 from app.response_codec import ResponseEncoder
 from app.routing import DeploymentRoute, RoutingTable
+from app.row_errors import RETRY_AFTER_LOST_S
 from inference.signature import Signature
 
 __all__ = ["Models", "ServedModel"]
@@ -164,6 +167,19 @@ class Models:
             able = ", ".join(f"`{other.route.name}`" for other in self if other.route.is_language_model)
             raise BadRequest(f"model: `{name}` is no language model; models that are: {able or 'none'}", field="model")
         return dispatcher
+
+    async def drain(self, order: Drain) -> Drained:
+        """Wait until nothing of a deployment is in flight here, and end what takes longer than it may."""
+        model = self._models.get(order.model)
+        if model is None:
+            return Drained()
+        what = "it is being unloaded" if order.replicas is None else "the replica that had the request was replaced"
+        error = Unavailable(
+            f"model `{order.model}`: {what}, and the request was not done within the drain_timeout_s that was left "
+            f"({order.timeout_s:g} s)",
+            retry_after_s=RETRY_AFTER_LOST_S,
+        )
+        return await drain(model.dispatcher, order.replicas, order.timeout_s, error)
 
     async def cancel_request(self, request_id: str) -> int:
         """Cancel a language model's request by its id, whichever worker has it. Returns how many sequences it had."""

@@ -75,6 +75,11 @@ class ReplicaProcess:
         self._command_fd: int | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def group(self) -> int:
+        """The process group of its host; 0 if there is none yet."""
+        return Journal(self.directory).host_pid
+
     def start(self) -> subprocess.Popen[bytes]:
         """Start the guardian, which starts the replica. Whoever reaps the guardian must call `ended`.
 

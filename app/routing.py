@@ -17,10 +17,14 @@ class State(str, enum.Enum):
 
     LOADING = "LOADING"
     READY = "READY"
+    DRAINING = "DRAINING"
+    """It is being unloaded: new requests are refused, those in flight still answered."""
+    UNLOADING = "UNLOADING"
+    """Nothing is in flight any more; its replicas are on their way out."""
     UNAVAILABLE = "UNAVAILABLE"
-    """No replica is ready, after one was; a new one is on its way."""
+    """No replica is ready, after one was: a new one is on its way, or an operator unloaded it."""
     FAILED = "FAILED"
-    """Its replicas failed to start too often; no further try is made."""
+    """It could not be loaded, or not be unloaded without a rest; only an operator can mend that."""
 
 
 class ReplicaRoute(msgspec.Struct, frozen=True):
@@ -62,9 +66,15 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     """Of a deployment that is a step: its pipeline."""
     is_language_model: bool = False
     """Known before its signature is."""
+    retiring: tuple[ReplicaRoute, ...] = ()
+    """Those that others have replaced: they get nothing new, but finish what they have."""
+    since_s: float = 0
+    """When it came into that state, in seconds of the Unix epoch."""
+    is_set_aside: bool = False
+    """Whether an operator unloaded it, and it isn't loaded again: the server is ready without it."""
 
 
-class RoutingTable(msgspec.Struct, frozen=True):
+class RoutingTable(msgspec.Struct, frozen=True, tag="table"):
     """Everything a gateway worker needs to know."""
 
     deployments: tuple[DeploymentRoute, ...] = ()

@@ -20,6 +20,7 @@ __all__ = [
     "PythonPath",
     "Replicas",
     "Section",
+    "Strategy",
     "TensorStore",
     "Threads",
     "WarmupBatchSizes",
@@ -78,6 +79,7 @@ ModelReference = Annotated[str, AfterValidator(check_model_reference)]
 Device = Annotated[str, AfterValidator(_check_device)]
 Environment = Annotated[dict[str, str], BeforeValidator(_stringify)]
 TensorStore = Literal["auto", "on", "off"]
+Strategy = Literal["beside", "recreate"]
 WarmupBatchSizes = tuple[PositiveInt, ...]
 PythonPath = Annotated[Path, BeforeValidator(_expand)]
 

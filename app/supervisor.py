@@ -13,22 +13,31 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from app.check import runtime_dir_problems
+from app.children import Children
 from app.config import Config, Deployment
-from app.control import ControlServer
+from app.control import ControlServer, Drained
 from app.errors import StartError
 from app.graph_state import GraphState, StepState
+from app.lifecycle import Lifecycle
+from app.replica_host import Launched
 from app.replica_process import GUARDIAN_LOST, ReplicaProcess
-from app.routing import DeploymentRoute, RoutingTable, State
+from app.replica_set import (
+    FIRST_BACKOFF_S,
+    LAST_BACKOFF_S,
+    REPLICA_END_TIMEOUT_S,
+    STEADY_AFTER_S,
+    ReplicaSet,
+)
+from app.routing import RoutingTable, State
 from app.sweep import make_instance_folder, sweep_stale
 from app.worker_settings import WorkerSettings
-from inference.lm.reference import is_language_model
 from inference.signature import Signature
 
 __all__ = ["Supervisor"]
@@ -36,32 +45,10 @@ __all__ = ["Supervisor"]
 logger = logging.getLogger("headwater")
 
 PR_SET_CHILD_SUBREAPER = 36
-FIRST_BACKOFF_S = 0.5
-LAST_BACKOFF_S = 30.0
-STEADY_AFTER_S = 60.0
-"""A process that lived this long is replaced at once, without the backoff of earlier crashes."""
-FAILED_STARTS_LIMIT = 5
-"""Starts in a row that end before ready; then the deployment has failed."""
-REPLICA_END_TIMEOUT_S = 20.0
 WORKER_END_TIMEOUT_S = 5.0
 """How long a gateway worker may take to end once nothing is under way in it."""
 LAST_LINES_S = 0.1
 """How long what a guardian wrote may take to be read after its end."""
-
-
-class _Served:
-    """What the supervisor knows of one deployment."""
-
-    def __init__(self, name: str, config: Deployment) -> None:
-        self.name = name
-        self.config = config
-        self.state = State.LOADING
-        self.reason = "waiting to start"
-        self.signature: Signature | None = None
-        self.ready: dict[str, ReplicaProcess] = {}
-        self.failed_slots = 0
-        self.is_decided = False
-        """Whether its first start has succeeded or failed."""
 
 
 class Supervisor:
@@ -83,21 +70,22 @@ class Supervisor:
         self._config = config
         self._user_paths = user_paths
         self._on_serving = on_serving
-        self._served = {name: _Served(name, deployment) for name, deployment in config.all_deployments().items()}
-        self._graphs = {
-            name: GraphState(name, deployment)
-            for name, deployment in config.deployments.items()
-            if name not in self._served
-        }
-        self._pipelines = {
+        graphs = {name: GraphState(name, one) for name, one in config.deployments.items() if _is_graph(one)}
+        steps = {
             step: graph.name
-            for graph in self._graphs.values()
+            for graph in graphs.values()
             for step in graph.deployments.values()
             if step not in config.deployments
         }
-        """Of each deployment that is a step only: its pipeline."""
-        self._control = ControlServer()
-        self._exits: dict[int, asyncio.Future[int]] = {}
+        self._graphs = graphs
+        # Loading is mostly imports and disk; more at once than cores only makes each slower.
+        self.start_slots = asyncio.Semaphore(max(2, os.cpu_count() or 2))
+        self._sets = {
+            name: ReplicaSet(name, one, self, steps.get(name)) for name, one in config.all_deployments().items()
+        }
+        self._lifecycle = Lifecycle(self._sets, self._graphs, self)
+        self._control = ControlServer(self._lifecycle.answer)
+        self._children = Children()
         self._replicas: dict[str, ReplicaProcess] = {}
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._stopping = False
@@ -109,8 +97,6 @@ class Supervisor:
         self._folder = Path()
         self._url = ""
         self._status = 0
-        # Loading is mostly imports and disk; more at once than cores only makes each slower.
-        self._start_slots = asyncio.Semaphore(max(2, os.cpu_count() or 2))
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT. Returns the exit status.
@@ -121,7 +107,7 @@ class Supervisor:
         # Orphans of children that die unexpectedly come to us and can be reaped; as PID 1 they do anyway.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        loop.add_signal_handler(signal.SIGCHLD, self._children.reap)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop_signal, number)
         listener = self._listen()
@@ -136,10 +122,9 @@ class Supervisor:
                 control=str(self._folder / "control"), server=self._config.server.model_dump(mode="json")
             )
             for index in range(self._config.server.workers):
-                self._spawn(self._keep_worker(index, listener, settings))
-            for served in self._served.values():
-                for slot in range(served.config.replicas):
-                    self._spawn(self._keep_replica(served, slot))
+                self.spawn(self._keep_worker(index, listener, settings))
+            for replicas in self._sets.values():
+                replicas.start()
             await self._stop_requested.wait()
             listener.close()  # the workers have it too: with the last of them, connections are refused
             await self._stop()
@@ -169,7 +154,7 @@ class Supervisor:
 
     def _make_folder(self) -> int:
         # A socket's path that is too long, for one, shows only when a model that says it is ready is called.
-        for problem in runtime_dir_problems(self._config.server, self._served):
+        for problem in runtime_dir_problems(self._config.server, self._sets):
             raise StartError(str(problem))
         parent = self._config.server.runtime_dir
         try:
@@ -180,10 +165,12 @@ class Supervisor:
             raise StartError(f"server.runtime_dir: can't make a folder there: {error}") from error
         return lock
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """See `app.replica_set.Host`."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
+        return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -192,115 +179,30 @@ class Supervisor:
             self._status = 1
             self._stop_requested.set()
 
-    # Children
+    # What its replica sets need
 
-    def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            exited = self._exits.pop(pid, None)
-            if exited is not None and not exited.done():
-                exited.set_result(os.waitstatus_to_exitcode(status))
+    @property
+    def is_stopping(self) -> bool:
+        """See `app.replica_set.Host`."""
+        return self._stop_requested.is_set()
 
-    def _follow(self, process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
-        """A future of the process's exit code; must be called in the same step as the process is started."""
-        exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._exits[process.pid] = exited
-
-        def note(future: asyncio.Future[int]) -> None:
-            process.returncode = future.result()  # so that Popen doesn't look for a process that is reaped
-
-        exited.add_done_callback(note)
-        return exited
-
-    # Replicas
-
-    async def _keep_replica(self, served: _Served, slot: int) -> None:
-        """Keep one replica of a deployment running."""
-        backoff_s = FIRST_BACKOFF_S
-        failed_starts = 0
-        while not self._stopping:
-            async with self._start_slots:
-                if self._stopping:
-                    return
-                started = time.monotonic()
-                try:
-                    replica, exited = self._start_replica(served)
-                except OSError as error:  # no space, processes or descriptors: it may pass, and others go on serving
-                    logger.error("%s: a replica can't be started: %s", served.name, error)
-                    backoff_s = await self._pause(backoff_s)
-                    continue
-                is_ready = await self._await_ready(served, replica)
-            if is_ready:
-                failed_starts = 0
-                served.ready[replica.id] = replica
-                served.signature = replica.signature
-                self._set_state(served, State.READY, f"replica {replica.id} ready")
-                logger.info(
-                    "%s: ready after %.1f s on %s%s", replica.id, time.monotonic() - started,
-                    replica.facts.get("device", "?"), _own_python(served.config, replica.facts),
-                )  # fmt: skip
-                await replica.ending.wait()
-                del served.ready[replica.id]
-                if not self._stopping:
-                    logger.error("%s: lost: %s", replica.id, replica.reason)
-                    if not served.ready:
-                        self._set_state(served, State.UNAVAILABLE, replica.reason)
-                    else:
-                        self._publish()
-            await exited
-            await replica.ended()
-            del self._replicas[replica.id]
-            for leftover in replica.leftovers:
-                logger.error("%s: could not be removed: %s", replica.id, leftover)
-            if self._stopping:
-                return
-            if not is_ready:
-                failed_starts += 1
-                reason = replica.reason or "ended before it was ready"
-                logger.error("%s: did not start (%d of %d): %s", replica.id, failed_starts, FAILED_STARTS_LIMIT, reason)
-                if failed_starts >= FAILED_STARTS_LIMIT:
-                    served.failed_slots += 1
-                    if served.failed_slots == served.config.replicas:
-                        self._set_state(served, State.FAILED, reason)
-                        logger.error(
-                            "%s: FAILED and not tried again; correct it and restart the server: %s", served.name, reason
-                        )
-                        self._end_if_nothing_is_left()
-                    return
-                if not served.ready and served.state is not State.UNAVAILABLE:
-                    self._set_state(served, State.LOADING, f"trying again after: {reason}")
-                self._decide(served)
-            if time.monotonic() - started > STEADY_AFTER_S:
-                backoff_s = FIRST_BACKOFF_S
-            backoff_s = await self._pause(backoff_s)
-
-    def _end_if_nothing_is_left(self) -> None:
-        """A server of which every deployment has failed serves nobody: whoever started it should know."""
-        told = [self._served.get(name) or self._graphs[name] for name in self._config.deployments]
-        if all(one.state is State.FAILED for one in told) and not self._stop_requested.is_set():
-            logger.critical("every deployment has failed: stopping")
-            self._status = 1
-            self._stop_requested.set()
-
-    async def _pause(self, backoff_s: float) -> float:
-        """Wait before another start, unless the server stops meanwhile. Returns how long to wait next time."""
+    async def wait_for_stop(self, timeout_s: float) -> None:
+        """See `app.replica_set.Host`."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._stop_requested.wait(), backoff_s)
-        return min(backoff_s * 2, LAST_BACKOFF_S)
+            await asyncio.wait_for(self._stop_requested.wait(), timeout_s)
 
-    def _start_replica(self, served: _Served) -> tuple[ReplicaProcess, asyncio.Future[int]]:
+    async def drain(self, name: str, timeout_s: float, replicas: list[str] | None) -> Drained:
+        """See `app.replica_set.Host`."""
+        return await self._control.drain(name, timeout_s, replicas)
+
+    def launch(self, replicas: ReplicaSet, on_progress: Callable[[str], None]) -> Launched:
+        """See `app.replica_set.Host`."""
         self._next_replica += 1
-        id = f"{served.name}-{self._next_replica}"
+        id = f"{replicas.name}-{self._next_replica}"
 
         def progress(text: str) -> None:
             logger.info("%s: %s", id, text)
-            if served.state is State.LOADING:
-                self._set_state(served, State.LOADING, text)
+            on_progress(text)
 
         def log(line: str) -> None:
             logger.info("%s | %s", id, line)
@@ -308,70 +210,51 @@ class Supervisor:
         # A folder's name is short, because sockets lie in it, whose paths must be.
         folder = self._folder / f"r{self._next_replica}"
         replica = ReplicaProcess(
-            served.name, id, served.config, folder, self._user_paths, on_progress=progress, on_log=log
+            replicas.name, id, replicas.config, folder, self._user_paths, on_progress=progress, on_log=log
         )
-        exited = self._follow(replica.start())
+        exited = self._children.follow(replica.start())
         # A guardian says why it ends, unless it is killed: its last lines come first.
         loop = asyncio.get_running_loop()
         exited.add_done_callback(lambda _: loop.call_later(LAST_LINES_S, replica.mark_ending, GUARDIAN_LOST))
         self._replicas[id] = replica
-        return replica, exited
+        exited.add_done_callback(lambda _: self._replicas.pop(id))
+        return Launched(replica, exited)
 
-    async def _await_ready(self, served: _Served, replica: ReplicaProcess) -> bool:
-        try:
-            return await asyncio.wait_for(asyncio.shield(replica.ready), served.config.load_timeout_s)
-        except asyncio.TimeoutError:
-            replica.reason = f"not ready within load_timeout_s = {served.config.load_timeout_s:g} s"
-            replica.kill()
-            return False
-
-    def _set_state(self, served: _Served, state: State, reason: str) -> None:
-        if state is not served.state:
-            logger.info("%s: %s -> %s: %s", served.name, served.state.value, state.value, reason)
-        served.state, served.reason = state, reason
+    def on_change(self) -> None:
+        """See `app.replica_set.Host`."""
         self._publish()
-        if state is not State.LOADING:
-            self._decide(served)
-
-    def _decide(self, served: _Served) -> None:
-        """Note that a deployment's first start has succeeded or failed; with the last of them, say what is served."""
-        served.is_decided = True
-        if not self._is_announced and all(item.is_decided for item in self._served.values()):
+        if not self._is_announced and all(one.is_decided for one in self._sets.values()):
             self._is_announced = True
-            told = {name: self._served.get(name) or self._graphs[name] for name in self._config.deployments}
+            told = {name: self._sets.get(name) or self._graphs[name] for name in self._config.deployments}
             self._on_serving(self._url, [(name, item.signature, item.reason) for name, item in told.items()])
+        # A server of which every deployment has failed serves nobody: whoever started it should know.
+        if all(map(self._has_given_up, self._config.deployments)) and not self._stop_requested.is_set():
+            logger.critical("every deployment has failed: stopping")
+            self._status = 1
+            self._stop_requested.set()
+
+    def _has_given_up(self, name: str) -> bool:
+        """Whether a deployment has FAILED by itself, and not by an operator's command."""
+        graph = self._graphs.get(name)
+        if graph is None:
+            return self._sets[name].has_given_up
+        steps = [self._sets[step] for step in graph.deployments.values()]
+        by_command = graph.is_held or any(one.state is State.FAILED and not one.has_given_up for one in steps)
+        return graph.state is State.FAILED and not by_command
 
     def _publish(self) -> None:
         workers = self._config.server.workers
-        steps = {
-            served.name: StepState(served.state, served.reason, served.signature) for served in self._served.values()
-        }
-        routes = []
-        for served in self._served.values():
-            batching = served.config.batching
-            routes.append(
-                DeploymentRoute(
-                    name=served.name,
-                    state=served.state,
-                    reason=served.reason,
-                    signature=served.signature,
-                    replicas=tuple(replica.route() for replica in served.ready.values()),
-                    max_queue_size=-(-batching.max_queue_size // workers),
-                    max_queue_delay_ms=batching.max_queue_delay_ms,
-                    max_in_flight=-(-batching.max_in_flight // workers),
-                    timeout_s=served.config.timeout_s,
-                    part_of=self._pipelines.get(served.name),
-                    is_language_model=is_language_model(served.config.model or ""),
-                )
-            )
+        routes = [replicas.route(workers) for replicas in self._sets.values()]
+        steps = {one.name: StepState(one.state, one.reason, one.signature) for one in self._sets.values()}
         for graph in self._graphs.values():
             before = graph.state, graph.reason
             graph.update(steps)
             if graph.state is not before[0]:
                 logger.info("%s: %s -> %s: %s", graph.name, before[0].value, graph.state.value, graph.reason)
                 if graph.state is State.FAILED:
-                    logger.error("%s: FAILED; correct it and restart the server: %s", graph.name, graph.reason)
-                    self._end_if_nothing_is_left()
+                    logger.error(
+                        "%s: FAILED; correct it, and then load it or restart the server: %s", graph.name, graph.reason
+                    )
             elif graph.reason != before[1] and graph.state is State.READY:
                 logger.warning("%s: still READY: %s", graph.name, graph.reason)
             routes.append(graph.route(workers))
@@ -392,7 +275,7 @@ class Supervisor:
                 logger.error("gateway worker %d can't be started: %s", index, error)
                 backoff_s = await self._pause(backoff_s)
                 continue
-            exited = self._follow(process)
+            exited = self._children.follow(process)
             self._workers[index] = process
             code = await exited
             del self._workers[index]
@@ -402,6 +285,11 @@ class Supervisor:
             if time.monotonic() - started > STEADY_AFTER_S:
                 backoff_s = FIRST_BACKOFF_S
             backoff_s = await self._pause(backoff_s)
+
+    async def _pause(self, backoff_s: float) -> float:
+        """Wait before another start, unless the server stops meanwhile. Returns how long to wait next time."""
+        await self.wait_for_stop(backoff_s)
+        return min(backoff_s * 2, LAST_BACKOFF_S)
 
     def _start_worker(self, index: int, listener: socket.socket, settings: WorkerSettings) -> subprocess.Popen[bytes]:
         path = self._folder / f"worker-{index}.json"
@@ -443,6 +331,7 @@ class Supervisor:
         await self._until(lambda: not self._replicas, REPLICA_END_TIMEOUT_S, hurry)
         for replica in self._replicas.values():
             replica.kill()
+        await self._control.finish()
         await asyncio.gather(*self._tasks)
         hurry.cancel()
         logger.info("stopped")
@@ -454,13 +343,9 @@ class Supervisor:
             await asyncio.wait({hurry}, timeout=0.02)
 
 
-def _own_python(deployment: Deployment, facts: Mapping[str, str]) -> str:
-    """Which Python a replica runs under, and what it has there; empty if it is the one that we run under."""
-    if deployment.python is None:
-        return ""
-    return f", under {deployment.python}: " + ", ".join(
-        f"{name} {version}" for name, version in facts.items() if name != "device"
-    )
+def _is_graph(deployment: Deployment) -> bool:
+    """Whether it is a pipeline whose steps are deployments of their own."""
+    return deployment.pipeline is not None and deployment.pipeline.placement == "graph"
 
 
 def _signal(pid: int, number: int) -> None:

@@ -20,10 +20,12 @@ from sse_starlette.sse import AppStatus
 
 from app.config import Server
 from app.connection import BoundedConnection
-from app.control import receive_tables
+from app.control import SupervisorLink
 from app.gateway import create_app
 from app.logs import set_up_logging
 from app.models import Models
+from app.operator_guard import OperatorGuard, is_loopback
+from app.routes.repository import repository_routes
 from app.worker_settings import WorkerSettings
 
 __all__ = ["main"]
@@ -41,7 +43,9 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
     # It would cut every stream off as soon as the server is told to exit. What ends them is `drain` below, and behind
     # that uvicorn's own timeout.
     AppStatus.enable_automatic_graceful_drain = False
-    app = create_app(models, options)
+    link = SupervisorLink(models.drain)
+    operator = OperatorGuard(is_loopback(listener.getsockname()))
+    app = create_app(models, options, repository_routes(link.command, operator, options))
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -62,7 +66,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
     draining = asyncio.Event()
 
     async def follow() -> None:
-        async for table in receive_tables(Path(settings.control)):
+        async for table in link.tables(Path(settings.control)):
             models.update(table)
             first_table.set()
             if table.draining:

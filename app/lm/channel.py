@@ -25,7 +25,7 @@ from app.errors import (
     Unavailable,
 )
 from app.lm.statistics import FinishRate, LmStatistics
-from app.lm.token_slot import TokenSlot
+from app.lm.token_slot import SequenceOwner, TokenSlot
 from app.row_errors import RETRY_AFTER_LOST_S
 from app.triton_client import FrameReplicaClient, FrameRequest
 from inference.lm.wire import (
@@ -161,6 +161,11 @@ class Channel:
     def sequences(self) -> int:
         """How many are under way."""
         return len(self._sequences)
+
+    @property
+    def owners(self) -> set[SequenceOwner]:
+        """Requests that have sequences under way here."""
+        return {slot.owner for slot in self._sequences.values()}
 
     def submit(self, slot: TokenSlot) -> None:
         """Have a sequence generated."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,14 @@ import msgspec
 
 from app.answers import HeadAnswer
 from app.dispatch import LOST_RETRY_S, Connect
+from app.draining import Fail
 from app.errors import BadRequest, HeadwaterError, ReplicaLost, Unavailable
 from app.lm.channel import NOTHING, Channel, call_name, control_request
 from app.lm.generation import Generation, SequenceSpec
 from app.lm.request_run import RequestRun
 from app.lm.statistics import LmStatistics
-from app.routing import DeploymentRoute, ReplicaRoute
-from app.row_errors import RETRY_AFTER_LOST_S, RETRY_AFTER_S
+from app.routing import DeploymentRoute, ReplicaRoute, State
+from app.row_errors import RETRY_AFTER_LOST_S, unavailable
 from app.tensors import InferRequest
 from app.triton_client import FrameReplicaClient
 from inference.lm.wire import CancelRequest, Load, decode_frame
@@ -51,12 +52,19 @@ class _Replica:
     """Made with the first request."""
     is_lost: bool = False
     """It failed as a whole; it gets no request any more, and the supervisor will take it from the table."""
+    is_retiring: bool = False
+    """Others have replaced it: it gets no request any more, and finishes those that it has."""
     avoided_until_s: float = 0.0
 
     @property
     def sequences(self) -> int:
         """How many it has, of this worker and, when last heard of, of others."""
         return self.channel.sequences + self.channel.others if self.channel is not None else 0
+
+    @property
+    def is_able(self) -> bool:
+        """Whether it gets requests."""
+        return not self.is_lost and not self.is_retiring
 
 
 @dataclass(slots=True)
@@ -119,20 +127,30 @@ class LmDispatcher:
             # The same object, so that what was made for it stays good.
             route = msgspec.structs.replace(route, signature=self.route.signature)
         self.route = route
-        wanted = {replica.id: replica for replica in route.replicas}
+        wanted = {replica.id: replica for replica in (*route.replicas, *route.retiring)}
         for id in [id for id in self._replicas if id not in wanted]:
             self._remove(id, "the replica ended while it had the request")
         for id, replica in wanted.items():
             if id not in self._replicas:
                 self._add(replica)
+        for replica in route.retiring:
+            self._replicas[replica.id].is_retiring = True
         if route.signature is not None and route.signature.language_model is not None:
             self._prepare_text(route.signature.language_model.folder)
 
     def close(self) -> None:
         """End all requests with `ReplicaLost`."""
         replicas, self._replicas = self._replicas, {}
+        self.route = msgspec.structs.replace(self.route, replicas=(), retiring=())
         for replica in replicas.values():
             self._end(replica, "the server is stopping")
+
+    def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
+        """See `app.draining.Drainable`."""
+        if replicas is None:
+            return [run.fail for run in self._runs if run.is_running]
+        held = [self._replicas[id].channel for id in replicas if id in self._replicas]
+        return [owner.fail for channel in held if channel is not None for owner in channel.owners]
 
     def check_ready(self) -> Signature:
         """The signature, if requests can be taken now.
@@ -142,9 +160,10 @@ class LmDispatcher:
         """
         if self.is_draining:
             raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
-        if self.route.signature is None or not self._replicas:
-            raise self._unavailable()
-        return self.route.signature
+        route = self.route
+        if route.signature is None or not route.replicas or route.state is State.DRAINING:
+            raise unavailable(route)
+        return route.signature
 
     async def text(self) -> LanguageText:
         """The model's tokenizer and chat template.
@@ -162,7 +181,7 @@ class LmDispatcher:
                     retry_after_s=RETRY_AFTER_LOST_S,
                 )
             return found.text
-        raise self._unavailable()
+        raise unavailable(self.route)
 
     def open(self, request_id: str, specs: Sequence[SequenceSpec], *, timeout_s: float | None = None) -> Generation:
         """Have a request's sequences generated, all on one replica.
@@ -229,13 +248,6 @@ class LmDispatcher:
 
     # Replicas
 
-    def _unavailable(self) -> Unavailable:
-        route = self.route
-        return Unavailable(
-            f"model `{route.name}` is {route.state.value}: {route.reason or 'no replica is ready'}",
-            retry_after_s=RETRY_AFTER_S.get(route.state, RETRY_AFTER_LOST_S),
-        )
-
     def _add(self, route: ReplicaRoute) -> None:
         client = cast(FrameReplicaClient, self._connect(self.route.name, route))
         self._replicas[route.id] = _Replica(route, client)
@@ -251,10 +263,10 @@ class LmDispatcher:
 
     def _start(self, run: RequestRun) -> None:
         """Give a request to the replica with the fewest sequences, of those that ended no channel lately."""
-        able = [replica for replica in self._replicas.values() if not replica.is_lost]
+        able = [replica for replica in self._replicas.values() if replica.is_able]
         if not able:
-            if not self._replicas:
-                raise self._unavailable()
+            if not self.route.replicas:
+                raise unavailable(self.route)
             raise Unavailable(f"model `{self.route.name}`: its replica ended", retry_after_s=RETRY_AFTER_LOST_S)
         now_s = self._loop.time()
         replica = min(able, key=lambda one: (now_s < one.avoided_until_s, one.sequences))
@@ -274,7 +286,7 @@ class LmDispatcher:
     def _find_again(self, replica: _Replica) -> None:
         """A replica that was lost and still stands in the table is tried again."""
         route = replica.route
-        if self._replicas.get(route.id) is not replica:
+        if self._replicas.get(route.id) is not replica or replica.is_retiring:
             return
         logger.warning("model %s: replica %s was lost, but is still there: trying it again", self.route.name, route.id)
         replica.client.close()  # the connection that is gone

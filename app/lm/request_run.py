@@ -70,6 +70,11 @@ class RequestRun:
         """See `SequenceOwner.request_id`."""
         return self._request_id
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a replica has more to say of it."""
+        return self._running > 0
+
     def submit(self, channel: Channel) -> None:
         """Have what still runs of it generated over this channel."""
         for slot in self.slots:

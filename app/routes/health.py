@@ -19,11 +19,13 @@ def health_routes(models: Models) -> APIRouter:
     async def live() -> Response:
         return Response()
 
-    @router.get("/v2/health/ready", response_class=Response, summary="Whether every model is ready")
+    @router.get("/v2/health/ready", response_class=Response, summary="Whether every model is ready, but those unloaded")
     async def ready() -> Response:
         if models.is_draining:
             raise Unavailable("the server is stopping")
-        waiting = [model.route for model in models if model.route.state is not State.READY]
+        waiting = [
+            model.route for model in models if model.route.state is not State.READY and not model.route.is_set_aside
+        ]
         if waiting:
             raise Unavailable(
                 "; ".join(f"model `{route.name}` is {route.state.value}: {route.reason}" for route in waiting)

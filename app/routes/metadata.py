@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from typing import Any
 
 import msgspec
@@ -82,7 +83,14 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
 
 def _index_entry(model: ServedModel) -> dict[str, str]:
     route = model.route
-    return {"name": route.name, "version": VERSION, "state": route.state.value, "reason": route.reason}
+    since = datetime.fromtimestamp(route.since_s, timezone.utc).isoformat(timespec="milliseconds")
+    return {
+        "name": route.name,
+        "version": VERSION,
+        "state": route.state.value,
+        "reason": route.reason,
+        "since": since.replace("+00:00", "Z"),
+    }
 
 
 def _metadata(signature: Signature) -> dict[str, Any]:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 
-from app.control import ControlServer, receive_tables
+import pytest
+
+from app.control import Command, CommandAnswer, ControlServer, Drain, Drained, SupervisorLink
+from app.errors import Unavailable
 from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+
+Tables = AsyncGenerator[RoutingTable, None]
 
 
 def table(*names: str, draining: bool = False) -> RoutingTable:
@@ -19,40 +25,268 @@ def table(*names: str, draining: bool = False) -> RoutingTable:
     )
 
 
-def test_every_worker_gets_the_present_table_and_every_change() -> None:
-    async def scenario() -> None:
-        with tempfile.TemporaryDirectory(prefix="hw-") as folder:
-            server = ControlServer()
-            await server.start(Path(folder) / "control")
-            server.publish(table("a"))
-            workers = [receive_tables(Path(folder) / "control") for _ in range(2)]
-            assert [await anext(worker) for worker in workers] == [table("a")] * 2
-            server.publish(table("a", "b"))
-            server.publish(table(draining=True))
-            for worker in workers:
-                assert await anext(worker) == table("a", "b")
-                assert await anext(worker) == table(draining=True)
-            await server.close()
-            for worker in workers:
-                assert await anext(worker, None) is None
+async def nothing_in_flight(order: Drain) -> Drained:
+    return Drained()
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+class Bench:
+    """A supervisor's end, and any number of workers'."""
+
+    def __init__(self, path: Path, on_command: Callable[[Command], Awaitable[CommandAnswer]] | None) -> None:
+        self.path = path
+        self.server = ControlServer(on_command)
+        self._following: list[asyncio.Task[None]] = []
+
+    async def worker(
+        self, on_drain: Callable[[Drain], Awaitable[Drained]] = nothing_in_flight
+    ) -> tuple[SupervisorLink, asyncio.Task[None]]:
+        """A worker that follows the tables, and has the first."""
+        link = SupervisorLink(on_drain)
+        first = asyncio.Event()
+
+        async def follow() -> None:
+            async for _ in link.tables(self.path):
+                first.set()
+
+        task = asyncio.create_task(follow())
+        self._following.append(task)
+        await first.wait()
+        return link, task
+
+    async def end(self) -> None:
+        await self.server.close()
+        await asyncio.gather(*self._following, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - no event of the product's
+        await asyncio.sleep(0)
+
+
+def run(
+    scenario: Callable[[Bench], Awaitable[None]],
+    on_command: Callable[[Command], Awaitable[CommandAnswer]] | None = None,
+) -> None:
+    async def main() -> None:
+        with tempfile.TemporaryDirectory(prefix="hw-") as folder:
+            bench = Bench(Path(folder) / "control", on_command)
+            await bench.server.start(bench.path)
+            try:
+                await scenario(bench)
+            finally:
+                await bench.end()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+# Tables
+
+
+def test_every_worker_gets_the_present_table_and_every_change() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.server.publish(table("a"))
+        workers = [SupervisorLink(nothing_in_flight).tables(bench.path) for _ in range(2)]
+        assert [await anext(worker) for worker in workers] == [table("a")] * 2
+        bench.server.publish(table("a", "b"))
+        bench.server.publish(table(draining=True))
+        for worker in workers:
+            assert await anext(worker) == table("a", "b")
+            assert await anext(worker) == table(draining=True)
+        await bench.server.close()
+        for worker in workers:
+            assert await anext(worker, None) is None
+
+    run(scenario)
 
 
 def test_a_worker_that_leaves_is_forgotten() -> None:
-    async def scenario() -> None:
-        with tempfile.TemporaryDirectory(prefix="hw-") as folder:
-            server = ControlServer()
-            await server.start(Path(folder) / "control")
-            worker = receive_tables(Path(folder) / "control")
-            await anext(worker)
-            await worker.aclose()
-            for _ in range(100):
-                server.publish(table("a"))
-                await asyncio.sleep(0)
-            other = receive_tables(Path(folder) / "control")
-            assert await anext(other) == table("a")
-            await other.aclose()
-            await server.close()
+    async def scenario(bench: Bench) -> None:
+        worker = SupervisorLink(nothing_in_flight).tables(bench.path)
+        await anext(worker)
+        await worker.aclose()
+        for _ in range(100):
+            bench.server.publish(table("a"))
+            await asyncio.sleep(0)
+        other = SupervisorLink(nothing_in_flight).tables(bench.path)
+        assert await anext(other) == table("a")
+        await other.aclose()
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    run(scenario)
+
+
+# Commands
+
+
+def test_many_commands_at_once_each_get_their_own_answer() -> None:
+    async def carry_out(command: Command) -> CommandAnswer:
+        await gates[command.model].wait()
+        return CommandAnswer(command.id, 200, {"did": f"{command.action} {command.model}"})
+
+    gates: dict[str, asyncio.Event] = {}
+
+    async def scenario(bench: Bench) -> None:
+        gates.update({str(number): asyncio.Event() for number in range(20)})
+        (one, _), (other, _) = await bench.worker(), await bench.worker()
+        asked = [
+            asyncio.create_task((one if number % 2 else other).command("load", str(number))) for number in range(20)
+        ]
+        for number in reversed(range(20)):  # the last asked is the first answered
+            gates[str(number)].set()
+            answer = await asked[number]
+            assert (answer.status, answer.content) == (200, {"did": f"load {number}"})
+
+    run(scenario, carry_out)
+
+
+def test_a_command_that_fails_unexpectedly_is_answered_with_500(caplog: pytest.LogCaptureFixture) -> None:
+    async def carry_out(command: Command) -> CommandAnswer:
+        raise RuntimeError("a mistake")
+
+    async def scenario(bench: Bench) -> None:
+        link, _ = await bench.worker()
+        answer = await link.command("load", "a")
+        assert answer.status == 500
+        assert "load failed in the supervisor" in answer.content["error"]
+        assert "a mistake" in caplog.text
+
+    run(scenario, carry_out)
+
+
+def test_a_supervisor_that_ends_fails_what_was_asked_of_it() -> None:
+    async def carry_out(command: Command) -> CommandAnswer:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def scenario(bench: Bench) -> None:
+        link, following = await bench.worker()
+        asked = asyncio.create_task(link.command("unload", "a"))
+        await asyncio.sleep(0)
+        await bench.server.close()
+        with pytest.raises(Unavailable, match="the supervisor is gone"):
+            await asked
+        await following
+        with pytest.raises(Unavailable, match="the supervisor is gone"):
+            await link.command("unload", "a")
+
+    run(scenario, carry_out)
+
+
+def test_a_command_is_carried_out_although_its_worker_ends() -> None:
+    done = []
+
+    async def carry_out(command: Command) -> CommandAnswer:
+        events["begun"].set()
+        await events["go"].wait()
+        done.append(command.model)
+        return CommandAnswer(command.id, 200, {})
+
+    events: dict[str, asyncio.Event] = {}
+
+    async def scenario(bench: Bench) -> None:
+        events.update(begun=asyncio.Event(), go=asyncio.Event())
+        link, following = await bench.worker()
+        asked = asyncio.create_task(link.command("unload", "a"))
+        await events["begun"].wait()
+        following.cancel()
+        with pytest.raises(Unavailable):
+            await asked
+        events["go"].set()
+        await bench.server.finish()
+        assert done == ["a"]
+
+    run(scenario, carry_out)
+
+
+# Draining
+
+
+def test_draining_waits_for_every_worker_and_sums_what_they_say() -> None:
+    async def scenario(bench: Bench) -> None:
+        gate = asyncio.Event()
+        orders = []
+
+        async def slow(order: Drain) -> Drained:
+            orders.append(order)
+            await gate.wait()
+            return Drained(3, 1)
+
+        async def quick(order: Drain) -> Drained:
+            return Drained(2, 0)
+
+        await bench.worker(slow)
+        await bench.worker(quick)
+        draining = asyncio.create_task(bench.server.drain("a", 9, ["a-1"]))
+        await until(lambda: bool(orders))
+        assert not draining.done()
+        gate.set()
+        assert await draining == Drained(5, 1)
+        assert (orders[0].model, orders[0].timeout_s, orders[0].replicas) == ("a", 9, ["a-1"])
+
+    run(scenario)
+
+
+def test_the_table_comes_before_the_order_to_drain() -> None:
+    async def scenario(bench: Bench) -> None:
+        seen: list[str] = []
+
+        async def note(order: Drain) -> Drained:
+            seen.append(f"drain {order.model}")
+            return Drained()
+
+        link = SupervisorLink(note)
+
+        async def follow() -> None:
+            async for found in link.tables(bench.path):
+                seen.append(" ".join(route.name for route in found.deployments))
+
+        task = asyncio.create_task(follow())
+        await until(lambda: bool(seen))
+        bench.server.publish(table("a"))
+        await bench.server.drain("a", 9)
+        assert seen == ["", "a", "drain a"]
+        await bench.server.close()
+        await task
+
+    run(scenario)
+
+
+def test_a_worker_that_ends_while_it_drains_has_nothing_in_flight() -> None:
+    async def scenario(bench: Bench) -> None:
+        begun = asyncio.Event()
+
+        async def never(order: Drain) -> Drained:
+            begun.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        _, following = await bench.worker(never)
+        draining = asyncio.create_task(bench.server.drain("a", 9))
+        await begun.wait()
+        following.cancel()
+        assert await draining == Drained()
+
+    run(scenario)
+
+
+def test_a_worker_that_never_says_that_it_has_drained_is_waited_for_no_longer_than_that(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("app.control.DRAIN_GRACE_S", 0.05)
+
+    async def scenario(bench: Bench) -> None:
+        async def never(order: Drain) -> Drained:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        await bench.worker(never)
+        assert await bench.server.drain("a", 0.01) == Drained()
+        assert "a: 1 gateway workers don't say that they have drained" in caplog.text
+
+    run(scenario)
+
+
+def test_without_workers_nothing_is_in_flight() -> None:
+    async def scenario(bench: Bench) -> None:
+        assert await bench.server.drain("a", 9) == Drained()
+
+    run(scenario)

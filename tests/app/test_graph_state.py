@@ -197,3 +197,17 @@ def test_a_new_signature_after_a_restart_makes_a_new_plan() -> None:
     assert (state.state, state.plan) == (State.UNAVAILABLE, None)
     state.update(told(state))
     assert (state.state, state.plan) == (State.READY, before)
+
+
+def test_what_an_operator_did_holds_whatever_its_steps_are_in() -> None:
+    state = graph()
+    state.update(told(state))
+    since_s = state.since_s
+    state.hold(State.DRAINING, "it is being unloaded")
+    state.update(told(state))
+    assert (state.state, state.reason, state.is_held) == (State.DRAINING, "it is being unloaded", True)
+    assert state.since_s >= since_s
+    assert not state.route(1).is_open
+    state.release()
+    state.update(told(state))
+    assert (state.state, state.reason, state.route(1).is_open) == (State.READY, "all steps ready", True)

@@ -1,0 +1,99 @@
+"""The command line's side of a running server: asks for states, and commands load, unload and reload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import quote
+
+import httpx
+
+from app.errors import CommandError
+
+__all__ = ["ServerClient", "command_line", "status_table"]
+
+CONNECT_TIMEOUT_S: Final = 5.0
+MIB: Final = 1024 * 1024
+
+
+class ServerClient:
+    """One server.
+
+    Args:
+        url: its base, such as ``http://127.0.0.1:8000``.
+        transport: tests put their own here.
+    """
+
+    def __init__(self, url: str, transport: httpx.BaseTransport | None = None) -> None:
+        self._url = url.rstrip("/")
+        self._transport = transport
+
+    def index(self) -> list[dict[str, Any]]:
+        """All models with their states.
+
+        Raises:
+            CommandError: it can't be reached, or is no Headwater.
+        """
+        index = self._ask("GET", "/v2/repository/index", timeout_s=30)
+        if not isinstance(index, list):
+            raise CommandError(f"{self._url}: expected a list of models, got something else: is it a Headwater server?")
+        return index
+
+    def command(self, action: str, model: str) -> dict[str, Any]:
+        """Have a model loaded, unloaded or reloaded, however long that takes. Returns what the server says of it.
+
+        Raises:
+            CommandError: it refused, failed, or can't be reached.
+        """
+        answer = self._ask("POST", f"/v2/repository/models/{quote(model, safe='')}/{action}", timeout_s=None)
+        if not isinstance(answer, dict) or "state" not in answer:
+            raise CommandError(f"{self._url}: expected a model's state, got something else: is it a Headwater server?")
+        return answer
+
+    def _ask(self, method: str, path: str, *, timeout_s: float | None) -> Any:
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+        try:
+            # Not by a proxy: a command must come from the server's own machine.
+            with httpx.Client(timeout=timeout, trust_env=False, transport=self._transport) as client:
+                response = client.request(method, self._url + path)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise CommandError(
+                f"{self._url}: no answer: {str(error) or type(error).__name__}; is the server running there? Say where "
+                "with --url"
+            ) from error
+        try:
+            content = response.json()
+        except ValueError as error:
+            raise CommandError(
+                f"{self._url}: expected JSON, got status {response.status_code} with something else: is it a Headwater "
+                "server?"
+            ) from error
+        if response.status_code != 200:
+            message = content.get("error") if isinstance(content, dict) else None
+            raise CommandError(str(message or f"{self._url}: status {response.status_code}"))
+        return content
+
+
+def status_table(index: Sequence[Mapping[str, Any]]) -> str:
+    """The models as a table for people."""
+    head = ("MODEL", "VERSION", "STATE", "SINCE", "REASON")
+    rows = [head, *(tuple(str(one.get(name.lower(), "")) for name in ("name", *head[1:])) for one in index)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        for row in rows
+    )
+
+
+def command_line(action: str, answer: Mapping[str, Any]) -> str:
+    """What came of a command, in a line for people."""
+    parts = [f"{answer['name']}: {action} done in {answer['took_s']:.1f} s, now {answer['state']}"]
+    if "drained" in answer:
+        parts.append(f"{answer['drained']} requests finished, {answer['ended']} ended")
+        freed = answer["freed"]
+        text = f"freed {freed['host_bytes'] / MIB:.0f} MiB"
+        if freed["gpu_bytes"] is not None:
+            text += f", {freed['gpu_bytes'] / MIB:.0f} MiB on GPUs"
+        parts.append(text)
+    parts += answer.get("warnings", ())
+    return "; ".join(parts)

@@ -1,0 +1,156 @@
+"""From an operator's request to the answer: gateway, control socket and lifecycle together, without processes."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from app.config import Server
+from app.control import ControlServer, Drained, SupervisorLink
+from app.gateway import create_app
+from app.models import Models
+from app.operator_guard import OperatorGuard
+from app.replica_host import Launched
+from app.replica_set import ReplicaSet
+from app.routes.repository import repository_routes
+from app.routing import ReplicaRoute, RoutingTable
+from tests.app.test_dispatch import NUMBERS
+from tests.app.test_dispatch import Replica as Client
+from tests.app.test_lifecycle import Supervisor, one, until
+
+ASK = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [2]}]}
+
+
+class Whole(Supervisor):
+    """A supervisor with its control socket, and one gateway worker, all in this process."""
+
+    def __init__(self, folder: Path, **fields: Any) -> None:
+        super().__init__(one(**fields))
+        self._path = folder / "control"
+        self._control = ControlServer(self.lifecycle.answer)
+        self.clients: dict[str, Client] = {}
+        self._models = Models(self._connect)
+        link = SupervisorLink(self._models.drain)
+        server = Server(access_log=False)
+        routes = repository_routes(link.command, OperatorGuard(True), server)
+        transport = httpx.ASGITransport(create_app(self._models, server, routes))
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=10)
+        self._link = link
+
+    def _connect(self, name: str, route: ReplicaRoute) -> Client:
+        return self.clients.setdefault(route.id, Client())
+
+    def launch(self, replicas: ReplicaSet, on_progress: Callable[[str], None]) -> Launched:
+        launched = super().launch(replicas, on_progress)
+        self.launched[-1].signature = NUMBERS
+        return launched
+
+    def on_change(self) -> None:
+        super().on_change()
+        self._control.publish(RoutingTable(tuple(one.route(1) for one in self.sets.values())))
+
+    async def drain(self, name: str, timeout_s: float, replicas: list[str] | None) -> Drained:
+        return await self._control.drain(name, timeout_s, replicas)
+
+    async def serve(self) -> asyncio.Task[None]:
+        await self._control.start(self._path)
+
+        async def follow() -> None:
+            async for table in self._link.tables(self._path):
+                self._models.update(table)
+
+        following = asyncio.create_task(follow())
+        await self.start()
+        await until(lambda: bool(self.clients))
+        return following
+
+    async def close(self) -> None:
+        self._models.close()
+        await self._control.close()
+        await self.http.aclose()
+
+    def ask(self) -> asyncio.Task[httpx.Response]:
+        return asyncio.create_task(self.http.post("/v2/models/a/infer", json=ASK))
+
+    async def command(self, action: str) -> httpx.Response:
+        return await self.http.post(f"/v2/repository/models/a/{action}")
+
+    async def state(self) -> str:
+        return str((await self.http.get("/v2/repository/index")).json()[0]["state"])
+
+
+def run(scenario: Callable[[Whole], Awaitable[None]], **fields: Any) -> None:
+    async def main() -> None:
+        with tempfile.TemporaryDirectory(prefix="hw-") as folder:
+            whole = Whole(Path(folder), **fields)
+            following = await whole.serve()
+            try:
+                await scenario(whole)
+            finally:
+                await whole.close()
+                await following
+                for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                    task.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_unload_waits_for_what_is_in_flight_and_load_brings_the_model_back() -> None:
+    async def scenario(whole: Whole) -> None:
+        asked = whole.ask()
+        client = whole.clients["a-0"]
+        await client.called.wait()
+        unloading = asyncio.create_task(whole.command("unload"))
+        while await whole.state() != "DRAINING":  # noqa: ASYNC110 - no event of the product's
+            await asyncio.sleep(0)  # the transport alone never lets the loop turn
+        refused = await whole.ask()
+        assert (refused.status_code, "DRAINING" in refused.json()["error"]) == (503, True)
+        assert not unloading.done()
+        client.calls[0].answer()
+        assert (await asked).status_code == 200
+        answer = await unloading
+        assert (answer.status_code, answer.json()["drained"], answer.json()["ended"]) == (200, 1, 0)
+        refused = await whole.ask()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "60")
+        assert "it is unloaded: load it with POST /v2/repository/models/a/load" in refused.json()["error"]
+        assert (await whole.http.get("/v2/health/ready")).status_code == 200
+        entry = (await whole.http.get("/v2/repository/index")).json()[0]
+        assert (entry["state"], entry["version"], entry["since"][-1]) == ("UNAVAILABLE", "1", "Z")
+
+        assert (await whole.command("load")).status_code == 200
+        await until(lambda: "a-1" in whole.clients)
+        asked = whole.ask()
+        await whole.clients["a-1"].called.wait()
+        whole.clients["a-1"].calls[0].answer()
+        assert (await asked).status_code == 200
+
+    run(scenario)
+
+
+def test_what_outlasts_the_drain_is_answered_with_an_error_of_its_own() -> None:
+    async def scenario(whole: Whole) -> None:
+        asked = whole.ask()
+        await whole.clients["a-0"].called.wait()
+        answer = await whole.command("unload")
+        assert (answer.status_code, answer.json()["drained"], answer.json()["ended"]) == (200, 0, 1)
+        ended = await asked
+        assert (ended.status_code, "drain_timeout_s" in ended.json()["error"]) == (503, True)
+
+    run(scenario, drain_timeout_s=0.05)
+
+
+def test_a_refusal_has_the_supervisors_words() -> None:
+    async def scenario(whole: Whole) -> None:
+        answer = await whole.command("load")
+        assert (answer.status_code, "is READY: it is loaded already" in answer.json()["error"]) == (409, True)
+        whole.failing.add("a")
+        answer = await whole.command("reload")
+        assert (answer.status_code, "goes on serving" in answer.json()["error"]) == (500, True)
+        assert await whole.state() == "READY"
+
+    run(scenario)

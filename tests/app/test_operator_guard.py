@@ -1,0 +1,153 @@
+"""Who may command a server, and the routes that ask."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from app.config import Server
+from app.control import CommandAnswer
+from app.errors import Forbidden
+from app.gateway import create_app
+from app.models import Models
+from app.operator_guard import OperatorGuard, is_loopback
+from app.routes.repository import repository_routes
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "localhost"},
+        {"host": "LocalHost:8000"},
+        {"host": "127.0.0.1:65535"},
+        {"host": "[::1]"},
+        {"host": "[::1]:8000"},
+        {"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:8000"},
+    ],
+)
+def test_somebody_on_this_machine_is_let_through(headers: dict[str, str]) -> None:
+    OperatorGuard(True).check(headers)
+
+
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [
+        ({}, "Host"),
+        ({"host": ""}, "Host"),
+        ({"host": "models.example"}, "Host"),
+        ({"host": "models.example:8000"}, "Host"),
+        ({"host": "localhost.models.example"}, "Host"),
+        ({"host": "127.0.0.1.models.example"}, "Host"),
+        ({"host": "127.0.0.1:8000@models.example"}, "Host"),
+        ({"host": "10.0.0.1"}, "Host"),
+        ({"host": "localhost:8000", "origin": "http://models.example"}, "Origin"),
+        ({"host": "localhost:8000", "origin": "null"}, "Origin"),
+        ({"host": "localhost:8000", "origin": "http://localhost:3000"}, "Origin"),
+        ({"host": "localhost:8000", "origin": "http://127.0.0.1:8000"}, "Origin"),
+        ({"host": "localhost:8000", "origin": ""}, "Origin"),
+        ({"host": "localhost:8000", "x-forwarded-for": "10.0.0.1"}, "x-forwarded-for"),
+    ],
+)
+def test_what_may_come_from_elsewhere_is_refused_and_told_why(headers: dict[str, str], named: str) -> None:
+    with pytest.raises(Forbidden, match=named):
+        OperatorGuard(True).check(headers)
+
+
+def test_a_server_that_others_reach_takes_no_commands() -> None:
+    with pytest.raises(Forbidden, match=r"loopback address.*server\.host"):
+        OperatorGuard(False).check({"host": "localhost"})
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        (("127.0.0.1", 8000), True),
+        (("127.8.0.1", 8000), True),
+        (("::1", 8000, 0, 0), True),
+        (("0.0.0.0", 8000), False),
+        (("::", 8000, 0, 0), False),
+        (("192.168.0.1", 8000), False),
+        ("/run/socket", False),
+        ("", False),
+    ],
+)
+def test_which_addresses_are_this_machines_only(address: Any, expected: bool) -> None:
+    assert is_loopback(address) is expected
+
+
+# The routes
+
+
+class Asked:
+    """A gateway whose supervisor notes what it is asked."""
+
+    def __init__(self, *, is_local: bool = True) -> None:
+        self.commands: list[tuple[str, str]] = []
+        self.answer = CommandAnswer(0, 200, {"name": "a", "state": "READY"})
+        server = Server(access_log=False)
+        app = create_app(Models(), server, repository_routes(self._command, OperatorGuard(is_local), server))
+        self._transport = httpx.ASGITransport(app)
+
+    async def _command(self, action: str, model: str) -> CommandAnswer:
+        self.commands.append((action, model))
+        return self.answer
+
+    def post(self, path: str, content: str = "", **headers: str) -> httpx.Response:
+        async def ask() -> httpx.Response:
+            async with httpx.AsyncClient(transport=self._transport, base_url="http://127.0.0.1:8000") as client:
+                sent = {"content-type": "application/json", **headers}
+                return await client.post(f"/v2/repository/models/{path}", content=content, headers=sent)
+
+        return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("action", ["load", "unload", "reload"])
+def test_a_command_goes_to_the_supervisor_and_its_answer_comes_back(action: str) -> None:
+    asked = Asked()
+    answer = asked.post(f"a.b/{action}")
+    assert (answer.status_code, answer.json()) == (200, {"name": "a", "state": "READY"})
+    assert asked.commands == [(action, "a.b")]
+    asked.answer = CommandAnswer(0, 409, {"error": "no"})
+    answer = asked.post(f"a.b/{action}", "{}")
+    assert (answer.status_code, answer.json()) == (409, {"error": "no"})
+
+
+@pytest.mark.parametrize("action", ["load", "unload", "reload"])
+def test_what_the_guard_refuses_never_reaches_the_supervisor(action: str) -> None:
+    asked = Asked()
+    assert asked.post(f"a/{action}", host="models.example").status_code == 403
+    assert asked.post(f"a/{action}", origin="http://models.example").status_code == 403
+    open_to_all = Asked(is_local=False)
+    refused = open_to_all.post(f"a/{action}")
+    assert (refused.status_code, "loopback" in refused.json()["error"]) == (403, True)
+    assert asked.commands == open_to_all.commands == []
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "named"),
+    [
+        ("a/load", '{"parameters": {"config": "{}"}}', "config: not supported yet"),
+        ("a/load", '{"parameters": {"file:1/model.onnx": "aaaa"}}', "not supported yet"),
+        ("a/reload", '{"parameters": {"config": "{}"}}', "config: not supported yet"),
+        ("a/unload", '{"parameters": {"unload_dependents": true}}', "unload_dependents"),
+        ("a/load", '{"parameters": {"unload_dependents": false}}', "unknown"),
+        ("a/unload", '{"parameters": {"force": true}}', "force: unknown"),
+        ("a/load", '{"config": "{}"}', "body"),
+        ("a/load", "[]", "body"),
+        ("a/load", "{", "body"),
+        ("a/load", "[" * 100_000, "body"),
+    ],
+)
+def test_a_body_that_asks_for_more_than_we_do_is_refused(path: str, content: str, named: str) -> None:
+    asked = Asked()
+    answer = asked.post(path, content)
+    assert (answer.status_code, named in answer.json()["error"]) == (400, True), answer.text
+    assert asked.commands == []
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"parameters": {}}', '{"parameters": {"unload_dependents": false}}'])
+def test_what_tritonclient_sends_is_taken(content: str) -> None:
+    assert Asked().post("a/unload", content).status_code == 200

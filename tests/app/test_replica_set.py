@@ -1,0 +1,186 @@
+"""A deployment's replicas as real process groups with their guardians; only the hosts are scripts, without a Triton."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.children import Children
+from app.config import Deployment
+from app.control import Drained
+from app.errors import CallableFailed
+from app.group_memory import group_members
+from app.replica_host import Launched
+from app.replica_process import GUARDIAN_LOST, ReplicaProcess
+from app.replica_set import ReplicaSet
+from app.routing import State
+
+HOST = """
+import json, os, signal, sys, time
+folder = sys.argv[2]
+spec = json.load(open(folder + "/spec.json"))
+mode = spec["options"].get("mode", "")
+fd = spec["status_fd"]
+def say(**status):
+    os.write(fd, json.dumps(status).encode() + b"\\n")
+def end(number, frame):
+    if mode == "raises":
+        say(event="failed", text="RuntimeError: no end")
+        os._exit(1)
+    say(event="unloaded")
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+if mode == "fails":
+    say(event="failed", text="RuntimeError: no weights here")
+    sys.exit(1)
+taken = bytearray(b".") * 100_000_000
+os.fork()
+open(folder + "/ready", "w").close()
+signature = {"name": "m", "inputs": [], "outputs": [], "max_batch_size": 1}
+say(event="ready", signature=signature, facts={"device": "cpu"})
+while True:
+    time.sleep(1000)
+"""
+
+
+class Host:
+    """Starts replicas as the supervisor does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.is_stopping = False
+        self.start_slots = asyncio.Semaphore(2)
+        self.replicas: list[ReplicaProcess] = []
+        self._children = Children()
+        self._folder = folder
+        self._tasks: set[asyncio.Task[None]] = set()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._children.reap)
+
+    def launch(self, replicas: ReplicaSet, on_progress: Callable[[str], None]) -> Launched:
+        number = len(self.replicas)
+        replica = ReplicaProcess(
+            replicas.name, f"m-{number}", replicas.config, self._folder / f"r{number}", (),
+            on_progress=on_progress, on_log=print,
+        )  # fmt: skip
+        exited = self._children.follow(replica.start())
+        exited.add_done_callback(lambda _: replica.mark_ending(GUARDIAN_LOST))
+        self.replicas.append(replica)
+        return Launched(replica, exited)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        return task
+
+    async def wait_for_stop(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+
+    async def drain(self, name: str, timeout_s: float, replicas: list[str] | None) -> Drained:
+        return Drained()
+
+    def on_change(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas are scripts."""
+
+    def command(self: ReplicaProcess, status_fd: int) -> list[str]:
+        return [sys.executable, "-c", HOST, "m", str(self.directory)]
+
+    monkeypatch.setattr(ReplicaProcess, "_command", command)
+
+
+def run(scenario: Callable[[Host, ReplicaSet], Awaitable[None]], **fields: Any) -> None:
+    async def main() -> None:
+        with tempfile.TemporaryDirectory(prefix="hw-") as folder:
+            host = Host(Path(folder))
+            replicas = ReplicaSet("m", Deployment.model_validate({"model": "m:M", **fields}), host)
+            try:
+                await asyncio.wait_for(scenario(host, replicas), 60)
+            finally:
+                host.is_stopping = True
+                for replica in host.replicas:
+                    replica.kill()
+                await replicas.end_unload()
+
+    asyncio.run(main())
+
+
+def test_unload_ends_the_whole_group_and_measures_it() -> None:
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        await replicas.load()
+        assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-0"])
+        (replica,) = host.replicas
+        group = replica.group
+        assert len(group_members({group})) == 2
+        await replicas.begin_unload(1)
+        retired = await replicas.end_unload()
+        assert (retired.leftovers, retired.warnings) == ([], [])
+        assert retired.before.host_bytes - retired.after.host_bytes > 100_000_000
+        assert retired.after.host_bytes == 0
+        assert not replica.directory.exists()
+        assert group_members({group}) == []
+        assert (replicas.state.value, replicas.is_loaded) == ("UNAVAILABLE", False)
+
+    run(scenario)
+
+
+def test_a_reload_has_both_for_a_while_and_then_only_the_new_one() -> None:
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        await replicas.load()
+        fresh = await replicas.start_fresh()
+        old, new = (replica.group for replica in host.replicas)
+        assert len(group_members({old, new})) == 4
+        retired = await replicas.retire(replicas.switch(fresh))
+        assert (retired.leftovers, group_members({old}), len(group_members({new}))) == ([], [], 2)
+        assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-1"])
+
+    run(scenario)
+
+
+def test_a_start_that_fails_leaves_nothing_and_says_why() -> None:
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        with pytest.raises(CallableFailed, match="RuntimeError: no weights here"):
+            await replicas.load()
+        assert (replicas.state, replicas.is_loaded, len(host.replicas)) == (State.FAILED, False, 1)
+        assert not host.replicas[0].directory.exists()
+
+    run(scenario, options={"mode": "fails"})
+
+
+def test_an_unload_that_raises_is_told_and_the_group_is_gone_all_the_same() -> None:
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        await replicas.load()
+        group = host.replicas[0].group
+        await replicas.begin_unload(1)
+        retired = await replicas.end_unload()
+        assert retired.warnings == ["replica m-0: RuntimeError: no end"]
+        assert (retired.leftovers, group_members({group})) == ([], [])
+
+    run(scenario, options={"mode": "raises"})
+
+
+def test_a_replica_whose_guardian_is_killed_while_it_is_unloaded_leaves_nothing() -> None:
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        await replicas.load()
+        group = host.replicas[0].group
+        guardian = _parent(group)
+        await replicas.begin_unload(1)
+        os.kill(guardian, signal.SIGKILL)
+        retired = await replicas.end_unload()
+        assert (retired.leftovers, group_members({group})) == ([], [])
+        assert not host.replicas[0].directory.exists()
+
+    run(scenario)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
