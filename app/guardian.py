@@ -20,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+from app.start_priority import START_NICE, lower, may_raise
 from app.sweep import Journal, segments_mapped_by, sweep_replica
 
 __all__ = ["main"]
@@ -55,6 +56,8 @@ class Guardian:
         self._suspects: set[int] = set()
         self._checks = 0
         self._host: subprocess.Popen[bytes] | None = None
+        self._is_lowered = False
+        """Whether the replica comes after what serves already, because it starts."""
 
     def run(self) -> int:
         """Guard until the replica has ended and is swept. Returns the host's exit status."""
@@ -69,6 +72,9 @@ class Guardian:
         host = self._host = subprocess.Popen(
             self._arguments, pass_fds=(self._status_fd,), stdin=subprocess.DEVNULL, start_new_session=True
         )
+        if may_raise():
+            lower(host.pid, [host.pid], START_NICE)
+            self._is_lowered = True
         # The supervisor decides, over the pipe. Not before the start: what is ignored stays so in all that is started.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -102,6 +108,9 @@ class Guardian:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wakeup, 512)
                     self._reap_orphans()
+            if self._is_lowered and (self._directory / READY_FILE).exists():
+                lower(self._host.pid, _group_states(self._host.pid), 0)
+                self._is_lowered = False
             if self._host.poll() is not None:
                 return "stopped" if stop_before is not None else _describe_exit(self._host.returncode)
             if stop_before is not None and time.monotonic() > stop_before:

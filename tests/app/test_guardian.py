@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from app.start_priority import START_NICE, may_raise
 from tests.running import wait_for
 
 SLEEP = "import time; time.sleep(600)"
@@ -23,6 +24,12 @@ import signal, sys, pathlib
 signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1]).write_text("unloaded"), sys.exit(0)))
 print("up", flush=True)
 signal.pause()
+"""
+THREADS = """
+import threading, time
+for _ in range(3):
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+time.sleep(600)
 """
 HAS_CHILDREN = """
 import subprocess, sys, time, pathlib
@@ -109,6 +116,26 @@ def test_stop_lets_the_host_unload(tmp_path: Path) -> None:
         os.write(guarded.command, b"stop\n")
         assert guarded.statuses()[0]["text"] == "stopped"
         assert marker.read_text() == "unloaded"
+
+
+def priorities(pid: int) -> tuple[set[int], str]:
+    """The nice values of a process's threads, and its session's."""
+    threads = {os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir(f"/proc/{pid}/task")}
+    group = Path(f"/proc/{pid}/autogroup")
+    return threads, group.read_text().split()[-1] if group.exists() else ""
+
+
+@pytest.mark.skipif(not may_raise(), reason="a priority can't be raised again by this user")
+def test_a_start_comes_after_what_serves(tmp_path: Path) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    with guarding(tmp_path, THREADS) as guarded:
+        pid = guarded.host()
+        wait_for(lambda: len(os.listdir(f"/proc/{pid}/task")) == 4, what="the threads")
+        threads, group = priorities(pid)
+        assert threads == {own + START_NICE}
+        assert group in ("", str(START_NICE))
+        (guarded.directory / "ready").touch()
+        wait_for(lambda: priorities(pid) in [({own}, ""), ({own}, "0")], what="the priority of one that serves")
 
 
 def ignored_signals(pid: int | str) -> int:
