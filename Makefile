@@ -10,6 +10,13 @@ PYTHON ?= python3
 TESTS ?= tests
 CONFIG ?= configs/demo.yaml
 ARGS ?=
+IMAGE ?= headwater
+# The image's base; on a machine that reaches no registry of images `make base-image` makes one: BASE=headwater-base.
+BASE ?= python:3.11-slim
+# What builds images and runs them: docker if its daemon answers, else podman, else buildah, which only builds.
+ENGINE ?= $(shell if docker info >/dev/null 2>&1; then echo docker; \
+  else for one in podman buildah; do if command -v $$one >/dev/null; then echo $$one; break; fi; done; fi)
+IMAGE_ARGS ?=
 
 UV_VERSION := 0.13.8
 VENV := .venv
@@ -20,10 +27,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help serve test lint format types bench bench-fanout bench-stream lock clean
+.PHONY: help serve test lint format types bench bench-fanout bench-stream bench-neighbours bench-scaling screenshots soak lock clean image base-image image-test image-suite engine
 
 help:  ## list the targets
-	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
+	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
 	@echo
 	@echo "  PYTHON=$(PYTHON)  the interpreter, 3.10 to 3.12;  TESTS=$(TESTS)  what make test runs;"
 	@echo "  CONFIG=$(CONFIG)  what make serve serves;  ARGS=  more arguments for serve, test and the benchmarks"
@@ -54,6 +61,38 @@ bench-fanout: $(VENV)/.dev  ## benchmark one trunk with two heads
 
 bench-stream: $(VENV)/.dev  ## benchmark token streams
 	@exec $(BIN)/python -m benchmarks.stream $(ARGS)
+
+bench-neighbours: $(VENV)/.dev  ## benchmark one deployment beside a saturated one
+	@exec $(BIN)/python -m benchmarks.neighbours $(ARGS)
+
+screenshots: $(VENV)/.dev  ## take the pictures in docs/images anew
+	@exec $(BIN)/python -m tests.screenshots $(ARGS)
+
+soak: $(VENV)/.dev  ## load, use, unload and reload models again and again, and see that nothing is left
+	@exec $(BIN)/python -m tests.soak $(ARGS)
+
+bench-scaling: $(VENV)/.dev  ## benchmark a step in load, up and down again
+	@exec $(BIN)/python -m benchmarks.scaling $(ARGS)
+
+# A health check is part of docker's format of images, which the others make if told.
+BUILD_IMAGE = $(ENGINE) build $(if $(filter-out docker,$(ENGINE)),--format docker) $(IMAGE_ARGS)
+
+image: engine  ## build the container image
+	$(BUILD_IMAGE) --build-arg BASE=$(BASE) -t $(IMAGE) .
+
+base-image: engine  ## make a base image from Debian's packages, where no registry of images is reached
+	docker/base-image.sh $(ENGINE) headwater-base
+
+image-test: engine  ## run the image: health, an inference, a stream, signals, read-only root
+	@exec $(PYTHON) -m tests.image --engine $(ENGINE) $(IMAGE) $(ARGS)
+
+image-suite: engine  ## run the tests inside the image
+	$(BUILD_IMAGE) --build-arg IMAGE=$(IMAGE) -f docker/tests.Dockerfile -t $(IMAGE)-tests .
+	$(ENGINE) run --rm --shm-size=1g $(RUN_ARGS) $(IMAGE)-tests $(TESTS) $(ARGS)
+
+engine:
+	@test -n "$(ENGINE)" || { echo "make: found neither docker (with its daemon), podman nor buildah. Install one" \
+	  "(on Debian: apt-get install podman)" >&2; exit 1; }
 
 clean:  ## remove the environments, caches and build output
 	rm -rf $(VENV) $(LOCK_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,54 +3,72 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Mapping
 from typing import IO, Any
 
+from app.errors import HeadwaterError
+from app.logs import LogFormat, is_for_people, json_line, printable, utc
+
 __all__ = ["AccessLog"]
 
 FLUSH_AFTER_S = 0.1
+NOTE_CHARS = 200
 
 
 class AccessLog:
-    """Writes lines for people to a terminal, JSON otherwise.
+    """Writes a line for each request: for people, or as JSON.
 
     Args:
         stream: where to; default: standard error.
+        log_format: whether for people.
+        payloads: whether messages may be told that quote what a client sent, or a callable said. Otherwise of an error
+            that may its name is told.
     """
 
-    def __init__(self, stream: IO[str] | None = None) -> None:
+    def __init__(
+        self, stream: IO[str] | None = None, log_format: LogFormat = "auto", *, payloads: bool = False
+    ) -> None:
         self._stream = stream or sys.stderr
-        self._is_human = self._stream.isatty()
+        self._is_human = is_for_people(log_format, self._stream)
+        self._payloads = payloads
         self._lines: list[str] = []
 
     def write(self, scope: Mapping[str, Any], status: int, took_s: float, state: Mapping[str, Any]) -> None:
-        """Log one answer. ``status`` 499 stands for a client that went away; no query string is logged."""
-        method, path, request_id = scope["method"], scope["path"], state["request_id"]
-        client = scope.get("client")
+        """Log one answer. ``status`` 499 stands for a client that went away; no query string is logged.
+
+        Of ``state`` it tells ``request_id``, ``note``, ``error`` (a `HeadwaterError`) and ``log_fields`` (a mapping).
+        """
+        method, path = scope["method"], printable(scope["path"])
+        error: HeadwaterError | None = state.get("error")
         note = state.get("note", "")
+        fields: dict[str, Any] = {**state.get("log_fields", {})}
+        if error is not None:
+            fields["error"] = self._said(error)
         if self._is_human:
-            now = time.strftime("%H:%M:%S")
-            line = f"{now} {method} {_safe(path)} {status} {took_s * 1000:.1f} ms {_safe(note)} {request_id}\n"
-        else:
+            told = "".join(f" {name}={printable(str(value))}" for name, value in fields.items())
             line = (
-                json.dumps(
-                    {
-                        "time": round(time.time(), 3),
-                        "logger": "access",
-                        "method": method,
-                        "path": path,
-                        "status": status,
-                        "ms": round(took_s * 1000, 2),
-                        "client": client[0] if client else None,
-                        "note": note,
-                        "request_id": request_id,
-                    }
-                )
-                + "\n"
+                f"{utc(time.time())[11:]} {method} {path} {status} {took_s * 1000:.1f} ms {printable(note)} "
+                f"{state['request_id']}{told}\n"
             )
+        else:
+            client = scope.get("client")
+            content = {
+                "time": utc(time.time()),
+                "level": "info",
+                "logger": "access",
+                "message": f"{method} {path} {status}",
+                "method": method,
+                "path": path,
+                "status": status,
+                "ms": round(took_s * 1000, 2),
+                "client": client[0] if client else None,
+                "note": note,
+                "request_id": state["request_id"],
+                **fields,
+            }
+            line = json_line(content) + "\n"
         if not self._lines:
             asyncio.get_running_loop().call_later(FLUSH_AFTER_S, self.flush)
         self._lines.append(line)
@@ -62,7 +80,5 @@ class AccessLog:
             self._stream.write("".join(lines))
             self._stream.flush()
 
-
-def _safe(text: str) -> str:
-    """Paths and messages may hold what a client sent: nothing in it may forge a line or command the terminal."""
-    return text if text.isprintable() else ascii(text)
+    def _said(self, error: HeadwaterError) -> str:
+        return error.message[:NOTE_CHARS] if self._payloads or not error.may_quote else type(error).__name__

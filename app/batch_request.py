@@ -20,8 +20,15 @@ Rows = tuple[InferRequest, dict[str, RawTensor], int]
 """A request, the tensors of those of its rows that are in the batch, and how many these are."""
 
 
-def encode_batch(signature: Signature, batch: Sequence[Rows]) -> tuple[bytes, list[bytes | memoryview]]:
+def encode_batch(
+    signature: Signature, batch: Sequence[Rows], *, is_alone: bool = False
+) -> tuple[bytes, list[bytes | memoryview]]:
     """Encode rows that may share a call: shapes, inputs left out and parameters per batch are the same in all.
+
+    Args:
+        signature: the model's.
+        batch: the rows.
+        is_alone: see `inference.report.CallNote.alone`.
 
     Returns:
         The JSON, every tensor binary in both directions; and the inputs' bytes in order, as they came.
@@ -38,7 +45,8 @@ def encode_batch(signature: Signature, batch: Sequence[Rows]) -> tuple[bytes, li
         "inputs": inputs,
         "outputs": [{"name": name, "parameters": {"binary_data": True}} for name in (*wanted, REPORT)],
     }
-    if note.parameters or note.rows or note.shapes:
+    note.alone = is_alone
+    if note.parameters or note.rows or note.shapes or is_alone:
         head["parameters"] = {HEADWATER: msgspec.json.encode(note).decode()}
     return msgspec.json.encode(head), data
 

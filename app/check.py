@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import json
 import os
 import socket
@@ -31,9 +32,12 @@ from inference.tensor_store import ASSUMED_DIMENSION, batch_bytes, uses_store
 __all__ = [
     "address_problems",
     "check",
+    "region_problems",
     "runtime_dir_problems",
     "shared_memory_bytes",
     "shared_memory_problems",
+    "shared_memory_warnings",
+    "tracing_problems",
 ]
 
 MIB = 1024 * 1024
@@ -42,7 +46,7 @@ TRITON_REGION_BYTES = 4 * MIB
 UNIX_PATH_BYTES = 107
 """Of a socket's path on Linux: ``sun_path`` less its closing zero."""
 INSTANCE_NAME_BYTES = len("/headwater--xxxxxxxx")
-REPLICA_SOCKET_BYTES = len("/r99999/w/_0_0-server.sock")
+REPLICA_SOCKET_BYTES = len("/r99999/w/_0_99-server.sock")
 """Of the path of a replica's longest socket, which is PyTriton's, without the deployment's name."""
 
 _PLACEHOLDER = "none"
@@ -78,9 +82,10 @@ def check(config_path: Path | None, *, as_json: bool, flags: Mapping[str, Any] |
         joined, found = _joined(served, signatures)
         problems += found
         deployments = [_summary(name, one, (signatures | joined).get(name), pythons) for name, one in served.items()]
-        problems += _shared_memory(computed, signatures)
+        problems += _shared_memory(_needed(computed, signatures))
         problems += address_problems(config.server.host, config.server.port)
         problems += runtime_dir_problems(config.server, computed)
+        problems += tracing_problems(config.server)
     if as_json:
         report = {"ok": not problems, "versions": versions, "deployments": deployments}
         print(json.dumps({**report, "problems": [asdict(problem) for problem in problems]}, indent=2))
@@ -155,21 +160,32 @@ def runtime_dir_problems(server: Server, deployments: Iterable[str]) -> list[Pro
     return problems
 
 
+def tracing_problems(server: Server) -> list[Problem]:
+    """Whether what sends traces is installed, if they are wanted."""
+    if server.tracing is None:
+        return []
+    with contextlib.suppress(ModuleNotFoundError):  # of the package itself
+        if importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None:
+            return []
+    reason = "it needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http, which are not installed"
+    return [Problem("server.tracing", reason, "install the extra: pip install 'headwater[otel]'")]
+
+
 def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> int:
     """What a deployment's replicas need in /dev/shm, with `ASSUMED_DIMENSION` for each dimension that varies.
 
-    Each replica has the Python backend's region: 4 MiB, and as much as its calls in flight carry. If PyTriton's store
-    is used, its segments are powers of two and are never freed, so those of the smaller batches of the warm-up stay
-    beside the largest: twice the largest, for inputs and outputs each.
+    Each replica has the Python backend's regions: 4 MiB for each of its instances, and as much as its calls in flight
+    carry. If PyTriton's store is used, its segments are powers of two and are never freed, so those of the smaller
+    batches of the warm-up stay beside the largest: twice the largest, for inputs and outputs each.
     """
-    region = TRITON_REGION_BYTES
+    region = TRITON_REGION_BYTES * deployment.instances
     if signature is not None:
         rows = deployment.batching.max_batch_size
         taken, given = (batch_bytes(side, rows) for side in (signature.inputs, signature.outputs))
-        region += deployment.batching.max_in_flight * (taken + given)
+        region += deployment.max_in_flight * (taken + given)
         if uses_store(deployment.tensor_store, signature):
             region += 2 * (_power_of_two(taken) + _power_of_two(given))
-    return region * deployment.replicas
+    return region * deployment.replicas.max
 
 
 def shared_memory_problems(needed_bytes: int, free_bytes: int, total_bytes: int) -> list[Problem]:
@@ -190,12 +206,28 @@ def shared_memory_problems(needed_bytes: int, free_bytes: int, total_bytes: int)
     ]
 
 
-def _shared_memory(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> list[Problem]:
+def region_problems(deployments: Iterable[Deployment]) -> list[Problem]:
+    """Whether what every replica takes of /dev/shm when it starts fits, with the fewest replicas that there may be."""
+    needed = sum(TRITON_REGION_BYTES * one.instances * one.replicas.min for one in deployments)
+    return _shared_memory(needed)
+
+
+def shared_memory_warnings(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> list[Problem]:
+    """Whether /dev/shm is as large as the replicas may come to need, whoever has how much of it now."""
+    space = os.statvfs(SHARED_MEMORY)
+    total = space.f_blocks * space.f_frsize
+    return shared_memory_problems(_needed(deployments, signatures), total, total)
+
+
+def _shared_memory(needed_bytes: int) -> list[Problem]:
     if not SHARED_MEMORY.is_dir():
         return [Problem("shared memory", f"there is no {SHARED_MEMORY}", f"mount a tmpfs at {SHARED_MEMORY}")]
-    needed = sum(shared_memory_bytes(one, signatures.get(name)) for name, one in deployments.items())
     space = os.statvfs(SHARED_MEMORY)
-    return shared_memory_problems(needed, space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize)
+    return shared_memory_problems(needed_bytes, space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize)
+
+
+def _needed(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> int:
+    return sum(shared_memory_bytes(one, signatures.get(name)) for name, one in deployments.items())
 
 
 def _power_of_two(size_bytes: int) -> int:

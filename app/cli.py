@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import app
-from app.config import Config, load_config, read_config
+from app.config import Config, load_config, read_config, read_yaml
 from app.errors import CommandError, ConfigError, StartError
+from app.health import default_url, health_status
 from app.logs import set_up_logging
 from app.openapi import example_body
 from inference.lm.reference import is_language_model
@@ -63,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="show the models of a running server, and their states")
     _add_url(status)
     status.set_defaults(run=_status)
+    health = commands.add_parser("health", help="whether a running server is ready: exit status 0, or 1 and why not")
+    health.add_argument("--url", default=default_url(), help="the server's; default: %(default)s")
+    health.set_defaults(run=_health)
     for action, what in (
         ("load", "load a model that is not loaded"),
         ("unload", "unload a model, and see that nothing of it remains"),
@@ -70,9 +76,28 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(action, help=f"{what}, on a running server on this machine")
         command.add_argument("name", metavar="NAME", help="the deployment")
+        if action != "unload":
+            command.add_argument(
+                "--config", metavar="FILE | JSON",
+                help="a deployment's section, laid over the one that the server was started with: a YAML or JSON file, "
+                "or JSON such as '{\"timeout_s\": 5}'",
+            )  # fmt: skip
         _add_url(command)
         command.set_defaults(run=_command, action=action)
+    scale = commands.add_parser("scale", help="have another number of a model's replicas, on a running server")
+    scale.add_argument("name", metavar="NAME", help="the deployment, or PIPELINE.STEP")
+    scale.add_argument("replicas", metavar="N | MIN-MAX", type=_bounds, help="how many, or between how many it scales")
+    _add_url(scale)
+    scale.set_defaults(run=_scale)
     return parser
+
+
+def _bounds(text: str) -> dict[str, int]:
+    least, separator, most = text.partition("-")
+    try:
+        return {"min": int(least), "max": int(most)} if separator else {"replicas": int(text)}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number such as 3, or 1-3, got {text!r}") from None
 
 
 def _add_url(parser: argparse.ArgumentParser) -> None:
@@ -112,11 +137,15 @@ def _read(what: str, flags: dict[str, Any]) -> tuple[Config, tuple[str, ...]]:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    if os.getpid() == 1:
+        # The kernel drops a signal that process 1 has no handler for, and the supervisor's comes a second later.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     from app.supervisor import Supervisor
 
-    set_up_logging()
     config, user_paths = _read(options.what, _flags(options))
-    return asyncio.run(Supervisor(config, user_paths, _announce).run())
+    set_up_logging(config.server.log_format)
+    announce = _log_what_is_served if config.server.log_format == "json" else _announce
+    return asyncio.run(Supervisor(config, user_paths, announce).run())
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -132,11 +161,34 @@ def _status(options: argparse.Namespace) -> int:
     return 0
 
 
+def _health(options: argparse.Namespace) -> int:
+    return health_status(options.url)
+
+
 def _command(options: argparse.Namespace) -> int:
     from app.server_client import ServerClient, command_line
 
-    print(command_line(options.action, ServerClient(options.url).command(options.action, options.name)))
+    given = getattr(options, "config", None)
+    config = None if given is None else _section(given)
+    print(command_line(options.action, ServerClient(options.url).command(options.action, options.name, config)))
     return 0
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from app.server_client import ServerClient, command_line
+
+    print(command_line("scale", ServerClient(options.url).scale(options.name, options.replicas)))
+    return 0
+
+
+def _section(given: str) -> str:
+    """A deployment's section as JSON text, of JSON or of a file that holds it or YAML."""
+    if given.lstrip().startswith("{"):
+        return given
+    try:
+        return json.dumps(read_yaml(Path(given)))
+    except (TypeError, ValueError) as error:  # YAML has dates, and keys of any type
+        raise ConfigError(f"{given}: expected what JSON can say: {error}") from error
 
 
 def _announce(url: str, served: list[tuple[str, Signature | None, str]]) -> None:
@@ -165,6 +217,16 @@ def _announce(url: str, served: list[tuple[str, Signature | None, str]]) -> None
             print(f"    {_curl(f'{url}/v1/embeddings', {'model': name, 'input': 'Rivers begin here.'})}")
         print()
     sys.stdout.flush()
+
+
+def _log_what_is_served(url: str, served: list[tuple[str, Signature | None, str]]) -> None:
+    """The same where every line is to be JSON, with nothing to paste."""
+    logger = logging.getLogger("headwater")
+    for name, signature, reason in served:
+        if signature is None:
+            logger.error("%s: not served: %s", name, reason, extra={"model": name})
+    names = [name for name, signature, _ in served if signature is not None]
+    logger.info("serving at %s: %s", url, ", ".join(names) or "nothing yet", extra={"url": url, "models": names})
 
 
 def _name(model: str) -> str:

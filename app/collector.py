@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from typing import Final
+from typing import Final, Protocol
 
 from app.answers import Answer, HeadAnswer, Outputs
 from app.errors import HeadwaterError, ReaderTooSlow
@@ -30,20 +30,34 @@ def wanted_heads(request: InferRequest, signature: Signature) -> Mapping[str, He
     return {head.name: head for head in signature.heads if head.name in request.heads}
 
 
+class HeadMeter(Protocol):
+    """Counts what becomes of heads: of each that a request wants once."""
+
+    def note_head(self, head: str, error: HeadwaterError | None, took_ms: float) -> None:
+        """It has said its last, or failed."""
+        ...
+
+    def leave_head(self, head: str) -> None:
+        """Nobody waits any more for what it would say."""
+        ...
+
+
 class Collector:
     """Collects one request's answer. Everything happens in one event loop.
 
     Args:
         heads: the wanted ones.
         is_stream: whether pieces are taken as they come; then a head that fails is one of them, and not the end.
+        meter: counts the heads of a pipeline.
     """
 
     __slots__ = (
-        "_answers", "_has_answer", "_has_error", "_loop", "_news", "_started_s", "future", "heads", "is_stream",
-        "undecided",
+        "_answers", "_has_answer", "_has_error", "_loop", "_meter", "_news", "_started_s", "future", "heads",
+        "is_stream", "undecided",
     )  # fmt: skip
 
-    def __init__(self, heads: Mapping[str, HeadSpec], *, is_stream: bool) -> None:
+    def __init__(self, heads: Mapping[str, HeadSpec], *, is_stream: bool, meter: HeadMeter | None = None) -> None:
+        self._meter = meter
         self._loop = asyncio.get_running_loop()
         self._started_s = self._loop.time()
         self._answers: deque[HeadAnswer] = deque()
@@ -74,11 +88,18 @@ class Collector:
             return False
         return self.future.exception() is not None or (self._has_error and not self._has_answer)
 
+    @property
+    def error(self) -> BaseException | None:
+        """Why the request has failed as a whole."""
+        return None if not self.future.done() or self.future.cancelled() else self.future.exception()
+
     def decide(self, head: str, outputs: Outputs | None = None, error: HeadwaterError | None = None) -> None:
         """Take in a head's last result; what comes after its first last one is ignored."""
         spec = self.undecided.pop(head, None)
         if spec is None or self.is_done:
             return
+        if self._meter is not None:
+            self._meter.note_head(head, error, self.took_ms())
         if error is not None and (head == WHOLE or (spec.on_error == "fail" and not self.is_stream)):
             self.fail(error)
             return
@@ -100,6 +121,9 @@ class Collector:
     def fail(self, error: HeadwaterError) -> None:
         """The request fails as a whole."""
         if not self.is_done:
+            if self._meter is not None:
+                for head in self.undecided:
+                    self._meter.note_head(head, error, self.took_ms())
             self.future.set_exception(error)
             self._tell()
 
@@ -150,6 +174,9 @@ class Collector:
 
     def close(self) -> None:
         """Nobody waits for it any more."""
+        if self._meter is not None and (not self.is_done or self.future.cancelled()):
+            for head in self.undecided:
+                self._meter.leave_head(head)
         self.undecided.clear()
         self.future.cancel()
 

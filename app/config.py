@@ -12,24 +12,33 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from app.errors import ConfigError
+from app.logs import LogFormat
 from app.pipeline_config import Pipeline
 from app.sections import (
+    AllowLoad,
     Batching,
     Device,
+    Devices,
     Environment,
+    Instances,
+    MemorySize,
     ModelReference,
+    PositiveInt,
     PositiveSeconds,
     PythonPath,
+    ReplicaBounds,
     Replicas,
+    Scaling,
     Section,
     Strategy,
     TensorStore,
     Threads,
+    TracingSection,
     WarmupBatchSizes,
 )
 from inference.lm.reference import is_language_model
 
-__all__ = ["Batching", "Config", "Deployment", "Server", "load_config", "read_config"]
+__all__ = ["Batching", "Config", "Deployment", "Server", "load_config", "read_config", "read_yaml"]
 
 ENVIRONMENT_PREFIX = "HEADWATER_"
 
@@ -48,9 +57,17 @@ class Deployment(Section):
     batching: Batching = Field(default_factory=Batching)
     timeout_s: PositiveSeconds = 30
     """A request's deadline, queueing included; a request may ask for less."""
-    replicas: Replicas = 1
+    replicas: Replicas = ReplicaBounds(min=1, max=1)
+    """How many, or ``{min, max}``: as many as its load takes; see ``scaling``."""
+    scaling: Scaling = Field(default_factory=Scaling)
     device: Device = "auto"
     """``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the first GPU if there is one."""
+    devices: Devices | None = None
+    """Several, over which its replicas are placed; instead of ``device``."""
+    memory: MemorySize | None = None
+    """What one replica takes of its device's memory, at most; default: what replicas of it were measured to take."""
+    instances: Instances = 1
+    """Threads in each replica that compute at once, on one copy of the model; it must allow that."""
     threads: Threads | None = None
     """Threads of torch and of its math libraries; default: as many as the machine has cores."""
     environment: Environment = Field(default_factory=dict)
@@ -61,6 +78,14 @@ class Deployment(Section):
     """Batch sizes to warm up; default: powers of two up to ``max_batch_size``. Empty: no warm-up."""
     load_timeout_s: PositiveSeconds = 600
     """How long a replica may take from its start to ready."""
+    max_compute_s: PositiveSeconds | None = None
+    """How long one call of the user's code may take, or of a stream one yield; then the replica hangs, and is replaced.
+    Default: no limit."""
+    max_crashes: PositiveInt = 10
+    """After so many losses of replicas that served, within ``crash_window_s``, none is started any more."""
+    crash_window_s: PositiveSeconds = 300
+    quarantine_s: Annotated[float, Field(ge=0, le=86_400)] = 600
+    """For how long a request that took two replicas down is refused; 0: not at all."""
     drain_timeout_s: PositiveSeconds = 30
     """How long requests in flight may take to finish when it is unloaded or reloaded."""
     strategy: Strategy = "beside"
@@ -75,7 +100,43 @@ class Deployment(Section):
             raise ValueError("expected either `model` or `pipeline`")
         if self.pipeline is not None and self.options:
             raise ValueError("options: expected in the pipeline's steps, each of which has its own")
+        if self.devices is not None and self.device != "auto":
+            raise ValueError("expected either `device` or `devices`")
+        if self.instances > 1 and self.pipeline is not None and self.pipeline.placement == "fused":
+            raise ValueError(
+                f"instances: expected 1 of a fused pipeline, which computes one batch at a time, got {self.instances}; "
+                "raise `replicas`"
+            )
+        if self.instances > 1 and is_language_model(self.model or ""):
+            raise ValueError(
+                "instances: expected 1 of a language model, whose engine computes all sequences together, got "
+                f"{self.instances}; raise `replicas`"
+            )
+        if self.max_compute_s is not None and is_language_model(self.model or ""):
+            raise ValueError(
+                "max_compute_s: expected none of a language model, whose engine's steps are bounded by "
+                f"`options.max_step_s`, got {self.max_compute_s:g}"
+            )
+        self._check_in_flight()
         return self
+
+    def _check_in_flight(self) -> None:
+        if self.max_in_flight < self.instances:
+            raise ValueError(
+                f"batching.max_in_flight: expected at least instances = {self.instances}, got {self.max_in_flight}"
+            )
+
+    @property
+    def max_in_flight(self) -> int:
+        """Calls that a replica may have at once: as many as compute, and one on its way, if nothing else is said."""
+        if "max_in_flight" in self.batching.model_fields_set:
+            return self.batching.max_in_flight
+        return max(self.batching.max_in_flight, self.instances + 1)
+
+    @property
+    def placements(self) -> tuple[str, ...]:
+        """The devices that its replicas may be placed on."""
+        return self.devices or (self.device,)
 
     def step(self, name: str) -> Deployment:
         """Of a pipeline in placement ``graph``: the deployment of a step that has a model of its own."""
@@ -84,6 +145,8 @@ class Deployment(Section):
         own = step.own_settings()
         if "environment" in own:
             own["environment"] = {**self.environment, **own["environment"]}
+        if "device" in own:
+            own["devices"] = None
         return self.model_copy(update={"model": step.model, "pipeline": None, "options": step.options, **own})
 
 
@@ -97,18 +160,41 @@ class Server(Section):
     """Gateway processes. Limits in this file are totals; each worker holds an equal share."""
     max_body_bytes: Annotated[int, Field(ge=1_000)] = 64 * 1024 * 1024
     """Of a request, and of what a compressed one unpacks to."""
+    max_queue_size: Annotated[int, Field(ge=1)] = 8192
+    """Rows that may wait, of all deployments together; each is sure of an equal part of it."""
+    max_queue_bytes: Annotated[int, Field(ge=1_000)] = 1024 * 1024 * 1024
+    """Likewise, of the tensors of requests that wait."""
     body_timeout_s: PositiveSeconds = 30
     """How long a request's body may take to arrive."""
     stream_ping_s: PositiveSeconds = 15
     """How often a stream says that it is alive while there is nothing else to say."""
     write_timeout_s: PositiveSeconds = 30
     """How long a stream waits for a client that doesn't read; then it is cut off."""
+    worker_timeout_s: PositiveSeconds = 10
+    """How long a gateway process may give no sign of life; then it is killed, and another takes its place."""
     shutdown_timeout_s: PositiveSeconds = 30
     """How long requests in flight may take to finish after SIGTERM."""
     runtime_dir: Path | None = None
     """Where sockets, workspaces and temporary files go: in a folder of its own inside this one, which must allow
     execution. Default: the system's folder for temporary files."""
     access_log: bool = True
+    log_format: LogFormat = "auto"
+    """``human``, ``json``, or ``auto``: for people on a terminal, JSON otherwise."""
+    log_payloads: bool = False
+    """Whether errors are logged in full that may quote what a client sent or a callable said."""
+    tracing: TracingSection | None = None
+    """Sends a trace of each request to an OpenTelemetry collector; needs the extra ``otel``."""
+    metrics: bool = True
+    """Whether ``GET /metrics`` is there."""
+    ui: bool = True
+    """Whether the status page and the playground are there, at ``/``."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Which part of the memory of the machine, and of each GPU, replicas may take."""
+    memory_limit: MemorySize | None = None
+    """How much of the machine's memory replicas may take, instead of that part."""
+    allow_load: AllowLoad = "settings"
+    """What an operator may load or reload with a configuration of its own: ``settings``, models that the configuration
+    names, and no field that chooses code; ``any``, any model; ``never``, nothing."""
 
 
 class Config(Section):
@@ -134,6 +220,13 @@ class Config(Section):
                 continue
             for step_name, step in deployment.pipeline.all_steps().items():
                 where = f"deployments.{name}.pipeline, step `{step_name}`"
+                if step.model is not None:
+                    own = deployment.step(step_name)
+                    if own.max_in_flight < own.instances:
+                        raise ValueError(
+                            f"{where}: max_in_flight: expected at least instances = {own.instances}, got "
+                            f"{own.max_in_flight}"
+                        )
                 if step.deployment is not None:
                     other = self.deployments.get(step.deployment)
                     if other is None:
@@ -192,6 +285,15 @@ def load_config(path: Path, *, environment: Mapping[str, str] | None = None, fla
     Raises:
         ConfigError: the file can't be read, or a field is wrong.
     """
+    return read_config(read_yaml(path), source=str(path), environment=environment, flags=flags)
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds.
+
+    Raises:
+        ConfigError: it can't be read, or is no YAML.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -199,10 +301,9 @@ def load_config(path: Path, *, environment: Mapping[str, str] | None = None, fla
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: expected UTF-8 text: {error.reason} at byte {error.start}") from error
     try:
-        content = yaml.load(text, Loader=_UniqueKeys)
+        return yaml.load(text, Loader=_UniqueKeys)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    return read_config(content, source=str(path), environment=environment, flags=flags)
 
 
 def read_config(

@@ -11,6 +11,8 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.errors import BadRequest, BodyTooSlow, HeadersTooLarge, HeadwaterError
+from app.metrics.accounting import UNMATCHED
+from app.metrics.recorder import recorder
 from app.middleware import MAX_HEADER_BYTES
 from app.replies import error_reply
 
@@ -83,6 +85,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._end_head()
         if self.transport.is_closing():
             return
+        recorder().http_requests(UNMATCHED, error.status).add()
         body, headers = error_reply(error, "").content()
         lines = [b"HTTP/1.1 %d" % error.status, *(b"%s: %s" % pair for pair in headers)]
         lines += [b"content-length: %d" % len(body), b"connection: close", b"", body]

@@ -2,8 +2,9 @@
 
 Downwards: `RoutingTable`, whole, whenever anything changes; `Drain`, answered by a worker's `Drained`; and a worker's
 `Command`, answered by a `CommandAnswer`. Any number of each may be under way; a message's ``id`` tells which answer is
-whose. The connection's end tells the supervisor that a worker is gone, and with it all that was in flight there; and a
-worker that its supervisor is.
+whose. A `Ping` is answered by a `Pong`. What one worker says is `Quarantined`, the others are told. The connection's
+end tells the supervisor that a worker is gone, and with it all that was in flight there; and a worker that its
+supervisor is.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import socket
+import struct
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from app.errors import Unavailable
+from app.load_report import LoadReport
 from app.routing import RoutingTable
 
 __all__ = ["Command", "CommandAnswer", "ControlServer", "Drain", "Drained", "SupervisorLink"]
@@ -26,6 +30,8 @@ __all__ = ["Command", "CommandAnswer", "ControlServer", "Drain", "Drained", "Sup
 logger = logging.getLogger("headwater")
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
+LOAD_FRESH_S: Final = 3.0
+"""A worker that said nothing of its load for so long has none that is known."""
 DRAIN_GRACE_S: Final = 5.0
 """How much longer than it should a worker may take to say that it has drained."""
 
@@ -36,6 +42,8 @@ class Command(msgspec.Struct, frozen=True, tag="command"):
     id: int
     action: str
     model: str
+    arguments: dict[str, Any] = {}
+    """What the action takes besides; of load and reload perhaps a ``config``, as the text that came."""
 
 
 class CommandAnswer(msgspec.Struct, frozen=True, tag="answer"):
@@ -74,8 +82,25 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
         return Drained(self.drained + other.drained, self.ended + other.ended)
 
 
-_DOWN: Final = msgspec.json.Decoder(RoutingTable | Drain | CommandAnswer)
-_UP: Final = msgspec.json.Decoder(Command | Drained)
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Asks a worker for a sign of life."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """That sign: the worker's event loop goes round."""
+
+
+class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
+    """A request took two replicas down; see `app.quarantine`."""
+
+    model: str
+    fingerprint: str
+    """In hexadecimal digits."""
+
+
+_DOWN: Final = msgspec.json.Decoder(RoutingTable | Drain | CommandAnswer | Ping | Quarantined)
+_UP: Final = msgspec.json.Decoder(Command | Drained | Pong | Quarantined | LoadReport)
+_CREDENTIALS: Final = struct.Struct("3i")
 
 
 def _line(message: msgspec.Struct) -> bytes:
@@ -93,6 +118,11 @@ class ControlServer:
         self._on_command = on_command
         self._table = RoutingTable()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._pids: dict[asyncio.StreamWriter, int] = {}
+        self._unanswered: dict[asyncio.StreamWriter, int] = {}
+        """How often in a row a worker was asked for a sign of life and gave none."""
+        self._loads: dict[asyncio.StreamWriter, tuple[float, LoadReport]] = {}
+        """What each worker said last, and when."""
         self._drains: dict[int, tuple[asyncio.StreamWriter, asyncio.Future[Drained]]] = {}
         self._numbers = itertools.count()
         self._commands: set[asyncio.Task[None]] = set()
@@ -131,6 +161,26 @@ class ControlServer:
                 del self._drains[number]
         return sum((future.result() for future in done), Drained())
 
+    def loads(self) -> list[LoadReport]:
+        """What each worker said of its load last, unless that was long ago."""
+        oldest_s = asyncio.get_running_loop().time() - LOAD_FRESH_S
+        return [report for when_s, report in self._loads.values() if when_s >= oldest_s]
+
+    def ping(self) -> dict[int, int]:
+        """Ask every worker for a sign of life.
+
+        Returns:
+            By process id, how often in a row a worker was asked before and has not answered.
+        """
+        found: dict[int, int] = {}
+        for writer in self._writers:
+            unanswered = self._unanswered.get(writer, 0)
+            found[self._pids[writer]] = unanswered
+            self._unanswered[writer] = unanswered + 1
+            if not unanswered:
+                writer.write(_line(Ping()))
+        return found
+
     async def finish(self) -> None:
         """Wait for the commands that are being carried out."""
         while self._commands:
@@ -147,6 +197,7 @@ class ControlServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
+        self._pids[writer] = _peer(writer)
         try:
             writer.write(_line(self._table))
             while line := await reader.readline():
@@ -157,6 +208,9 @@ class ControlServer:
             logger.error("a gateway worker says what can't be understood: %s", error)
         finally:
             self._writers.discard(writer)
+            self._unanswered.pop(writer, None)
+            del self._pids[writer]
+            self._loads.pop(writer, None)
             for number, (other, future) in list(self._drains.items()):
                 if other is writer:
                     del self._drains[number]
@@ -165,7 +219,17 @@ class ControlServer:
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
-    def _take(self, message: Command | Drained, writer: asyncio.StreamWriter) -> None:
+    def _take(self, message: Command | Drained | Pong | Quarantined | LoadReport, writer: asyncio.StreamWriter) -> None:
+        if isinstance(message, LoadReport):
+            self._loads[writer] = asyncio.get_running_loop().time(), message
+            return
+        if isinstance(message, Pong):
+            self._unanswered.pop(writer, None)
+            return
+        if isinstance(message, Quarantined):
+            for other in self._writers - {writer}:
+                other.write(_line(message))
+            return
         if isinstance(message, Drained):
             _, future = self._drains.pop(message.id, (None, None))
             if future is not None:  # None: it came too late
@@ -193,10 +257,16 @@ class SupervisorLink:
 
     Args:
         on_drain: does what a `Drain` says.
+        on_quarantined: takes in what another worker found, the model and the fingerprint.
     """
 
-    def __init__(self, on_drain: Callable[[Drain], Awaitable[Drained]]) -> None:
+    def __init__(
+        self,
+        on_drain: Callable[[Drain], Awaitable[Drained]],
+        on_quarantined: Callable[[str, bytes], None] = lambda model, mark: None,
+    ) -> None:
         self._on_drain = on_drain
+        self._on_quarantined = on_quarantined
         self._writer: asyncio.StreamWriter | None = None
         self._answers: dict[int, asyncio.Future[CommandAnswer]] = {}
         self._numbers = itertools.count()
@@ -214,6 +284,10 @@ class SupervisorLink:
                     future = self._answers.pop(message.id, None)
                     if future is not None and not future.done():
                         future.set_result(message)
+                elif isinstance(message, Ping):
+                    self._writer.write(_line(Pong()))
+                elif isinstance(message, Quarantined):
+                    self._on_quarantined(message.model, bytes.fromhex(message.fingerprint))
                 else:
                     task = asyncio.create_task(self._drain(message))
                     self._draining.add(task)
@@ -230,8 +304,23 @@ class SupervisorLink:
                 if not future.done():
                     future.set_exception(_gone())
 
-    async def command(self, action: str, model: str) -> CommandAnswer:
+    def report(self, load: LoadReport) -> None:
+        """Tell the supervisor of the load here."""
+        if self._writer is not None:
+            self._writer.write(_line(load))
+
+    def tell_quarantined(self, model: str, mark: bytes) -> None:
+        """Tell the other workers of a request that took two replicas down."""
+        if self._writer is not None:
+            self._writer.write(_line(Quarantined(model, mark.hex())))
+
+    async def command(self, action: str, model: str, arguments: Mapping[str, Any] | None = None) -> CommandAnswer:
         """Have the supervisor do something, and wait for what comes of it.
+
+        Args:
+            action: what.
+            model: with which model.
+            arguments: what the action takes besides; small, since a message is one line.
 
         Raises:
             Unavailable: the supervisor is gone.
@@ -241,7 +330,7 @@ class SupervisorLink:
         number = next(self._numbers)
         future: asyncio.Future[CommandAnswer] = asyncio.get_running_loop().create_future()
         self._answers[number] = future
-        self._writer.write(_line(Command(number, action, model)))
+        self._writer.write(_line(Command(number, action, model, dict(arguments or {}))))
         try:
             return await future
         finally:
@@ -255,6 +344,13 @@ class SupervisorLink:
             drained = Drained()
         if self._writer is not None:
             self._writer.write(_line(msgspec.structs.replace(drained, id=order.id)))
+
+
+def _peer(writer: asyncio.StreamWriter) -> int:
+    """The process id at the other end."""
+    raw = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(raw)[0]
+    return pid
 
 
 def _gone() -> Unavailable:

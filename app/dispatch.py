@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
 
-from app.answers import Answer, HeadAnswer, Outputs
+from app.admission import Admission, WaitingRoom
+from app.answers import Answer, HeadAnswer
+from app.batch_answer import no_rows, sliced
 from app.batch_request import encode_batch, encode_nothing
-from app.batching import BatchQueue, Item
+from app.batching import DEFAULT_WEIGHTS, Item
 from app.collector import WHOLE, Collector, wanted_heads
 from app.deadlines import TIMER_RESOLUTION_S, Deadlines
 from app.draining import Fail
@@ -29,43 +29,31 @@ from app.errors import (
     Unavailable,
 )
 from app.frame_call import FrameCall
+from app.gathering import GatherClock
+from app.load_report import Moment
+from app.losses import Losses
+from app.metrics.recorder import recorder
 from app.pending import Part, Pending
+from app.replica_calls import ReplicaCalls
 from app.routing import DeploymentRoute, ReplicaRoute, State
 from app.row_errors import RETRY_AFTER_LOST_S, row_error, unavailable
 from app.row_slices import SlicedTensor
 from app.statistics import Statistics
 from app.tensors import InferRequest, RawTensor
+from app.tracing import add_model
 from app.triton_client import FrameReplicaClient, ReplicaClient, TritonClient
 from inference.frame import decode_frame
 from inference.report import REPORT, RowReport, Status, decode_reports
 from inference.signature import Signature
 
-__all__ = ["Connect", "Dispatcher", "no_rows"]
+__all__ = ["Connect", "Dispatcher"]
 
 logger = logging.getLogger("headwater.dispatch")
 
-RETRY_AFTER_LIMIT_S = 60
 LOST_RETRY_S = 2.0
 """A replica that ended is out of the table within this time."""
-RATE_SMOOTHING = 0.2
-
 
 Connect = Callable[[str, ReplicaRoute], "ReplicaClient | FrameReplicaClient"]
-
-
-@dataclass(slots=True)
-class _Replica:
-    route: ReplicaRoute
-    client: ReplicaClient | FrameReplicaClient
-    calls: int = 0
-    rows: int = 0
-    """Outstanding."""
-    batches: dict[int, list[Item]] = field(default_factory=dict)
-    """Under way, by identity."""
-    is_retiring: bool = False
-    """Others have replaced it: it gets no call any more, and finishes those that it has."""
-    is_lost: bool = False
-    """It failed as a whole; it gets no call any more, and the supervisor will take it from the table."""
 
 
 class Dispatcher:
@@ -77,17 +65,26 @@ class Dispatcher:
     Args:
         route: the deployment.
         connect: makes a client; tests and other engines put their own here.
+        on_quarantined: called with the fingerprint of a request that took two replicas down.
+        room: what may wait of all deployments together; default: as if there were no other.
     """
 
-    def __init__(self, route: DeploymentRoute, connect: Connect | None = None) -> None:
+    def __init__(
+        self,
+        route: DeploymentRoute,
+        connect: Connect | None = None,
+        on_quarantined: Callable[[bytes], None] = lambda mark: None,
+        room: WaitingRoom | None = None,
+    ) -> None:
         self._connect = connect or _connect
         self._loop = asyncio.get_running_loop()
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, ReplicaCalls] = {}
         self._dispatch_due = False
         self._delay: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._rows_per_s = 0.0
         self.statistics = Statistics()
+        self._meter = recorder().deployment(route.name)
+        self._gathering = GatherClock()
         self.in_flight = 0
         """Requests under way."""
         self._requests: set[Pending] = set()
@@ -95,7 +92,12 @@ class Dispatcher:
         self.is_draining = False
         """Whether new requests are refused; those under way are still answered."""
         self.route = route
-        self._queue = BatchQueue(1)
+        self._is_closed = False
+        self._losses = Losses(route.name, self.statistics, self._meter, on_quarantined)
+        self._quarantine = self._losses.quarantine
+        self._retries = self._losses.retries
+        self._admission = Admission(route.name, room or WaitingRoom(), self._displace)
+        self._queue = self._admission.queue
         self.update(route)
 
     @property
@@ -110,15 +112,25 @@ class Dispatcher:
     @property
     def queued_rows(self) -> int:
         """Rows waiting."""
-        return self._queue.rows
+        return self._queue.rows + self._retries.rows
 
     def update(self, route: DeploymentRoute) -> None:
         """Take in a new state of the deployment: other replicas, another signature."""
         if route.signature is not None:
+            is_smaller = route.signature.max_batch_size < self._queue.max_batch_size
             self._queue.max_batch_size = route.signature.max_batch_size
+            if is_smaller:
+                self._cut_waiting()
             if route.signature == self.route.signature:
                 # The same object, so that what was made for it stays good.
                 route = msgspec.structs.replace(route, signature=self.route.signature)
+        if route.generation != self.route.generation:
+            self._quarantine.lift()
+        self._quarantine.for_s = route.quarantine_s
+        self._admission.limit = route.max_queue_size
+        weights = route.priority_weights or DEFAULT_WEIGHTS
+        if weights != self._queue.weights:
+            self._queue.reweigh(weights)
         self.route = route
         wanted = {replica.id: replica for replica in (*route.replicas, *route.retiring)}
         for id in [id for id in self._replicas if id not in wanted]:
@@ -128,6 +140,8 @@ class Dispatcher:
                 self._add(replica)
         for replica in route.retiring:
             self._replicas[replica.id].is_retiring = True
+        if self._retries and not self._has_able():
+            self._losses.fail_waiting()
         if not route.replicas:
             for item in self._queue.drain():
                 item.payload.fail(unavailable(route))
@@ -135,13 +149,28 @@ class Dispatcher:
 
     def close(self) -> None:
         """End all calls; their requests are answered with `ReplicaLost`."""
+        self._is_closed = True
         self._stop_delay()
         for replica in self._replicas.values():
             replica.client.close()
         self._replicas.clear()
         self.route = msgspec.structs.replace(self.route, replicas=(), retiring=())
-        for item in self._queue.drain():
+        for item in (*self._retries.drain(), *self._queue.drain()):
             item.payload.fail(ReplicaLost("the server is stopping"))
+        self._admission.close()
+
+    def moment(self) -> Moment:
+        """What there is to do now."""
+        rows = self._queue.rows
+        # What a streaming model computes at once only its calls in flight bound.
+        most = self.route.max_in_flight if self._streams else self.route.instances
+        calls = [one.calls for one in self._replicas.values()]
+        return Moment(
+            computing=sum(min(one, most) for one in calls),
+            requests=max(self.in_flight, sum(calls) - (-rows // self._queue.max_batch_size)),
+            waiting=rows,
+            wait_s=self._loop.time() - self._queue.oldest_s() if rows else 0.0,
+        )
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
         """See `app.draining.Drainable`."""
@@ -154,7 +183,7 @@ class Dispatcher:
 
     def _add(self, replica: ReplicaRoute) -> None:
         client = self._connect(self.route.name, replica)
-        self._replicas[replica.id] = _Replica(replica, client)
+        self._replicas[replica.id] = ReplicaCalls(replica, client)
         if replica.grpc_socket and self.route.signature is not None:
             cast(FrameReplicaClient, client).open(encode_nothing(self.route.signature))
 
@@ -217,9 +246,17 @@ class Dispatcher:
             self._leave(pending)
 
     def _take_in(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> Pending:
-        self._admit(request, signature)
-        collector = Collector(wanted_heads(request, signature), is_stream=is_stream)
+        mark = b""
+        if self._quarantine and not signature.streams:
+            mark = self._losses.examine(request, self.route.max_queue_size)
+        sizes = _sizes(request.inputs)
+        self._admit(request, signature, sizes[0])
+        meter = self._meter if signature.heads else None
+        collector = Collector(wanted_heads(request, signature), is_stream=is_stream, meter=meter)
         pending = Pending(request, signature, collector, self._queue.max_batch_size)
+        pending.gather_mark_ns = self._gathering.read_ns()
+        pending.trace = add_model(self.route.name)
+        pending.fingerprint = mark
         pending.deadlines = Deadlines(
             collector,
             self.route.timeout_s,
@@ -227,7 +264,7 @@ class Dispatcher:
             where=lambda: "while it waited in the queue" if pending.is_waiting else "while it was computed",
             is_idle_limit=signature.streams,
         )
-        self._enqueue(pending)
+        self._enqueue(pending, sizes)
         self._requests.add(pending)
         self.in_flight += 1
         return pending
@@ -240,8 +277,16 @@ class Dispatcher:
             pending.deadlines.close()
         if pending.collector.succeeded:
             self.statistics.note_request(pending.request.rows, pending.queue_ns, pending.compute_ns)
+            self._meter.note_request(
+                pending.request.rows, pending.queue_ns, pending.batch_wait_ns, pending.compute_ns,
+                pending.transport_ns(),
+            )  # fmt: skip
         elif pending.collector.failed:
             self.statistics.failures += 1
+        if pending.trace is not None:
+            error = pending.collector.error
+            name = type(error).__name__ if error is not None else ""
+            pending.trace.end(pending.request.rows, pending.compute_ns, name)
         for item in pending.items:  # what still waits must not be computed
             self._queue.remove(item)
         if pending.stream is not None and (pending.is_awaited or not pending.collector.succeeded):
@@ -253,29 +298,28 @@ class Dispatcher:
 
     # Admission
 
-    def _admit(self, request: InferRequest, signature: Signature) -> None:
-        limit = self.route.max_queue_size
-        if request.rows > limit:
-            raise BadRequest(
-                f"inputs: expected at most {limit} rows (max_queue_size of model `{self.route.name}`, over its gateway "
-                f"workers), got {request.rows}; send them in several requests",
-                field="inputs",
-            )
+    def _admit(self, request: InferRequest, signature: Signature, held_bytes: int) -> None:
         if signature.streams and request.rows > signature.max_batch_size:
             raise BadRequest(
                 f"inputs: expected at most {signature.max_batch_size} rows (max_batch_size of model "
                 f"`{self.route.name}`, which streams), got {request.rows}",
                 field="inputs",
             )
-        if self._queue.rows + request.rows > limit:
+        try:
+            self._admission.check(request.rows, held_bytes, request.priority)
+        except QueueFull:
             self.statistics.shed += 1
-            wait_s = self._queue.rows / self._rows_per_s if self._rows_per_s else 1.0
-            raise QueueFull(
-                f"model `{self.route.name}`: the queue is full: {self._queue.rows} of {limit} rows wait",
-                retry_after_s=max(1, min(RETRY_AFTER_LIMIT_S, math.ceil(wait_s))),
-            )
+            raise
 
-    def _enqueue(self, pending: Pending) -> None:
+    def _displace(self, item: Item, error: QueueFull) -> None:
+        """A request gives way to one that has the better claim to its place in the queue."""
+        pending = _part(item).pending
+        self.statistics.displaced += 1
+        for other in pending.items:
+            self._queue.remove(other)
+        pending.collector.fail(error)
+
+    def _enqueue(self, pending: Pending, sizes: tuple[int, int]) -> None:
         request = pending.request
         key = (
             # A stream goes alone: its steps depend on what it yields.
@@ -285,45 +329,108 @@ class Dispatcher:
         )
         now = self._loop.time()
         for part in pending.parts:
-            size_bytes = _varying_bytes(part.inputs) // part.rows
-            item = Item(key, part.rows, size_bytes=size_bytes, arrived_s=now, priority=request.priority, payload=part)
+            held_bytes, varying_bytes = sizes if part.inputs is request.inputs else _sizes(part.inputs)
+            item = Item(
+                key,
+                part.rows,
+                size_bytes=varying_bytes // part.rows,
+                held_bytes=held_bytes,
+                arrived_s=now,
+                priority=request.priority,
+                payload=part,
+            )
             pending.items.append(item)
-            self._queue.push(item)
+            if pending.fingerprint:
+                item.alive = False
+                part.losses = 1
+                self._retries.push(item)
+            else:
+                self._queue.push(item)
         self._schedule()
+
+    def _cut_waiting(self) -> None:
+        """Cut what waits so that it fits into the batches that are allowed now."""
+        size = self._queue.max_batch_size
+        for pending in self._requests:
+            for item in [item for item in pending.items if item.alive and item.rows > size]:
+                if pending.signature.streams:  # it can't be cut; the replica refuses it
+                    continue
+                self._queue.remove(item)
+                pending.items.remove(item)
+                for part in pending.cut(item.payload, size):
+                    held_bytes, varying_bytes = _sizes(part.inputs)
+                    piece = Item(
+                        item.key,
+                        part.rows,
+                        size_bytes=varying_bytes // part.rows,
+                        held_bytes=held_bytes,
+                        arrived_s=item.arrived_s,
+                        priority=item.priority,
+                        payload=part,
+                    )
+                    pending.items.append(piece)
+                    self._queue.push(piece)
 
     # Batching
 
     def _schedule(self) -> None:
         """Dispatch at the end of this turn of the event loop, so that requests that arrived together go together."""
-        if not self._dispatch_due and self._queue.rows:
+        if not self._dispatch_due and (self._queue.rows or self._retries):
             self._dispatch_due = True
             self._loop.call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
         self._dispatch_due = False
+        if self._retries:
+            found = self._retries.next(self._replicas.values(), has_others=self._queue.rows > 0)
+            if found is not None:
+                self._start(found[0], [found[1]])
         while self._queue.rows:
             replica = self._choose()
-            if replica is None or (replica.calls and not self._streams and not self._queue.next_is_full()):
+            if replica is None:
+                self._gathering.stop()
+                return
+            if replica.calls >= self.route.instances and not self._streams and not self._queue.next_is_full():
+                self._gathering.run()
                 return
             if self.route.max_queue_delay_ms and not self._streams and not self._delay_is_over():
+                self._gathering.run()
                 return
+            if replica is self._retries.aside:
+                self._retries.note_batch(replica)
             batch = self._queue.pop()
-            replica.calls += 1
-            replica.rows += sum(item.rows for item in batch)
-            call = self._call_frames if replica.route.grpc_socket else self._call
-            task = self._loop.create_task(call(replica, batch))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            rows = sum(item.rows for item in batch)
+            self._admission.rate.note(rows, self._loop.time(), others_wait=self._queue.rows > 0)
+            self._start(replica, batch)
+        self._gathering.stop()
 
-    def _choose(self) -> _Replica | None:
-        """The replica with the fewest outstanding rows, among those that may have another call."""
-        best: _Replica | None = None
+    def _start(self, replica: ReplicaCalls, batch: list[Item]) -> None:
+        replica.calls += 1
+        replica.rows += sum(item.rows for item in batch)
+        gathered_ns = self._gathering.read_ns()
+        for item in batch:
+            pending = _part(item).pending
+            pending.note_start(gathered_ns)
+            if pending.trace is not None:
+                pending.trace.call(replica.route.id)
+        call = self._call_frames if replica.route.grpc_socket else self._call
+        task = self._loop.create_task(call(replica, batch))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _choose(self) -> ReplicaCalls | None:
+        """The replica with the fewest outstanding rows, among those that may have another call; first those with an
+        instance that is idle."""
+        instances = self.route.instances
+        best: ReplicaCalls | None = None
+        aside = self._retries.aside
         for replica in self._replicas.values():
             if (
                 replica.calls < self.route.max_in_flight
                 and not replica.is_lost
                 and not replica.is_retiring
-                and (best is None or replica.rows < best.rows)
+                and (replica is not aside or self._retries.admits(replica))
+                and (best is None or (replica.calls >= instances, replica.rows) < (best.calls >= instances, best.rows))
             ):
                 best = replica
         return best
@@ -348,7 +455,7 @@ class Dispatcher:
 
     # The call
 
-    async def _call(self, replica: _Replica, batch: list[Item]) -> None:
+    async def _call(self, replica: ReplicaCalls, batch: list[Item]) -> None:
         """One call of a model that answers its batch whole."""
         parts: list[Part] = [item.payload for item in batch]
         rows = sum(part.rows for part in parts)
@@ -356,18 +463,19 @@ class Dispatcher:
         started_ns = time.perf_counter_ns()
         with self._boundary(replica, batch):
             signature = parts[0].pending.signature
-            head, data = encode_batch(signature, [(part.pending.request, part.inputs, part.rows) for part in parts])
+            rows_of = [(part.pending.request, part.inputs, part.rows) for part in parts]
+            head, data = encode_batch(signature, rows_of, is_alone=parts[0].losses > 0)
             tensors = await client.infer(head, data)
             reports, compute_us, is_merged = decode_reports(tensors.pop(REPORT).data, rows)
             if any(report.status is Status.BROKEN for report in reports):
                 self._lose(replica)
-            self._note_rate(rows, time.perf_counter_ns() - started_ns)
             if not is_merged:
                 self.statistics.note_call(rows, compute_us * 1000)
-            outputs = _sliced(signature, tensors, reports, rows)
+            self._meter.note_call(rows, signature.max_batch_size, 0 if is_merged else compute_us * 1000)
+            outputs = sliced(signature, tensors, reports, rows)
             self._distribute(parts, outputs, reports, started_ns, compute_us * 1000)
 
-    async def _call_frames(self, replica: _Replica, batch: list[Item]) -> None:
+    async def _call_frames(self, replica: ReplicaCalls, batch: list[Item]) -> None:
         """One call of a pipeline or of a model that streams: its answer comes in frames."""
         parts: list[Part] = [item.payload for item in batch]
         rows = sum(part.rows for part in parts)
@@ -385,31 +493,37 @@ class Dispatcher:
                     for count in frame.counts:
                         self.statistics.note_step(count)
                         compute_us += count.compute_us
+                        for part in parts:
+                            if part.pending.trace is not None:
+                                part.pending.trace.step(count.step, count.compute_us)
                     for part in parts:
                         part.pending.note_call(started_ns, compute_us * 1000)
                         if part.pending.deadlines is not None:
                             part.pending.deadlines.hear()
                     for piece, data in zip(frame.pieces, pieces, strict=True):
-                        if call.take(piece, data):
-                            self._lose(replica)
+                        call.take(piece, data)
+                    if call.lost is not None:
+                        raise call.lost
                     if pending.signature.streams and pending.collector.is_done and not pending.collector.succeeded:
                         # Nobody wants the rest. Who waits for its reader may be slow to say so.
                         if pending.stream is not None:
                             client.cancel(call.name)
                         break
             pending.stream = None
-            self._note_rate(rows, time.perf_counter_ns() - started_ns)
             self.statistics.note_call(rows, compute_us * 1000)
+            self._meter.note_call(rows, pending.signature.max_batch_size, compute_us * 1000)
             call.end()
 
     @contextlib.contextmanager
-    def _boundary(self, replica: _Replica, batch: list[Item]) -> Iterator[None]:
+    def _boundary(self, replica: ReplicaCalls, batch: list[Item]) -> Iterator[None]:
         """Of a call: whatever goes wrong in it becomes the failure of what it has not answered; the next may go."""
         parts: list[Part] = [item.payload for item in batch]
         rows = sum(part.rows for part in parts)
         replica.batches[id(batch)] = batch
         try:
             yield
+            if parts[0].losses and not replica.is_lost:  # it was alone, and the replica lives
+                self._quarantine.clear(parts[0].pending.fingerprint)
         except ReplicaUnreachable:
             # It never had them; another may. If there is none, they wait until the table says so.
             self._lose(replica)
@@ -417,10 +531,15 @@ class Dispatcher:
                 if not self.route.replicas:  # the table has said so
                     item.payload.fail(unavailable(self.route))
                 elif not item.payload.pending.collector.is_done:
-                    self._queue.push(item)
+                    if item.payload.losses:
+                        self._retries.push_back(item)
+                    else:
+                        self._queue.push(item)
+        except ReplicaLost as error:
+            self._lose(replica)
+            for part in parts:
+                self._after_loss(part, error)
         except HeadwaterError as error:
-            if isinstance(error, ReplicaLost):
-                self._lose(replica)
             for part in parts:
                 part.fail(error)
         except Exception as error:
@@ -431,15 +550,32 @@ class Dispatcher:
             del replica.batches[id(batch)]
             replica.calls -= 1
             replica.rows -= rows
+            if replica is self._retries.aside:
+                self._retries.note_end(replica)
             self._schedule()
 
-    def _lose(self, replica: _Replica) -> None:
+    def _lose(self, replica: ReplicaCalls) -> None:
         """Give a replica no call any more; if it still stands in the table after a while, it is tried again."""
         if not replica.is_lost:
             replica.is_lost = True
             self._loop.call_later(LOST_RETRY_S, self._find_again, replica)
+            if self._retries and not self._has_able():
+                self._losses.fail_waiting()
 
-    def _find_again(self, replica: _Replica) -> None:
+    def _after_loss(self, part: Part, error: ReplicaLost) -> None:
+        if self._is_closed:
+            part.fail(error)
+        else:
+            self._losses.take(part, error, has_able=self._has_able())
+
+    def quarantine(self, mark: bytes) -> None:
+        """Refuse what has this fingerprint: another worker saw it take two replicas down."""
+        self._losses.refuse(mark)
+
+    def _has_able(self) -> bool:
+        return any(one.is_able for one in self._replicas.values())
+
+    def _find_again(self, replica: ReplicaCalls) -> None:
         if self._replicas.get(replica.route.id) is not replica or replica.is_retiring:
             return
         logger.warning(
@@ -451,10 +587,6 @@ class Dispatcher:
         else:
             replica.is_lost = False
         self._schedule()
-
-    def _note_rate(self, rows: int, took_ns: int) -> None:
-        rate = rows / (took_ns / 1e9) * max(1, len(self._replicas))
-        self._rows_per_s += RATE_SMOOTHING * (rate - self._rows_per_s) if self._rows_per_s else rate
 
     def _distribute(
         self,
@@ -469,7 +601,9 @@ class Dispatcher:
             pending = part.pending
             end = start + part.rows
             error = row_error(reports[start:end], part.start, pending.request.rows)
-            if error is not None:
+            if isinstance(error, ReplicaLost):
+                self._after_loss(part, error)
+            elif error is not None:
                 part.fail(error)
             elif not pending.collector.is_done:
                 found = {wish.name: outputs[wish.name].rows(start, part.rows) for wish in pending.request.outputs}
@@ -491,37 +625,12 @@ def _connect(name: str, route: ReplicaRoute) -> ReplicaClient | FrameReplicaClie
     return TritonClient(name, route.http_socket, route.token)
 
 
-def _varying_bytes(inputs: dict[str, RawTensor]) -> int:
-    """Bytes of the inputs whose size varies from row to row at equal shapes."""
-    return sum(len(tensor.data) for tensor in inputs.values() if tensor.datatype == "BYTES")
-
-
-def _sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport], rows: int) -> dict[str, SlicedTensor]:
-    """Prepare a batch's outputs for being cut; those without elements get their true shape back."""
-    true_shapes: dict[str, list[int]] = {}
-    for report in reports:
-        if report.status is Status.OK and report.message:
-            true_shapes = msgspec.json.decode(report.message)
-            break
-    outputs = {}
-    for spec in signature.outputs:
-        tensor = tensors.get(spec.name)
-        if tensor is None:  # nobody wanted it
-            continue
-        tensor.datatype = spec.datatype  # BF16 travels under another name
-        if spec.name in true_shapes:
-            tensor = RawTensor(spec.datatype, tuple(true_shapes[spec.name]), b"")
-        if tensor.shape[0] != rows:
-            raise CallableFailed(f"output {spec.name!r}: expected {rows} rows, got shape {list(tensor.shape)}")
-        outputs[spec.name] = SlicedTensor(tensor)
-    return outputs
-
-
-def no_rows(signature: Signature, request: InferRequest) -> Outputs:
-    """The answer to a request without rows, which no model is called for."""
-    wanted = {wish.name for wish in request.outputs}
-    return {
-        spec.name: RawTensor(spec.datatype, (0, *(max(dim, 0) for dim in spec.shape)), b"")
-        for spec in signature.outputs
-        if spec.name in wanted
-    }
+def _sizes(inputs: dict[str, RawTensor]) -> tuple[int, int]:
+    """Bytes of the inputs, and of those whose size varies from row to row at equal shapes."""
+    held = varying = 0
+    for tensor in inputs.values():
+        size = len(tensor.data)
+        held += size
+        if tensor.datatype == "BYTES":
+            varying += size
+    return held, varying

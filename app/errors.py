@@ -10,10 +10,12 @@
     ├── BodyTooSlow                408
     ├── ReaderTooSlow              408  the client doesn't read its stream
     ├── Conflict                   409
+    │   └── NoRoom                      the memory budget doesn't allow another replica
     ├── Cancelled                  409  someone cancelled the request by its id
     ├── BodyTooLarge               413
     ├── UnsupportedMediaType       415  content type or encoding
-    ├── QueueFull                  429  that deployment's queue is full; Retry-After
+    ├── Quarantined                422  the same request took two replicas down
+    ├── QueueFull                  429  the queue of the deployment, or of all, is full; Retry-After
     ├── HeadersTooLarge            431
     ├── ClientGone                 499  logs and metrics only
     ├── CallableFailed             500  the user's callable raised, or broke its declaration
@@ -48,7 +50,9 @@ __all__ = [
     "HeadersTooLarge",
     "HeadwaterError",
     "MethodNotAllowed",
+    "NoRoom",
     "NotFound",
+    "Quarantined",
     "QueueFull",
     "ReaderTooSlow",
     "ReplicaLost",
@@ -65,6 +69,8 @@ class HeadwaterError(Exception):
     status: ClassVar[int] = 500
     kind: ClassVar[str] = "server_error"
     """OpenAI's ``type``."""
+    may_quote: ClassVar[bool] = True
+    """Whether its message may hold what a client sent or a callable said: then it is logged only if asked for."""
 
     def __init__(self, message: str, *, field: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -92,6 +98,7 @@ class Forbidden(HeadwaterError):
 
     status = 403
     kind = "invalid_request_error"
+    may_quote = False
 
 
 class NotFound(HeadwaterError):
@@ -106,6 +113,7 @@ class MethodNotAllowed(HeadwaterError):
 
     status = 405
     kind = "invalid_request_error"
+    may_quote = False
 
 
 class BodyTooSlow(HeadwaterError):
@@ -113,6 +121,7 @@ class BodyTooSlow(HeadwaterError):
 
     status = 408
     kind = "invalid_request_error"
+    may_quote = False
 
 
 class ReaderTooSlow(HeadwaterError):
@@ -120,6 +129,7 @@ class ReaderTooSlow(HeadwaterError):
 
     status = 408
     kind = "invalid_request_error"
+    may_quote = False
 
 
 class Conflict(HeadwaterError):
@@ -127,6 +137,11 @@ class Conflict(HeadwaterError):
 
     status = 409
     kind = "invalid_request_error"
+    may_quote = False
+
+
+class NoRoom(Conflict):
+    """The memory budget doesn't allow another replica."""
 
 
 class Cancelled(HeadwaterError):
@@ -134,6 +149,7 @@ class Cancelled(HeadwaterError):
 
     status = 409
     kind = "invalid_request_error"
+    may_quote = False
 
 
 class BodyTooLarge(HeadwaterError):
@@ -141,6 +157,7 @@ class BodyTooLarge(HeadwaterError):
 
     status = 413
     kind = "invalid_request_error"
+    may_quote = False
 
 
 class UnsupportedMediaType(HeadwaterError):
@@ -150,11 +167,20 @@ class UnsupportedMediaType(HeadwaterError):
     kind = "invalid_request_error"
 
 
+class Quarantined(HeadwaterError):
+    """The same request took two replicas down a while ago."""
+
+    status = 422
+    kind = "invalid_request_error"
+    may_quote = False
+
+
 class QueueFull(HeadwaterError):
-    """The deployment's queue is full."""
+    """The queue of the deployment, or of all, is full."""
 
     status = 429
     kind = "rate_limit_error"
+    may_quote = False
 
 
 class HeadersTooLarge(HeadwaterError):
@@ -162,6 +188,7 @@ class HeadersTooLarge(HeadwaterError):
 
     status = 431
     kind = "invalid_request_error"
+    may_quote = False
 
 
 class ClientGone(HeadwaterError):
@@ -169,6 +196,7 @@ class ClientGone(HeadwaterError):
 
     status = 499
     kind = "invalid_request_error"
+    may_quote = False
 
 
 class CallableFailed(HeadwaterError):
@@ -185,6 +213,7 @@ class Unavailable(HeadwaterError):
     """The deployment is loading, draining or crashed."""
 
     status = 503
+    may_quote = False
 
 
 class ReplicaLost(Unavailable):
@@ -199,6 +228,7 @@ class DeadlineExceeded(HeadwaterError):
     """The request's deadline passed, queueing included."""
 
     status = 504
+    may_quote = False
 
 
 class ConfigError(Exception):

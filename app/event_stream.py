@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from app.deadlines import TIMER_RESOLUTION_S
 from app.errors import CallableFailed, ClientGone, HeadwaterError
+from app.metrics.accounting import note_error
 
 __all__ = ["EventStream", "StreamLimits"]
 
@@ -198,10 +199,14 @@ class EventStream:
             yield _frame(event)
         error = event.error
         if error is not None and not isinstance(error, HeadwaterError):
-            logger.error("request %s failed in the gateway", state["request_id"], exc_info=error)
+            logger.error(
+                "request %s failed in the gateway", state["request_id"],
+                exc_info=error, extra={"request_id": state["request_id"]},
+            )  # fmt: skip
             error = CallableFailed(f"internal error; the log has more under request id {state['request_id']}")
         if error is not None:
-            state["note"] = error.message[:200]
+            note_error(state, error)
+            state["error"] = error
         for event in self._ending(error):
             yield _frame(event)
 

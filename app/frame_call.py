@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from app.batch_request import encode_for_frames
 from app.collector import WHOLE
-from app.errors import CallableFailed, HeadwaterError
+from app.errors import CallableFailed, HeadwaterError, ReplicaLost
 from app.pending import Part
 from app.row_errors import row_error
 from app.row_slices import SlicedTensor
@@ -37,6 +37,8 @@ class FrameCall:
             part.awaited.intersection_update(part.pending.collector.undecided)
         self._asked = [frozenset(part.awaited) for part in parts]
         signature = parts[0].pending.signature
+        self.lost: ReplicaLost | None = None
+        """Set once the replica has said that it can't go on."""
         self._has_heads = bool(signature.heads)
         names = [head.name for head in signature.heads] or [WHOLE]
         masks = [sum(1 << names.index(head) for head in asked) for asked in self._asked]
@@ -65,8 +67,8 @@ class FrameCall:
             left_s.append(0.0 if pending.deadlines is None else pending.deadlines.first_left_s())
         return min(left_s) / 2
 
-    def take(self, piece: Piece, data: Sequence[memoryview]) -> bool:
-        """Hand a piece to the requests that wanted it. Returns whether the replica can't be used any more."""
+    def take(self, piece: Piece, data: Sequence[memoryview]) -> None:
+        """Hand a piece to the requests that wanted it."""
         if not self._has_heads:  # a model that streams is a pipeline of one step in its replica, and only there
             piece.head = WHOLE
         wanting = [part for part, asked in zip(self._parts, self._asked, strict=True) if piece.head in asked]
@@ -76,7 +78,7 @@ class FrameCall:
             for part in wanting:
                 error = CallableFailed(f"head `{piece.head}`: expected {rows} rows, got {min(wrong)}")
                 part.decide(piece.head, error=error)
-            return False
+            return
         outputs = {
             tensor.name: SlicedTensor(RawTensor(tensor.datatype, tensor.shape, raw))
             for tensor, raw in zip(piece.tensors, data, strict=True)
@@ -86,7 +88,9 @@ class FrameCall:
         for part in wanting:
             self._share(part, piece, start, outputs, failures)
             start += part.rows
-        return any(report.status is Status.BROKEN for report in failures.values())
+        broken = [report for report in failures.values() if report.status is Status.BROKEN]
+        if broken:  # what has not been said, another may say
+            self.lost = ReplicaLost(f"the replica's device failed: {broken[0].message}")
 
     def end(self) -> None:
         """The replica has said all: a head that is still awaited has failed."""
@@ -103,6 +107,8 @@ class FrameCall:
         if failures:
             reports = [failures.get(row, RowReport(Status.OK)) for row in range(start, start + part.rows)]
             error = row_error(reports, part.start, request.rows)
+        if isinstance(error, ReplicaLost):
+            return
         if error is not None:
             part.decide(piece.head, error=error)
             return

@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.routing import Route
 
 import app
 from app.access_log import AccessLog
@@ -22,6 +21,7 @@ from app.middleware import RequestContext
 from app.models import Models
 from app.openapi import openapi_schema
 from app.replies import Reply, error_reply
+from app.routes.boundary import EndpointRoute
 from app.routes.cancel import CancelEndpoint
 from app.routes.docs import docs_routes
 from app.routes.embeddings import EmbeddingsEndpoint
@@ -31,6 +31,7 @@ from app.routes.infer import InferEndpoint, InferShortcut
 from app.routes.metadata import metadata_routes
 from app.routes.openai_models import openai_model_routes
 from app.routes.openai_texts import OpenAITextEndpoint
+from app.routes.page import page_routes
 
 __all__ = ["create_app"]
 
@@ -51,7 +52,9 @@ def create_app(models: Models, server: Server, *routers: APIRouter) -> FastAPI:
     gateway.add_middleware(InferShortcut, endpoint=infer)
     gateway.add_middleware(
         RequestContext,
-        access_log=AccessLog() if server.access_log else None,
+        access_log=(
+            AccessLog(log_format=server.log_format, payloads=server.log_payloads) if server.access_log else None
+        ),
         stream_limits=StreamLimits(server.stream_ping_s, server.write_timeout_s),
     )
     gateway.add_exception_handler(HeadwaterError, _on_error)
@@ -61,23 +64,25 @@ def create_app(models: Models, server: Server, *routers: APIRouter) -> FastAPI:
     generate = GenerateEndpoint(models, reader)
     generate_stream = GenerateStreamEndpoint(models, reader)
     gateway.router.routes[:0] = [
-        Route("/v2/models/{model}/infer", infer, methods=["POST"]),
-        Route("/v2/models/{model}/versions/{version}/infer", infer, methods=["POST"]),
-        Route("/v2/models/{model}/generate", generate, methods=["POST"]),
-        Route("/v2/models/{model}/versions/{version}/generate", generate, methods=["POST"]),
-        Route("/v2/models/{model}/generate_stream", generate_stream, methods=["POST"]),
-        Route("/v2/models/{model}/versions/{version}/generate_stream", generate_stream, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/infer", infer, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/versions/{version}/infer", infer, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/generate", generate, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/versions/{version}/generate", generate, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/generate_stream", generate_stream, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/versions/{version}/generate_stream", generate_stream, methods=["POST"]),
         # An id may have slashes in it.
-        Route("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models), methods=["POST"]),
-        Route("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest), methods=["POST"]),
-        Route("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest), methods=["POST"]),
-        Route("/v1/embeddings", EmbeddingsEndpoint(models, reader), methods=["POST"]),
+        EndpointRoute("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models), methods=["POST"]),
+        EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest), methods=["POST"]),
+        EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest), methods=["POST"]),
+        EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader), methods=["POST"]),
     ]
     gateway.include_router(health_routes(models))
     gateway.include_router(metadata_routes(models, reader))
     gateway.include_router(openai_model_routes(models))
     for router in routers:
         gateway.include_router(router)
+    if server.ui:
+        gateway.include_router(page_routes())
     docs_routes(gateway)
 
     generated = gateway.openapi
@@ -113,7 +118,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_exception(request: Request, error: Exception) -> Response:
     request_id = getattr(request.state, "request_id", "?")
-    logger.error("request %s failed in the gateway", request_id, exc_info=error)
+    logger.error("request %s failed in the gateway", request_id, exc_info=error, extra={"request_id": request_id})
     reply = error_reply(
         CallableFailed(f"internal error; the log has more under request id {request_id}"), request.url.path
     )

@@ -13,11 +13,14 @@ from typing import Final
 import msgspec
 
 from app.answers import Answer, HeadAnswer, Outputs
+from app.batch_answer import no_rows
 from app.collector import Collector, wanted_heads
 from app.deadlines import Deadlines
-from app.dispatch import Dispatcher, no_rows
+from app.dispatch import Dispatcher
 from app.draining import Fail
 from app.errors import BadRequest, CallableFailed, HeadwaterError, QueueFull, Unavailable
+from app.load_report import Moment
+from app.metrics.recorder import recorder
 from app.routing import DeploymentRoute
 from app.row_errors import unavailable
 from app.row_slices import element_count
@@ -59,6 +62,7 @@ class GraphDispatcher:
         self._loop = asyncio.get_running_loop()
         self.route = route
         self.statistics = Statistics()
+        self._meter = recorder().deployment(route.name)
         self._runs: set[_Run] = set()
         """Requests under way."""
         self._rows = 0
@@ -70,6 +74,10 @@ class GraphDispatcher:
     def in_flight(self) -> int:
         """Requests under way."""
         return len(self._runs)
+
+    def moment(self) -> Moment:
+        """Nothing: its steps' dispatchers have what there is to do."""
+        return Moment()
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
         """See `app.draining.Drainable`; it has no replicas itself."""
@@ -139,7 +147,7 @@ class GraphDispatcher:
                 f"model `{self.route.name}`: the queue is full: {self._rows} of {limit} rows are under way",
                 retry_after_s=1,
             )
-        collector = Collector(wanted_heads(request, signature), is_stream=is_stream)
+        collector = Collector(wanted_heads(request, signature), is_stream=is_stream, meter=self._meter)
         run = _Run(self.route, self.route.plan, request, collector, self._find)
         self._runs.add(run)
         self._rows += request.rows
@@ -150,6 +158,7 @@ class GraphDispatcher:
         self._rows -= run.request.rows
         if run.collector.succeeded:
             self.statistics.note_request(run.request.rows, 0, int(run.collector.took_ms() * 1e6))
+            self._meter.rows.add(run.request.rows)
         elif run.collector.failed:
             self.statistics.failures += 1
         run.end()

@@ -20,6 +20,8 @@ import sys
 import time
 from pathlib import Path
 
+from app.process_stat import BAD_STATES, process_stat
+from app.pulse_watch import PulseWatch
 from app.start_priority import START_NICE, lower, may_raise
 from app.sweep import Journal, segments_mapped_by, sweep_replica
 
@@ -31,9 +33,9 @@ READY_FILE = "ready"
 CHECK_INTERVAL_S = 0.5
 FULL_CHECK_EVERY = 8
 UNLOAD_TIMEOUT_S = 10.0
-# A member of the group in one of these states at two checks in a row has ended or is stopped; Triton would go on
-# answering "ready".
-_BAD_STATES = {"T": "is stopped", "t": "is stopped", "Z": "has ended", "X": "has ended", "": "has ended"}
+SUSPECT_S = 0.25
+"""A member of the group that is in a bad state for so long has ended or is stopped; Triton would go on answering
+"ready". A debugger stops a process for less."""
 
 
 class Guardian:
@@ -53,7 +55,11 @@ class Guardian:
         self._arguments = arguments
         self._journal = Journal(directory)
         self._members: dict[int, str] = {}
-        self._suspects: set[int] = set()
+        self._suspects: dict[int, float] = {}
+        """Members in a bad state, and since when."""
+        self._pulse = PulseWatch(directory)
+        self._next_look_s = 0.0
+        """When it is time for a look at the calls: what wakes us up between may come at any rate."""
         self._checks = 0
         self._host: subprocess.Popen[bytes] | None = None
         self._is_lowered = False
@@ -128,27 +134,32 @@ class Guardian:
                 os.waitpid(ended.si_pid, 0)
 
     def _inspect(self) -> str | None:
-        """Look at every process of the group. Returns what is wrong, if it was so at the last check too."""
+        """Look at every process of the group, and at its calls. Returns what is wrong, if it was so before too."""
         assert self._host is not None
         # While it starts, Triton runs a stub only to look at the model and ends it again. A start that fails is seen
         # by the replica itself.
         if not (self._members or (self._directory / READY_FILE).exists()):
             return None
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + CHECK_INTERVAL_S / 2
+            if (reason := self._pulse.look(time.monotonic_ns())) is not None:
+                return reason
         current = self._states()
         for pid, (name, _) in current.items():
             self._members.setdefault(pid, name)
-        suspects = set()
+        suspects: dict[int, float] = {}
         for pid, name in list(self._members.items()):
             state = current.get(pid, (name, ""))[1]
-            if state not in _BAD_STATES:
+            if state not in BAD_STATES:
                 continue
             if pid != self._host.pid and not _is_vital(name):
                 if pid not in current:
                     del self._members[pid]
                 continue
-            if pid in self._suspects:
-                return f"its process {name} ({pid}) {_BAD_STATES[state]}"
-            suspects.add(pid)
+            since_s = suspects[pid] = self._suspects.get(pid, now_s)
+            if now_s - since_s >= SUSPECT_S:
+                return f"its process {name} ({pid}) {BAD_STATES[state]}"
         self._suspects = suspects
         return None
 
@@ -158,9 +169,9 @@ class Guardian:
         self._checks += 1
         if self._checks % FULL_CHECK_EVERY != 1 and len(self._members) > 1:
             return {
-                pid: (name, stat[1])
+                pid: (name, stat.state)
                 for pid, name in self._members.items()
-                if (stat := _stat(str(pid))) is not None and stat[0] == name
+                if (stat := process_stat(pid)) is not None and stat.name == name
             }
         current = _group_states(self._host.pid)
         self._journal.note(self._host.pid, segments_mapped_by(current))
@@ -197,24 +208,12 @@ def _is_vital(name: str) -> bool:
     return name.startswith(("tritonserver", "triton_python_b"))
 
 
-def _stat(pid: str) -> tuple[str, str, int, int] | None:
-    """Name, state, parent and group of a process, from /proc/<pid>/stat."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return None
-    name = text[text.index("(") + 1 : text.rindex(")")]
-    fields = text[text.rindex(")") + 2 :].split()
-    return name, fields[0], int(fields[1]), int(fields[2])
-
-
 def _group_states(group: int) -> dict[int, tuple[str, str]]:
     """Name and state of every process of a group."""
     found = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and (stat := _stat(entry)) is not None and stat[3] == group:
-            found[int(entry)] = (stat[0], stat[1])
+        if entry.isdigit() and (stat := process_stat(entry)) is not None and stat.group == group:
+            found[int(entry)] = (stat.name, stat.state)
     return found
 
 
@@ -222,7 +221,7 @@ def _children(parent: int) -> list[int]:
     return [
         int(entry)
         for entry in os.listdir("/proc")
-        if entry.isdigit() and (stat := _stat(entry)) is not None and stat[2] == parent
+        if entry.isdigit() and (stat := process_stat(entry)) is not None and stat.parent == parent
     ]
 
 

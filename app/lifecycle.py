@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
+from app.config import Deployment
 from app.control import Command, CommandAnswer
+from app.deployments import Deployments, config_of
 from app.errors import CallableFailed, Conflict, HeadwaterError, NotFound
 from app.graph_state import GraphState
 from app.replica_host import Host
 from app.replica_set import ReplicaSet, unloaded
 from app.retired import Retired
 from app.routing import State
+from app.sections import ReplicaBounds
 
 __all__ = ["Lifecycle"]
 
@@ -28,14 +31,12 @@ class Lifecycle:
     """Carries out operators' commands.
 
     Args:
-        sets: every deployment that has replicas, by name.
-        graphs: every pipeline whose steps are deployments, by name.
-        host: who has them.
+        deployments: everything that is served.
+        host: who has the replicas.
     """
 
-    def __init__(self, sets: Mapping[str, ReplicaSet], graphs: Mapping[str, GraphState], host: Host) -> None:
-        self._sets = sets
-        self._graphs = graphs
+    def __init__(self, deployments: Deployments, host: Host) -> None:
+        self._deployments = deployments
         self._host = host
         self._busy: dict[str, str] = {}
         """What is under way, by model."""
@@ -44,19 +45,32 @@ class Lifecycle:
         """Carry a command out. Whatever keeps it from succeeding is in the answer."""
         actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
         name = command.model
+        config = command.arguments.get("config")
         began = time.monotonic()
         try:
-            sets, graph = self._find(name)
+            # A name that there isn't may be loaded with a configuration of its own.
+            is_new = command.action == "load" and config is not None and self._is_free(name)
+            is_scale = command.action == "scale"
+            sets, graph = ([], None) if is_new else self._find_replicas(name) if is_scale else self._find(name)
             with self._alone(command.action, name, sets):
-                logger.info("%s: %s, as an operator wants", name, command.action)
-                retired = await actions[command.action](name, sets, graph)
+                addition = ""
+                if config is not None:
+                    config = self._deployments.proposed(name, config)
+                    addition = f", with a configuration that sets {', '.join(sorted(config.model_fields_set))}"
+                logger.info("%s: %s, as an operator wants%s", name, command.action, addition)
+                if is_scale:
+                    retired = await sets[0].scale(ReplicaBounds.model_validate(command.arguments))
+                else:
+                    retired = await actions[command.action](name, sets, graph, config)
         except HeadwaterError as error:
             return CommandAnswer(command.id, error.status, {"error": error.message})
-        state = graph.state if graph is not None else sets[0].state
+        if not is_scale and not self._is_free(name):  # it is there, and perhaps anew
+            sets, graph = self._find(name)
         content: dict[str, Any] = {
             "name": name,
-            "state": state.value,
+            "state": _state(sets, graph).value,
             "took_s": round(time.monotonic() - began, 3),
+            **(sets[0].told_replicas() if is_scale else {}),
             **(retired.told() if retired is not None else {}),
         }
         if retired is not None and retired.leftovers:
@@ -72,13 +86,14 @@ class Lifecycle:
             NotFound: there is none.
             Conflict: it is a step.
         """
-        graph = self._graphs.get(name)
+        sets, graphs = self._deployments.sets, self._deployments.graphs
+        graph = graphs.get(name)
         if graph is not None:
-            return [one for one in self._sets.values() if one.part_of == name], graph
-        found = self._sets.get(name)
+            return self._deployments.own_sets(name), graph
+        found = sets.get(name)
         if found is None:
             shown = name if len(name) <= 100 else name[:97] + "..."
-            known = [*(one.name for one in self._sets.values() if one.part_of is None), *self._graphs]
+            known = [*(one.name for one in sets.values() if one.part_of is None), *graphs]
             raise NotFound(
                 f"model {shown!r}: unknown; this server has {', '.join(f'`{one}`' for one in sorted(known))}"
             )
@@ -88,11 +103,35 @@ class Lifecycle:
             )
         return [found], None
 
+    def _find_replicas(self, name: str) -> tuple[list[ReplicaSet], None]:
+        """The deployment of that name that has replicas itself.
+
+        Raises:
+            NotFound: there is none of that name.
+            Conflict: its steps have the replicas.
+        """
+        if (found := self._deployments.sets.get(name)) is not None:
+            return [found], None
+        steps, _ = self._find(name)
+        raise Conflict(
+            f"model `{name}`: its steps have replicas, and it has none itself; expected one of "
+            f"{', '.join(f'`{one.name}`' for one in steps)}"
+        )
+
+    def is_busy(self, name: str) -> bool:
+        """Whether a command is under way with a deployment, or with the pipeline that it is a step of."""
+        return name in self._busy
+
+    def _is_free(self, name: str) -> bool:
+        """Whether nothing goes by a name."""
+        return name not in self._deployments.sets and name not in self._deployments.graphs
+
     @contextlib.contextmanager
     def _alone(self, action: str, name: str, sets: list[ReplicaSet]) -> Iterator[None]:
-        if name in self._busy:
-            raise Conflict(f"model `{name}`: {self._busy[name]} is under way; expected {action} after its end")
-        names = {name, *(one.name for one in sets)}
+        names = dict.fromkeys((name, *(one.name for one in sets)))
+        for one in names:
+            if one in self._busy:
+                raise Conflict(f"model `{one}`: {self._busy[one]} is under way; expected {action} after its end")
         self._busy.update(dict.fromkeys(names, action))
         try:
             yield
@@ -100,17 +139,44 @@ class Lifecycle:
             for one in names:
                 del self._busy[one]
 
-    async def _load(self, name: str, sets: list[ReplicaSet], graph: GraphState | None) -> None:
+    async def _load(
+        self, name: str, sets: list[ReplicaSet], graph: GraphState | None, config: Deployment | None
+    ) -> None:
+        loaded = [one for one in sets if one.is_loaded]
+        is_whole = len(loaded) == len(sets) and (graph is None or graph.is_loaded)
+        is_there = bool(sets) or graph is not None
+        if is_there and (is_whole or (loaded and config is not None)):
+            state = _state(sets, graph).value
+            raise Conflict(
+                f"model `{name}` is {state}: it is loaded {'already' if is_whole else 'in part'}; expected reload, or "
+                "unload first"
+            )
+        kept = self._deployments.kept(name)
+        if config is not None:
+            self._deployments.adopt(name, config)
+        try:
+            await self._start(name)
+        except Conflict:  # there is no room, so nothing was begun
+            if config is not None and not any(one.is_loaded for one in self._deployments.own_sets(name)):
+                self._deployments.restore(name, kept)
+                self._host.on_change()
+            raise
+
+    async def _start(self, name: str) -> None:
+        """Start what of a model is not loaded."""
+        sets, graph = self._find(name)
         missing = [one for one in sets if not one.is_loaded]
-        if not missing and (graph is None or graph.is_loaded):
-            state = graph.state if graph is not None else sets[0].state
-            raise Conflict(f"model `{name}` is {state.value}: it is loaded already; expected reload, or unload first")
         if graph is None:
             await sets[0].load()
             return
+        before = (graph.state, graph.reason) if graph.is_held else None
         graph.hold(State.LOADING, "loading its steps, as an operator wants")
         self._host.on_change()
         outcomes = await asyncio.gather(*(one.load() for one in missing), return_exceptions=True)
+        if before is not None and sets and all(isinstance(outcome, Conflict) for outcome in outcomes):
+            graph.hold(*before)  # there is no room, so nothing was begun
+            self._host.on_change()
+            _raise_first(outcomes)
         graph.is_loaded = True
         graph.is_set_aside = False
         graph.release()
@@ -121,13 +187,26 @@ class Lifecycle:
                 f"model `{name}`: its own steps are loaded, but it is {graph.state.value}: {graph.reason}"
             )
 
-    async def _unload(self, name: str, sets: list[ReplicaSet], graph: GraphState | None) -> Retired:
-        loaded = [one for one in sets if one.is_loaded]
-        if not loaded and (graph is None or not graph.is_loaded):
+    async def _unload(
+        self, name: str, sets: list[ReplicaSet], graph: GraphState | None, config: Deployment | None
+    ) -> Retired:
+        assert config is None
+        is_added = self._deployments.is_added(name)
+        if is_added:
+            self._deployments.check_unneeded(name)
+        if not any(one.is_loaded for one in sets) and not (graph is not None and graph.is_loaded) and not is_added:
             state, reason = (graph.state, graph.reason) if graph is not None else (sets[0].state, sets[0].reason)
             raise Conflict(f"model `{name}` is {state.value}, so there is nothing to unload: {reason}")
+        retired = await self._end(sets, graph)
+        if is_added and not retired.leftovers:
+            self._deployments.forget(name)
+            self._host.on_change()
+        return retired
+
+    async def _end(self, sets: list[ReplicaSet], graph: GraphState | None) -> Retired:
+        """Drain a model, end its replicas, and see what is left of them."""
         if graph is not None:
-            return await self._unload_graph(graph, loaded)
+            return await self._unload_graph(graph, [one for one in sets if one.is_loaded])
         drained = await sets[0].begin_unload(sets[0].config.drain_timeout_s)
         retired = await sets[0].end_unload()
         retired.drained = drained
@@ -158,27 +237,44 @@ class Lifecycle:
         retired.drained = drained
         return retired
 
-    async def _reload(self, name: str, sets: list[ReplicaSet], graph: GraphState | None) -> Retired:
+    async def _reload(
+        self, name: str, sets: list[ReplicaSet], graph: GraphState | None, config: Deployment | None
+    ) -> Retired:
         if not (graph.is_loaded if graph is not None else sets[0].is_loaded):
             raise Conflict(f"model `{name}` is not loaded; expected load")
-        config = graph.config if graph is not None else sets[0].config
-        if config.strategy == "recreate":
-            retired = await self._unload(name, sets, graph)
+        wanted = config or self._deployments.config.deployments[name]
+        if wanted.strategy == "recreate":
+            retired = await self._end(sets, graph)
             if not retired.leftovers:
-                await self._load(name, sets, graph)
+                if config is not None:
+                    self._deployments.adopt(name, config)
+                await self._start(name)
             return retired
-        outcomes = await asyncio.gather(*(one.start_fresh() for one in sets), return_exceptions=True)
+        if not self._deployments.is_alike(name, wanted):
+            raise Conflict(
+                f"model `{name}`: with this configuration it is another kind of model, or a pipeline of other steps, "
+                "which can't serve beside the old one; expected strategy recreate, or unload first"
+            )
+        outcomes = await asyncio.gather(
+            *(one.start_fresh(config_of(one, wanted)) for one in sets), return_exceptions=True
+        )
         if any(isinstance(outcome, BaseException) for outcome in outcomes):
             for one, outcome in zip(sets, outcomes, strict=True):
                 if not isinstance(outcome, BaseException):
                     await one.discard(outcome)
             _raise_first(outcomes, "; what served before goes on serving")
+        if config is not None:
+            self._deployments.adopt(name, config)
         # All at once: the steps of a pipeline fit each other.
         old = [one.switch(fresh) for one, fresh in zip(sets, outcomes, strict=True) if isinstance(fresh, list)]
         retired = Retired()
         for more in await asyncio.gather(*(one.retire(slots) for one, slots in zip(sets, old, strict=True))):
             retired += more
         return retired
+
+
+def _state(sets: list[ReplicaSet], graph: GraphState | None) -> State:
+    return graph.state if graph is not None else sets[0].state
 
 
 def _raise_first(outcomes: list[Any], addition: str = "") -> None:

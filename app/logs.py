@@ -1,35 +1,107 @@
-"""Logging: lines for people on a terminal, JSON otherwise."""
+"""Logging: lines for people on a terminal, JSON otherwise. One line an event, in UTC, on standard error.
+
+A record's ``extra`` become fields: ``logger.info("...", extra={"request_id": id})``.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
+import time
+from collections.abc import Mapping
+from typing import IO, Any, Final, Literal
 
-__all__ = ["set_up_logging"]
+import msgspec
+
+__all__ = [
+    "REPLICA_LOGGER",
+    "LogFormat",
+    "fields_of",
+    "is_for_people",
+    "json_line",
+    "printable",
+    "set_up_logging",
+    "utc",
+]
+
+LogFormat = Literal["auto", "human", "json"]
+
+REPLICA_LOGGER: Final = "headwater.replica"
+"""Of what replicas write themselves; the field ``replica`` says which."""
+_OWN: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+"""What every record has."""
 
 
 class _Human(logging.Formatter):
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(message)s", "%H:%M:%S")
+    """``12:34:56.789Z WARNING message key=value``; an ordinary line has no level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
+        fields = fields_of(record)
+        if record.name == REPLICA_LOGGER:
+            level += f"{fields.pop('replica', '?')} | "
+        told = "".join(f" {name}={_word(value)}" for name, value in fields.items())
+        text = f"{utc(record.created)[11:]} {level}{record.getMessage()}{told}"
+        if record.exc_info:
+            text += f"\n{self.formatException(record.exc_info)}"
+        return text
 
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         content = {
-            "time": round(record.created, 3),
+            "time": utc(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **fields_of(record),
         }
         if record.exc_info:
             content["exception"] = self.formatException(record.exc_info)
-        return json.dumps(content)
+        return json_line(content)
 
 
-def set_up_logging(level: int = logging.INFO) -> None:
+def set_up_logging(log_format: LogFormat = "auto", level: int = logging.INFO) -> None:
     """Send the log to standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Human() if sys.stderr.isatty() else _Json())
+    handler.setFormatter(_Human() if is_for_people(log_format, sys.stderr) else _Json())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the supervisor says what there is to say
+
+
+def is_for_people(log_format: LogFormat, stream: IO[str]) -> bool:
+    """Whether people read what is written there."""
+    return log_format == "human" or (log_format == "auto" and stream.isatty())
+
+
+def utc(time_s: float) -> str:
+    """A Unix time in ISO 8601, with milliseconds."""
+    whole_ms = int(time_s * 1000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole_ms // 1000))}.{whole_ms % 1000:03d}Z"
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """What was given as ``extra``."""
+    return {name: value for name, value in vars(record).items() if name not in _OWN}
+
+
+def json_line(content: Mapping[str, Any]) -> str:
+    """One line, whatever the texts in it hold."""
+    try:
+        return msgspec.json.encode(content, enc_hook=str).decode()
+    except UnicodeEncodeError:  # lone surrogates, of undecodable bytes
+        return msgspec.json.encode({name: _sound(value) for name, value in content.items()}, enc_hook=str).decode()
+
+
+def printable(text: str) -> str:
+    """Paths and messages may hold what a client sent: nothing in it may forge a line or command the terminal."""
+    return text if text.isprintable() else ascii(text)
+
+
+def _sound(value: object) -> object:
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+
+
+def _word(value: object) -> str:
+    text = printable(str(value))
+    return text if text and " " not in text else repr(text)

@@ -12,7 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.access_log import AccessLog
 from app.errors import HeadersTooLarge
 from app.event_stream import StreamLimits
+from app.metrics.accounting import leave
 from app.replies import error_reply
+from app.tracing import current
 
 __all__ = ["RequestContext"]
 
@@ -22,10 +24,11 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}\Z")
 
 
 class RequestContext:
-    """Gives each request an id (the client's own, if it sent a sound ``X-Request-Id``), and logs each answer once.
+    """Gives each request an id (the client's own, if it sent a sound ``X-Request-Id``), logs and counts each answer.
 
     ``scope["state"]["request_id"]`` has the id, which nobody can guess who wasn't told: it is enough to cancel the
-    request. ``scope["state"]["note"]`` may be set to what the log should add.
+    request. ``scope["state"]["note"]`` may be set to what the log should add, ``is_routine`` to have it say nothing if
+    all went well.
     """
 
     def __init__(self, app: ASGIApp, access_log: AccessLog | None, stream_limits: StreamLimits) -> None:
@@ -38,7 +41,7 @@ class RequestContext:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = time.perf_counter()
+        started_ns = time.perf_counter_ns()
         request_id = b""
         size_bytes = 0
         size_bytes += len(scope.get("raw_path") or b"") + len(scope["query_string"])
@@ -50,6 +53,10 @@ class RequestContext:
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"] = request_id.decode()
         state["stream_limits"] = self._stream_limits
+        tracing = current()
+        trace = None if tracing is None else tracing.begin(scope, state["request_id"])
+        if trace is not None:
+            state["log_fields"] = {**state.get("log_fields", {}), **trace.log_fields}
         status = 0
         complete = False
 
@@ -58,6 +65,8 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if trace is not None:
+                    message["headers"].append((b"traceresponse", trace.header))
             elif message["type"] == "http.response.body" and not message.get("more_body", False):
                 complete = True
             await send(message)
@@ -72,6 +81,10 @@ class RequestContext:
             state["status"] = 500  # answered outside of this
             raise
         finally:
-            if self._log is not None:
-                seen = state.get("status", status if complete else 499)
-                self._log.write(scope, seen, time.perf_counter() - started, state)
+            seen = state.get("status", status if complete else 499)
+            took_ns = time.perf_counter_ns() - started_ns
+            leave(scope, seen, took_ns)
+            if trace is not None:
+                trace.end(scope, seen, state.get("error"))
+            if self._log is not None and not (seen < 400 and state.get("is_routine")):
+                self._log.write(scope, seen, took_ns / 1e9, state)

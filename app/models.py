@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from app.admission import WaitingRoom
 from app.control import Drain, Drained
 from app.dispatch import Connect, Dispatcher
 from app.draining import drain
@@ -84,11 +85,15 @@ class Models:
 
     Args:
         connect: makes clients of replicas; tests and other engines put their own here.
+        room: what may wait of all deployments together; those of language models have bounds of their own.
     """
 
-    def __init__(self, connect: Connect | None = None) -> None:
+    def __init__(self, connect: Connect | None = None, room: WaitingRoom | None = None) -> None:
         self._connect = connect
+        self._room = room or WaitingRoom()
         self._models: dict[str, ServedModel] = {}
+        self.on_quarantined: Callable[[str, bytes], None] = lambda model, mark: None
+        """Called with model and fingerprint of a request that took two replicas down."""
         self.is_draining = False
         self.streams = 0
         """Answers that are being written piece by piece; a part of them is in flight, too."""
@@ -108,6 +113,10 @@ class Models:
         for route in table.deployments:
             names.add(route.name)
             model = self._models.get(route.name)
+            if model is not None and not _serves(model.dispatcher, route):
+                # Loaded anew as something else; it was drained before.
+                model.dispatcher.close()
+                model = None
             if model is None:
                 self._models[route.name] = ServedModel(self._dispatcher(route))
             else:
@@ -119,7 +128,15 @@ class Models:
     def _dispatcher(self, route: DeploymentRoute) -> Dispatcher | GraphDispatcher | LmDispatcher:
         if route.is_language_model:
             return LmDispatcher(route, self._connect)
-        return GraphDispatcher(route, self._step) if route.is_graph else Dispatcher(route, self._connect)
+        if route.is_graph:
+            return GraphDispatcher(route, self._step)
+        return Dispatcher(route, self._connect, lambda mark: self.on_quarantined(route.name, mark), self._room)
+
+    def quarantine(self, name: str, mark: bytes) -> None:
+        """Refuse what has this fingerprint: another worker saw it take two replicas of that model down."""
+        dispatcher = self._step(name)
+        if dispatcher is not None:
+            dispatcher.quarantine(mark)
 
     def _step(self, name: str) -> Dispatcher | None:
         model = self._models.get(name)
@@ -204,6 +221,13 @@ class Models:
         """End all calls."""
         for model in self.with_steps():
             model.dispatcher.close()
+
+
+def _serves(dispatcher: Dispatcher | GraphDispatcher | LmDispatcher, route: DeploymentRoute) -> bool:
+    """Whether a dispatcher is of the kind that a deployment needs."""
+    if route.is_language_model:
+        return isinstance(dispatcher, LmDispatcher)
+    return isinstance(dispatcher, GraphDispatcher if route.is_graph else Dispatcher)
 
 
 def _quoted(text: str) -> str:

@@ -25,6 +25,7 @@ _ERRORS = {
     408: "The body did not arrive in time",
     413: "The body is over the limit",
     415: "Content type or encoding not supported",
+    422: "The same request took two of the model's replicas down",
     429: "The model's queue is full",
     431: "The headers are over the limit",
     500: "The model's callable failed",

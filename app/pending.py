@@ -12,6 +12,7 @@ from app.deadlines import Deadlines
 from app.errors import CallableFailed, HeadwaterError
 from app.row_slices import SlicedTensor, join_rows
 from app.tensors import InferRequest, RawTensor
+from app.tracing import ModelTrace
 from app.triton_client import FrameReplicaClient
 from inference.signature import Signature
 
@@ -29,8 +30,8 @@ class Pending:
     """
 
     __slots__ = (
-        "_missing", "_results", "arrived_ns", "collector", "compute_ns", "deadlines", "items", "parts", "queue_ns",
-        "request", "signature", "stream",
+        "_missing", "_results", "arrived_ns", "batch_wait_ns", "collector", "compute_ns", "deadlines", "fingerprint",
+        "gather_mark_ns", "items", "parts", "queue_ns", "request", "signature", "stream", "trace",
     )  # fmt: skip
 
     def __init__(self, request: InferRequest, signature: Signature, collector: Collector, max_batch_size: int) -> None:
@@ -47,13 +48,21 @@ class Pending:
         self.queue_ns = 0
         """What its last call waited for, and took until it was answered."""
         self.compute_ns = 0
+        self.gather_mark_ns = 0
+        """What the deployment's `app.gathering.GatherClock` showed when it came."""
+        self.batch_wait_ns = 0
+        """How much of what its last call waited for was company."""
+        self.trace: ModelTrace | None = None
+        """If it is traced."""
+        self.fingerprint = b""
+        """Once it is suspected to have taken a replica down."""
         self._results: dict[str, list[Outputs]] = {head: [{}] * len(self.parts) for head in collector.heads}
         self._missing = dict.fromkeys(collector.heads, len(self.parts))
 
     @property
     def is_waiting(self) -> bool:
         """Whether some of it waits for a replica."""
-        return any(item.alive for item in self.items)
+        return any(item.alive for item in self.items) or any(part.waits for part in self.parts)
 
     @property
     def is_awaited(self) -> bool:
@@ -70,6 +79,16 @@ class Pending:
     def note_call(self, started_ns: int, compute_ns: int) -> None:
         """Take in when a call of it began, and what it took by now."""
         self.queue_ns, self.compute_ns = started_ns - self.arrived_ns, compute_ns
+
+    def note_start(self, gathered_ns: int) -> None:
+        """Take in what the deployment's clock shows as a call of it begins."""
+        self.batch_wait_ns = gathered_ns - self.gather_mark_ns
+
+    def transport_ns(self) -> int | None:
+        """How long it took by now, without waiting and computing; None: of a stream, whose reader takes its time."""
+        if self.collector.is_stream:
+            return None
+        return max(0, time.perf_counter_ns() - self.arrived_ns - self.queue_ns - self.compute_ns)
 
     def join(self, index: int, head: str, outputs: Outputs) -> None:
         """Take in what a head says of a part; with the last part it has said all."""
@@ -90,18 +109,23 @@ class Pending:
         # The end of a stream's pieces is none itself.
         self.collector.decide(head, whole if whole or not self.signature.streams else None)
 
+    def cut(self, part: Part, max_batch_size: int) -> list[Part]:
+        """Cut a part that waits into smaller ones: batches may not be as large any more. Returns these."""
+        pieces = _cut(part, max_batch_size)
+        at = part.index
+        self.parts[at : at + 1] = pieces
+        for index, one in enumerate(self.parts):
+            one.index = index
+        for head, results in self._results.items():
+            results[at : at + 1] = [{}] * len(pieces)
+            if head in part.awaited:
+                self._missing[head] += len(pieces) - 1
+        return pieces
+
     def _split(self, max_batch_size: int) -> list[Part]:
         request = self.request
-        heads = self.collector.heads
-        if request.rows <= max_batch_size:
-            return [Part(self, 0, 0, request.rows, request.inputs, set(heads))]
-        sliced = {name: SlicedTensor(tensor) for name, tensor in request.inputs.items()}
-        parts = []
-        for index, start in enumerate(range(0, request.rows, max_batch_size)):
-            rows = min(max_batch_size, request.rows - start)
-            inputs = {name: tensor.rows(start, rows) for name, tensor in sliced.items()}
-            parts.append(Part(self, index, start, rows, inputs, set(heads)))
-        return parts
+        whole = Part(self, 0, 0, request.rows, request.inputs, set(self.collector.heads))
+        return [whole] if request.rows <= max_batch_size else _cut(whole, max_batch_size)
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +140,10 @@ class Part:
     inputs: dict[str, RawTensor]
     awaited: set[str]
     """Heads that have not said all of these rows."""
+    losses: int = 0
+    """Replicas that were lost with them."""
+    waits: bool = False
+    """Whether they wait to be computed alone; see `app.retries`."""
 
     def add(self, head: str, outputs: Outputs) -> None:
         """Take in what a head says of these rows that has more to say."""
@@ -136,3 +164,15 @@ class Part:
         """What has not been said of these rows won't be: those heads have failed, and with them perhaps the request."""
         for head in [head for head in self.pending.collector.heads if head in self.awaited]:
             self.decide(head, error=error.again())
+
+
+def _cut(part: Part, max_batch_size: int) -> list[Part]:
+    """A part's rows as parts of at most so many."""
+    sliced = {name: SlicedTensor(tensor) for name, tensor in part.inputs.items()}
+    pieces: list[Part] = []
+    for start in range(0, part.rows, max_batch_size):
+        rows = min(max_batch_size, part.rows - start)
+        inputs = {name: tensor.rows(start, rows) for name, tensor in sliced.items()}
+        index = part.index + len(pieces)
+        pieces.append(Part(part.pending, index, part.start + start, rows, inputs, set(part.awaited), part.losses))
+    return pieces

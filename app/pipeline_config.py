@@ -11,11 +11,15 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 from app.sections import (
     Batching,
     Device,
+    Devices,
     Environment,
+    Instances,
+    MemorySize,
     ModelReference,
     PositiveSeconds,
     PythonPath,
     Replicas,
+    Scaling,
     Section,
     TensorStore,
     Threads,
@@ -50,12 +54,17 @@ class Step(Section):
     # Of a step of its own in placement `graph`; what isn't given is as the pipeline's deployment has it.
     batching: Batching | None = None
     replicas: Replicas | None = None
+    scaling: Scaling | None = None
     device: Device | None = None
+    devices: Devices | None = None
+    memory: MemorySize | None = None
+    instances: Instances | None = None
     threads: Threads | None = None
     environment: Environment | None = None
     tensor_store: TensorStore | None = None
     warmup_batch_sizes: WarmupBatchSizes | None = None
     load_timeout_s: PositiveSeconds | None = None
+    max_compute_s: PositiveSeconds | None = None
     python: PythonPath | None = None
 
     @model_validator(mode="after")
@@ -71,13 +80,15 @@ class Step(Section):
                 f"`{name}`" for name in ("options", *self.own_settings()) if name in self.model_fields_set
             )
             raise ValueError(f"{names}: of the deployment `{self.deployment}`; expected them there and not in the step")
+        if self.device is not None and self.devices is not None:
+            raise ValueError("expected either `device` or `devices`")
         return self
 
     def own_settings(self) -> dict[str, Any]:
         """What it says of the replicas that compute it."""
         names = (
-            "batching", "replicas", "device", "threads", "environment", "tensor_store", "warmup_batch_sizes",
-            "load_timeout_s", "python",
+            "batching", "replicas", "scaling", "device", "devices", "memory", "instances", "threads", "environment",
+            "tensor_store", "warmup_batch_sizes", "load_timeout_s", "max_compute_s", "python",
         )  # fmt: skip
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 

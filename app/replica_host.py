@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from app.config import Deployment
 from app.control import Drained
 from app.replica_process import ReplicaProcess
 
 if TYPE_CHECKING:
+    from app.replica_memory import ReplicaMemory
     from app.replica_set import ReplicaSet
 
 __all__ = ["Host", "Launched"]
@@ -33,9 +35,16 @@ class Host(Protocol):
 
     start_slots: asyncio.Semaphore
     """Bounds how many replicas start at once."""
+    memory: ReplicaMemory
+    """Finds room for replicas."""
 
-    def launch(self, replicas: ReplicaSet, on_progress: Callable[[str], None]) -> Launched:
+    def launch(self, replicas: ReplicaSet, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
         """Start a replica's process.
+
+        Args:
+            replicas: whose it is.
+            config: what it is started with; during a reload this is not yet the set's own.
+            on_progress: called with each stage of its start.
 
         Raises:
             OSError: the machine lacks what it takes.

@@ -10,13 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from app.config import Deployment
-from app.routing import ReplicaRoute
+from app.routing import LAST_LINES, ReplicaRoute
 from app.sweep import Journal, sweep_replica
 from inference.environment import library_path
 from inference.handshake import ReplicaSpec, ReplicaStatus
@@ -27,6 +28,12 @@ __all__ = ["GUARDIAN_LOST", "ReplicaProcess"]
 PIPES_TIMEOUT_S = 2.0
 LINE_LIMIT_BYTES = 16 * 1024 * 1024
 GUARDIAN_LOST = "its guardian was killed"
+LOG_LINES = 200
+"""Of what it writes, so many lines are kept: a crash leaves the stacks of all threads."""
+TOLD_LINES = 10
+TOLD_CHARS = 2000
+CRASH = "Fatal Python error"
+"""Begins what `faulthandler` writes; the stack of the thread that crashed is next."""
 
 
 class ReplicaProcess:
@@ -72,6 +79,10 @@ class ReplicaProcess:
         self._user_paths = user_paths
         self._on_progress = on_progress
         self._on_log = on_log
+        self._lines: deque[str] = deque(maxlen=LOG_LINES)
+        """What it wrote last."""
+        self._has_explained = False
+        """Whether the reason is in its own words."""
         self._command_fd: int | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -112,7 +123,7 @@ class ReplicaProcess:
         self._command_fd = command_write
         self._tasks = [
             asyncio.create_task(_read_lines(status_read, self._take_status)),
-            asyncio.create_task(_read_lines(output_read, self._on_log)),
+            asyncio.create_task(_read_lines(output_read, self._take_log)),
         ]
         return guardian
 
@@ -155,13 +166,26 @@ class ReplicaProcess:
         if not self.ready.done():
             self.ready.set_result(False)
 
+    def account(self) -> str:
+        """The reason; if it isn't the replica's own, with the last lines of its log."""
+        lines = [line.strip() for line in self._lines if line.strip()]
+        if self._has_explained or not lines:
+            return self.reason
+        crash = next((place for place, line in enumerate(lines) if line.startswith(CRASH)), len(lines) - TOLD_LINES + 2)
+        first = max(0, crash - 2)
+        text = " | ".join(lines[first : first + TOLD_LINES])
+        if len(text) > TOLD_CHARS:
+            text = "..." + text[-TOLD_CHARS:]
+        return f"{self.reason or 'it ended'}{LAST_LINES}{text}"
+
     def route(self) -> ReplicaRoute:
         """How gateway workers reach it."""
         signature = self.signature
         frames = signature is not None and (signature.heads or signature.streams)
         return ReplicaRoute(
-            self.id, str(self.directory / "h"), self.token, str(self.directory / "g:1") if frames else ""
-        )
+            self.id, str(self.directory / "h"), self.token, str(self.directory / "g:1") if frames else "",
+            self.facts.get("device", ""),
+        )  # fmt: skip
 
     def _write_spec(self, status_fd: int) -> None:
         deployment = self._deployment
@@ -176,10 +200,12 @@ class ReplicaProcess:
             pipeline=deployment.pipeline.spec() if deployment.pipeline is not None else None,
             max_batch_size=deployment.batching.max_batch_size,
             device=deployment.device,
+            instances=deployment.instances,
             threads=deployment.threads,
             tensor_store=deployment.tensor_store,
             warmup_batch_sizes=deployment.warmup_batch_sizes,
             load_timeout_s=deployment.load_timeout_s,
+            max_compute_s=deployment.max_compute_s,
         )
         path = self.directory / "spec.json"
         path.touch(mode=0o600)
@@ -205,6 +231,10 @@ class ReplicaProcess:
             environment["LD_LIBRARY_PATH"] = library_path(environment)
         return environment
 
+    def _take_log(self, line: str) -> None:
+        self._lines.append(line)
+        self._on_log(line)
+
     def _take_status(self, line: str) -> None:
         try:
             status = msgspec.json.decode(line, type=ReplicaStatus)
@@ -220,6 +250,7 @@ class ReplicaProcess:
                 self.ready.set_result(True)
         elif status.event == "failed":
             self.reason = status.text
+            self._has_explained = True
         elif status.event == "ending":
             self.mark_ending(status.text)
         elif status.event == "ended":

@@ -6,18 +6,22 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from app.config import Deployment
 from app.control import Drained
-from app.errors import CallableFailed, Unavailable
+from app.errors import CallableFailed, Conflict, HeadwaterError, NoRoom, Unavailable
 from app.group_memory import group_members, measure_groups
+from app.metrics.recorder import recorder
 from app.replica_host import Host, Launched
+from app.replica_memory import Place
 from app.replica_process import ReplicaProcess
 from app.retired import Retired
 from app.routing import DeploymentRoute, State
+from app.sections import ReplicaBounds
 from inference.lm.reference import is_language_model
 from inference.signature import Signature
 
@@ -42,6 +46,12 @@ FAILED_STARTS_LIMIT: Final = 5
 REPLICA_END_TIMEOUT_S: Final = 20.0
 """How long a replica may take from being told to end until its guardian has ended, too; then it is killed."""
 REPLICA_KILL_TIMEOUT_S: Final = 10.0
+ROOM_RETRY_S: Final = 2.0
+"""How often to look again for memory that a replica needs."""
+FIRST_MEASURED_RETRY_S: Final = 0.2
+"""How often to look whether a first replica was measured, for which others wait."""
+GROW_RETRY_S: Final = 300.0
+"""How long load calls for no other replica after one could not be started."""
 
 
 @dataclass(eq=False)
@@ -49,6 +59,8 @@ class Slot:
     """A place that one replica after another has."""
 
     launched: Launched | None = None
+    place: Place | None = None
+    """Room that was found for the first, if there is none yet."""
     is_kept: bool = True
     """Whether a replica that ends is replaced."""
     released: asyncio.Event = field(default_factory=asyncio.Event)
@@ -86,10 +98,25 @@ class ReplicaSet:
         """Whether an operator unloaded it, and it isn't loaded again."""
         self.has_given_up = False
         """Whether it has FAILED by itself: a failed command is for the operator who gave it."""
+        self.bounds = config.replicas
+        """Between which it scales; an operator may have changed them."""
+        self.wanted = self.bounds.min
+        """How many replicas it should have now."""
+        self.shortage = ""
+        """Why it has fewer than its load takes, if it has."""
         self._host = host
         self._slots: list[Slot] = []
+        self._leaving: list[Slot] = []
+        """Those given up, whose replicas are on their way out."""
+        self._devices: dict[str, str] = {}
+        """By replica, from its launch to its end: what it was placed on."""
+        self._no_growth_before_s = float("-inf")
         self._gave_up = 0
         """Slots that did."""
+        self._crashes: deque[float] = deque()
+        """When replicas that served were lost, of late."""
+        self._generation = 0
+        """Counts loads and reloads."""
         self._retiring: dict[str, ReplicaProcess] = {}
 
     @property
@@ -97,9 +124,14 @@ class ReplicaSet:
         """Whether it has replicas, or is trying to."""
         return any(slot.task is not None and not slot.task.done() for slot in self._slots)
 
+    def configure(self, config: Deployment) -> None:
+        """Have another configuration from now on; replicas that run keep what they were started with."""
+        self.bounds = self._bounds_of(config)
+        self.config = config
+
     def start(self) -> None:
         """Start its replicas, and keep them running."""
-        for _ in range(self.config.replicas):
+        for _ in range(self.wanted):
             self._keep(Slot())
 
     def route(self, workers: int) -> DeploymentRoute:
@@ -119,11 +151,20 @@ class ReplicaSet:
             replicas=tuple(replica.route() for replica in self.ready.values()),
             retiring=tuple(replica.route() for replica in self._retiring.values()),
             max_queue_size=-(-batching.max_queue_size // workers),
+            priority_weights=batching.priority_weights or {},
             max_queue_delay_ms=batching.max_queue_delay_ms,
-            max_in_flight=-(-batching.max_in_flight // workers),
+            max_in_flight=-(-self.config.max_in_flight // workers),
+            instances=-(-self.config.instances // workers),
+            total_instances=self.config.instances,
+            wanted=self.wanted,
+            least=self.bounds.min,
+            most=self.bounds.max,
+            shortage=self.shortage,
             timeout_s=self.config.timeout_s,
             part_of=self.part_of,
             is_language_model=is_language_model(self.config.model or ""),
+            quarantine_s=self.config.quarantine_s,
+            generation=self._generation,
         )
 
     # Commands
@@ -131,13 +172,21 @@ class ReplicaSet:
     async def load(self) -> None:
         """Start its replicas, each once; afterwards it is READY or has FAILED.
 
+        Another configuration is set before.
+
         Raises:
             CallableFailed: one of them didn't start; those that did are gone again.
+            NoRoom: the memory budget doesn't allow them.
             Unavailable: the server is stopping.
         """
+        # Where there is no room, the state stays.
+        count = self._within(self.bounds)
+        first = await self._reserve(self.config, count)
         self.set_state(State.LOADING, "loading, as an operator wants")
         try:
-            fresh = await self._start_all(lambda text: self.set_state(State.LOADING, text))
+            fresh = await self._start_all(
+                self.config, count, lambda text: self.set_state(State.LOADING, text), places=first
+            )
         except CallableFailed as error:
             self.is_set_aside = False
             self.set_state(State.FAILED, error.message)
@@ -149,15 +198,16 @@ class ReplicaSet:
         for slot in self._slots:
             slot.release()
         self.is_set_aside = True
-        if not self.ready:
+        if not self.ready and not self._retiring:
             return Drained()
         self.set_state(State.DRAINING, "it is being unloaded; requests in flight are still answered")
         return await self._host.drain(self.name, timeout_s, None)
 
     async def end_unload(self) -> Retired:
         """End all replicas. Afterwards it is UNAVAILABLE; or, if anything remains, it has FAILED."""
-        slots, self._slots = self._slots, []
+        slots, self._slots = [*self._slots, *self._leaving], []
         self.ready.clear()
+        self.shortage = ""
         self.set_state(State.UNLOADING, "its replicas are being ended")
         retired = await self._end(slots)
         if retired.leftovers:
@@ -167,14 +217,24 @@ class ReplicaSet:
             self.set_state(State.UNAVAILABLE, unloaded(self.name))
         return retired
 
-    async def start_fresh(self) -> list[Launched]:
-        """Start as many replicas as it has beside those that serve.
+    async def start_fresh(self, config: Deployment) -> list[Launched]:
+        """Start replicas beside those that serve.
+
+        Args:
+            config: what they are started with; the set's own, or what that becomes before `switch`.
 
         Raises:
             CallableFailed: one of them didn't start; the others are gone again.
+            NoRoom: the memory budget doesn't allow them beside those that serve.
             Unavailable: the server is stopping.
         """
-        return await self._start_all(lambda text: None)
+        try:
+            return await self._start_all(config, self._within(self._bounds_of(config)), lambda text: None)
+        except NoRoom as error:
+            raise error.again(
+                f"{error.message}; they would start beside those that serve: expected `strategy: recreate`, which ends "
+                "these first, or less that takes memory"
+            ) from error
 
     def switch(self, fresh: list[Launched]) -> list[Slot]:
         """Have new requests go to these replicas. Returns what has the old ones, for `retire`."""
@@ -191,26 +251,178 @@ class ReplicaSet:
 
     async def retire(self, old: list[Slot]) -> Retired:
         """Let replaced replicas finish what they have, and end them."""
+        self._leaving += old
         drained = Drained()
-        if self._retiring:
-            drained = await self._host.drain(self.name, self.config.drain_timeout_s, list(self._retiring))
-        self._retiring.clear()
+        ids = [slot.launched.replica.id for slot in old if slot.launched is not None]
+        ids = [id for id in ids if id in self._retiring]
+        if ids:
+            drained = await self._host.drain(self.name, self.config.drain_timeout_s, ids)
+        for id in ids:
+            self._retiring.pop(id, None)
         self._host.on_change()
         retired = await self._end(old)
+        self._leaving = [slot for slot in self._leaving if slot not in old]
         retired.drained = drained
         return retired
+
+    # Scaling
+
+    async def scale(self, bounds: ReplicaBounds) -> Retired | None:
+        """Have other bounds, and as many replicas as they ask for. Returns what came of those that ended, if any.
+
+        Raises:
+            Conflict: it isn't loaded.
+            NoRoom: the memory budget doesn't allow as many; nothing has changed.
+            CallableFailed: one of them didn't start; nothing has changed.
+            Unavailable: the server is stopping.
+        """
+        if not self.is_loaded or self.is_set_aside:
+            raise Conflict(f"model `{self.name}` is {self.state.value}: {self.reason}; expected it loaded")
+        self._slots = self._living()
+        self._gave_up = 0
+        missing = self._within(bounds) - len(self._slots)
+        if missing > 0:
+            fresh = await self._start_all(self.config, missing, lambda text: None)
+            for launched in fresh:
+                self.ready[launched.replica.id] = launched.replica
+                self.signature = launched.replica.signature
+                self._keep(Slot(launched))
+            self.has_given_up = False
+            if self.state is not State.READY:  # what it had, had ended
+                self.set_state(State.READY, f"replica {fresh[-1].replica.id} ready")
+        self.bounds = bounds
+        self.shortage = ""
+        surplus = len(self._slots) - bounds.max
+        released = self._release(surplus) if surplus > 0 else []
+        self.wanted = len(self._slots)
+        self._host.on_change()
+        return await self.retire(released) if released else None
+
+    def told_replicas(self) -> dict[str, Any]:
+        """How many it has, as an operator is told."""
+        bounds = {"min": self.bounds.min, "max": self.bounds.max}
+        return {"replicas": {"ready": len(self.ready), "wanted": self.wanted, **bounds}}
+
+    async def grow(self) -> None:
+        """Have one replica more, because its load takes it, if there is room."""
+        if time.monotonic() < self._no_growth_before_s:
+            return
+        try:
+            places = await self._host.memory.reserve(self.name, self.config, 1, self._devices.values())
+        except NoRoom as error:
+            self._note_shortage(error.message)
+            return
+        # Meanwhile a command may have come.
+        if not places or not self.is_scalable or self.wanted >= self.bounds.max:
+            for place in places or ():
+                self._host.memory.give_back(place)
+            return
+        self.shortage = ""
+        self.wanted += 1
+        logger.info("%s: scaling up to %d replicas", self.name, self.wanted)
+        self._keep(Slot(place=places[0]))
+        self._host.on_change()
+
+    async def shrink(self) -> None:
+        """Have one replica less, because its load takes no more: it finishes what it has, and ends."""
+        if not self.is_scalable or len(self._slots) <= self.bounds.min:
+            return
+        logger.info("%s: scaling down to %d replicas", self.name, len(self._slots) - 1)
+        released = self._release(1)
+        self.wanted = len(self._slots)
+        self._host.on_change()
+        retired = await self.retire(released)
+        for text in (*retired.warnings, *retired.leftovers):
+            logger.error("%s: scaled down, but: %s", self.name, text)
+
+    @property
+    def parallel(self) -> int:
+        """Calls, or of a language model sequences, that one replica computes at once."""
+        signature = self.signature
+        if signature is not None and signature.language_model is not None:
+            return signature.language_model.limits.max_sequences
+        if signature is not None and signature.streams:
+            return self.config.max_in_flight
+        return self.config.instances
+
+    @property
+    def peak_parallel(self) -> int:
+        """Of these, so many that none slows the others down."""
+        return 1 if self.signature is not None and self.signature.language_model is not None else self.parallel
+
+    @property
+    def is_scalable(self) -> bool:
+        """Whether its load may change how many replicas it has."""
+        return self.state is State.READY and not self.is_set_aside and not self._host.is_stopping
+
+    def no_shortage(self) -> None:
+        """Its load takes no more than it has."""
+        if self.shortage and len(self._slots) >= self.wanted:
+            self.shortage = ""
+            self._host.on_change()
+
+    def _bounds_of(self, config: Deployment) -> ReplicaBounds:
+        """What an operator set stays, unless the configuration has become another."""
+        return self.bounds if config.replicas == self.config.replicas else config.replicas
+
+    def _within(self, bounds: ReplicaBounds) -> int:
+        return min(max(self.wanted, bounds.min), bounds.max)
+
+    def _living(self) -> list[Slot]:
+        """Slots that haven't given up."""
+        return [slot for slot in self._slots if slot.task is not None and not slot.task.done()]
+
+    def _release(self, count: int) -> list[Slot]:
+        """Let some slots go, their replicas once they have finished what they have; returned for `retire`.
+
+        First those that don't serve, then the newest of those on the device that has most.
+        """
+        released = []
+        for _ in range(count):
+            on = [self._devices.get(one.launched.replica.id, "") for one in self._slots if one.launched is not None]
+            slot = max(
+                enumerate(self._slots),
+                key=lambda item: (
+                    item[1].launched is None or item[1].launched.replica.id not in self.ready,
+                    item[1].launched is not None and on.count(self._devices.get(item[1].launched.replica.id, "")),
+                    item[0],
+                ),
+            )[1]
+            slot.release()
+            self._slots.remove(slot)
+            if slot.launched is not None and slot.launched.replica.id in self.ready:
+                id = slot.launched.replica.id
+                self._retiring[id] = self.ready.pop(id)
+            released.append(slot)
+        return released
+
+    def _note_shortage(self, reason: str) -> None:
+        """There is no room for another replica; told once, until there is."""
+        if self.shortage:
+            return
+        logger.warning("%s: %s", self.name, reason)
+        self.shortage = reason
+        self.is_decided = True
+        if not self.ready and self.state in (State.LOADING, State.UNAVAILABLE):
+            self.set_state(self.state, reason)
+        else:
+            self._host.on_change()
 
     # Replicas
 
     def _switch(self, fresh: list[Launched]) -> None:
         self._slots = []
         self._gave_up = 0
+        self._crashes.clear()
+        self._generation += 1
         self.has_given_up = False
         self.ready = {launched.replica.id: launched.replica for launched in fresh}
         self.signature = fresh[-1].replica.signature
         self.is_set_aside = False
         for launched in fresh:
             self._keep(Slot(launched))
+        self.wanted = len(fresh)
+        self.shortage = ""
         self.set_state(State.READY, f"replica {fresh[-1].replica.id} ready")
 
     def _keep(self, slot: Slot) -> None:
@@ -225,21 +437,27 @@ class ReplicaSet:
             started = time.monotonic()
             is_ready = slot.launched is not None  # it is of those that were started together
             if slot.launched is None:
+                place = await self._find_room(slot)
+                if place is None:
+                    return
                 async with self._host.start_slots:
                     if self._host.is_stopping or not slot.is_kept:
+                        self._host.memory.give_back(place)
                         return
                     started = time.monotonic()
                     try:
-                        slot.launched = self._host.launch(self, self._on_progress)
+                        slot.launched = self._launch(place, self.config, self._on_progress)
                     except OSError as error:  # no space, processes or descriptors: it may pass; others go on serving
                         logger.error("%s: a replica can't be started: %s", self.name, error)
                         backoff_s = await self._pause(slot, backoff_s)
                         continue
-                    is_ready = await self._await_ready(slot.launched.replica)
+                    is_ready = await self._await_ready(slot.launched.replica, self.config)
+                    if is_ready:
+                        await self._settle(place, self.config)
                 if is_ready and slot.is_kept:
                     self.signature = slot.launched.replica.signature
                     self.ready[slot.launched.replica.id] = slot.launched.replica
-                    self._tell_ready(slot.launched.replica, started)
+                    self._tell_ready(slot.launched.replica, self.config, started)
                     self.set_state(State.READY, f"replica {slot.launched.replica.id} ready")
             replica, exited = slot.launched
             if is_ready:
@@ -253,12 +471,19 @@ class ReplicaSet:
                 logger.error("%s: could not be removed: %s", replica.id, leftover)
             if self._host.is_stopping or not slot.is_kept:
                 return
+            if is_ready and self._note_crash(replica):
+                return
             if not is_ready:
                 failed_starts += 1
+                recorder().count("headwater_replica_start_failures", self.name)
+                if failed_starts >= FAILED_STARTS_LIMIT and len(self._slots) > self.bounds.min:
+                    self._give_up_growth(slot, replica)
+                    return
                 if self._note_failed_start(replica, failed_starts):
                     return
             if time.monotonic() - started > STEADY_AFTER_S:
                 backoff_s = FIRST_BACKOFF_S
+            recorder().count("headwater_replica_restarts", self.name)
             backoff_s = await self._pause(slot, backoff_s)
 
     def _note_lost(self, slot: Slot, replica: ReplicaProcess) -> None:
@@ -274,17 +499,10 @@ class ReplicaSet:
 
     def _note_failed_start(self, replica: ReplicaProcess, failed_starts: int) -> bool:
         """A replica ended before it was ready. Returns whether its slot gives up."""
-        reason = replica.reason or "ended before it was ready"
+        reason = replica.account() or "ended before it was ready"
         logger.error("%s: did not start (%d of %d): %s", replica.id, failed_starts, FAILED_STARTS_LIMIT, reason)
         if failed_starts >= FAILED_STARTS_LIMIT:
-            self._gave_up += 1
-            if self._gave_up == self.config.replicas:
-                logger.error(
-                    "%s: FAILED and not tried again; correct it, and then load it or restart the server: %s",
-                    self.name, reason,
-                )  # fmt: skip
-                self.has_given_up = True
-                self.set_state(State.FAILED, reason)
+            self._give_up(reason)
             return True
         self.is_decided = True
         if not self.ready and self.state is not State.UNAVAILABLE:
@@ -293,47 +511,170 @@ class ReplicaSet:
             self._host.on_change()
         return False
 
-    async def _start_all(self, on_progress: Callable[[str], None]) -> list[Launched]:
-        """Start as many replicas as it has, each once. All of them are ready then, or gone."""
-        outcomes = await asyncio.gather(*(self._start_one(on_progress) for _ in range(self.config.replicas)))
-        fresh = [outcome for outcome in outcomes if isinstance(outcome, Launched)]
-        reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
-        if reasons or self._host.is_stopping:
+    def _note_crash(self, replica: ReplicaProcess) -> bool:
+        """A replica that served was lost. Returns whether its slot gives up, because that happens too often."""
+        now_s = time.monotonic()
+        self._crashes.append(now_s)
+        while self._crashes[0] < now_s - self.config.crash_window_s:
+            self._crashes.popleft()
+        if len(self._crashes) < self.config.max_crashes:
+            return False
+        self._give_up(
+            f"{len(self._crashes)} replicas were lost within crash_window_s = {self.config.crash_window_s:g} s, the "
+            f"last: {replica.account()}"
+        )
+        return True
+
+    def _give_up(self, reason: str) -> None:
+        """A slot starts no replica any more; with the last slot the deployment has failed."""
+        self._gave_up += 1
+        if self._gave_up < len(self._slots):
+            logger.error("%s: one replica less, and no other is started in its place: %s", self.name, reason)
+            return
+        logger.error(
+            "%s: FAILED and not tried again; correct it, and then load it or restart the server: %s", self.name, reason
+        )
+        self.has_given_up = True
+        self.set_state(State.FAILED, reason)
+
+    def _give_up_growth(self, slot: Slot, replica: ReplicaProcess) -> None:
+        """A replica that load called for can't be started: go on with those that there are."""
+        reason = f"another replica did not start: {replica.reason or 'ended before it was ready'}"
+        self._slots.remove(slot)
+        self.wanted = len(self._slots)
+        self._no_growth_before_s = time.monotonic() + GROW_RETRY_S
+        self._note_shortage(reason)
+
+    async def _find_room(self, slot: Slot) -> Place | None:
+        """Wait until there is room for a slot's replica. None: it isn't wanted any more."""
+        if slot.place is not None:
+            place, slot.place = slot.place, None
+            return place
+        while not self._host.is_stopping and slot.is_kept:
+            retry_s = FIRST_MEASURED_RETRY_S
+            try:
+                places = await self._host.memory.reserve(self.name, self.config, 1, self._devices.values())
+            except NoRoom as error:
+                places = None
+                retry_s = ROOM_RETRY_S
+                self._note_shortage(error.message)
+                if self.ready and len(self._slots) > self.bounds.min:  # only load called for it, and may call again
+                    self._slots.remove(slot)
+                    self.wanted = len(self._slots)
+                    self._host.on_change()
+                    return None
+            if places and not self._host.is_stopping and slot.is_kept:
+                self.shortage = ""
+                return places[0]
+            for place in places or ():
+                self._host.memory.give_back(place)
+            await self._pause(slot, retry_s)
+        return None
+
+    async def _reserve(self, config: Deployment, count: int) -> list[Place]:
+        """Find room for some of these replicas: for all, or, while their size isn't known, for one.
+
+        Raises:
+            NoRoom: there is none.
+            Unavailable: the server is stopping.
+        """
+        memory = self._host.memory
+        while not self._host.is_stopping:
+            number = memory.at_once(self.name, config, count)
+            places = await memory.reserve(self.name, config, number, self._devices.values())
+            if places is not None:
+                return places
+            await self._host.wait_for_stop(FIRST_MEASURED_RETRY_S)
+        raise Unavailable("the server is stopping")
+
+    def _launch(self, place: Place, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
+        """Start a replica where there is room for it.
+
+        Raises:
+            OSError: the machine lacks what it takes; the room is given back.
+        """
+        try:
+            placed = config.model_copy(update={"device": place.device, "devices": None})
+            launched = self._host.launch(self, placed, on_progress)
+        except OSError:
+            self._host.memory.give_back(place)
+            raise
+        id = launched.replica.id
+        self._devices[id] = place.device
+        launched.exited.add_done_callback(lambda _: self._devices.pop(id, None))
+        self._host.memory.attach(place, launched.replica, launched.exited)
+        return launched
+
+    async def _settle(self, place: Place, config: Deployment) -> None:
+        """Note what a replica takes, which is known when it is ready."""
+        excess = await self._host.memory.settle(self.name, config, place)
+        if excess is not None:
+            logger.warning(
+                "%s: all replicas together take more than they may; this one stays, and no other is started: %s",
+                self.name, excess,
+            )  # fmt: skip
+
+    async def _start_all(
+        self, config: Deployment, count: int, on_progress: Callable[[str], None], places: list[Place] | None = None
+    ) -> list[Launched]:
+        """Start some replicas, each once. All of them are ready then, or gone.
+
+        Args:
+            config: what they are started with.
+            count: how many.
+            on_progress: called with each stage.
+            places: room that was found for the first of them.
+        """
+        fresh: list[Launched] = []
+        try:
+            while len(fresh) < count:
+                if not places:
+                    places = await self._reserve(config, count - len(fresh))
+                outcomes = await asyncio.gather(*(self._start_one(place, config, on_progress) for place in places))
+                places = None
+                fresh += [outcome for outcome in outcomes if isinstance(outcome, Launched)]
+                reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
+                if self._host.is_stopping:
+                    raise Unavailable("the server is stopping")
+                if reasons:
+                    raise CallableFailed(f"a replica of `{self.name}` did not start: {reasons[0]}")
+        except HeadwaterError:
             await self.discard(fresh)
-        if self._host.is_stopping:
-            raise Unavailable("the server is stopping")
-        if reasons:
-            raise CallableFailed(f"a replica of `{self.name}` did not start: {reasons[0]}")
+            raise
         return fresh
 
-    async def _start_one(self, on_progress: Callable[[str], None]) -> Launched | str:
+    async def _start_one(self, place: Place, config: Deployment, on_progress: Callable[[str], None]) -> Launched | str:
         """Start a replica. Returns it when it is ready, or why it isn't, once it is gone."""
         async with self._host.start_slots:
             if self._host.is_stopping:
+                self._host.memory.give_back(place)
                 return "the server is stopping"
             started = time.monotonic()
             try:
-                launched = self._host.launch(self, on_progress)
+                launched = self._launch(place, config, on_progress)
             except OSError as error:
                 return f"it can't be started: {error}"
-            if await self._await_ready(launched.replica) and not launched.replica.ending.is_set():
-                self._tell_ready(launched.replica, started)
-                return launched
+            if await self._await_ready(launched.replica, config):
+                await self._settle(place, config)
+                if not launched.replica.ending.is_set():
+                    self._tell_ready(launched.replica, config, started)
+                    return launched
         await self._end_one(launched)
-        return launched.replica.reason or "ended before it was ready"
+        recorder().count("headwater_replica_start_failures", self.name)
+        return launched.replica.account() or "ended before it was ready"
 
-    async def _await_ready(self, replica: ReplicaProcess) -> bool:
+    async def _await_ready(self, replica: ReplicaProcess, config: Deployment) -> bool:
         try:
-            return await asyncio.wait_for(asyncio.shield(replica.ready), self.config.load_timeout_s)
+            return await asyncio.wait_for(asyncio.shield(replica.ready), config.load_timeout_s)
         except asyncio.TimeoutError:
-            replica.reason = f"not ready within load_timeout_s = {self.config.load_timeout_s:g} s"
+            replica.reason = f"not ready within load_timeout_s = {config.load_timeout_s:g} s"
             replica.kill()
             return False
 
-    def _tell_ready(self, replica: ReplicaProcess, started: float) -> None:
+    def _tell_ready(self, replica: ReplicaProcess, config: Deployment, started: float) -> None:
         logger.info(
             "%s: ready after %.1f s on %s%s", replica.id, time.monotonic() - started,
-            replica.facts.get("device", "?"), _own_python(self.config, replica.facts),
+            replica.facts.get("device", "?"), _own_python(config, replica.facts),
         )  # fmt: skip
 
     async def _end(self, slots: Collection[Slot]) -> Retired:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 import msgspec
 
 from inference.pipeline import Plan
 from inference.signature import Signature
 
-__all__ = ["DeploymentRoute", "ReplicaRoute", "RoutingTable", "State"]
+__all__ = ["LAST_LINES", "DeploymentRoute", "ReplicaRoute", "RoutingTable", "State"]
+
+
+LAST_LINES: Final = "; the last lines of its log: "
+"""Stands before these in a reason; what comes after is for operators and not for clients."""
 
 
 class State(str, enum.Enum):
@@ -37,6 +42,8 @@ class ReplicaRoute(msgspec.Struct, frozen=True):
     token: str
     grpc_socket: str = ""
     """Path of its Triton's gRPC socket, if it answers in frames: fused pipelines and models that stream."""
+    device: str = ""
+    """Where it computes."""
 
 
 class DeploymentRoute(msgspec.Struct, frozen=True):
@@ -52,9 +59,13 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     """Those ready."""
     max_queue_size: int = 1024
     """Rows, this worker's share."""
+    priority_weights: dict[int, int] = {}
+    """Of priority classes; empty: the default."""
     max_queue_delay_ms: float = 0
     max_in_flight: int = 1
     """Calls per replica, this worker's share."""
+    instances: int = 1
+    """Calls that a replica computes at once, this worker's share."""
     timeout_s: float = 30
     is_graph: bool = False
     """Whether it is a pipeline whose steps are deployments of their own."""
@@ -70,8 +81,21 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     """Those that others have replaced: they get nothing new, but finish what they have."""
     since_s: float = 0
     """When it came into that state, in seconds of the Unix epoch."""
+    total_instances: int = 1
+    """Of each replica, for all workers."""
+    wanted: int = 1
+    """How many replicas it should have now."""
+    least: int = 1
+    most: int = 1
+    """Between which its load decides; where they are equal, it has no say."""
+    shortage: str = ""
+    """Why it has fewer replicas than its load takes, if it has."""
     is_set_aside: bool = False
     """Whether an operator unloaded it, and it isn't loaded again: the server is ready without it."""
+    quarantine_s: float = 600
+    """For how long a request that took two replicas down is refused."""
+    generation: int = 0
+    """Grows with each load and reload, which lift the quarantine."""
 
 
 class RoutingTable(msgspec.Struct, frozen=True, tag="table"):

@@ -6,26 +6,36 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from inference.lm.reference import is_language_model, parse_reference
 
 __all__ = [
+    "AllowLoad",
     "Batching",
     "Device",
+    "Devices",
     "Environment",
+    "Instances",
+    "MemorySize",
     "ModelReference",
     "PositiveInt",
     "PositiveSeconds",
+    "PriorityWeights",
     "PythonPath",
+    "ReplicaBounds",
     "Replicas",
+    "Scaling",
     "Section",
     "Strategy",
     "TensorStore",
     "Threads",
+    "TracingSection",
     "WarmupBatchSizes",
     "check_model_reference",
 ]
+
+MAX_REPLICAS = 64
 
 _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 
@@ -61,6 +71,41 @@ def _check_device(value: str) -> str:
     return value
 
 
+def _check_devices(value: tuple[str, ...]) -> tuple[str, ...]:
+    if "auto" in value:
+        raise ValueError("expected cpu, cuda or cuda:N each; auto is of `device`")
+    named = ["cuda:0" if one == "cuda" else one for one in value]
+    if len(set(named)) < len(named):
+        raise ValueError("expected each device once")
+    return value
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?)?B?\Z")
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def _parse_size(value: object) -> object:
+    """``4GiB`` and ``500MB`` as bytes."""
+    if not isinstance(value, str):
+        return value
+    found = _SIZE.match(value.strip())
+    if found is None:
+        raise ValueError("expected bytes, or a number with a unit such as 512MiB or 4GiB")
+    number, unit = float(found[1]), (found[2] or "").upper()
+    return int(number * (1024 if unit.endswith("I") else 1000) ** _UNITS[unit.removesuffix("I")])
+
+
+def _parse_replicas(value: object) -> object:
+    """``3`` as ``{min: 3, max: 3}``."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 1 <= value <= MAX_REPLICAS:
+            raise ValueError(f"expected 1 to {MAX_REPLICAS}, or {{min: 1, max: 3}}")
+        return {"min": value, "max": value}
+    if not isinstance(value, (dict, ReplicaBounds)):
+        raise ValueError("expected a number, or bounds such as {min: 1, max: 3}")
+    return value
+
+
 def _stringify(value: object) -> object:
     if isinstance(value, dict):
         return {key: str(item) if isinstance(item, (int, float)) else item for key, item in value.items()}
@@ -73,14 +118,20 @@ def _expand(value: Any) -> Any:
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=86_400)]
-Replicas = Annotated[int, Field(ge=1, le=64)]
+Instances = Annotated[int, Field(ge=1, le=64)]
+MemorySize = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 ModelReference = Annotated[str, AfterValidator(check_model_reference)]
 Device = Annotated[str, AfterValidator(_check_device)]
+Devices = Annotated[tuple[Device, ...], Field(min_length=1), AfterValidator(_check_devices)]
 Environment = Annotated[dict[str, str], BeforeValidator(_stringify)]
 TensorStore = Literal["auto", "on", "off"]
 Strategy = Literal["beside", "recreate"]
+AllowLoad = Literal["settings", "any", "never"]
 WarmupBatchSizes = tuple[PositiveInt, ...]
+PriorityWeights = Annotated[
+    dict[Annotated[int, Field(ge=1, le=10)], Annotated[int, Field(ge=1, le=1_000_000)]], Field(min_length=1)
+]
 PythonPath = Annotated[Path, BeforeValidator(_expand)]
 
 
@@ -93,5 +144,77 @@ class Batching(Section):
     """How long rows may wait for company although the replica is idle."""
     max_queue_size: PositiveInt = 1024
     """Rows that may wait; more are refused with 429."""
+    priority_weights: PriorityWeights | None = None
+    """Of classes of requests, by priority: what share of the rows each gets while all have some waiting. A priority
+    that isn't named belongs to the class of the next less urgent one that is. Default: each priority is a class, and
+    weighs twice as much as the next."""
     max_in_flight: PositiveInt = 2
     """Calls that a replica may have at once: one computes, the others are on their way."""
+
+
+class TracingSection(Section):
+    """Where traces go."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$")]
+    """A collector that takes OTLP over HTTP, such as ``http://127.0.0.1:4318``."""
+    sample: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Which part of the requests is traced that come without a ``traceparent``; with one, its sender decides."""
+
+    @property
+    def traces_url(self) -> str:
+        """With the protocol's own path, unless the endpoint has one."""
+        scheme, _, rest = self.endpoint.partition("://")
+        host, _, path = rest.partition("/")
+        return f"{scheme}://{host}/{path or 'v1/traces'}"
+
+
+class ReplicaBounds(Section):
+    """How many replicas a deployment has: a number of them, or as many as its load takes."""
+
+    min: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
+    max: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
+
+    @model_validator(mode="after")
+    def _check_order(self) -> ReplicaBounds:
+        if self.min > self.max:
+            raise ValueError(f"expected min <= max, got min {self.min} and max {self.max}")
+        return self
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether load changes nothing."""
+        return self.min == self.max
+
+    def __str__(self) -> str:
+        """As an operator is told."""
+        return str(self.min) if self.is_fixed else f"{self.min} to {self.max}"
+
+
+Replicas = Annotated[ReplicaBounds, BeforeValidator(_parse_replicas)]
+
+
+class Utilization(Section):
+    """Which part of their time replicas should compute."""
+
+    low: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """One replica less, if the others then stay below this."""
+    high: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """One more, if they are above this and rows wait."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Utilization:
+        if self.low >= self.high:
+            raise ValueError(f"expected low < high, got low {self.low:g} and high {self.high:g}")
+        return self
+
+
+class Scaling(Section):
+    """When a deployment with ``replicas: {min, max}`` gets another replica, and when it has one too many."""
+
+    queue_wait_ms: Annotated[float, Field(gt=0, le=3_600_000)] = 100
+    """Rows should not wait longer, beside ``max_queue_delay_ms``."""
+    up_after_s: PositiveSeconds = 5
+    """For how long there must be too much to do before one more starts."""
+    down_after_s: PositiveSeconds = 60
+    """For how long there must be too little to do before one ends."""
+    utilization: Utilization = Field(default_factory=Utilization)

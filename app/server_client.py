@@ -39,23 +39,46 @@ class ServerClient:
             raise CommandError(f"{self._url}: expected a list of models, got something else: is it a Headwater server?")
         return index
 
-    def command(self, action: str, model: str) -> dict[str, Any]:
+    def command(self, action: str, model: str, config: str | None = None) -> dict[str, Any]:
         """Have a model loaded, unloaded or reloaded, however long that takes. Returns what the server says of it.
+
+        Args:
+            action: what.
+            model: the deployment.
+            config: of load and reload, JSON of a deployment's section.
 
         Raises:
             CommandError: it refused, failed, or can't be reached.
         """
-        answer = self._ask("POST", f"/v2/repository/models/{quote(model, safe='')}/{action}", timeout_s=None)
+        path = f"/v2/repository/models/{quote(model, safe='')}/{action}"
+        body = None if config is None else {"parameters": {"config": config}}
+        answer = self._ask("POST", path, timeout_s=None, body=body)
         if not isinstance(answer, dict) or "state" not in answer:
             raise CommandError(f"{self._url}: expected a model's state, got something else: is it a Headwater server?")
         return answer
 
-    def _ask(self, method: str, path: str, *, timeout_s: float | None) -> Any:
+    def scale(self, model: str, bounds: Mapping[str, int]) -> dict[str, Any]:
+        """Have another number of replicas of a model.
+
+        Args:
+            model: the deployment.
+            bounds: ``replicas``, or ``min`` and ``max``.
+
+        Raises:
+            CommandError: it refused, failed, or can't be reached.
+        """
+        path = f"/v2/repository/models/{quote(model, safe='')}/scale"
+        answer = self._ask("POST", path, timeout_s=None, body=bounds)
+        if not isinstance(answer, dict) or "replicas" not in answer:
+            raise CommandError(f"{self._url}: expected a model's replicas, got something else: is it Headwater?")
+        return answer
+
+    def _ask(self, method: str, path: str, *, timeout_s: float | None, body: object = None) -> Any:
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         try:
             # Not by a proxy: a command must come from the server's own machine.
             with httpx.Client(timeout=timeout, trust_env=False, transport=self._transport) as client:
-                response = client.request(method, self._url + path)
+                response = client.request(method, self._url + path, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise CommandError(
                 f"{self._url}: no answer: {str(error) or type(error).__name__}; is the server running there? Say where "
@@ -76,8 +99,8 @@ class ServerClient:
 
 def status_table(index: Sequence[Mapping[str, Any]]) -> str:
     """The models as a table for people."""
-    head = ("MODEL", "VERSION", "STATE", "SINCE", "REASON")
-    rows = [head, *(tuple(str(one.get(name.lower(), "")) for name in ("name", *head[1:])) for one in index)]
+    head = ("MODEL", "VERSION", "STATE", "REPLICAS", "DEVICES", "SINCE", "REASON")
+    rows = [head, *map(_cells, index)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
     return "\n".join(
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
@@ -88,6 +111,8 @@ def status_table(index: Sequence[Mapping[str, Any]]) -> str:
 def command_line(action: str, answer: Mapping[str, Any]) -> str:
     """What came of a command, in a line for people."""
     parts = [f"{answer['name']}: {action} done in {answer['took_s']:.1f} s, now {answer['state']}"]
+    if "replicas" in answer:
+        parts.append(f"{_replicas(answer)} replicas")
     if "drained" in answer:
         parts.append(f"{answer['drained']} requests finished, {answer['ended']} ended")
         freed = answer["freed"]
@@ -97,3 +122,20 @@ def command_line(action: str, answer: Mapping[str, Any]) -> str:
         parts.append(text)
     parts += answer.get("warnings", ())
     return "; ".join(parts)
+
+
+def _cells(one: Mapping[str, Any]) -> tuple[str, ...]:
+    reason = str(one.get("reason", ""))
+    if one.get("shortage"):
+        reason += f"; {one['shortage']}"
+    told = [str(one.get(name, "")) for name in ("name", "version", "state")]
+    return *told, _replicas(one), ",".join(one.get("devices", ())), str(one.get("since", "")), reason
+
+
+def _replicas(one: Mapping[str, Any]) -> str:
+    """Those ready and those wanted, and the bounds if they differ."""
+    found = one.get("replicas")
+    if found is None:
+        return ""
+    bounds = f" ({found['min']} to {found['max']})" if found["min"] < found["max"] else ""
+    return f"{found['ready']}/{found['wanted']}{bounds}"

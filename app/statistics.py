@@ -22,6 +22,12 @@ class Statistics:
     """Requests that ended with an error after admission."""
     shed: int = 0
     """Requests refused because the queue was full."""
+    retried: int = 0
+    """Parts of requests given to another replica because the first was lost."""
+    quarantined: int = 0
+    """Requests refused because the same took two replicas down."""
+    displaced: int = 0
+    """Requests that gave way to others after admission; failures, too."""
     queue_ns: int = 0
     compute_ns: int = 0
     """Of the callable, summed over requests: rows that share a call each count it whole, as in Triton."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import logging
 import os
 import shutil
@@ -19,14 +20,22 @@ from typing import Any
 
 import msgspec
 
-from app.check import runtime_dir_problems
+from app.autoscaler import Autoscaler
+from app.check import region_problems, runtime_dir_problems, shared_memory_warnings, tracing_problems
 from app.children import Children
 from app.config import Config, Deployment
 from app.control import ControlServer, Drained
+from app.deployments import Deployments
 from app.errors import StartError
-from app.graph_state import GraphState, StepState
+from app.graph_state import StepState
 from app.lifecycle import Lifecycle
+from app.load_report import DeploymentLoad, together
+from app.logs import REPLICA_LOGGER
+from app.metrics.observer import DeploymentView, Observer, ReplicaView
+from app.metrics.recorder import recorder
+from app.process_watch import ProcessWatch
 from app.replica_host import Launched
+from app.replica_memory import ReplicaMemory
 from app.replica_process import GUARDIAN_LOST, ReplicaProcess
 from app.replica_set import (
     FIRST_BACKOFF_S,
@@ -35,7 +44,7 @@ from app.replica_set import (
     STEADY_AFTER_S,
     ReplicaSet,
 )
-from app.routing import RoutingTable, State
+from app.routing import DeploymentRoute, RoutingTable, State
 from app.sweep import make_instance_folder, sweep_stale
 from app.worker_settings import WorkerSettings
 from inference.signature import Signature
@@ -43,10 +52,14 @@ from inference.signature import Signature
 __all__ = ["Supervisor"]
 
 logger = logging.getLogger("headwater")
+replica_logger = logging.getLogger(REPLICA_LOGGER)
 
 PR_SET_CHILD_SUBREAPER = 36
 WORKER_END_TIMEOUT_S = 5.0
 """How long a gateway worker may take to end once nothing is under way in it."""
+WATCH_EVERY_S = 0.5
+PING_EVERY = 2
+"""Looks at the processes, for each sign of life that a worker is asked for."""
 LAST_LINES_S = 0.1
 """How long what a guardian wrote may take to be read after its end."""
 
@@ -70,22 +83,19 @@ class Supervisor:
         self._config = config
         self._user_paths = user_paths
         self._on_serving = on_serving
-        graphs = {name: GraphState(name, one) for name, one in config.deployments.items() if _is_graph(one)}
-        steps = {
-            step: graph.name
-            for graph in graphs.values()
-            for step in graph.deployments.values()
-            if step not in config.deployments
-        }
-        self._graphs = graphs
         # Loading is mostly imports and disk; more at once than cores only makes each slower.
         self.start_slots = asyncio.Semaphore(max(2, os.cpu_count() or 2))
-        self._sets = {
-            name: ReplicaSet(name, one, self, steps.get(name)) for name, one in config.all_deployments().items()
-        }
-        self._lifecycle = Lifecycle(self._sets, self._graphs, self)
+        self.memory = ReplicaMemory.of(config.server)
+        self._deployments = Deployments(config, self)
+        self._sets = self._deployments.sets
+        self._graphs = self._deployments.graphs
+        self._lifecycle = Lifecycle(self._deployments, self)
         self._control = ControlServer(self._lifecycle.answer)
+        self._autoscaler = Autoscaler(self._sets, self._loads, self._lifecycle.is_busy, self)
         self._children = Children()
+        self._watch = ProcessWatch()
+        self._guardians: dict[int, ReplicaProcess] = {}
+        """By process id."""
         self._replicas: dict[str, ReplicaProcess] = {}
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._stopping = False
@@ -95,6 +105,7 @@ class Supervisor:
         self._is_announced = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._folder = Path()
+        self._observer = Observer(None)
         self._url = ""
         self._status = 0
 
@@ -112,12 +123,14 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_stop_signal, number)
         listener = self._listen()
         lock = self._make_folder()
+        observing: asyncio.Task[None] | None = None
         try:
             host, port = listener.getsockname()[:2]
             self._url = f"http://{_url_host(host)}:{port}"
             logger.info("listening on %s", self._url)
             await self._control.start(self._folder / "control")
             self._publish()
+            observing = asyncio.create_task(self._observer.watch(self._replica_views))
             settings = WorkerSettings(
                 control=str(self._folder / "control"), server=self._config.server.model_dump(mode="json")
             )
@@ -125,10 +138,16 @@ class Supervisor:
                 self.spawn(self._keep_worker(index, listener, settings))
             for replicas in self._sets.values():
                 replicas.start()
+            watching = asyncio.create_task(self._watch_processes())
+            watching.add_done_callback(self._on_task_done)
+            self.spawn(self._autoscaler.run())
             await self._stop_requested.wait()
             listener.close()  # the workers have it too: with the last of them, connections are refused
             await self._stop()
+            watching.cancel()
         finally:
+            if observing is not None:
+                observing.cancel()
             listener.close()
             await self._control.close()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -154,13 +173,17 @@ class Supervisor:
 
     def _make_folder(self) -> int:
         # A socket's path that is too long, for one, shows only when a model that says it is ready is called.
-        for problem in runtime_dir_problems(self._config.server, self._sets):
+        for problem in (*runtime_dir_problems(self._config.server, self._sets), *tracing_problems(self._config.server)):
             raise StartError(str(problem))
         parent = self._config.server.runtime_dir
         try:
             for stale in sweep_stale(parent):
                 logger.warning("swept what an earlier instance left behind: %s", stale)
+            # Triton's own message for it is a bus error.
+            for problem in region_problems(self._config.all_deployments().values()):
+                raise StartError(str(problem))
             self._folder, lock = make_instance_folder(parent)
+            self._observer = Observer(self._folder / "metrics" if self._config.server.metrics else None)
         except OSError as error:
             raise StartError(f"server.runtime_dir: can't make a folder there: {error}") from error
         return lock
@@ -195,7 +218,7 @@ class Supervisor:
         """See `app.replica_set.Host`."""
         return await self._control.drain(name, timeout_s, replicas)
 
-    def launch(self, replicas: ReplicaSet, on_progress: Callable[[str], None]) -> Launched:
+    def launch(self, replicas: ReplicaSet, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
         """See `app.replica_set.Host`."""
         self._next_replica += 1
         id = f"{replicas.name}-{self._next_replica}"
@@ -205,14 +228,16 @@ class Supervisor:
             on_progress(text)
 
         def log(line: str) -> None:
-            logger.info("%s | %s", id, line)
+            replica_logger.info("%s", line, extra={"replica": id})
 
         # A folder's name is short, because sockets lie in it, whose paths must be.
         folder = self._folder / f"r{self._next_replica}"
-        replica = ReplicaProcess(
-            replicas.name, id, replicas.config, folder, self._user_paths, on_progress=progress, on_log=log
-        )
-        exited = self._children.follow(replica.start())
+        replica = ReplicaProcess(replicas.name, id, config, folder, self._user_paths, on_progress=progress, on_log=log)
+        guardian = replica.start()
+        exited = self._children.follow(guardian)
+        self._guardians[guardian.pid] = replica
+        self._watch.add(guardian.pid)
+        exited.add_done_callback(lambda _: self._forget_guardian(guardian.pid))
         # A guardian says why it ends, unless it is killed: its last lines come first.
         loop = asyncio.get_running_loop()
         exited.add_done_callback(lambda _: loop.call_later(LAST_LINES_S, replica.mark_ending, GUARDIAN_LOST))
@@ -225,10 +250,13 @@ class Supervisor:
         self._publish()
         if not self._is_announced and all(one.is_decided for one in self._sets.values()):
             self._is_announced = True
-            told = {name: self._sets.get(name) or self._graphs[name] for name in self._config.deployments}
+            told = {name: self._sets.get(name) or self._graphs[name] for name in self._deployments.config.deployments}
             self._on_serving(self._url, [(name, item.signature, item.reason) for name, item in told.items()])
+            signatures = {name: one.signature for name, one in self._sets.items() if one.signature is not None}
+            for problem in shared_memory_warnings(self._config.all_deployments(), signatures):
+                logger.warning("%s", problem)
         # A server of which every deployment has failed serves nobody: whoever started it should know.
-        if all(map(self._has_given_up, self._config.deployments)) and not self._stop_requested.is_set():
+        if all(map(self._has_given_up, self._deployments.config.deployments)) and not self._stop_requested.is_set():
             logger.critical("every deployment has failed: stopping")
             self._status = 1
             self._stop_requested.set()
@@ -241,6 +269,10 @@ class Supervisor:
         steps = [self._sets[step] for step in graph.deployments.values()]
         by_command = graph.is_held or any(one.state is State.FAILED and not one.has_given_up for one in steps)
         return graph.state is State.FAILED and not by_command
+
+    def _loads(self) -> dict[str, DeploymentLoad]:
+        """What there is to do, over all gateway workers."""
+        return together(self._control.loads())
 
     def _publish(self) -> None:
         workers = self._config.server.workers
@@ -258,9 +290,18 @@ class Supervisor:
             elif graph.reason != before[1] and graph.state is State.READY:
                 logger.warning("%s: still READY: %s", graph.name, graph.reason)
             routes.append(graph.route(workers))
-        order = {name: index for index, name in enumerate(self._config.deployments)}
+        order = {name: index for index, name in enumerate(self._deployments.config.deployments)}
         routes.sort(key=lambda route: (order[route.part_of or route.name], route.part_of is not None))
         self._control.publish(RoutingTable(tuple(routes), draining=self._stopping))
+        self._observer.see_deployments(map(self._view, routes))
+
+    def _view(self, route: DeploymentRoute) -> DeploymentView:
+        replicas = self._sets.get(route.name)
+        wanted = replicas.wanted if replicas is not None and not route.is_set_aside else 0
+        return DeploymentView(route.name, route.state, len(route.replicas), wanted)
+
+    def _replica_views(self) -> list[ReplicaView]:
+        return [ReplicaView(one.id.rpartition("-")[0], one.id, one.group) for one in self._replicas.values()]
 
     # Gateway workers
 
@@ -277,11 +318,15 @@ class Supervisor:
                 continue
             exited = self._children.follow(process)
             self._workers[index] = process
+            self._watch.add(process.pid)
             code = await exited
+            self._watch.discard(process.pid)
             del self._workers[index]
+            self._observer.end_worker(index)
             if self._stopping:
                 return
             logger.error("gateway worker %d ended with %d; starting another", index, code)
+            recorder().count("headwater_worker_restarts")
             if time.monotonic() - started > STEADY_AFTER_S:
                 backoff_s = FIRST_BACKOFF_S
             backoff_s = await self._pause(backoff_s)
@@ -294,7 +339,8 @@ class Supervisor:
     def _start_worker(self, index: int, listener: socket.socket, settings: WorkerSettings) -> subprocess.Popen[bytes]:
         path = self._folder / f"worker-{index}.json"
         path.touch(mode=0o600)
-        path.write_bytes(msgspec.json.encode(settings))
+        own = msgspec.structs.replace(settings, metrics=self._observer.start_worker(index))
+        path.write_bytes(msgspec.json.encode(own))
         return subprocess.Popen(
             [sys.executable, "-m", "app.worker", str(path), str(listener.fileno())],
             cwd=self._folder,
@@ -308,6 +354,43 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+    # Processes that neither work nor end
+
+    async def _watch_processes(self) -> None:
+        """End guardians and workers that are stopped, and workers whose event loop hangs; others take their places."""
+        for look in itertools.count():
+            for pid in self._watch.look():
+                guarded = self._guardians.get(pid)
+                if guarded is not None:
+                    guarded.mark_ending("its guardian is stopped")
+                logger.error("%s (%d) is stopped: killing it", self._role(pid), pid)
+                _signal(pid, signal.SIGKILL)
+            if look % PING_EVERY == 0:
+                self._end_silent_workers()
+            await asyncio.sleep(WATCH_EVERY_S)
+
+    def _end_silent_workers(self) -> None:
+        timeout_s = self._config.server.worker_timeout_s
+        workers = {process.pid for process in self._workers.values()}
+        for pid, unanswered in self._control.ping().items():
+            # In pings, not on a clock: while we are stopped ourselves, nobody can answer us.
+            if pid in workers and unanswered * PING_EVERY * WATCH_EVERY_S >= timeout_s:
+                logger.error(
+                    "%s (%d) has given no sign of life for worker_timeout_s = %g s: killing it",
+                    self._role(pid), pid, timeout_s,
+                )  # fmt: skip
+                _signal(pid, signal.SIGKILL)
+
+    def _role(self, pid: int) -> str:
+        guarded = self._guardians.get(pid)
+        if guarded is not None:
+            return f"the guardian of {guarded.id}"
+        return next((f"gateway worker {index}" for index, one in self._workers.items() if one.pid == pid), "a process")
+
+    def _forget_guardian(self, pid: int) -> None:
+        self._watch.discard(pid)
+        del self._guardians[pid]
 
     # The end
 
@@ -341,11 +424,6 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
         while not condition() and time.monotonic() < deadline and not hurry.done():
             await asyncio.wait({hurry}, timeout=0.02)
-
-
-def _is_graph(deployment: Deployment) -> bool:
-    """Whether it is a pipeline whose steps are deployments of their own."""
-    return deployment.pipeline is not None and deployment.pipeline.placement == "graph"
 
 
 def _signal(pid: int, number: int) -> None:

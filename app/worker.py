@@ -18,14 +18,22 @@ import msgspec
 import uvicorn
 from sse_starlette.sse import AppStatus
 
+from app import tracing
+from app.admission import WaitingRoom
 from app.config import Server
 from app.connection import BoundedConnection
 from app.control import SupervisorLink
 from app.gateway import create_app
+from app.load_sampler import LoadSampler
 from app.logs import set_up_logging
+from app.metrics import recorder
+from app.metrics.sampler import SAMPLE_EVERY_S, Sampler
+from app.metrics.store import Store
 from app.models import Models
 from app.operator_guard import OperatorGuard, is_loopback
+from app.routes.metrics import metrics_routes
 from app.routes.repository import repository_routes
+from app.routes.status import status_routes
 from app.worker_settings import WorkerSettings
 
 __all__ = ["main"]
@@ -38,14 +46,25 @@ LAST_ANSWERS_TIMEOUT_S = 2
 
 
 async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
-    models = Models()
     options = Server.model_validate(settings.server)
+    models = Models(
+        room=WaitingRoom(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
+    )
     # It would cut every stream off as soon as the server is told to exit. What ends them is `drain` below, and behind
     # that uvicorn's own timeout.
     AppStatus.enable_automatic_graceful_drain = False
-    link = SupervisorLink(models.drain)
+    link = SupervisorLink(models.drain, models.quarantine)
+    models.on_quarantined = link.tell_quarantined
     operator = OperatorGuard(is_loopback(listener.getsockname()))
-    app = create_app(models, options, repository_routes(link.command, operator, options))
+    routers = [repository_routes(link.command, operator, options)]
+    sampler = Sampler(models)
+    if settings.metrics:
+        recorder.use(Store(Path(settings.metrics)))
+        routers.append(metrics_routes(models, Path(settings.metrics).parent, sampler))
+    routers.append(status_routes(models, Path(settings.metrics).parent if settings.metrics else None, sampler))
+    if options.tracing is not None:
+        tracing.use(tracing.exporting(options.tracing))
+    app = create_app(models, options, *routers)
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -91,9 +110,17 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
         models.close()
         server.should_exit = True
 
+    async def sample() -> None:
+        while True:
+            sampler.sample()
+            await asyncio.sleep(SAMPLE_EVERY_S)
+
     following = asyncio.create_task(follow())
     following.add_done_callback(on_supervisor_gone)
     tasks = [following, asyncio.create_task(drain())]
+    tasks.append(asyncio.create_task(LoadSampler(models, link.report).run()))
+    if settings.metrics:
+        tasks.append(asyncio.create_task(sample()))
     await first_table.wait()
     try:
         if not server.should_exit:
@@ -102,12 +129,14 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
         for task in tasks:
             task.cancel()
         models.close()
+        if (traced := tracing.current()) is not None:
+            traced.close()
 
 
 def main() -> None:
     """Entry point; see the module's docstring."""
-    set_up_logging()
     settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerSettings)
+    set_up_logging(settings.server["log_format"])
     listener = socket.socket(fileno=int(sys.argv[2]))
     try:
         import uvloop

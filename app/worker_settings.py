@@ -16,3 +16,5 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Path of the control socket."""
     server: dict[str, Any]
     """The configuration's `app.config.Server`."""
+    metrics: str = ""
+    """Path of the file that it counts in; empty: in memory only."""

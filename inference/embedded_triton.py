@@ -15,7 +15,7 @@ import http.client
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +97,18 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         """Where Triton's HTTP listens."""
         return self.directory / "h"
 
-    def bind_model(self, signature: Signature, infer: Callable[[list[Any]], Awaitable[list[dict[str, Any]]]]) -> None:
-        """Bind one callable under the signature's name, with the hidden report output beside its own."""
+    def bind_model(
+        self, signature: Signature, infer: Sequence[Callable[[list[Any]], Awaitable[list[dict[str, Any]]]]]
+    ) -> None:
+        """Bind a model under the signature's name, with the hidden report output beside its own.
+
+        Args:
+            signature: its declarations.
+            infer: what Triton calls: one callable for each of its instances, of which each gets a thread.
+        """
         self.bind(
             model_name=signature.name,
-            infer_func=infer,
+            infer_func=list(infer),
             inputs=[_tensor(spec) for spec in signature.inputs],
             outputs=[*(_tensor(spec) for spec in signature.outputs), Tensor(name=REPORT, dtype=np.uint8, shape=(-1,))],
             config=ModelConfig(max_batch_size=signature.max_batch_size, batcher=DynamicBatcher()),

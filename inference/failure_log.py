@@ -37,6 +37,7 @@ class FailureLog:
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         except Exception:  # an exception whose own message can't be read
             text = "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__
+        text = text.encode("utf-8", "backslashreplace").decode()  # what isn't text anywhere else ends some handlers
         logger.warning("the callable failed%s\n%s", more, text.rstrip())
 
 

@@ -15,6 +15,7 @@ from inference.frame import FRAME, Frame, Piece, encode_frame
 from inference.model import Model
 from inference.pace import Pace
 from inference.pipeline import Plan, PlannedStep
+from inference.pulse import WatchCall
 from inference.report import RowReport, Status
 from inference.request import TritonRequest, read_request
 from inference.steps import Handover, Step
@@ -35,6 +36,7 @@ class FusedPipeline:
         models: of its steps, loaded, by name.
         device: where torch tensors are put.
         on_broken: called if the device can't be used any more; the replica then ends.
+        watch: what each call of a model runs in.
         wait_for_next_s: how long an answer that is ready waits for the next one, to share its frame.
     """
 
@@ -44,6 +46,7 @@ class FusedPipeline:
         models: Mapping[str, Model],
         device: str,
         on_broken: Callable[[str], None] = lambda _: None,
+        watch: WatchCall = contextlib.nullcontext,
         *,
         wait_for_next_s: float = WAIT_FOR_NEXT_S,
     ) -> None:
@@ -56,7 +59,7 @@ class FusedPipeline:
             planned.name: Step(
                 planned, models[planned.name], device,
                 handovers=_handovers(plan, planned), is_head=planned.name in self._heads, executor=executor,
-                on_broken=on_broken,
+                on_broken=on_broken, watch=watch,
             )
             for planned in plan.steps
         }  # fmt: skip

@@ -29,11 +29,15 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     pipeline: PipelineSpec | None = None
     """Steps that are computed together."""
     max_batch_size: int = 1
+    instances: int = 1
+    """Threads that compute at once."""
     device: str = "auto"
     threads: int | None = None
     tensor_store: Literal["auto", "on", "off"] = "auto"
     warmup_batch_sizes: tuple[int, ...] | None = None
     load_timeout_s: float = 600
+    max_compute_s: float | None = None
+    """That a call of the user's code may take, once the replica serves."""
 
 
 class ReplicaStatus(msgspec.Struct, omit_defaults=True):

@@ -39,6 +39,8 @@ class Tensor:
             ``FP32``, ``FP64`` or ``BYTES``.
         shape: the shape of one row, without the batch axis; -1 for a dimension that varies between requests.
         optional: whether a request may leave it out (inputs only); the callable then gets ``None``.
+        labels: what the places of the last dimension stand for, one text each, such as the classes of scores; for
+            people, told with the model's metadata.
 
     Raises:
         DeclarationError: a field contradicts the above.
@@ -48,6 +50,7 @@ class Tensor:
     datatype: str
     shape: Sequence[int]
     optional: bool = False
+    labels: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         _check_name("tensor", self.name)
@@ -66,6 +69,15 @@ class Tensor:
         if not dims:
             raise DeclarationError(f"tensor {self.name!r}, shape: expected one row's shape such as [1], got []")
         object.__setattr__(self, "shape", dims)
+        labels = tuple(self.labels)
+        if labels and (isinstance(self.labels, str) or not all(isinstance(label, str) for label in labels)):
+            raise DeclarationError(f"tensor {self.name!r}, labels: expected a list of texts, got {self.labels!r}")
+        if labels and len(labels) != dims[-1]:
+            raise DeclarationError(
+                f"tensor {self.name!r}, labels: expected {dims[-1]}, one for each place of the last dimension, got "
+                f"{len(labels)}"
+            )
+        object.__setattr__(self, "labels", labels)
 
 
 @dataclass(frozen=True)
@@ -188,7 +200,8 @@ class Model:
 
     idempotent: ClassVar[bool] = True
     """Whether calling twice with the same rows does no harm. If so, the rows of a call that raises are tried again
-    in smaller groups until the failing ones are alone; if not, they all fail together."""
+    in smaller groups until the failing ones are alone; if not, they all fail together. And if so, a request whose
+    replica was lost is computed once more by another."""
 
     mutates_features: ClassVar[bool] = False
     """Of a step of a pipeline: whether `__call__` writes into its inputs. If so it gets copies of those that others

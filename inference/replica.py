@@ -23,6 +23,7 @@ import msgspec
 from inference.environment import package_versions, require
 from inference.errors import ModelError
 from inference.handshake import ReplicaSpec, ReplicaStatus
+from inference.pulse import PULSE_FILE, Pulse, WatchCall
 from inference.signature import Signature
 from inference.tensor_store import uses_store
 
@@ -92,7 +93,10 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter, stop: thread
     from inference.embedded_triton import EmbeddedTriton
     from inference.served import load_served
 
-    served = load_served(spec, reporter.progress, on_broken=_end_soon)
+    watch: WatchCall = contextlib.nullcontext
+    if spec.max_compute_s is not None:
+        watch = Pulse(directory / PULSE_FILE, spec.max_compute_s).call
+    served = load_served(spec, reporter.progress, _end_soon, watch)
     signature, device = served.signature, served.device
 
     reporter.progress("starting Triton")

@@ -84,6 +84,8 @@ class CallNote(msgspec.Struct, omit_defaults=True):
     """True shapes of inputs without elements, batch axis included."""
     warmup: bool = False
     """Whether this is a warm-up call; counted apart."""
+    alone: bool = False
+    """Whether its rows must share no call with others', whatever Triton merges."""
     heads: list[tuple[int, int]] = []
     """Of a pipeline: for so many rows (second) the heads wanted (first, bit 0 for the signature's first head)."""
     patience_s: float = 0

@@ -5,6 +5,7 @@ No exception leaves `Runner.handle`: PyTriton would answer the whole batch with 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import time
@@ -19,6 +20,7 @@ from inference.device import breaks_device
 from inference.errors import BadInput, BadOutput, DeclarationError
 from inference.failure_log import FailureLog, text_of
 from inference.model import Model
+from inference.pulse import WatchCall
 from inference.report import REPORT, RowReport, Status, encode_reports, placeholder_shape
 from inference.request import Part, TritonRequest, read_request
 from inference.signature import Signature
@@ -43,12 +45,19 @@ class Runner:
         signature: its declarations.
         device: where torch tensors are put.
         on_broken: called if the model's device can't be used any more; the replica then ends.
+        watch: what each call of the model runs in.
     """
 
     def __init__(
-        self, model: Model, signature: Signature, device: str, on_broken: Callable[[str], None] = lambda reason: None
+        self,
+        model: Model,
+        signature: Signature,
+        device: str,
+        on_broken: Callable[[str], None] = lambda reason: None,
+        watch: WatchCall = contextlib.nullcontext,
     ) -> None:
         self._model = model
+        self._watch = watch
         self._signature = signature
         self._device = device
         self._on_broken = on_broken
@@ -168,9 +177,10 @@ class Runner:
         if self._takes_parameters:
             per_row = {name: [values[row] for row in rows] for name, values in batch.row_parameters.items()}
             arguments["parameters"] = {**batch.parameters, **per_row}
-        result = self._model(**arguments)
-        if self._is_async or inspect.isawaitable(result):
-            result = await result
+        with self._watch():
+            result = self._model(**arguments)
+            if self._is_async or inspect.isawaitable(result):
+                result = await result
         return self._check(result, len(rows))
 
     def _check(self, result: object, rows: int) -> Arrays:
@@ -262,5 +272,7 @@ def _copied(outputs: Arrays) -> Arrays:
 
 
 def _group_key(part: Part) -> object:
+    if part.note.alone:
+        return id(part)
     shapes = tuple((name, array.shape[1:]) for name, array in part.inputs.items())
     return shapes, tuple(part.batch_parameters.items())

@@ -6,13 +6,15 @@ A language model is served by `inference.lm.served_lm`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from inference.device import choose_device
+from inference.errors import DeclarationError
 from inference.fused import FusedPipeline
 from inference.handshake import ReplicaSpec
 from inference.lm.reference import is_language_model
@@ -20,6 +22,7 @@ from inference.lm.served_lm import ServedLanguageModel, load_language_model
 from inference.loader import load_model
 from inference.model import Model
 from inference.pipeline import PipelineSpec, StepSpec, make_plan
+from inference.pulse import WatchCall
 from inference.runner import Runner
 from inference.signature import Signature
 
@@ -36,11 +39,11 @@ class Served:
         signature: of the whole.
         models: by step; a model that stands alone under its deployment's name.
         device: where they are.
-        runner: calls them.
+        runner: calls them; several, each of which has a thread, may call one model at once.
     """
 
     def __init__(
-        self, signature: Signature, models: Mapping[str, Model], device: str, runner: Runner | FusedPipeline
+        self, signature: Signature, models: Mapping[str, Model], device: str, runner: Sequence[Runner] | FusedPipeline
     ) -> None:
         self.signature = signature
         self.device = device
@@ -52,7 +55,7 @@ class Served:
         if isinstance(self._runner, FusedPipeline):
             triton.bind_frames(self.signature, self._runner.handle)
         else:
-            triton.bind_model(self.signature, self._runner.handle)
+            triton.bind_model(self.signature, [runner.handle for runner in self._runner])
 
     def warm_up(self, triton: EmbeddedTriton, spec: ReplicaSpec, progress: Callable[[str], None]) -> None:
         """Call it through a Triton that has started, with each batch size.
@@ -77,9 +80,18 @@ class Served:
 
 
 def load_served(
-    spec: ReplicaSpec, progress: Callable[[str], None], on_broken: Callable[[str], None]
-) -> Served | ServedLanguageModel:  # fmt: skip
+    spec: ReplicaSpec,
+    progress: Callable[[str], None],
+    on_broken: Callable[[str], None],
+    watch: WatchCall = contextlib.nullcontext,
+) -> Served | ServedLanguageModel:
     """Import, construct, check and load what a replica serves.
+
+    Args:
+        spec: says what.
+        progress: called with each stage.
+        on_broken: called if the device can't be used any more; the replica then ends.
+        watch: what each call of a model runs in; an engine has a watch of its own.
 
     Raises:
         ModelError: something doesn't fit; the message names step and tensor.
@@ -109,7 +121,33 @@ def load_served(
         model.load(device)
     if pipeline is None:
         signature = signatures[spec.name]
-        return Served(signature, models, device, Runner(models[spec.name], signature, device, on_broken))
+        model = models[spec.name]
+        _check_instances(spec, model)
+        # One for each thread: what a runner notes of its thread is its own, the model is all of theirs.
+        runners = [Runner(model, signature, device, on_broken, watch) for _ in range(spec.instances)]
+        return Served(signature, models, device, runners)
+    if spec.pipeline is None:
+        _check_instances(spec, models[spec.name], streams=True)
     # A model that streams is no pipeline to anybody outside.
     signature = plan.signature if spec.pipeline is not None else msgspec.structs.replace(plan.signature, heads=())
-    return Served(signature, models, device, FusedPipeline(plan, models, device, on_broken))
+    return Served(signature, models, device, FusedPipeline(plan, models, device, on_broken, watch))
+
+
+def _check_instances(spec: ReplicaSpec, model: Model, *, streams: bool = False) -> None:
+    """See whether a model can be called by several threads at once.
+
+    Raises:
+        DeclarationError: it is of a kind that can't.
+    """
+    if spec.instances == 1:
+        return
+    kind = None
+    if streams:
+        kind = "streams"
+    elif inspect.iscoroutinefunction(type(model).__call__):
+        kind = "has an async __call__, which computes any number of calls at once by itself"
+    if kind is not None:
+        raise DeclarationError(
+            f"instances: expected 1, got {spec.instances}: {spec.model} {kind}; raise `replicas`, or "
+            "`batching.max_in_flight`"
+        )

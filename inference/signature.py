@@ -21,6 +21,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
     datatype: str
     shape: tuple[int, ...]
     optional: bool = False
+    labels: tuple[str, ...] = ()
+    """What the places of the last dimension stand for; empty: nobody says."""
 
 
 class ParameterSpec(msgspec.Struct, frozen=True):
@@ -163,7 +165,10 @@ def _tensors(kind: str, where: str, declared: object) -> tuple[TensorSpec, ...]:
     if not declared:
         raise DeclarationError(f"{kind}.{where}: expected at least one Tensor, got none")
     _check_unique(f"{kind}.{where}", [tensor.name for tensor in declared])
-    return tuple(TensorSpec(tensor.name, tensor.datatype, tuple(tensor.shape), tensor.optional) for tensor in declared)
+    return tuple(
+        TensorSpec(tensor.name, tensor.datatype, tuple(tensor.shape), tensor.optional, tuple(tensor.labels))
+        for tensor in declared
+    )
 
 
 def _check_unique(where: str, names: list[str]) -> None:

@@ -17,6 +17,7 @@ from inference.errors import BadInput, BadOutput, ModelError
 from inference.failure_log import FailureLog, text_of
 from inference.model import Model
 from inference.pipeline import INPUT, PlannedStep
+from inference.pulse import WatchCall
 from inference.report import RowReport, Status
 from inference.signature import TensorSpec
 from inference.values import checked, converted, copied, joined, overlaps, refuses_writes, rows_of, settled, version_of
@@ -110,6 +111,7 @@ class Step:
         is_head: whether its outputs are the pipeline's.
         executor: runs calls, one after another, outside the event loop.
         on_broken: called if the device can't be used any more.
+        watch: what each call of the model runs in; of one that streams, what computes each yield.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Step:
         is_head: bool,
         executor: Executor,
         on_broken: Callable[[str], None] = lambda reason: None,
+        watch: WatchCall = contextlib.nullcontext,
     ) -> None:
         self.name = planned.name
         self.planned = planned
@@ -136,6 +139,7 @@ class Step:
         self._handovers = handovers
         self._executor = executor
         self._on_broken = on_broken
+        self._watch = watch
         self._is_async = inspect.iscoroutinefunction(type(model).__call__)
         self._writes = False
         """Whether it was caught writing into its inputs: from then on it gets copies, and still fails."""
@@ -190,25 +194,34 @@ class Step:
     ) -> AsyncGenerator[_Piece, None]:  # fmt: skip
         """What the model yields, whichever kind of generator it is, checked and in memory of our own."""
         iterator = self.model(**arguments)
+        end = object()
         if hasattr(iterator, "__anext__"):
             self._turn_grad_off()
             try:
-                async for result in iterator:
+                while True:
+                    with self._watch():
+                        result = await anext(iterator, end)
+                    if result is end:
+                        return
                     yield own(result)
             finally:
-                await iterator.aclose()
-            return
-        end = object()
+                with self._watch():
+                    await iterator.aclose()
 
         def step() -> _Piece | None:
-            result = next(iterator, end)
+            with self._watch():
+                result = next(iterator, end)
             return None if result is end else own(result)
+
+        def close() -> None:
+            with self._watch():
+                iterator.close()
 
         try:
             while (piece := await self._in_executor(step)) is not None:
                 yield piece
         finally:
-            await self._in_executor(iterator.close)
+            await self._in_executor(close)
 
     async def _close(self, results: AsyncGenerator[Any, None]) -> None:
         """End a model's generator. What its clean-up raises is for the operator: its rows have their answer."""
@@ -241,7 +254,8 @@ class Step:
         arguments, watched = self._arguments(given, rows)
 
         def compute() -> _Piece | Awaitable[object]:
-            result = self.model(**arguments)
+            with self._watch():
+                result = self.model(**arguments)
             return result if inspect.isawaitable(result) else self._piece(result, rows, watched)
 
         with self._watching(watched):
@@ -249,7 +263,8 @@ class Step:
             piece = self.model(**arguments) if self._is_async else await self._in_executor(compute)
             if not isinstance(piece, _Piece):
                 self._turn_grad_off()
-                result = await piece
+                with self._watch():
+                    result = await piece
                 piece = await self._in_executor(lambda: self._piece(result, rows, watched))
         if not is_retry:
             return piece

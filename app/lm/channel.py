@@ -236,7 +236,7 @@ class Channel:
         except HeadwaterError as failure:
             error = failure
         except msgspec.MsgspecError as failure:
-            self._statistics.contract_violations += 1
+            self._statistics.note_violation()
             error = ContractBroken(f"model `{self._model}`: expected a frame, got something else: {failure}")
         except Exception as failure:
             logger.exception("model %s: the channel %s failed in the gateway", self._model, self.name)
@@ -290,7 +290,7 @@ class Channel:
         if frame.closed and not self._frames:  # it is refused, by a frame of no channel
             return
         if frame.number != self._frames:
-            self._statistics.contract_violations += 1
+            self._statistics.note_violation()
             raise ContractBroken(f"model `{self._model}`: expected frame {self._frames}, got {frame.number}")
         self._frames += 1
         if self._frames == 1:
@@ -298,6 +298,7 @@ class Channel:
         self._load = frame.load
         self._heard_s = now_s = self._loop.time()
         sequences = self._sequences
+        meter = self._statistics.meter
         tokens = 0
         for event in frame.events:
             slot = sequences.get(event.number)
@@ -311,15 +312,21 @@ class Channel:
                 self._break(slot, event, error)
                 continue
             if event.tokens:
-                tokens += len(event.tokens)
+                count = len(event.tokens)
+                tokens += count
                 if event.index == 0:
                     self._statistics.prompt_tokens += slot.prompt_tokens
+                    meter.prompt_tokens.add(slot.prompt_tokens)
+                else:
+                    meter.inter_token.observe_times(int((now_s - slot.heard_s) * 1e9) // count, count)
+                slot.heard_s = now_s
                 if event.finish is None:
                     slot.owner.hear(slot, now_s)
             if event.finish is not None:
                 self._finish(slot, event, now_s)
         self._statistics.frames += 1
         self._statistics.generated_tokens += tokens
+        meter.generated_tokens.add(tokens)
         self._others = max(0, frame.load.active + frame.load.waiting - len(sequences))
         if self._frames - self._acknowledged >= max(1, self._window // 2):
             self._post_soon()
@@ -359,8 +366,11 @@ class Channel:
     def _break(self, slot: TokenSlot, event: SequenceEvent, error: ContractBroken | None = None) -> None:
         """An event is not in sequence: that ends its request, while its neighbours go on."""
         error = error or slot.after_end(event)
-        self._statistics.contract_violations += 1
-        logger.error("model %s, request %s: %s", self._model, slot.owner.request_id, error.message)
+        self._statistics.note_violation()
+        request_id = slot.owner.request_id
+        logger.error(
+            "model %s, request %s: %s", self._model, request_id, error.message, extra={"request_id": request_id}
+        )
         self._sequences.pop(slot.number, None)
         self._cancels.append(slot.number)
         self._post_soon()

@@ -21,9 +21,12 @@ from app.lm.channel import NOTHING, Channel, call_name, control_request
 from app.lm.generation import Generation, SequenceSpec
 from app.lm.request_run import RequestRun
 from app.lm.statistics import LmStatistics
+from app.load_report import Moment
+from app.metrics.recorder import recorder
 from app.routing import DeploymentRoute, ReplicaRoute, State
 from app.row_errors import RETRY_AFTER_LOST_S, unavailable
 from app.tensors import InferRequest
+from app.tracing import add_generation
 from app.triton_client import FrameReplicaClient
 from inference.lm.wire import CancelRequest, Load, decode_frame
 from inference.signature import Signature
@@ -93,9 +96,11 @@ class LmDispatcher:
         self._loop = asyncio.get_running_loop()
         self._replicas: dict[str, _Replica] = {}
         self._runs: set[RequestRun] = set()
+        self._waiting_since_s: float | None = None
+        """Since when sequences have waited at the engines, as far as seen."""
         self._folder = ""
         self._text: asyncio.Task[_Text] | None = None
-        self.statistics = LmStatistics()
+        self.statistics = LmStatistics(recorder().language_model(route.name))
         self.is_draining = False
         """Whether new requests are refused; those under way are still answered."""
         self.route = route
@@ -120,6 +125,18 @@ class LmDispatcher:
             sum(load.waiting for load in loads),
             sum(load.cache_used for load in loads),
         )
+
+    def moment(self) -> Moment:
+        """What there is to do now, of this worker."""
+        now_s = self._loop.time()
+        waiting = self.load.waiting
+        if not waiting:
+            self._waiting_since_s = None
+        elif self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+        sequences = sum(one.channel.sequences for one in self._replicas.values() if one.channel is not None)
+        wait_s = 0.0 if self._waiting_since_s is None else now_s - self._waiting_since_s
+        return Moment(sequences, sequences, min(waiting, sequences), wait_s if sequences else 0.0)
 
     def update(self, route: DeploymentRoute) -> None:
         """Take in a new state of the deployment: other replicas, another signature."""
@@ -207,6 +224,7 @@ class LmDispatcher:
             on_left=self._runs.discard,
             idle_s=self.route.timeout_s,
             limit_s=timeout_s,
+            trace=add_generation(self.route.name),
         )
         self._runs.add(run)
         try:

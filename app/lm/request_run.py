@@ -12,6 +12,7 @@ from app.lm.channel import Channel
 from app.lm.generation import SequenceSpec, Tokens
 from app.lm.statistics import LmStatistics
 from app.lm.token_slot import TokenSlot
+from app.tracing import GenerationTrace
 
 __all__ = ["RequestRun"]
 
@@ -27,6 +28,7 @@ class RequestRun:
         on_left: called once, when nobody asks for the request any more.
         idle_s: how long it may be without a token of any sequence, waiting in the queue included.
         limit_s: how long it may take in all.
+        trace: if it is traced.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class RequestRun:
         on_left: Callable[[RequestRun], None],
         idle_s: float,
         limit_s: float | None = None,
+        trace: GenerationTrace | None = None,
     ) -> None:
         self._request_id = request_id
         self.slots = [TokenSlot(self, place, spec) for place, spec in enumerate(specs)]
@@ -47,6 +50,7 @@ class RequestRun:
         self._on_left = on_left
         self._idle_s = idle_s
         self._limit_s = limit_s
+        self._trace = trace
         self._loop = asyncio.get_running_loop()
         self._running = len(self.slots)
         self._news: list[TokenSlot] = []
@@ -132,8 +136,9 @@ class RequestRun:
         self._heard_s = now_s
         if not self._is_heard and slot.count:
             self._is_heard = True
-            self._statistics.first_tokens += 1
-            self._statistics.first_token_ns += time.perf_counter_ns() - self._began_ns
+            self._statistics.note_first_token(time.perf_counter_ns() - self._began_ns)
+            if self._trace is not None:
+                self._trace.first_token()
         if not slot.is_listed:
             slot.is_listed = True
             self._news.append(slot)
@@ -219,6 +224,9 @@ class RequestRun:
             statistics.requests += 1
             statistics.sequences += len(self.slots)
             statistics.total_ns += time.perf_counter_ns() - self._began_ns
+        if self._trace is not None:
+            name = type(self._error).__name__ if self._error is not None else ""
+            self._trace.end(len(self.slots), sum(slot.count for slot in self.slots), name)
         self._stop_all()
         self._news = []
         self.slots = []

@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+from app.metrics.recorder import LanguageModelMeter
+
 __all__ = ["FinishRate", "LmStatistics"]
 
 RETRY_AFTER_LIMIT_S: Final = 60
@@ -20,6 +22,8 @@ RECENT_S: Final = 120.0
 class LmStatistics:
     """Cumulative; times in nanoseconds. A request is counted in one of the first four, when it is over."""
 
+    meter: LanguageModelMeter
+    """Counts for the whole server."""
     requests: int = 0
     """Answered with success."""
     failures: int = 0
@@ -43,6 +47,17 @@ class LmStatistics:
     """How many these are."""
     total_ns: int = 0
     """From beginning to end, summed over `requests`."""
+
+    def note_violation(self) -> None:
+        """A token or a frame was not in sequence."""
+        self.contract_violations += 1
+        self.meter.contract_violations.add()
+
+    def note_first_token(self, took_ns: int) -> None:
+        """A request has its first token."""
+        self.first_tokens += 1
+        self.first_token_ns += took_ns
+        self.meter.first_token.observe(took_ns)
 
 
 class FinishRate:

@@ -52,7 +52,7 @@ class TokenSlot:
 
     __slots__ = (
         "_logprobs", "_logprobs_wanted", "_max_tokens", "_spec", "_tokens", "_tops", "channel", "count", "finish",
-        "is_listed", "is_running", "is_sent", "number", "owner", "place", "prompt_tokens",
+        "heard_s", "is_listed", "is_running", "is_sent", "number", "owner", "place", "prompt_tokens",
     )  # fmt: skip
 
     def __init__(self, owner: SequenceOwner, place: int, spec: SequenceSpec) -> None:
@@ -71,6 +71,8 @@ class TokenSlot:
         """Whether its owner knows that there is something to read; the owner's own."""
         self.count = 0
         """Tokens that came by now."""
+        self.heard_s = 0.0
+        """When the last of them did, by the loop's time."""
         self.finish: str | None = None
         """Why it ended, once it has by itself."""
         self._spec: SequenceSpec | None = spec

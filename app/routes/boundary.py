@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.errors import CallableFailed, ClientGone, HeadwaterError
+from app.metrics.accounting import note_error
 from app.replies import error_reply
 
-__all__ = ["Endpoint"]
+__all__ = ["Endpoint", "EndpointRoute"]
 
 logger = logging.getLogger("headwater")
 
@@ -32,10 +34,22 @@ class Endpoint(ABC):
             state["status"] = error.status
             return
         except HeadwaterError as error:
-            state["note"] = error.message[:200]
+            note_error(state, error)
+            state["error"] = error
             reply = error_reply(error, scope["path"])
         except Exception:
-            logger.exception("request %s failed in the gateway", state["request_id"])
+            logger.exception(
+                "request %s failed in the gateway", state["request_id"], extra={"request_id": state["request_id"]}
+            )
             failure = CallableFailed(f"internal error; the log has more under request id {state['request_id']}")
             reply = error_reply(failure, scope["path"])
         await reply(scope, receive, send)
+
+
+class EndpointRoute(Route):
+    """A route of an endpoint. Says in ``scope["route"]`` that it was taken, as FastAPI's own routes do."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Route.handle`."""
+        scope["route"] = self
+        await super().handle(scope, receive, send)

@@ -1,4 +1,4 @@
-"""``/docs``: Swagger UI from files of our own, so that it works without the internet; ``/`` leads there."""
+"""``/docs``: Swagger UI from files of our own, so that it works without the internet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
-from starlette.responses import HTMLResponse, RedirectResponse
+from starlette.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 
 __all__ = ["docs_routes"]
@@ -28,10 +28,6 @@ def docs_routes(gateway: FastAPI) -> None:
             swagger_css_url=f"{ASSETS}/swagger-ui.css",
             swagger_favicon_url=f"{ASSETS}/favicon.png",
         )
-
-    @gateway.get("/", include_in_schema=False)
-    async def root() -> RedirectResponse:
-        return RedirectResponse("/docs")
 
 
 def _static_folder() -> Path:

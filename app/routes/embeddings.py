@@ -15,6 +15,7 @@ from app.bodies import BodyReader
 from app.disconnects import DisconnectWatch
 from app.errors import BadRequest
 from app.json_faults import PARSE_ERRORS, at, key_text, kind_of, shown, split_path
+from app.metrics.accounting import accept
 from app.models import Models
 from app.replies import Reply
 from app.routes.boundary import Endpoint
@@ -50,6 +51,7 @@ class EmbeddingsEndpoint(Endpoint):
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
         body = _decode(raw)
+        accept(scope, self._models.get(body.model).route.name, "embeddings")
         model = self._models.embedding(body.model)
         signature = model.dispatcher.check_ready()
         assert signature.embedding is not None

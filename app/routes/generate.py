@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar, cast
 
@@ -17,6 +18,8 @@ from app.event_stream import EventStream
 from app.generate_codec import GenerateDecoder
 from app.lm.generate_answer import GenerateAnswer
 from app.lm.generate_request import GenerateRequest
+from app.metrics.accounting import accept
+from app.metrics.recorder import recorder
 from app.models import Models, ServedModel
 from app.replies import Reply
 from app.routes.boundary import Endpoint
@@ -40,15 +43,21 @@ class GenerateEndpoint(Endpoint):
     async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
         """See `Endpoint.answer`."""
         model = _model(self._models, scope)
+        accept(scope, model.route.name, "generate")
         if model.route.is_language_model:
             return await _text_answer(self._models, self._reader, scope, receive, streams=False)
         model.check_whole()
         decoder, encoder = model.generate_codecs()
         body, _ = await self._reader.read(scope, receive)
+        began_ns = time.perf_counter_ns()
         request = await _decoded(decoder, body)
+        decoded_ns = time.perf_counter_ns()
         async with DisconnectWatch(receive):
             answer = await model.dispatcher.infer(request)
+        answered_ns = time.perf_counter_ns()
         text = await _encoded(answer.outputs, encoder.whole, request, answer)
+        serialise_ns = decoded_ns - began_ns + time.perf_counter_ns() - answered_ns
+        recorder().deployment(model.route.name).serialise.observe(serialise_ns)
         return Reply(200, [text], [_JSON])
 
 
@@ -62,6 +71,7 @@ class GenerateStreamEndpoint(Endpoint):
     async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
         """See `Endpoint.answer`."""
         model = _model(self._models, scope)
+        accept(scope, model.route.name, "generate_stream")
         if model.route.is_language_model:
             return await _text_answer(self._models, self._reader, scope, receive, streams=True)
         decoder, encoder = model.generate_codecs()

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Response
 from app.errors import Unavailable
 from app.models import Models
 from app.routing import State
+from app.row_errors import unavailable
 
 __all__ = ["health_routes"]
 
@@ -27,9 +28,7 @@ def health_routes(models: Models) -> APIRouter:
             model.route for model in models if model.route.state is not State.READY and not model.route.is_set_aside
         ]
         if waiting:
-            raise Unavailable(
-                "; ".join(f"model `{route.name}` is {route.state.value}: {route.reason}" for route in waiting)
-            )
+            raise Unavailable("; ".join(unavailable(route).message for route in waiting))
         return Response()
 
     @router.get("/v2/models/{model}/ready", response_class=Response, summary="Whether the model is ready")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.bodies import BodyReader
 from app.disconnects import DisconnectWatch
 from app.errors import BadRequest
+from app.metrics.accounting import accept
+from app.metrics.recorder import recorder
 from app.models import Models
 from app.replies import Reply
-from app.routes.boundary import Endpoint
+from app.routes.boundary import Endpoint, EndpointRoute
 
 __all__ = ["InferEndpoint", "InferShortcut"]
 
@@ -36,6 +39,7 @@ class InferShortcut:
     def __init__(self, app: ASGIApp, endpoint: InferEndpoint) -> None:
         self._app = app
         self._endpoint = endpoint
+        self._route = EndpointRoute(f"{_PREFIX}{{model}}{_SUFFIX}", endpoint, methods=["POST"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection's scope."""
@@ -45,6 +49,7 @@ class InferShortcut:
                 name = path[len(_PREFIX) : -len(_SUFFIX)]
                 if name and "/" not in name:
                     scope["path_params"] = {"model": name}
+                    scope["route"] = self._route  # as the router does
                     await self._endpoint(scope, receive, send)
                     return
         await self._app(scope, receive, send)
@@ -61,19 +66,25 @@ class InferEndpoint(Endpoint):
         """See `Endpoint.answer`."""
         path = scope["path_params"]
         model = self._models.get(path["model"], path.get("version"))
+        accept(scope, model.route.name, "infer")
         decoder, encoder = model.codecs()
         body, headers = await self._reader.read(scope, receive)
         header_length = _header_length(headers)
+        began_ns = time.perf_counter_ns()
         if len(body) < LARGE_BYTES:
             request = decoder.decode(body, header_length)
         else:
             request = await asyncio.to_thread(decoder.decode, body, header_length)
+        decoded_ns = time.perf_counter_ns()
         async with DisconnectWatch(receive):
             outputs, omitted = await model.dispatcher.infer(request)
+        answered_ns = time.perf_counter_ns()
         if sum(len(tensor.data) for tensor in outputs.values()) < LARGE_BYTES:
             pieces, json_length = encoder.encode(request, outputs, None, omitted)
         else:
             pieces, json_length = await asyncio.to_thread(encoder.encode, request, outputs, None, omitted)
+        serialise_ns = decoded_ns - began_ns + time.perf_counter_ns() - answered_ns
+        recorder().deployment(model.route.name).serialise.observe(serialise_ns)
         scope["state"]["note"] = f"rows={request.rows}"
         if json_length is None:
             return Reply(200, pieces, [_JSON])

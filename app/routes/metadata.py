@@ -18,7 +18,7 @@ from app.routing import State
 from inference.datatypes import DATATYPES
 from inference.signature import Signature, TensorSpec
 
-__all__ = ["metadata_routes"]
+__all__ = ["index_entry", "metadata_routes"]
 
 EXTENSIONS = [
     "binary_tensor_data",
@@ -65,7 +65,7 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
 
     @router.get("/v2/repository/index", summary="All models and their states")
     async def index() -> JSONResponse:
-        return JSONResponse([_index_entry(model) for model in models.with_steps()])
+        return JSONResponse([index_entry(model) for model in models.with_steps()])
 
     @router.post("/v2/repository/index", include_in_schema=False)  # Triton's form of the same
     async def index_by_post(request: Request) -> JSONResponse:
@@ -75,27 +75,38 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f'body: expected {{"ready": true or false}} or nothing: {error}', field="body") from error
         return JSONResponse(
-            [_index_entry(one) for one in models.with_steps() if not asked.ready or one.route.state is State.READY]
+            [index_entry(one) for one in models.with_steps() if not asked.ready or one.route.state is State.READY]
         )
 
     return router
 
 
-def _index_entry(model: ServedModel) -> dict[str, str]:
+def index_entry(model: ServedModel) -> dict[str, Any]:
+    """What the repository index says of a model."""
     route = model.route
     since = datetime.fromtimestamp(route.since_s, timezone.utc).isoformat(timespec="milliseconds")
-    return {
+    entry: dict[str, Any] = {
         "name": route.name,
         "version": VERSION,
         "state": route.state.value,
         "reason": route.reason,
         "since": since.replace("+00:00", "Z"),
     }
+    if not route.is_graph:
+        wanted = 0 if route.is_set_aside else route.wanted
+        entry["replicas"] = {"ready": len(route.replicas), "wanted": wanted, "min": route.least, "max": route.most}
+        entry["devices"] = sorted({replica.device for replica in route.replicas})
+        if route.shortage:
+            entry["shortage"] = route.shortage
+    return entry
 
 
 def _metadata(signature: Signature) -> dict[str, Any]:
     def tensor(spec: TensorSpec) -> dict[str, Any]:
-        return {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.shape]}
+        told: dict[str, Any] = {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.shape]}
+        if spec.labels:
+            told["labels"] = list(spec.labels)
+        return told
 
     metadata: dict[str, Any] = {
         "name": signature.name,
@@ -138,7 +149,7 @@ def _config(model: ServedModel) -> dict[str, Any]:
             "preferred_batch_size": [signature.max_batch_size],
             "max_queue_delay_microseconds": int(route.max_queue_delay_ms * 1000),
         },
-        "instance_group": [{"name": replica.id, "count": 1} for replica in route.replicas],
+        "instance_group": [{"name": replica.id, "count": route.total_instances} for replica in route.replicas],
         "parameters": {
             parameter.name: {"string_value": f"{parameter.type}, default {parameter.default!r}, per {parameter.per}"}
             for parameter in signature.parameters

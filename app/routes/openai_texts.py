@@ -7,6 +7,8 @@ from starlette.types import ASGIApp, Receive, Scope
 from app.bodies import BodyReader
 from app.lm.chat_request import ChatRequest
 from app.lm.completion_request import CompletionRequest
+from app.metrics.accounting import accept
+from app.metrics.catalogue import Route
 from app.models import Models
 from app.routes.boundary import Endpoint
 from app.routes.text_answers import TextAnswers
@@ -27,12 +29,14 @@ class OpenAITextEndpoint(Endpoint):
         self._models = models
         self._reader = reader
         self._kind = kind
+        self._route: Route = "chat" if kind is ChatRequest else "completions"
         self._answers = TextAnswers(models)
 
     async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
         request = self._kind.read(raw)
+        accept(scope, self._models.get(request.model).route.name, self._route)
         dispatcher = self._models.language_model(request.model)
         return await self._answers.answer(
             scope, receive, dispatcher, request, request.answer_form, streams=bool(request.stream)

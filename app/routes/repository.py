@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
+from pydantic import TypeAdapter, ValidationError
 
 from app.bodies import BodyReader
 from app.config import Server
 from app.control import CommandAnswer
 from app.errors import BadRequest
 from app.operator_guard import OperatorGuard
+from app.overlay import FIELD, MAX_CONFIG_BYTES
+from app.sections import ReplicaBounds, Replicas
 
 __all__ = ["repository_routes"]
 
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    403: {"description": "Only for an operator on the server's own machine"},
+    400: {"description": "The body is wrong, or the configuration in it"},
+    403: {"description": "Only for an operator on the server's own machine; or `server.allow_load` forbids it"},
+    404: {"description": "There is no such model"},
     409: {"description": "The model's state doesn't allow it, or something else is under way with it"},
 }
+
+
+WITH_CONFIG: Final = ("load", "reload")
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
     parameters: dict[str, Any] = {}
 
 
+class _Scale(msgspec.Struct, forbid_unknown_fields=True):
+    replicas: int | None = None
+    min: int | None = None
+    max: int | None = None
+
+
+_REPLICAS: Final[TypeAdapter[ReplicaBounds]] = TypeAdapter(Replicas)
+
+
 def repository_routes(
-    command: Callable[[str, str], Awaitable[CommandAnswer]], guard: OperatorGuard, server: Server
+    command: Callable[[str, str, Mapping[str, Any]], Awaitable[CommandAnswer]], guard: OperatorGuard, server: Server
 ) -> APIRouter:
     """The routes.
 
     Args:
-        command: has the supervisor carry out an action on a model.
+        command: has the supervisor carry out an action on a model, with what the action takes besides.
         guard: of who may.
         server: limits.
     """
@@ -44,8 +61,7 @@ def repository_routes(
     async def answer(request: Request, action: str, model: str) -> JSONResponse:
         guard.check(request.headers)
         body, _ = await reader.read(request.scope, request.receive)
-        _check(body, action)
-        found = await command(action, model)
+        found = await command(action, model, _arguments(body, action))
         return JSONResponse(found.content, found.status)
 
     @router.post("/v2/repository/models/{model}/load", summary="Load a model that is not loaded")
@@ -60,11 +76,35 @@ def repository_routes(
     async def reload(request: Request, model: str) -> JSONResponse:
         return await answer(request, "reload", model)
 
+    @router.post("/v2/repository/models/{model}/scale", summary="Have another number of a model's replicas")
+    async def scale(request: Request, model: str) -> JSONResponse:
+        return await answer(request, "scale", model)
+
     return router
 
 
-def _check(body: bytes, action: str) -> None:
-    """See whether a body asks for nothing that we don't do."""
+def _bounds(body: bytes) -> dict[str, Any]:
+    """The ``min`` and ``max`` that a body asks for."""
+    expected = 'expected {"replicas": 3}, or {"min": 1, "max": 3}'
+    try:
+        asked = msgspec.json.decode(body, type=_Scale)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"body: {expected}: {error}", field="body") from error
+    if (asked.replicas is None) == (asked.max is None) or (asked.replicas is not None and asked.min is not None):
+        raise BadRequest(f"body: {expected}, got {body.decode()[:100]}", field="body")
+    wanted = asked.replicas if asked.replicas is not None else {"min": asked.min or 1, "max": asked.max}
+    try:
+        return _REPLICAS.validate_python(wanted).model_dump()
+    except ValidationError as error:
+        text = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+        raise BadRequest(f"body: {expected}: {text}, got {body.decode()[:100]}", field="body") from error
+
+
+def _arguments(body: bytes, action: str) -> dict[str, Any]:
+    """What a body says of an action; nothing that we don't do."""
+    if action == "scale":
+        return _bounds(body)
+    arguments: dict[str, Any] = {}
     try:
         parameters = msgspec.json.decode(body, type=_Body).parameters if body.strip() else {}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -77,10 +117,19 @@ def _check(body: bytes, action: str) -> None:
                     "own steps with it, and no other model depends on one",
                     field="parameters.unload_dependents",
                 )
-        elif name == "config" or name.startswith("file:"):
+        elif name == "config" and action in WITH_CONFIG:
+            if not isinstance(value, str) or len(value) > MAX_CONFIG_BYTES:
+                raise BadRequest(
+                    f"{FIELD}: expected a deployment's section as JSON text of at most {MAX_CONFIG_BYTES} characters",
+                    field=FIELD,
+                )
+            arguments["config"] = value
+        elif name.startswith("file:") and action in WITH_CONFIG:
             raise BadRequest(
-                f"parameters.{name[:100]}: not supported yet: a model is loaded as the server's configuration has it",
+                f"parameters.{name[:100]}: not supported: models are read from this machine's files, and none is taken "
+                "from a request",
                 field="parameters",
             )
         else:
             raise BadRequest(f"parameters.{name[:100]}: unknown; {action} has no such parameter", field="parameters")
+    return arguments

@@ -224,7 +224,7 @@ class ZeroShot(Model):
         # The base class has one for all instances.
         self.outputs = (  # type: ignore[misc]
             Tensor(output, "BYTES", [1]),
-            Tensor(f"{output}_scores", "FP32", [len(self._names)]),
+            Tensor(f"{output}_scores", "FP32", [len(self._names)], labels=tuple(self._descriptions)),
         )
 
     def load(self, device: str) -> None:

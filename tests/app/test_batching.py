@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Callable
+
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.batching import LOOK_AHEAD, REMOVED_LIMIT, BatchQueue, Item
+from app.batching import DEFAULT_WEIGHTS, LOOK_AHEAD, REMOVED_LIMIT, BatchQueue, Item, Waiting
 
 
 def item(key: str = "a", rows: int = 1, *, size: int = 0, at: float = 0.0, priority: int = 0) -> Item:
@@ -49,9 +54,207 @@ def test_an_urgent_item_overtakes() -> None:
 
 
 def test_waiting_outweighs_priority_in_the_end() -> None:
-    patient, urgent = item(at=0, priority=10), item(at=60, priority=1)
-    queue = filled(patient, urgent, max_batch_size=1)
-    assert queue.pop() == [patient]
+    patient = item(at=0, priority=10)
+    queue = filled(patient, max_batch_size=1)
+    for index in range(DEFAULT_WEIGHTS[1] + 2):
+        queue.push(item(at=index, priority=1))
+        if queue.pop() == [patient]:
+            return
+    raise AssertionError("the patient item never came out")
+
+
+# Priority classes
+
+
+def shares(queue: BatchQueue, batches: int, push: Callable[[], None]) -> Counter[int]:
+    """Rows by priority of so many batches, ``push`` being called before each."""
+    rows: Counter[int] = Counter()
+    for _ in range(batches):
+        push()
+        for each in queue.pop():
+            rows[each.priority] += each.rows
+    return rows
+
+
+def test_classes_get_rows_by_their_weights() -> None:
+    queue = BatchQueue(4, {1: 8, 5: 4, 10: 1})
+
+    def push() -> None:
+        for priority in (1, 5, 10):
+            for _ in range(4):
+                queue.push(item(priority=priority))
+
+    rows = shares(queue, 1300, push)
+    assert [round(rows[priority] / 400) for priority in (1, 5, 10)] == [8, 4, 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=st.dictionaries(st.integers(1, 10), st.integers(1, 50), min_size=2, max_size=4),
+    sizes=st.lists(st.integers(1, 8), min_size=1, max_size=20),
+)
+def test_shares_differ_by_no_more_than_a_request_of_each(weights: dict[int, int], sizes: list[int]) -> None:
+    queue = BatchQueue(8, weights)
+    backlog = {priority: itertools.cycle(sizes[index:] + sizes[:index]) for index, priority in enumerate(weights)}
+    waiting: Counter[int] = Counter()
+    rows: Counter[int] = Counter()
+    for _ in range(200):
+        for priority, kind in backlog.items():
+            while waiting[priority] < 20:
+                each = item(rows=next(kind), priority=priority)
+                queue.push(each)
+                waiting[priority] += each.rows
+        for each in queue.pop():
+            rows[each.priority] += each.rows
+            waiting[each.priority] -= each.rows
+        for one, other in itertools.combinations(weights, 2):
+            difference = abs(rows[one] / weights[one] - rows[other] / weights[other])
+            assert difference <= 8 / weights[one] + 8 / weights[other] + 1e-6
+
+
+def test_a_request_counts_as_many_rows_as_it_has() -> None:
+    queue = BatchQueue(8, {5: 1, 6: 1})
+
+    def push() -> None:
+        queue.push(item(rows=8, priority=5))
+        for _ in range(8):
+            queue.push(item(priority=6))
+
+    rows = shares(queue, 1000, push)
+    assert abs(rows[5] - rows[6]) <= 8
+
+
+def test_what_a_class_does_not_use_goes_to_the_others() -> None:
+    queue = BatchQueue(4, {1: 8, 10: 1})
+
+    def push() -> None:
+        for _ in range(4):
+            queue.push(item(priority=10))
+
+    assert shares(queue, 100, push) == {10: 400}
+
+
+def test_an_idle_class_saves_nothing_up() -> None:
+    queue = BatchQueue(1, {5: 1, 6: 1})
+    for _ in range(200):
+        queue.push(item(priority=5))
+    shares(queue, 100, lambda: None)
+    for _ in range(100):
+        queue.push(item(priority=6))
+    rows = shares(queue, 20, lambda: None)
+    assert abs(rows[5] - rows[6]) <= 1
+
+
+def test_a_class_that_had_the_server_for_itself_is_not_made_to_pay_for_it() -> None:
+    queue = BatchQueue(1, {1: 512, 10: 1})
+    shares(queue, 100, lambda: queue.push(item(priority=10)))
+    queue.push(item(priority=10))
+    first = item(priority=10)
+    queue.push(first)
+    for _ in range(2000):
+        queue.push(item(priority=1))
+    rows = 0
+    while first.alive:
+        rows += sum(each.priority == 1 for each in queue.pop())
+    assert rows <= 512 + 1
+
+
+def test_rows_that_were_removed_cost_their_class_nothing() -> None:
+    queue = BatchQueue(1, {5: 1, 6: 1})
+    gone = [item(priority=5) for _ in range(100)]
+    for each in gone:
+        queue.push(each)
+        queue.push(item(priority=6))
+        queue.push(item(priority=5))
+    for each in gone:
+        queue.remove(each)
+    rows = shares(queue, 50, lambda: None)
+    assert abs(rows[5] - rows[6]) <= 1
+
+
+def test_the_first_of_a_class_does_not_wait_for_ever_while_others_of_it_go_along() -> None:
+    queue = BatchQueue(4, {1: 512, 10: 1})
+    first = item("rare", priority=10)
+    queue.push(first)
+    for _ in range(4 * 512):
+        queue.push(item("usual", 1, priority=1))
+        queue.push(item("usual", 1, priority=10))
+        queue.pop()
+        if not first.alive:
+            return
+    raise AssertionError("the first never came out")
+
+
+def test_within_a_class_the_order_is_that_of_arrival() -> None:
+    queue = BatchQueue(2)
+    items = [item(at=index, priority=1 + index % 3) for index in range(60)]
+    for each in items:
+        queue.push(each)
+    out = [each for _ in range(30) for each in queue.pop()]
+    for priority in (1, 2, 3):
+        assert [each for each in out if each.priority == priority] == [
+            each for each in items if each.priority == priority
+        ]
+
+
+@pytest.mark.parametrize(("priority", "weight"), [(1, 8), (2, 4), (0, 4), (5, 4), (6, 1), (9, 1), (2**32 - 1, 1)])
+def test_a_priority_that_is_not_named_belongs_to_the_next_less_urgent_one(priority: int, weight: int) -> None:
+    weights = {1: 8, 5: 4, 10: 1}
+    queue = BatchQueue(1, weights)
+    other = 10 if weight == 8 else 1
+    for _ in range(100):
+        queue.push(item(priority=priority))
+        queue.push(item(priority=other))
+    rows = shares(queue, 5 * (weight + weights[other]), lambda: None)
+    assert abs(rows[other] - 5 * weights[other]) <= 1
+
+
+def test_other_weights_count_from_now_on() -> None:
+    queue = BatchQueue(1, {5: 1, 6: 1})
+    for _ in range(100):
+        queue.push(item(priority=5))
+        queue.push(item(priority=6))
+    queue.reweigh({5: 9, 6: 1})
+    assert (queue.rows, len(queue)) == (200, 200)
+    assert shares(queue, 100, lambda: None) == {5: 90, 6: 10}
+
+
+# What gives way
+
+
+def test_the_youngest_of_the_least_urgent_give_way() -> None:
+    items = [item(at=index, priority=priority) for index, priority in enumerate([5, 10, 5, 10, 10, 5, 5])]
+    queue = filled(*items)
+    assert queue.giving_way(1, 2, 7) == [items[4], items[3]]
+    assert queue.rows == 7
+
+
+def test_a_class_keeps_its_share() -> None:
+    queue = BatchQueue(4, {1: 1, 10: 1})
+    items = [item(at=index, priority=10) for index in range(8)]
+    for each in items:
+        queue.push(each)
+    assert queue.giving_way(1, 4, 8) == items[:3:-1]
+    assert queue.giving_way(1, 5, 8) is None  # more than its own share
+
+
+def test_the_less_urgent_have_a_share_too() -> None:
+    queue = BatchQueue(4, {1: 3, 10: 1})
+    items = [item(at=index, priority=1) for index in range(8)]
+    for each in items:
+        queue.push(each)
+    assert queue.giving_way(10, 2, 8) == items[:5:-1]
+    assert queue.giving_way(10, 3, 8) is None
+
+
+def test_a_class_does_not_give_way_to_itself() -> None:
+    queue = filled(*(item(at=index) for index in range(4)))
+    assert queue.giving_way(5, 1, 4) is None
+
+
+def test_a_row_of_every_class_has_a_place() -> None:
+    items = [item(at=index, priority=1) for index in range(4)]
+    assert filled(*items).giving_way(10, 1, 4) == items[3:]
 
 
 def test_a_removed_item_does_not_come_out() -> None:
@@ -105,13 +308,19 @@ def test_what_was_removed_is_not_held_while_nothing_is_taken() -> None:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Any sequence of calls keeps the invariants that `BatchQueue` states."""
+    """Any sequence of calls keeps the invariants that `BatchQueue` states; rows are conserved, the limit is kept."""
+
+    LIMIT = 40
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = BatchQueue(8)
+        self.total = Waiting()
+        self.queue = BatchQueue(8, {1: 4, 5: 2, 10: 1}, self.total)
         self.waiting: list[Item] = []
+        self.taken: list[Item] = []
         self.now = 0.0
+        self.pushed = self.popped = self.removed = self.shed = 0
+        """Rows."""
 
     @rule(
         key=st.sampled_from("abc"),
@@ -124,7 +333,25 @@ class QueueMachine(RuleBasedStateMachine):
         self.now += later
         # One key has rows of one kind: sizes, or none.
         each = item(key, rows, size=0 if key == "c" else max(size, 1), at=self.now, priority=priority)
+        if self.queue.rows + rows > self.LIMIT:
+            before = self.rows_by_class()
+            found = self.queue.giving_way(priority, rows, self.LIMIT)
+            own = self.class_of(each)
+            present = {*before, own}
+            share = {one: self.LIMIT * WEIGHTS[one] / sum(WEIGHTS[other] for other in present) for one in present}
+            assert (found is not None) or before[own] + rows > share[own]
+            if found is None:
+                return
+            assert sum(other.rows for other in found) >= self.queue.rows + rows - self.LIMIT
+            for other in found:
+                assert self.class_of(other) != own
+                assert before[self.class_of(other)] > share[self.class_of(other)]
+                before[self.class_of(other)] -= other.rows
+                assert self.queue.remove(other)
+                self.waiting.remove(other)
+                self.shed += other.rows
         self.queue.push(each)
+        self.pushed += rows
         self.waiting.append(each)
 
     @precondition(lambda self: self.waiting)
@@ -133,6 +360,7 @@ class QueueMachine(RuleBasedStateMachine):
         each = data.draw(st.sampled_from(self.waiting))
         assert self.queue.remove(each)
         self.waiting.remove(each)
+        self.removed += each.rows
 
     @rule()
     def pop(self) -> None:
@@ -141,19 +369,56 @@ class QueueMachine(RuleBasedStateMachine):
         if batch:
             assert len({each.key for each in batch}) == 1
             assert sum(each.rows for each in batch) <= 8
-            assert min(self.waiting, key=lambda each: each.order).order in {each.order for each in batch}
+            # Of some class, the one that came first.
+            firsts = [min(each.place for each in self.waiting if self.class_of(each) == one) for one in WEIGHTS
+                      if any(self.class_of(each) == one for each in self.waiting)]  # fmt: skip
+            assert batch[0].place in firsts
             for each in batch:
                 self.waiting.remove(each)
+            self.taken = batch
+            self.popped += sum(each.rows for each in batch)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def push_back(self, data: st.DataObject) -> None:
+        each = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
+        if self.queue.rows + each.rows <= self.LIMIT:
+            self.queue.push(each)
+            self.waiting.append(each)
+            self.popped -= each.rows
+
+    @rule()
+    def drain(self) -> None:
+        assert self.queue.drain() == sorted(self.waiting, key=lambda each: each.place)
+        self.removed += sum(each.rows for each in self.waiting)
+        self.waiting = []
+
+    def class_of(self, each: Item) -> int:
+        return next(one for one in WEIGHTS if one >= each.priority)
+
+    def rows_by_class(self) -> Counter[int]:
+        counts: Counter[int] = Counter()
+        for each in self.waiting:
+            counts[self.class_of(each)] += each.rows
+        return counts
 
     @invariant()
-    def rows_are_counted(self) -> None:
-        assert self.queue.rows == sum(each.rows for each in self.waiting)
+    def rows_are_conserved(self) -> None:
+        waiting = sum(each.rows for each in self.waiting)
+        assert self.queue.rows == self.total.rows == waiting <= self.LIMIT
+        assert self.pushed == self.popped + self.removed + self.shed + waiting
 
     @invariant()
     def little_is_held_that_does_not_wait(self) -> None:
         assert len(self.queue) <= 2 * len(self.waiting) + 2 * REMOVED_LIMIT + 2
 
+    @invariant()
+    def the_oldest_is_known(self) -> None:
+        if self.waiting:
+            assert self.queue.oldest_s() == min(each.arrived_s for each in self.waiting)
 
+
+WEIGHTS = {1: 4, 5: 2, 10: 1}
 TestQueue = QueueMachine.TestCase
 TestQueue.settings = settings(max_examples=150, deadline=None)
 

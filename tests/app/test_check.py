@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from app.check import (
     MIB,
     address_problems,
     check,
+    region_problems,
     runtime_dir_problems,
     shared_memory_bytes,
     shared_memory_problems,
+    shared_memory_warnings,
 )
 from app.config import Deployment, Server
 from inference.environment import Problem
@@ -299,6 +302,25 @@ def test_shared_memory_grows_with_batch_calls_in_flight_and_replicas() -> None:
     assert 4.5 * MIB < shared_memory_bytes(one, image_model()) < 5 * MIB
     many = deployment(batching={"max_batch_size": 32, "max_in_flight": 2}, tensor_store="off", replicas=3)
     assert 3 * 40 * MIB < shared_memory_bytes(many, image_model()) < 3 * 43 * MIB
+
+
+def test_what_replicas_take_when_they_start_counts_the_fewest_and_their_instances() -> None:
+    assert region_problems([deployment()]) == []
+    # More than any machine's /dev/shm: 1000 x 64 x 4 MiB for each.
+    (problem,) = region_problems([deployment(replicas=64, instances=64)] * 1000)
+    assert "need about 16,384,000 MiB in /dev/shm" in problem.reason
+    assert "--shm-size=" in problem.mend
+    assert region_problems([deployment(replicas={"min": 1, "max": 64}, instances=64)]) == []
+
+
+def test_shared_memory_that_replicas_may_come_to_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = SimpleNamespace(f_frsize=4096, f_blocks=64 * MIB // 4096, f_bavail=0)
+    monkeypatch.setattr("app.check.os.statvfs", lambda path: space)
+    wanted = {"image": deployment(batching={"max_batch_size": 32}, tensor_store="off")}
+    assert shared_memory_warnings(wanted, {"image": image_model()}) == []  # whoever has how much of it now
+    both = shared_memory_warnings({**wanted, "more": wanted["image"]}, {"image": image_model(), "more": image_model()})
+    (problem,) = both
+    assert "64 MiB of 64 MiB" in problem.reason
 
 
 def test_shared_memory_of_the_store() -> None:

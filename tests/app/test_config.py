@@ -18,6 +18,11 @@ def read(content: object, environment: dict[str, str] | None = None, **flags: An
     return read_config(content, source="test.yaml", environment=environment or {}, flags=dotted)
 
 
+def weighing(weights: object) -> dict[str, Any]:
+    """A configuration with these weights of priorities."""
+    return {"deployments": {"a": {"model": "m:M", "batching": {"priority_weights": weights}}}}
+
+
 def test_a_model_is_all_that_is_needed() -> None:
     config = read(MINIMAL)
     assert config.server.port == 8000
@@ -34,6 +39,15 @@ def test_the_environment_wins_over_the_file_and_flags_over_both() -> None:
 def test_the_environment_reaches_into_deployments_whatever_its_case() -> None:
     config = read(MINIMAL, {"HEADWATER_DEPLOYMENTS__SCALE__BATCHING__MAX_BATCH_SIZE": "7"})
     assert config.deployments["scale"].batching.max_batch_size == 7
+
+
+def test_weights_of_priorities_can_be_set_from_outside() -> None:
+    config = read(
+        weighing({1: 8, 10: 1}),
+        {"HEADWATER_DEPLOYMENTS__A__BATCHING__PRIORITY_WEIGHTS__5": "4"},
+        deployments__a__batching__priority_weights__10=2,
+    )
+    assert config.deployments["a"].batching.priority_weights == {1: 8, 5: 4, 10: 2}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +67,11 @@ def test_the_environment_reaches_into_deployments_whatever_its_case() -> None:
         ({"deployments": {"a": {"model": "m:M", "batch": {}}}}, "`deployments.a.batch`: unknown field"),
         ({"deployments": {"a": {"model": "m:M", "device": "gpu"}}}, "`deployments.a.device`: expected auto, cpu"),
         ({"deployments": {"a": {"model": "m:M", "timeout_s": 0}}}, "`deployments.a.timeout_s`: "),
+        (weighing({}), "`deployments.a.batching.priority_weights`: dictionary should have at least 1 item"),
+        (weighing({0: 1}), "`deployments.a.batching.priority_weights.0`: "),
+        (weighing({11: 1}), "input should be less than or equal to 10, got 11"),
+        (weighing({5: 0}), "`deployments.a.batching.priority_weights.5`: "),
+        (weighing({"high": 1}), "`deployments.a.batching.priority_weights.high`: "),
     ],
 )
 def test_a_wrong_field_is_named(content: object, message: str) -> None:
@@ -83,6 +102,87 @@ def test_what_came_from_outside_the_file_is_said_to() -> None:
     assert "laid over" not in str(caught.value)
 
 
+def deployment(**fields: Any) -> Any:
+    return read({"deployments": {"a": {"model": "m:M", **fields}}}).deployments["a"]
+
+
+def test_replicas_are_a_number_or_bounds() -> None:
+    for given, least, most in ((3, 3, 3), ({"min": 2, "max": 5}, 2, 5), ({"max": 4}, 1, 4)):
+        found = deployment(replicas=given).replicas
+        assert (found.min, found.max, found.is_fixed) == (least, most, least == most)
+    assert deployment().replicas.max == 1
+
+
+@pytest.mark.parametrize(
+    ("replicas", "message"),
+    [
+        (0, "`deployments.a.replicas`: expected 1 to 64, or {min: 1, max: 3}, got 0"),
+        (65, "expected 1 to 64"),
+        (True, "expected a number, or bounds such as {min: 1, max: 3}, got True"),
+        ("3", "expected a number, or bounds such as {min: 1, max: 3}, got '3'"),
+        ({"min": 3, "max": 2}, "expected min <= max, got min 3 and max 2"),
+        ({"min": 1}, "`deployments.a.replicas.max`: required"),
+        ({"min": 1, "max": 65}, "`deployments.a.replicas.max`: "),
+        ({"min": 1, "max": 2, "step": 1}, "`deployments.a.replicas.step`: unknown field"),
+    ],
+)
+def test_replicas_that_cannot_be_are_refused(replicas: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        deployment(replicas=replicas)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [(1000, 1000), ("4GiB", 4 * 2**30), ("512MiB", 2**29), ("1.5 GB", 1_500_000_000), ("2000", 2000), ("10kB", 10_000)],
+)
+def test_memory_is_bytes_or_a_number_with_a_unit(given: object, size: int) -> None:
+    assert deployment(memory=given).memory == size
+
+
+def test_as_many_calls_are_in_flight_as_instances_need_unless_said_otherwise() -> None:
+    assert deployment().max_in_flight == 2
+    assert deployment(instances=4).max_in_flight == 5
+    assert deployment(instances=4, batching={"max_in_flight": 4}).max_in_flight == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"memory": "much"}, "`deployments.a.memory`: expected bytes, or a number with a unit such as 512MiB"),
+        ({"memory": 0}, "`deployments.a.memory`: "),
+        ({"device": "cpu", "devices": ["cuda:0"]}, "expected either `device` or `devices`"),
+        ({"devices": []}, "`deployments.a.devices`: "),
+        ({"devices": ["cuda", "cuda:0"]}, "`deployments.a.devices`: expected each device once"),
+        ({"devices": ["auto", "cuda:0"]}, "`deployments.a.devices`: expected cpu, cuda or cuda:N each"),
+        ({"instances": 0}, "`deployments.a.instances`: "),
+        ({"instances": 3, "batching": {"max_in_flight": 2}}, "batching.max_in_flight: expected at least instances = 3"),
+        ({"model": "lm:x", "instances": 2}, "instances: expected 1 of a language model"),
+        ({"scaling": {"utilization": {"low": 0.9, "high": 0.5}}}, "expected low < high, got low 0.9 and high 0.5"),
+        ({"scaling": {"queue_wait_ms": 0}}, "`deployments.a.scaling.queue_wait_ms`: "),
+    ],
+)
+def test_what_replicas_cannot_have_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        deployment(**fields)
+    assert message in str(caught.value)
+
+
+def test_a_fused_pipeline_has_one_instance_and_a_step_of_a_graph_its_own() -> None:
+    steps = {"trunk": {"model": "m:T"}, "heads": {"h": {"model": "m:H", "instances": 3, "devices": ["cuda:1", "cpu"]}}}
+    fused = {"deployments": {"p": {"pipeline": {"trunk": {"model": "m:T"}, "heads": {"h": {"model": "m:H"}}}}}}
+    fused["deployments"]["p"]["instances"] = 2  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="instances: expected 1 of a fused pipeline"):
+        read(fused)
+    graph = {"pipeline": {"placement": "graph", **steps}, "device": "cuda:0"}
+    found = read({"deployments": {"p": graph}}).all_deployments()
+    assert (found["p.h"].instances, found["p.h"].max_in_flight, found["p.h"].placements) == (3, 4, ("cuda:1", "cpu"))
+    assert (found["p.trunk"].instances, found["p.trunk"].placements) == (1, ("cuda:0",))
+    few = {"pipeline": {"placement": "graph", **steps}, "batching": {"max_in_flight": 2}}
+    with pytest.raises(ConfigError, match="step `h`: max_in_flight: expected at least instances = 3, got 2"):
+        read({"deployments": {"p": few}})
+
+
 @pytest.mark.parametrize("text", ["deployments: [", "\tdeployments: x", "a: b: c"])
 def test_bad_yaml_is_said_to_be_so(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.yaml"
@@ -105,3 +205,21 @@ def test_the_shipped_configurations_are_valid(name: str) -> None:
 def test_a_language_model_is_a_folder(model: str) -> None:
     config = read({"deployments": {"a": {"model": model, "options": {"max_sequences": 4}}}})
     assert config.deployments["a"].model == model
+
+
+def test_a_call_is_bounded_by_the_deployment_or_the_step_of_a_graph() -> None:
+    def pipeline(placement: str, **head: Any) -> dict[str, Any]:
+        steps = {"trunk": {"model": "m:T"}, "heads": {"a": {"model": "m:A"}, "b": {"model": "m:B", **head}}}
+        return {"deployments": {"p": {"pipeline": {"placement": placement, **steps}, "max_compute_s": 5}}}
+
+    graph = read(pipeline("graph", max_compute_s=1))
+    assert [one.max_compute_s for one in graph.all_deployments().values()] == [5, 5, 1]
+    assert read(pipeline("fused")).deployments["p"].max_compute_s == 5
+    with pytest.raises(ConfigError, match="step `b`, max_compute_s: a fused pipeline's steps share one replica"):
+        read(pipeline("fused", max_compute_s=1))
+
+
+def test_a_language_model_has_a_bound_of_its_own() -> None:
+    content = {"deployments": {"m": {"model": "lm:models/llama", "max_compute_s": 5}}}
+    with pytest.raises(ConfigError, match=r"max_compute_s: expected none of a language model, .*`options.max_step_s`"):
+        read(content)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from app.control import Command, CommandAnswer, ControlServer, Drain, Drained, SupervisorLink
 from app.errors import Unavailable
+from app.load_report import DeploymentLoad, LoadReport
 from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 
 Tables = AsyncGenerator[RoutingTable, None]
@@ -42,6 +45,10 @@ class Bench:
     ) -> tuple[SupervisorLink, asyncio.Task[None]]:
         """A worker that follows the tables, and has the first."""
         link = SupervisorLink(on_drain)
+        return link, await self.follow(link)
+
+    async def follow(self, link: SupervisorLink) -> asyncio.Task[None]:
+        """Have a worker's end follow the tables."""
         first = asyncio.Event()
 
         async def follow() -> None:
@@ -51,7 +58,7 @@ class Bench:
         task = asyncio.create_task(follow())
         self._following.append(task)
         await first.wait()
-        return link, task
+        return task
 
     async def end(self) -> None:
         await self.server.close()
@@ -77,6 +84,27 @@ def run(
                 await bench.end()
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+# Loads
+
+
+def test_what_workers_say_last_of_their_load_is_known_until_they_leave() -> None:
+    async def scenario(bench: Bench) -> None:
+        first, following = await bench.worker()
+        second, _ = await bench.worker()
+        one, other, later = (LoadReport([DeploymentLoad("a", rows, 0.1, 0.5, rows)]) for rows in (1, 2, 3))
+        first.report(one)
+        second.report(other)
+        await until(lambda: len(bench.server.loads()) == 2)
+        assert {report.deployments[0].waiting for report in bench.server.loads()} == {1, 2}
+        second.report(later)
+        await until(lambda: later in bench.server.loads())
+        assert other not in bench.server.loads()
+        following.cancel()
+        await until(lambda: bench.server.loads() == [later])
+
+    run(scenario)
 
 
 # Tables
@@ -195,6 +223,58 @@ def test_a_command_is_carried_out_although_its_worker_ends() -> None:
         assert done == ["a"]
 
     run(scenario, carry_out)
+
+
+# Signs of life
+
+
+def test_a_worker_whose_event_loop_goes_round_answers_each_ping() -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.worker()
+        for _ in range(3):
+            assert bench.server.ping() == {os.getpid(): 0}
+            await until(lambda: not bench.server._unanswered)
+
+    run(scenario)
+
+
+def test_pings_that_a_worker_does_not_answer_are_counted_until_it_does() -> None:
+    async def scenario(bench: Bench) -> None:
+        reader, writer = await asyncio.open_unix_connection(bench.path)
+        await reader.readline()
+        assert [bench.server.ping() for _ in range(4)] == [{os.getpid(): count} for count in range(4)]
+        assert (await reader.readline()).strip() == b'{"type":"ping"}'  # one is enough
+        writer.write(b'{"type":"pong"}\n')
+        await until(lambda: not bench.server._unanswered)
+        assert bench.server.ping() == {os.getpid(): 0}
+        writer.close()
+        await until(lambda: not bench.server.ping())
+        assert not bench.server._unanswered
+
+    run(scenario)
+
+
+# Quarantine
+
+
+def _note(found: list[tuple[str, bytes]], model: str, mark: bytes) -> None:
+    found.append((model, mark))
+
+
+def test_what_one_worker_found_the_others_are_told() -> None:
+    async def scenario(bench: Bench) -> None:
+        told: list[list[tuple[str, bytes]]] = [[], [], []]
+        links = []
+        for found in told:
+            link = SupervisorLink(nothing_in_flight, partial(_note, found))
+            links.append(link)
+            await bench.follow(link)
+        links[0].tell_quarantined("m", b"\x00\xff")
+        links[2].tell_quarantined("n", b"")
+        await until(lambda: [len(found) for found in told] == [1, 2, 1])
+        assert told == [[("n", b"")], [("m", b"\x00\xff"), ("n", b"")], [("m", b"\x00\xff")]]
+
+    run(scenario)
 
 
 # Draining

@@ -58,6 +58,7 @@ def pipeline(*, streams: bool = False, **heads: HeadSpec) -> Signature:
 
 PIPELINE = pipeline()
 STREAMING = pipeline(streams=True)
+ONCE = msgspec.structs.replace(PIPELINE, idempotent=False)
 
 
 class Call:
@@ -511,7 +512,7 @@ def test_a_request_whose_every_head_was_lost_fails() -> None:
 
 def test_losing_the_replica_of_one_part_leaves_what_other_parts_await_alone() -> None:
     async def scenario() -> None:
-        bench = Bench(replicas=2)
+        bench = Bench(ONCE, replicas=2)
         values = [1, 2, 3, 4, 5]
         task = bench.send(*values, heads="ac")
         await settle()
@@ -530,7 +531,7 @@ def test_losing_the_replica_of_one_part_leaves_what_other_parts_await_alone() ->
 
 def test_a_replica_whose_device_is_broken_gets_no_more_calls() -> None:
     async def scenario() -> None:
-        bench = Bench(replicas=2)
+        bench = Bench(ONCE, replicas=2)
         broken, left = bench.replicas.values()
         task = bench.send(1, heads="a")
         await settle()

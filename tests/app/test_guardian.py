@@ -8,13 +8,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from app.guardian import Guardian
 from app.start_priority import START_NICE, may_raise
 from tests.running import wait_for
 
@@ -30,6 +33,35 @@ import threading, time
 for _ in range(3):
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 time.sleep(600)
+"""
+HANGS = """
+import ctypes, pathlib, sys, time
+from inference.pulse import PULSE_FILE, Pulse
+folder = pathlib.Path(sys.argv[1])
+pulse = Pulse(folder / PULSE_FILE, 0.3)
+for _ in range(100):
+    with pulse.call():
+        time.sleep(0.002)
+(folder / "ready").touch()
+with pulse.call():
+    ctypes.PyDLL(None).sleep(600)
+"""
+NAMED = """
+import ctypes, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+child = os.fork()
+if not child:
+    ctypes.CDLL(None).prctl(15, sys.argv[2].encode())
+    (folder / "named").write_text(str(os.getpid()))
+    time.sleep(600)
+while not (folder / "named").exists():
+    time.sleep(0.01)
+(folder / "ready").touch()
+while True:
+    try:
+        os.waitpid(child, 0)
+    except ChildProcessError:
+        time.sleep(600)
 """
 HAS_CHILDREN = """
 import subprocess, sys, time, pathlib
@@ -186,6 +218,85 @@ def test_no_descendant_is_left_not_even_in_a_session_of_its_own(tmp_path: Path, 
         guarded.statuses()
         guarded.process.wait(10)
         assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_call_that_hangs_and_keeps_the_interpreter_ends_the_replica(tmp_path: Path) -> None:
+    with guarding(tmp_path, HANGS, str(tmp_path / "m-1")) as guarded:
+        wait_for((tmp_path / "m-1" / "ready").exists, what="the call")
+        began = time.monotonic()
+        ending, ended = guarded.statuses()
+        assert ending["text"] == "a call has taken longer than max_compute_s = 0.3 s"
+        assert time.monotonic() - began < 0.3 + 2
+        assert ended["leftovers"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("tritonserver", signal.SIGKILL), ("triton_python_b", signal.SIGSTOP)],
+    ids=["killed", "stopped"],
+)
+def test_a_process_that_the_replica_needs_is_missed_soon(tmp_path: Path, name: str, number: signal.Signals) -> None:
+    with guarding(tmp_path, NAMED, str(tmp_path / "m-1"), name) as guarded:
+        wait_for((tmp_path / "m-1" / "ready").exists, what="the process")
+        pid = int((tmp_path / "m-1" / "named").read_text())
+        _await_look(guarded)  # only what it has seen can be missed
+        os.kill(pid, number)
+        began = time.monotonic()
+        state = "is stopped" if number is signal.SIGSTOP else "has ended"
+        assert guarded.statuses()[0]["text"] == f"its process {name} ({pid}) {state}"
+        assert time.monotonic() - began < 2
+
+
+def _await_look(guarded: Guarded) -> None:
+    """Wait until the guardian has looked around once more from beginning to end: it sleeps between two looks."""
+
+    def sleeps() -> int:
+        status = Path(f"/proc/{guarded.process.pid}/status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith("voluntary")).split()[1])
+
+    first = sleeps()
+    wait_for(lambda: sleeps() >= first + 2, what="a look")
+
+
+class Looks:
+    """A guardian that sees what a test says."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (folder / "ready").touch()
+        self.now_s = 100.0
+        self.states = {os.getpid(): ("python", "S"), 2: ("tritonserver", "S"), 3: ("sleep", "S")}
+        self.guardian = Guardian(folder, -1, -1, [])
+        monkeypatch.setattr(self.guardian, "_host", SimpleNamespace(pid=os.getpid()))
+        monkeypatch.setattr(self.guardian, "_states", lambda: dict(self.states))
+        monkeypatch.setattr("app.guardian.time", SimpleNamespace(monotonic=lambda: self.now_s, monotonic_ns=lambda: 0))
+
+    def after(self, pause_s: float, pid: int, state: str) -> str | None:
+        """What a look says at which a process is in this state; an empty one: it is gone."""
+        self.now_s += pause_s
+        name, _ = self.states.pop(pid, ("tritonserver", ""))
+        if state:
+            self.states[pid] = name, state
+        return self.guardian._inspect()
+
+
+def test_who_is_stopped_or_gone_for_long_enough_is_reason_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for state, reason in (("T", "is stopped"), ("Z", "has ended"), ("", "has ended")):
+        looks = Looks(tmp_path, monkeypatch)
+        assert looks.after(0.5, 2, "S") is None
+        assert looks.after(0.5, 2, state) is None
+        assert looks.after(0.01, 2, state) is None  # whatever woke it up, it is too soon
+        assert looks.after(0.5, 2, state) == f"its process tritonserver (2) {reason}"
+
+
+def test_who_goes_on_in_time_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(tmp_path, monkeypatch)
+    for state in "STSTSS":
+        assert looks.after(0.5, 2, state) is None
+    assert looks.after(0.5, 3, "T") is None  # and neither is a process that the replica can do without
+    assert looks.after(0.5, 3, "T") is None
+    assert looks.after(0.5, 3, "") is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any, cast
 
 import pytest
 
-from app.config import Config
+from app.config import Config, Deployment
 from app.control import Command, CommandAnswer, Drained
+from app.deployments import Deployments
+from app.errors import NoRoom
 from app.graph_state import GraphState, StepState
 from app.lifecycle import Lifecycle
 from app.replica_host import Launched
+from app.replica_memory import ReplicaMemory
 from app.replica_process import ReplicaProcess
 from app.replica_set import ReplicaSet
 from app.routing import ReplicaRoute, State
@@ -55,6 +59,8 @@ class Replica:
         self.directory = Path("/nonexistent")
         self.group = 0
         self.is_stubborn = False
+        self.config: Deployment | None = None
+        """What it was started with."""
 
     def get_ready(self) -> None:
         self.ready.set_result(True)
@@ -76,6 +82,9 @@ class Replica:
 
     async def ended(self) -> None: ...
 
+    def account(self) -> str:
+        return self.reason
+
     def route(self) -> ReplicaRoute:
         return ReplicaRoute(self.id, "", "")
 
@@ -83,18 +92,15 @@ class Replica:
 class Supervisor:
     """Stands for the supervisor: it has the sets, and does as told by the test."""
 
-    def __init__(self, deployments: dict[str, Any]) -> None:
-        config = Config.model_validate({"deployments": deployments})
+    def __init__(self, deployments: dict[str, Any], allow_load: str = "settings") -> None:
+        config = Config.model_validate({"deployments": deployments, "server": {"allow_load": allow_load}})
         self.is_stopping = False
         self.start_slots = asyncio.Semaphore(8)
-        self.graphs = {
-            name: GraphState(name, one) for name, one in config.deployments.items() if one.pipeline is not None
-        }
-        self.sets = {
-            name: ReplicaSet(name, one, self, name.partition(".")[0] if "." in name else None)
-            for name, one in config.all_deployments().items()
-        }
-        self.lifecycle = Lifecycle(self.sets, self.graphs, self)
+        self.memory = ReplicaMemory()
+        self.deployments = Deployments(config, self)
+        self.graphs = self.deployments.graphs
+        self.sets = self.deployments.sets
+        self.lifecycle = Lifecycle(self.deployments, self)
         self.launched: list[Replica] = []
         self.auto_ready = True
         self.failing: set[str] = set()
@@ -104,9 +110,10 @@ class Supervisor:
         self.drained = Drained()
         self.states: dict[str, list[State]] = {}
 
-    def launch(self, replicas: ReplicaSet, on_progress: Callable[[str], None]) -> Launched:
+    def launch(self, replicas: ReplicaSet, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         replica = Replica(replicas.name, f"{replicas.name}-{len(self.launched)}", exited)
+        replica.config = config
         self.launched.append(replica)
         on_progress("importing")
         if replicas.name in self.failing:
@@ -144,12 +151,13 @@ class Supervisor:
             one.start()
         await settle()
 
-    async def do(self, action: str, name: str) -> CommandAnswer:
-        return await self.lifecycle.answer(Command(7, action, name))
+    async def do(self, action: str, name: str, config: str | dict[str, Any] | None = None) -> CommandAnswer:
+        text = json.dumps(config) if isinstance(config, dict) else config
+        return await self.lifecycle.answer(Command(7, action, name, {} if text is None else {"config": text}))
 
-    async def told(self, action: str, name: str) -> tuple[int, str]:
+    async def told(self, action: str, name: str, config: str | dict[str, Any] | None = None) -> tuple[int, str]:
         """Status and error."""
-        answer = await self.do(action, name)
+        answer = await self.do(action, name, config)
         assert answer.id == 7
         return answer.status, answer.content.get("error", "")
 
@@ -253,6 +261,42 @@ def test_one_thing_at_a_time(first: str, second: str) -> None:
         )
         supervisor.drain_gate.set()
         assert (await under_way).status == 200
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("second", ["load", "unload", "reload"])
+def test_nothing_else_is_done_during_a_load(second: str) -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(one())
+        await supervisor.start()
+        await supervisor.do("unload", "a")
+        supervisor.auto_ready = False
+        loading = asyncio.create_task(supervisor.do("load", "a"))
+        await settle()
+        config = None if second == "unload" else {"timeout_s": 3}
+        assert await supervisor.told(second, "a", config) == (
+            409,
+            f"model `a`: load is under way; expected {second} after its end",
+        )
+        assert supervisor.sets["a"].state is State.LOADING
+        supervisor.launched[1].get_ready()
+        assert (await loading).status == 200
+        assert supervisor.sets["a"].config.timeout_s == 30
+
+    run(scenario)
+
+
+def test_a_load_while_it_starts_by_itself_is_a_conflict() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(one())
+        supervisor.auto_ready = False
+        await supervisor.start()
+        status, error = await supervisor.told("load", "a", {"timeout_s": 3})
+        assert (status, "is LOADING: it is loaded already" in error) == (409, True)
+        supervisor.launched[0].get_ready()
+        await settle()
+        assert (supervisor.sets["a"].state, len(supervisor.launched)) == (State.READY, 1)
 
     run(scenario)
 
@@ -546,5 +590,324 @@ def test_a_pipelines_reload_replaces_all_its_own_steps_or_none() -> None:
         assert after["p.trunk"] != before["p.trunk"]
         assert after["p.head"] != before["p.head"]
         assert supervisor.states["p"] == [State.LOADING, State.READY]
+
+    run(scenario)
+
+
+# A configuration that comes with the command
+
+
+def launched_with(supervisor: Supervisor, name: str) -> Deployment:
+    """What the newest replica of a deployment was started with."""
+    config = next(one for one in reversed(supervisor.launched) if one.name == name).config
+    assert config is not None
+    return config
+
+
+def test_a_load_with_a_config_lays_it_over_the_servers_and_it_holds_until_there_is_another() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(one(timeout_s=7))
+        await supervisor.start()
+        a = supervisor.sets["a"]
+        await supervisor.do("unload", "a")
+        answer = await supervisor.do("load", "a", {"replicas": 2, "batching": {"max_queue_delay_ms": 5}})
+        assert (answer.status, answer.content["state"]) == (200, "READY")
+        assert len(a.ready) == 2
+        assert supervisor.sets["a"] is a
+        for config in (a.config, launched_with(supervisor, "a"), supervisor.deployments.config.deployments["a"]):
+            assert (config.batching.max_queue_delay_ms, config.timeout_s) == (5, 7)
+        assert a.route(1).max_queue_delay_ms == 5
+
+        await supervisor.do("unload", "a")
+        assert await supervisor.told("load", "a") == (200, "")  # as it was last
+        assert (len(a.ready), a.route(1).max_queue_delay_ms) == (2, 5)
+        await supervisor.do("unload", "a")
+        assert await supervisor.told("load", "a", {}) == (200, "")  # as the server was started with it
+        assert (len(a.ready), a.route(1).max_queue_delay_ms) == (1, 0)
+
+    run(scenario)
+
+
+def test_a_reload_with_a_config_switches_to_it_with_the_new_replicas() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(one(drain_timeout_s=7))
+        await supervisor.start()
+        a = supervisor.sets["a"]
+        supervisor.auto_ready = False
+        reloading = asyncio.create_task(supervisor.do("reload", "a", {"timeout_s": 3, "replicas": 2}))
+        await settle()
+        assert (a.route(1).timeout_s, len(supervisor.launched)) == (30, 3)  # not before
+        supervisor.launched[0].end("killed by SIGKILL")
+        await until(lambda: len(supervisor.launched) == 4)
+        assert [replica.config and replica.config.timeout_s for replica in supervisor.launched] == [30, 3, 3, 30]
+        for replica in supervisor.launched[1:]:
+            replica.get_ready()
+        assert (await reloading).status == 200
+        route = a.route(1)
+        assert (route.timeout_s, [replica.id for replica in route.replicas]) == (3, ["a-1", "a-2"])
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("config", "status", "told"),
+    [
+        ("{", 400, "parameters.config: not valid JSON"),
+        ({"timeout_s": 0}, 400, "`deployments.a.timeout_s`: input should be greater than 0, got 0"),
+        ({"colour": "blue"}, 400, "`deployments.a.colour`: unknown field"),
+        ({"replicas": 65}, 400, "`deployments.a.replicas"),
+        ({"options": {"mode": "x"}}, 403, "parameters.config.options: it chooses what is executed"),
+        ({"model": "os:system"}, 403, "parameters.config.model: it chooses what is executed"),
+    ],
+)
+def test_a_config_that_is_refused_changes_nothing(config: Any, status: int, told: str) -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(one())
+        await supervisor.start()
+        a = supervisor.sets["a"]
+        before = a.config, supervisor.deployments.config
+        for action, state in (("reload", State.READY), ("unload", State.UNAVAILABLE), ("load", State.UNAVAILABLE)):
+            if action == "unload":
+                await supervisor.do(action, "a")
+                continue
+            since = a.since_s
+            found = await supervisor.told(action, "a", config)
+            assert (found[0], told in found[1]) == (status, True), found
+            assert (a.state, a.since_s, len(supervisor.launched)) == (state, since, 1)
+            assert a.config is before[0]
+            assert supervisor.deployments.config is before[1]
+        assert await supervisor.told("load", "a") == (200, "")
+
+    run(scenario)
+
+
+def test_a_config_where_the_state_does_not_allow_it_is_a_conflict() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(one())
+        await supervisor.start()
+        status, error = await supervisor.told("load", "a", {"timeout_s": 3})
+        assert (status, "expected reload, or unload first" in error) == (409, True)
+        await supervisor.do("unload", "a")
+        status, error = await supervisor.told("reload", "a", {"timeout_s": 3})
+        assert (status, "expected load" in error) == (409, True)
+        assert supervisor.sets["a"].config.timeout_s == 30
+        status, error = await supervisor.told("reload", "b", {"model": "m:B"})
+        assert (status, "unknown" in error) == (404, True)
+
+    run(scenario)
+
+
+def test_a_reload_with_a_config_that_fails_leaves_what_serves_and_its_config() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(one())
+        await supervisor.start()
+        supervisor.failing.add("a")
+        status, error = await supervisor.told("reload", "a", {"timeout_s": 3})
+        assert (status, "goes on serving" in error) == (500, True)
+        a = supervisor.sets["a"]
+        assert (a.state, list(a.ready), a.config.timeout_s) == (State.READY, ["a-0"], 30)
+        assert supervisor.deployments.config.deployments["a"].timeout_s == 30
+
+    run(scenario)
+
+
+def test_a_config_that_says_recreate_is_reloaded_that_way() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(one())
+        await supervisor.start()
+        assert await supervisor.told("reload", "a", {"strategy": "recreate", "timeout_s": 3}) == (200, "")
+        assert supervisor.states["a"][-4:-1] == [State.UNLOADING, State.UNAVAILABLE, State.LOADING]
+        assert supervisor.sets["a"].config.timeout_s == 3
+
+    run(scenario)
+
+
+def test_a_model_that_the_server_does_not_name_needs_allow_load_any() -> None:
+    async def scenario() -> None:
+        for allow_load in ("settings", "never"):
+            supervisor = Supervisor(one(), allow_load)
+            await supervisor.start()
+            status, error = await supervisor.told("load", "b", {"model": "m:B"})
+            assert (status, f"server.allow_load is {allow_load}" in error) == (403, True)
+            assert list(supervisor.sets) == ["a"]
+        assert (await supervisor.told("reload", "a", {}))[0] == 403
+
+    run(scenario)
+
+
+def test_an_added_model_is_served_like_any_other_and_forgotten_when_it_is_unloaded() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(one(), "any")
+        await supervisor.start()
+        answer = await supervisor.do("load", "b", {"model": "m:B", "replicas": 2})
+        assert (answer.status, answer.content["state"]) == (200, "READY")
+        assert list(supervisor.deployments.config.deployments) == ["a", "b"]
+        assert len(supervisor.sets["b"].ready) == 2
+        assert supervisor.states["b"] == [State.LOADING, State.READY]
+        assert (await supervisor.told("load", "b", {"model": "m:B"}))[0] == 409
+        assert await supervisor.told("reload", "b", {"model": "m:Other"}) == (200, "")
+        assert launched_with(supervisor, "b").model == "m:Other"
+        answer = await supervisor.do("unload", "b")
+        assert (answer.status, answer.content["state"]) == (200, "UNAVAILABLE")
+        assert (list(supervisor.sets), list(supervisor.deployments.config.deployments)) == (["a"], ["a"])
+        assert (await supervisor.told("unload", "b"))[0] == 404
+        assert (await supervisor.told("load", "b"))[0] == 404
+        assert all(replica.exited.done() for replica in supervisor.launched[1:])
+
+    run(scenario)
+
+
+def test_an_added_model_that_fails_is_failed_until_it_is_loaded_rightly_or_unloaded() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(one(), "any")
+        await supervisor.start()
+        supervisor.failing.add("b")
+        assert (await supervisor.told("load", "b", {"model": "m:B"}))[0] == 500
+        assert supervisor.sets["b"].state.value == "FAILED"
+        supervisor.failing.clear()
+        assert await supervisor.told("load", "b", {"model": "m:B2"}) == (200, "")
+        assert supervisor.sets["b"].config.model == "m:B2"
+        supervisor.failing.add("c")
+        assert (await supervisor.told("load", "c", {"model": "m:C"}))[0] == 500
+        assert await supervisor.told("unload", "c") == (200, "")
+        assert list(supervisor.sets) == ["a", "b"]
+
+    run(scenario)
+
+
+def test_names_that_stand_for_something_else_are_refused() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(pipeline(), "any")
+        await supervisor.start()
+        status, error = await supervisor.told("load", "p.trunk", {"model": "m:B"})
+        assert (status, "step of the pipeline `p`" in error) == (409, True)
+        for name, told in (("not a name", "deployment name 'not a name'"), ("x" * 90, "unix socket")):
+            status, error = await supervisor.told("load", name, {"model": "m:B"})
+            assert (status, told in error) == (400, True), error
+        assert set(supervisor.sets) == {"p.trunk", "p.head", "shared"}
+
+    run(scenario)
+
+
+def test_two_models_loaded_at_once_are_both_kept() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(one(), "any")
+        await supervisor.start()
+        found = await asyncio.gather(
+            supervisor.told("load", "b", {"model": "m:B"}),
+            supervisor.told("load", "b", {"model": "m:Other"}),
+            supervisor.told("load", "c", {"model": "m:C"}),
+            supervisor.told("reload", "a", {"timeout_s": 3}),
+        )
+        assert [status for status, _ in found] == [200, 409, 200, 200]
+        deployments = supervisor.deployments.config.deployments
+        assert {name: one.model for name, one in deployments.items()} == {"a": "m:A", "b": "m:B", "c": "m:C"}
+        assert deployments["a"].timeout_s == 3
+
+    run(scenario)
+
+
+def test_a_pipelines_config_reaches_its_own_steps() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(pipeline())
+        await supervisor.start()
+        assert await supervisor.told("reload", "p", {"timeout_s": 3, "batching": {"max_queue_size": 9}}) == (200, "")
+        graph = supervisor.graphs["p"]
+        assert (graph.route(1).timeout_s, graph.route(1).max_queue_size) == (3, 9)
+        for name, timeout_s in (("p.trunk", 3), ("p.head", 3), ("shared", 30)):
+            assert supervisor.sets[name].config.timeout_s == timeout_s
+        assert launched_with(supervisor, "p.head").timeout_s == 3
+        assert (await supervisor.told("reload", "p", {"pipeline": {}}))[0] == 403
+
+    run(scenario)
+
+
+def test_a_pipeline_becomes_another_only_while_it_is_not_loaded() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(pipeline(), "any")
+        await supervisor.start()
+        longer = {"pipeline": {"heads": {"more": {"deployment": "shared"}}}}
+        status, error = await supervisor.told("reload", "p", longer)
+        assert (status, "expected strategy recreate, or unload first" in error) == (409, True)
+        await supervisor.do("unload", "p")
+        before = supervisor.sets["p.trunk"]
+        await supervisor.do("load", "p", longer)
+        assert supervisor.sets["p.trunk"] is not before
+        assert set(supervisor.graphs["p"].deployments) == {"trunk", "head", "other", "more"}
+        assert set(supervisor.sets) == {"p.trunk", "p.head", "shared"}
+        await supervisor.do("unload", "p")
+        assert await supervisor.told("load", "p", {"pipeline": None, "model": "m:A"}) == (200, "")
+        assert (set(supervisor.sets), supervisor.graphs) == ({"p", "shared"}, {})
+        assert await supervisor.told("reload", "p", {"strategy": "recreate"}) == (200, "")
+        assert supervisor.graphs["p"].state is State.READY
+
+    run(scenario)
+
+
+def test_an_added_step_stays_as_long_as_a_pipeline_needs_it() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(one(), "any")
+        await supervisor.start()
+        shared = {"placement": "graph", "trunk": {"model": "m:T"}, "heads": {"h": {"deployment": "shared"}}}
+        status, error = await supervisor.told("load", "p", {"pipeline": shared})
+        assert (status, "unknown deployment `shared`" in error) == (400, True)
+        assert await supervisor.told("load", "shared", {"model": "m:S"}) == (200, "")
+        assert await supervisor.told("load", "p", {"pipeline": shared}) == (200, "")
+        assert supervisor.graphs["p"].state is State.READY
+        status, error = await supervisor.told("unload", "shared")
+        assert (status, "pipeline `p` has it as a step" in error) == (409, True)
+        assert supervisor.sets["shared"].state is State.READY
+        assert await supervisor.told("unload", "p") == (200, "")
+        assert (await supervisor.told("unload", "shared"), list(supervisor.sets)) == ((200, ""), ["a"])
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("deployments", "name", "config"),
+    [
+        (one(), "a", {"timeout_s": 3}),
+        (one(), "a", {"model": None, "pipeline": GRAPH}),
+        (one(), "b", {"model": "m:B"}),
+        ({"p": {"pipeline": GRAPH}, "shared": {"model": "m:Shared"}}, "p", {"timeout_s": 3}),
+    ],
+    ids=["settings", "another kind", "new", "pipeline"],
+)
+def test_a_load_for_which_there_is_no_room_changes_nothing(
+    deployments: dict[str, Any], name: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_room(*_: Any) -> None:
+        raise NoRoom("memory of the host: a replica takes 2 GiB")
+
+    async def scenario() -> None:
+        supervisor = Supervisor({"shared": {"model": "m:Shared"}, **deployments}, "any")
+        await supervisor.start()
+        if name in deployments:
+            await supervisor.do("unload", name)
+        before = supervisor.deployments.config, dict(supervisor.sets), dict(supervisor.graphs)
+        states = {one: supervisor.states[one][-1] for one in supervisor.states}
+        monkeypatch.setattr(supervisor.memory, "reserve", no_room)
+        status, error = await supervisor.told("load", name, config)
+        assert (status, "memory of the host" in error) == (409, True)
+        assert (supervisor.deployments.config, supervisor.sets, supervisor.graphs) == before
+        assert {one: supervisor.states[one][-1] for one in states} == states
+        assert all(found.config.timeout_s == 30 for found in supervisor.sets.values())
+        if name in supervisor.graphs:
+            assert supervisor.graphs[name].is_set_aside
+        monkeypatch.undo()
+        assert (await supervisor.told("load", name, config))[0] != 409
+
+    run(scenario)
+
+
+def test_a_reload_without_a_config_keeps_what_an_operator_scaled() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(one())
+        await supervisor.start()
+        answer = await supervisor.lifecycle.answer(Command(7, "scale", "a", {"min": 2, "max": 2}))
+        assert answer.status == 200
+        for config, replicas in ((None, 2), ({"replicas": 3}, 3), ({}, 1)):
+            assert await supervisor.told("reload", "a", config) == (200, "")
+            assert len(supervisor.sets["a"].ready) == replicas
 
     run(scenario)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
-from app.config import Server
+from app.config import Deployment, Server
 from app.control import ControlServer, Drained, SupervisorLink
 from app.gateway import create_app
 from app.models import Models
@@ -29,8 +30,8 @@ ASK = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [2]
 class Whole(Supervisor):
     """A supervisor with its control socket, and one gateway worker, all in this process."""
 
-    def __init__(self, folder: Path, **fields: Any) -> None:
-        super().__init__(one(**fields))
+    def __init__(self, folder: Path, *, allow_load: str = "settings", **fields: Any) -> None:
+        super().__init__(one(**fields), allow_load)
         self._path = folder / "control"
         self._control = ControlServer(self.lifecycle.answer)
         self.clients: dict[str, Client] = {}
@@ -45,8 +46,8 @@ class Whole(Supervisor):
     def _connect(self, name: str, route: ReplicaRoute) -> Client:
         return self.clients.setdefault(route.id, Client())
 
-    def launch(self, replicas: ReplicaSet, on_progress: Callable[[str], None]) -> Launched:
-        launched = super().launch(replicas, on_progress)
+    def launch(self, replicas: ReplicaSet, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
+        launched = super().launch(replicas, config, on_progress)
         self.launched[-1].signature = NUMBERS
         return launched
 
@@ -77,8 +78,9 @@ class Whole(Supervisor):
     def ask(self) -> asyncio.Task[httpx.Response]:
         return asyncio.create_task(self.http.post("/v2/models/a/infer", json=ASK))
 
-    async def command(self, action: str) -> httpx.Response:
-        return await self.http.post(f"/v2/repository/models/a/{action}")
+    async def command(self, action: str, parameters: dict[str, Any] | None = None) -> httpx.Response:
+        body = None if parameters is None else {"parameters": parameters}
+        return await self.http.post(f"/v2/repository/models/a/{action}", json=body)
 
     async def state(self) -> str:
         return str((await self.http.get("/v2/repository/index")).json()[0]["state"])
@@ -154,3 +156,65 @@ def test_a_refusal_has_the_supervisors_words() -> None:
         assert await whole.state() == "READY"
 
     run(scenario)
+
+
+def test_a_config_in_the_body_reaches_the_routes_of_the_workers() -> None:
+    async def scenario(whole: Whole) -> None:
+        answer = await whole.command("reload", {"config": '{"timeout_s": 3, "batching": {"max_queue_size": 1}}'})
+        assert (answer.status_code, answer.json()["state"]) == (200, "READY"), answer.text
+        rows = {"name": "x", "datatype": "FP32", "shape": [2, 1], "data": [2, 3]}
+        refused = await whole.http.post("/v2/models/a/infer", json={"inputs": [rows]})
+        assert (refused.status_code, "at most 1 rows (max_queue_size" in refused.json()["error"]) == (400, True)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("action", "parameters", "status", "told"),
+    [
+        (
+            "reload",
+            {"config": {"timeout_s": 3}},
+            400,
+            "parameters.config: expected a deployment's section as JSON text",
+        ),
+        ("reload", {"config": " " * 300_000}, 400, "at most 262144 characters"),
+        ("reload", {"config": "{"}, 400, "parameters.config: not valid JSON"),
+        (
+            "reload",
+            {"config": '{"timeout_s": 0}'},
+            400,
+            "`deployments.a.timeout_s`: input should be greater than 0, got 0",
+        ),
+        ("load", {"config": '{"timeout_s": 3}'}, 409, "expected reload"),
+        ("reload", {"config": '{"model": "os:system"}'}, 403, "server.allow_load is settings"),
+        ("reload", {"file:1/model.py": "aW1wb3J0IG9z"}, 400, "parameters.file:1/model.py: not supported"),
+        ("unload", {"config": "{}"}, 400, "parameters.config: unknown; unload has no such parameter"),
+        ("load", {"colour": 1}, 400, "parameters.colour: unknown"),
+    ],
+)
+def test_what_a_body_may_not_say(action: str, parameters: dict[str, Any], status: int, told: str) -> None:
+    async def scenario(whole: Whole) -> None:
+        answer = await whole.command(action, parameters)
+        assert (answer.status_code, told in answer.json()["error"]) == (status, True), answer.text
+        assert (await whole.state(), len(whole.launched)) == ("READY", 1)
+
+    run(scenario)
+
+
+def test_an_added_model_comes_and_goes_in_the_index() -> None:
+    async def scenario(whole: Whole) -> None:
+        async def names() -> list[str]:
+            return [entry["name"] for entry in (await whole.http.get("/v2/repository/index")).json()]
+
+        body = {"parameters": {"config": '{"model": "m:B"}'}}
+        answer = await whole.http.post("/v2/repository/models/b/load", json=body)
+        assert (answer.status_code, answer.json()["state"]) == (200, "READY"), answer.text
+        assert await names() == ["a", "b"]
+        assert (await whole.http.get("/v2/models/b/ready")).status_code == 200
+        assert (await whole.http.post("/v2/repository/models/b/unload")).status_code == 200
+        while await names() != ["a"]:  # noqa: ASYNC110 - the answer may be ahead of the table
+            await asyncio.sleep(0)
+        assert (await whole.http.get("/v2/models/b/ready")).status_code == 404
+
+    run(scenario, allow_load="any")

@@ -97,6 +97,26 @@ def test_a_pipeline_finds_its_steps_wherever_the_table_has_them() -> None:
     run(scenario)
 
 
+def test_a_name_that_becomes_another_kind_of_model_gets_another_dispatcher() -> None:
+    async def scenario(models: Models) -> None:
+        plain = models.get("plain")
+        as_graph = msgspec.structs.replace(PIPELINE, name="plain")
+        models.update(RoutingTable((PIPELINE, step("trunk"), step("head"), as_graph)))
+        assert isinstance(models.get("plain").dispatcher, GraphDispatcher)
+        with pytest.raises(Unavailable):  # the old one is closed
+            plain.dispatcher.check_ready()
+        models.update(TABLE)
+        assert isinstance(models.get("plain").dispatcher, Dispatcher)
+        again = models.get("plain")
+        models.update(TABLE)
+        assert models.get("plain") is again
+        models.update(RoutingTable((PIPELINE, step("trunk"), step("head"))))
+        with pytest.raises(NotFound):
+            models.get("plain")
+
+    run(scenario)
+
+
 def test_requests_of_pipelines_are_in_flight_until_they_are_answered() -> None:
     async def scenario(models: Models) -> None:
         assert models.is_idle

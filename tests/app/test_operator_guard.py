@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -85,14 +86,14 @@ class Asked:
     """A gateway whose supervisor notes what it is asked."""
 
     def __init__(self, *, is_local: bool = True) -> None:
-        self.commands: list[tuple[str, str]] = []
+        self.commands: list[tuple[str, str, dict[str, Any]]] = []
         self.answer = CommandAnswer(0, 200, {"name": "a", "state": "READY"})
         server = Server(access_log=False)
         app = create_app(Models(), server, repository_routes(self._command, OperatorGuard(is_local), server))
         self._transport = httpx.ASGITransport(app)
 
-    async def _command(self, action: str, model: str) -> CommandAnswer:
-        self.commands.append((action, model))
+    async def _command(self, action: str, model: str, arguments: Mapping[str, Any]) -> CommandAnswer:
+        self.commands.append((action, model, dict(arguments)))
         return self.answer
 
     def post(self, path: str, content: str = "", **headers: str) -> httpx.Response:
@@ -109,10 +110,26 @@ def test_a_command_goes_to_the_supervisor_and_its_answer_comes_back(action: str)
     asked = Asked()
     answer = asked.post(f"a.b/{action}")
     assert (answer.status_code, answer.json()) == (200, {"name": "a", "state": "READY"})
-    assert asked.commands == [(action, "a.b")]
+    assert asked.commands == [(action, "a.b", {})]
     asked.answer = CommandAnswer(0, 409, {"error": "no"})
     answer = asked.post(f"a.b/{action}", "{}")
     assert (answer.status_code, answer.json()) == (409, {"error": "no"})
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "arguments"),
+    [
+        ("a/load", '{"parameters": {"config": "{\\"replicas\\": 2}"}}', {"config": '{"replicas": 2}'}),
+        ("a/reload", '{"parameters": {"config": "{}"}}', {"config": "{}"}),
+        ("a/scale", '{"replicas": 3}', {"min": 3, "max": 3}),
+        ("a/scale", '{"min": 1, "max": 3}', {"min": 1, "max": 3}),
+        ("a/scale", '{"max": 2}', {"min": 1, "max": 2}),
+    ],
+)
+def test_what_a_command_takes_goes_with_it(path: str, content: str, arguments: dict[str, Any]) -> None:
+    asked = Asked()
+    assert asked.post(path, content).status_code == 200
+    assert asked.commands == [(path[2:], "a", arguments)]
 
 
 @pytest.mark.parametrize("action", ["load", "unload", "reload"])
@@ -129,9 +146,16 @@ def test_what_the_guard_refuses_never_reaches_the_supervisor(action: str) -> Non
 @pytest.mark.parametrize(
     ("path", "content", "named"),
     [
-        ("a/load", '{"parameters": {"config": "{}"}}', "config: not supported yet"),
-        ("a/load", '{"parameters": {"file:1/model.onnx": "aaaa"}}', "not supported yet"),
-        ("a/reload", '{"parameters": {"config": "{}"}}', "config: not supported yet"),
+        ("a/load", '{"parameters": {"config": {}}}', "config: expected a deployment's section as JSON text"),
+        ("a/load", '{"parameters": {"file:1/model.onnx": "aaaa"}}', "not supported"),
+        ("a/reload", '{"parameters": {"config": 1}}', "config: expected"),
+        ("a/unload", '{"parameters": {"config": "{}"}}', "config: unknown"),
+        ("a/scale", "", 'expected {"replicas": 3}'),
+        ("a/scale", '{"replicas": 0}', "expected 1 to 64"),
+        ("a/scale", '{"replicas": 65}', "expected 1 to 64"),
+        ("a/scale", '{"replicas": 2, "min": 1, "max": 2}', 'expected {"replicas": 3}'),
+        ("a/scale", '{"min": 3, "max": 2}', "min"),
+        ("a/scale", '{"replicas": "many"}', "replicas"),
         ("a/unload", '{"parameters": {"unload_dependents": true}}', "unload_dependents"),
         ("a/load", '{"parameters": {"unload_dependents": false}}', "unknown"),
         ("a/unload", '{"parameters": {"force": true}}', "force: unknown"),

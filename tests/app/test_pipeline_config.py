@@ -301,11 +301,11 @@ def test_a_step_has_what_the_pipeline_has_and_lays_its_own_over_it() -> None:
     content = {"deployments": {"p": {"pipeline": with_step(options={"k": 1}, **SETTINGS), **fields}}}
     found = read_config(content, source="t", environment={}, flags={}).all_deployments()
     trunk, head = found["p.trunk"], found["p.a"]
-    assert (trunk.batching.max_batch_size, trunk.environment, trunk.replicas) == (8, {"A": "0", "B": "2"}, 5)
+    assert (trunk.batching.max_batch_size, trunk.environment, trunk.replicas.min) == (8, {"A": "0", "B": "2"}, 5)
     assert (trunk.timeout_s, trunk.threads, trunk.device, trunk.options) == (3, 7, "auto", {})
     assert (head.batching.max_batch_size, head.batching.max_queue_size) == (4, 1024)  # replaced as a whole
     assert head.environment == {"A": "1", "B": "2"}  # merged
-    assert (head.replicas, head.device, head.threads, head.tensor_store) == (2, "cpu", 3, "off")
+    assert (head.replicas.max, head.device, head.threads, head.tensor_store) == (2, "cpu", 3, "off")
     assert (head.warmup_batch_sizes, head.load_timeout_s, head.python) == ((), 5, Path("bin/python"))
     assert (head.timeout_s, head.options) == (3, {"k": 1})
 

@@ -16,12 +16,17 @@ import pytest
 from app.children import Children
 from app.config import Deployment
 from app.control import Drained
-from app.errors import CallableFailed
+from app.errors import CallableFailed, NoRoom
 from app.group_memory import group_members
+from app.memory_budget import HOST as HOST_MEMORY
+from app.memory_budget import MemoryBudget
 from app.replica_host import Launched
+from app.replica_memory import ReplicaMemory
 from app.replica_process import GUARDIAN_LOST, ReplicaProcess
 from app.replica_set import ReplicaSet
 from app.routing import State
+from app.row_errors import unavailable
+from app.sections import ReplicaBounds
 
 HOST = """
 import json, os, signal, sys, time
@@ -41,10 +46,19 @@ signal.signal(signal.SIGTERM, end)
 if mode == "fails":
     say(event="failed", text="RuntimeError: no weights here")
     sys.exit(1)
+if mode == "segfaults":
+    import ctypes, faulthandler
+    faulthandler.enable()
+    ctypes.string_at(0)
+signature = {"name": "m", "inputs": [], "outputs": [], "max_batch_size": 1}
+if mode == "crashes":
+    open(folder + "/ready", "w").close()
+    say(event="ready", signature=signature, facts={"device": "cpu"})
+    print("\\nits last words", flush=True)
+    os._exit(3)
 taken = bytearray(b".") * 100_000_000
 os.fork()
 open(folder + "/ready", "w").close()
-signature = {"name": "m", "inputs": [], "outputs": [], "max_batch_size": 1}
 say(event="ready", signature=signature, facts={"device": "cpu"})
 while True:
     time.sleep(1000)
@@ -57,16 +71,17 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self.is_stopping = False
         self.start_slots = asyncio.Semaphore(2)
+        self.memory = ReplicaMemory()
         self.replicas: list[ReplicaProcess] = []
         self._children = Children()
         self._folder = folder
         self._tasks: set[asyncio.Task[None]] = set()
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._children.reap)
 
-    def launch(self, replicas: ReplicaSet, on_progress: Callable[[str], None]) -> Launched:
+    def launch(self, replicas: ReplicaSet, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
         number = len(self.replicas)
         replica = ReplicaProcess(
-            replicas.name, f"m-{number}", replicas.config, self._folder / f"r{number}", (),
+            replicas.name, f"m-{number}", config, self._folder / f"r{number}", (),
             on_progress=on_progress, on_log=print,
         )  # fmt: skip
         exited = self._children.follow(replica.start())
@@ -136,12 +151,38 @@ def test_unload_ends_the_whole_group_and_measures_it() -> None:
 def test_a_reload_has_both_for_a_while_and_then_only_the_new_one() -> None:
     async def scenario(host: Host, replicas: ReplicaSet) -> None:
         await replicas.load()
-        fresh = await replicas.start_fresh()
+        fresh = await replicas.start_fresh(replicas.config)
         old, new = (replica.group for replica in host.replicas)
         assert len(group_members({old, new})) == 4
         retired = await replicas.retire(replicas.switch(fresh))
         assert (retired.leftovers, group_members({old}), len(group_members({new}))) == ([], [], 2)
         assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-1"])
+
+    run(scenario)
+
+
+def test_replicas_are_added_while_what_they_really_take_fits_and_leave_nothing_when_they_go() -> None:
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        # A replica's two processes share 100 MB, which count once.
+        host.memory = ReplicaMemory(MemoryBudget({HOST_MEMORY: 290_000_000}))
+        await replicas.load()
+        await replicas.scale(ReplicaBounds(min=2, max=2))
+        assert list(replicas.ready) == ["m-0", "m-1"]
+        assert 200_000_000 < host.memory.budget.taken(HOST_MEMORY) < 290_000_000
+        with pytest.raises(NoRoom, match=r"no room for another replica of `m`: .* of the 277 MiB"):
+            await replicas.scale(ReplicaBounds(min=3, max=3))
+        with pytest.raises(NoRoom, match="expected `strategy: recreate`"):
+            await replicas.start_fresh(replicas.config)
+        assert (list(replicas.ready), len(host.replicas), replicas.bounds.max) == (["m-0", "m-1"], 2, 2)
+        leaving = host.replicas[1]
+        group = leaving.group
+        retired = await replicas.scale(ReplicaBounds(min=1, max=1))
+        assert retired is not None
+        assert (retired.leftovers, retired.warnings, group_members({group})) == ([], [], [])
+        assert retired.before.host_bytes - retired.after.host_bytes > 100_000_000
+        assert not leaving.directory.exists()
+        assert host.memory.budget.taken(HOST_MEMORY) < 150_000_000
+        assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-0"])
 
     run(scenario)
 
@@ -180,6 +221,41 @@ def test_a_replica_whose_guardian_is_killed_while_it_is_unloaded_leaves_nothing(
         assert not host.replicas[0].directory.exists()
 
     run(scenario)
+
+
+def test_crashes_in_a_row_end_in_failure_with_the_last_lines() -> None:
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        replicas.start()
+        while replicas.state is not State.FAILED:  # noqa: ASYNC110 - the host is told, not the test
+            await asyncio.sleep(0.01)
+        assert len(host.replicas) == 2
+        assert replicas.has_given_up
+        assert replicas.reason == (
+            "2 replicas were lost within crash_window_s = 300 s, the last: exited with status 3; the last lines of its "
+            "log: its last words"
+        )
+        client = unavailable(replicas.route(1)).message
+        assert client.endswith("the last: exited with status 3")
+
+    run(scenario, options={"mode": "crashes"}, max_crashes=2)
+
+
+def test_crashes_that_are_long_ago_do_not_count() -> None:
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        replicas.start()
+        while len(host.replicas) < 3:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+        assert replicas.state is not State.FAILED
+
+    run(scenario, options={"mode": "crashes"}, max_crashes=2, crash_window_s=0.3)
+
+
+def test_a_start_that_ends_without_a_word_is_told_with_the_last_lines() -> None:
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        with pytest.raises(CallableFailed, match=r"killed by SIGSEGV; .*: Fatal Python error: Segmentation fault \| "):
+            await replicas.load()
+
+    run(scenario, options={"mode": "segfaults"})
 
 
 def _parent(pid: int) -> int:

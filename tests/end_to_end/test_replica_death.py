@@ -24,6 +24,7 @@ WAYS = {
     "host-stopped": ("host", signal.SIGSTOP, 3.0),
     "triton-stopped": ("tritonserver", signal.SIGSTOP, 3.0),
     "stub-stopped": ("stub", signal.SIGSTOP, 3.0),
+    "guardian-stopped": ("guardian", signal.SIGSTOP, 3.0),
 }
 
 

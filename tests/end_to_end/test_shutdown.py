@@ -177,6 +177,20 @@ def test_a_gateway_worker_that_was_killed_is_replaced(pair: Running) -> None:
     wait_for(both_answer, 20, "both workers to answer")
 
 
+def test_a_gateway_worker_that_is_stopped_is_replaced_and_may_go_on_too_late(pair: Running) -> None:
+    before = pair.workers()
+    assert len(before) == 2
+    os.kill(before[0], signal.SIGSTOP)
+    stopped = time.monotonic()
+    wait_for(lambda: before[0] not in pair.workers(), 3, "the end of the one that is stopped")
+    assert time.monotonic() - stopped < 2.5
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(before[0], signal.SIGCONT)
+    wait_for(lambda: len(pair.workers()) == 2, 10, "another worker")
+    assert f"({before[0]}) is stopped: killing it" in pair.log.read_text()
+    assert sleep(pair, 0.0).status_code == 200
+
+
 def test_the_only_gateway_worker_that_was_killed_is_replaced(tmp_path: Path) -> None:
     with serve(slow(tmp_path / "marker")) as running:
         replica = running.replica_folder("slow")

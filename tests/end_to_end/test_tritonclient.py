@@ -159,6 +159,24 @@ class TestHealthAndMetadata:
         assert {"mirror", "tuned"} <= {model["name"] for model in index}
         assert {(model["version"], model["state"]) for model in index} == {("1", "READY")}
 
+    @pytest.mark.parametrize(
+        ("config", "status", "told"),
+        [
+            ('{"timeout_s": 3}', "409", "model `mirror` is READY: it is loaded already; expected reload"),
+            ('{"timeout_s": 0}', "400", "`deployments.mirror.timeout_s`: input should be greater than 0, got 0"),
+            ('{"backend": "python"}', "400", "`deployments.mirror.backend`: unknown field"),
+            ('{"model": "typed:Matrix"}', "403", "server.allow_load is settings"),
+        ],
+    )
+    def test_a_load_with_a_config(self, call: Call, config: str, status: str, told: str) -> None:
+        with pytest.raises(InferenceServerException) as caught:
+            call("load_model", "mirror", config=config)
+        assert (caught.value.status(), told in caught.value.message()) == (status, True), caught.value
+
+    def test_a_load_with_a_file(self, call: Call) -> None:
+        with pytest.raises(InferenceServerException, match=r"file:1/model\.py: not supported"):
+            call("load_model", "mirror", config="{}", files={"file:1/model.py": b"import os"})
+
     def test_inference_statistics_count_requests_and_rows(self, call: Call) -> None:
         def counts() -> tuple[int, int, int]:
             (model,) = call("get_inference_statistics", "matrix")["model_stats"]

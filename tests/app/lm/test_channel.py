@@ -24,6 +24,7 @@ from app.lm.channel import REMEMBERED_ENDS, Channel
 from app.lm.generation import SequenceSpec, Tokens
 from app.lm.request_run import RequestRun
 from app.lm.statistics import FinishRate, LmStatistics
+from app.metrics.recorder import recorder
 from inference.lm.protocol import Sampling
 from inference.lm.wire import Ending, Load, Open, Post, SequenceEvent
 from tests.app.lm.stand_in import UNKNOWN, Replica, event, run, settle, spec, until
@@ -34,7 +35,7 @@ class Line:
 
     def __init__(self, *, window: int = 16, renew_s: float = 60.0, lease_s: float = 60.0) -> None:
         self.replica = Replica()
-        self.statistics = LmStatistics()
+        self.statistics = LmStatistics(recorder().language_model("m"))
         self.ends: list[HeadwaterError] = []
         self._times = {"renew_s": renew_s, "lease_s": lease_s}
         self.channel = self._connect(window)

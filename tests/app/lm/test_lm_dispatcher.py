@@ -28,6 +28,7 @@ from app.lm import dispatcher as dispatcher_module
 from app.lm.channel import REMEMBERED_ENDS
 from app.lm.dispatcher import LmDispatcher
 from app.lm.generation import Generation
+from app.load_report import Moment
 from app.routing import State
 from inference.lm.wire import CancelRequest, Load, Open, Post, decode_message
 from inference.signature import LanguageModelSpec
@@ -179,6 +180,26 @@ def test_a_replica_that_refuses_gets_nothing_for_a_while_if_there_is_another(mon
         bench.dispatcher.open("later", [spec()])
         await settle()
         assert [submit.request_id for submit in a.submits.values()] == ["later"]
+
+    run(scenario)
+
+
+def test_what_there_is_to_do_is_told_in_sequences_of_this_worker_and_since_when_some_wait() -> None:
+    async def scenario() -> None:
+        bench = Bench("a", "b")
+        a, _ = bench.replicas.values()
+        assert bench.dispatcher.moment() == Moment(0, 0, 0, 0.0)
+        request = bench.dispatcher.open("first", [spec(), spec()])
+        bench.dispatcher.open("second", [spec()])
+        await settle()
+        assert bench.dispatcher.moment() == Moment(3, 3, 0, 0.0)
+        a.say(event(0, 0, [1]), load=Load(4, 2, 30))
+        await request.news()
+        assert bench.dispatcher.moment() == Moment(3, 3, 2, 0.0)  # looked at for the first time
+        await until(lambda: bench.dispatcher.moment().wait_s > 0.01)
+        a.say(event(0, 1, [1]), load=Load(6, 0, 30))
+        await request.news()
+        assert bench.dispatcher.moment() == Moment(3, 3, 0, 0.0)
 
     run(scenario)
 

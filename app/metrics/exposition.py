@@ -1,0 +1,130 @@
+"""The text of a scrape. Imported with the first of them: the Prometheus client takes memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.metrics.catalogue import CATALOGUE, Series
+from app.metrics.processes import process_use
+from app.metrics.totals import Totals
+
+__all__ = ["ReplicaText", "exposition"]
+
+OWN_PREFIX = "nv_"
+
+
+class ReplicaText(NamedTuple):
+    """What a replica's Triton says of itself."""
+
+    deployment: str
+    replica: str
+    text: str
+    """In Prometheus' text format."""
+
+
+def exposition(totals: Totals, replicas: Sequence[ReplicaText], accept: str) -> tuple[bytes, str]:
+    """The answer to a scrape, and its media type.
+
+    Args:
+        totals: what was counted.
+        replicas: what their Tritons say.
+        accept: the request's header; OpenMetrics is what it must ask for.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Scrape(totals, replicas))
+    encode, media_type = choose_encoder(accept)
+    return encode(registry), media_type
+
+
+class _Scrape:
+    """A collector of one scrape."""
+
+    def __init__(self, totals: Totals, replicas: Sequence[ReplicaText]) -> None:
+        self._totals = totals
+        self._replicas = replicas
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is known before it is collected."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All series."""
+        by_name: dict[str, list[tuple[tuple[str, ...], list[int]]]] = {}
+        for key, numbers in sorted(self._totals.records.items()):
+            by_name.setdefault(key.name, []).append((key.labels, numbers))
+        processes = _processes(self._totals.pids)
+        for series in CATALOGUE.values():
+            if series.name in processes:
+                yield _family(series, processes[series.name])
+            elif series.kind == "histogram":
+                yield _histograms(series, by_name.get(series.name, ()))
+            else:
+                found = by_name.get(series.name, ())
+                yield _family(series, [(labels, numbers[0] * series.scale) for labels, numbers in found])
+        yield from _tritons(self._replicas)
+
+
+def _family(series: Series, values: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    kind = CounterMetricFamily if series.kind == "counter" else GaugeMetricFamily
+    family = kind(series.name, series.help, labels=series.labels)
+    for labels, value in values:
+        family.add_metric(labels, value)
+    return family
+
+
+def _histograms(series: Series, records: Iterable[tuple[Sequence[str], list[int]]]) -> Metric:
+    family = HistogramMetricFamily(series.name, series.help, labels=series.labels)
+    bounds = [str(float(f"{bound * series.scale:.10g}")) for bound in series.bounds]
+    for labels, numbers in records:
+        buckets = []
+        count = 0
+        for bound, number in zip([*bounds, "+Inf"], numbers, strict=False):
+            count += number
+            buckets.append((bound, count))
+        family.add_metric(labels, buckets, numbers[-1] * series.scale)
+    return family
+
+
+def _processes(pids: Mapping[str, int]) -> dict[str, list[tuple[Sequence[str], float]]]:
+    values: dict[str, list[tuple[Sequence[str], float]]] = {
+        name: [] for name, series in CATALOGUE.items() if series.labels == ("process",)
+    }
+    for name, pid in sorted(pids.items()):
+        use = process_use(pid)
+        if use is None:
+            continue
+        for series, value in (
+            ("process_resident_memory_bytes", use.resident_bytes),
+            ("process_cpu_seconds", use.cpu_s),
+            ("process_open_fds", use.open_fds),
+            ("process_threads", use.threads),
+            ("process_start_time_seconds", use.started_s),
+        ):
+            values[series].append(((name,), value))
+    return values
+
+
+def _tritons(replicas: Iterable[ReplicaText]) -> Iterator[Metric]:
+    """Triton's own series under their own names, with two more labels."""
+    found: dict[str, Metric] = {}
+    for one in replicas:
+        added = {"deployment": one.deployment, "replica": one.replica}
+        with contextlib.suppress(ValueError):  # cut off, or no such text: what came before it stands
+            for family in text_string_to_metric_families(one.text):
+                if not family.name.startswith(OWN_PREFIX):
+                    continue
+                # Its counters don't end in `_total`, as those of that type must, and the parser adds it.
+                is_plain = family.type == "counter" and f"\n{family.name}_total" not in one.text
+                kind = "unknown" if is_plain else family.type
+                known = found.setdefault(family.name, Metric(family.name, family.documentation, kind))
+                for sample in family.samples:
+                    name = family.name if is_plain else sample.name
+                    known.add_sample(name, {**sample.labels, **added}, sample.value)
+    yield from found.values()

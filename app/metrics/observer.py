@@ -1,0 +1,129 @@
+"""What the supervisor sees of deployments, replicas and gateway workers, for the scrapes that workers answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from app.metrics.ledger import Ledger
+from app.metrics.processes import group_uses
+from app.metrics.recorder import recorder, use
+from app.metrics.store import Key
+from app.routing import State
+
+__all__ = ["MEASURE_EVERY_S", "DeploymentView", "Observer", "ReplicaView"]
+
+logger = logging.getLogger("headwater")
+
+MEASURE_EVERY_S: Final = 5.0
+
+
+class DeploymentView(NamedTuple):
+    """One deployment."""
+
+    name: str
+    state: State
+    ready: int = 0
+    """Replicas."""
+    wanted: int = 0
+
+
+class ReplicaView(NamedTuple):
+    """One replica that has not ended."""
+
+    deployment: str
+    id: str
+    group: int
+    """Of its processes; 0: none yet."""
+
+
+class Observer:
+    """Counts what the supervisor sees, and says how it is now.
+
+    Args:
+        folder: for the files, to be made; None: nobody asks, and it counts in memory.
+
+    Raises:
+        OSError: it can't be made.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._ledger = Ledger(folder) if folder is not None else None
+        if self._ledger is not None:
+            use(self._ledger.store)
+        self._workers: dict[int, Path] = {}
+        self._states: dict[str, State] = {}
+        self._deployments: dict[Key, int] = {}
+        self._replicas: dict[Key, int] = {}
+
+    def start_worker(self, index: int) -> str:
+        """A gateway worker is about to start, in this place. Returns the path of the file that it counts in.
+
+        Raises:
+            OSError: it can't be made.
+        """
+        self.end_worker(index)  # of one that could not be started
+        if self._ledger is None:
+            return ""
+        path = self._workers[index] = self._ledger.add_worker(index)
+        return str(path)
+
+    def end_worker(self, index: int) -> None:
+        """The gateway worker in this place has ended, or there was none."""
+        path = self._workers.pop(index, None)
+        if self._ledger is None or path is None:
+            return
+        lost = self._ledger.end_worker(path)
+        if lost:
+            logger.error("gateway worker %d: %d requests were lost with it", index, lost)
+
+    def see_deployments(self, views: Iterable[DeploymentView]) -> None:
+        """All deployments, whenever one of them has changed: each change of a state is counted once."""
+        values: dict[Key, int] = {}
+        states: dict[str, State] = {}
+        for view in views:
+            before = self._states.get(view.name, view.state)
+            if view.state is not before:
+                name = "headwater_deployment_state_transitions"
+                recorder().count(name, view.name, before.value, view.state.value)
+            states[view.name] = view.state
+            for state in State:
+                key = Key("headwater_deployment_state", (view.name, state.value))
+                values[key] = int(state is view.state)
+            values[Key("headwater_replicas_ready", (view.name,))] = view.ready
+            values[Key("headwater_replicas_wanted", (view.name,))] = view.wanted
+        self._states = states
+        if values != self._deployments:
+            self._deployments = values
+            self._write()
+
+    def see_replicas(self, views: Iterable[ReplicaView]) -> None:
+        """Measure what all replicas have of the machine; takes a millisecond or more."""
+        replicas = [view for view in views if view.group]
+        uses = group_uses({view.group for view in replicas})
+        values: dict[Key, int] = {}
+        for view in replicas:
+            used = uses[view.group]
+            labels = view.deployment, view.id
+            values[Key("headwater_replica_threads", labels)] = used.threads
+            values[Key("headwater_replica_resident_memory_bytes", labels)] = used.resident_bytes
+            if used.gpu_bytes is not None:
+                values[Key("headwater_replica_gpu_memory_bytes", labels)] = used.gpu_bytes
+        self._replicas = values
+
+    async def watch(self, replicas: Callable[[], Iterable[ReplicaView]]) -> None:
+        """Measure every few seconds, for ever; nothing, if nobody asks."""
+        while self._ledger is not None:
+            try:
+                await asyncio.to_thread(self.see_replicas, list(replicas()))
+            except (OSError, ValueError, IndexError) as error:  # nobody is served worse for it
+                logger.error("metrics: replicas can't be measured: %s", error)
+            self._write()
+            await asyncio.sleep(MEASURE_EVERY_S)
+
+    def _write(self) -> None:
+        if self._ledger is not None:
+            self._ledger.write_state({**self._deployments, **self._replicas})

@@ -1,0 +1,192 @@
+"""Where the code counts: one recorder a process, which knows the series of each deployment.
+
+A gateway worker and the supervisor give it a file as they start (`use`); until then, and in tests, it counts in memory.
+Objects that count often keep the meter that they are given.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from app.errors import Cancelled, HeadwaterError, ReaderTooSlow
+from app.metrics.catalogue import Outcome, Phase, Route
+from app.metrics.instruments import Counter, Gauge, Histogram, Requests
+from app.metrics.store import Snapshot, Store
+
+__all__ = ["DeploymentMeter", "LanguageModelMeter", "Recorder", "outcome_of", "outcome_of_status", "recorder", "use"]
+
+ABORTED: Final = 499
+"""What stands for the status of an answer whose client went away."""
+_BY_STATUS: Final[dict[int, Outcome]] = {429: "shed", ABORTED: "cancelled", 503: "unavailable", 504: "timeout"}
+
+
+def outcome_of(error: HeadwaterError) -> Outcome:
+    """The outcome of a request that ended with an error."""
+    if isinstance(error, (Cancelled, ReaderTooSlow)):
+        return "cancelled"
+    return outcome_of_status(error.status)
+
+
+def outcome_of_status(status: int) -> Outcome:
+    """The outcome of a request that was answered with a status."""
+    if status < 400:
+        return "ok"
+    return _BY_STATUS.get(status) or ("client_error" if status < 500 else "failed")
+
+
+class DeploymentMeter:
+    """Of one deployment that is called with tensors."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self._name = name
+        self.rows = Counter(store, "headwater_rows", name)
+        self.batch_rows = Histogram(store, "headwater_batch_rows", name)
+        self.batch_capacity_rows = Counter(store, "headwater_batch_capacity_rows", name)
+        self.compute = Counter(store, "headwater_compute_seconds", name)
+        self.retries = Counter(store, "headwater_retries", name)
+        self.quarantined = Counter(store, "headwater_quarantined", name)
+        self.queue_rows = Gauge(store, "headwater_queue_rows", name)
+        self._queue = self._phase("queue")
+        self._batch_wait = self._phase("batch_wait")
+        self._transport = self._phase("transport")
+        self._compute = self._phase("compute")
+        self.serialise = self._phase("serialise")
+        """Of requests' bodies and of answers', each request once."""
+        self._heads: dict[str, tuple[Histogram, dict[Outcome, Counter]]] = {}
+
+    def _phase(self, phase: Phase) -> Histogram:
+        return Histogram(self._store, "headwater_request_phase_seconds", self._name, phase)
+
+    def note_request(
+        self, rows: int, waited_ns: int, batch_wait_ns: int, compute_ns: int, transport_ns: int | None
+    ) -> None:
+        """A request was answered.
+
+        Args:
+            rows: it had.
+            waited_ns: until its last call began.
+            batch_wait_ns: how much of that was for company, with a replica at hand.
+            compute_ns: what the callable took.
+            transport_ns: the rest of the time until its answer was here; None: the answer is a stream, and took as
+                long as its reader did.
+        """
+        self.rows.add(rows)
+        self._queue.observe(waited_ns - batch_wait_ns)
+        self._batch_wait.observe(batch_wait_ns)
+        self._compute.observe(compute_ns)
+        if transport_ns is not None:
+            self._transport.observe(transport_ns)
+
+    def note_call(self, rows: int, capacity_rows: int, compute_ns: int) -> None:
+        """A replica has answered a call, which had room for so many rows."""
+        self.batch_rows.observe(rows)
+        self.batch_capacity_rows.add(capacity_rows)
+        self.compute.add(compute_ns)
+
+    def note_head(self, head: str, error: HeadwaterError | None, took_ms: float) -> None:
+        """A head of a pipeline has said its last of a request."""
+        self._end_head(head, "ok" if error is None else outcome_of(error), took_ms)
+
+    def leave_head(self, head: str) -> None:
+        """Nobody waits any more for what a head would say."""
+        self._end_head(head, "cancelled", None)
+
+    def _end_head(self, head: str, outcome: Outcome, took_ms: float | None) -> None:
+        found = self._heads.get(head)
+        if found is None:
+            found = self._heads[head] = Histogram(self._store, "headwater_head_seconds", self._name, head), {}
+        seconds, results = found
+        counter = results.get(outcome)
+        if counter is None:
+            counter = results[outcome] = Counter(self._store, "headwater_head_results", self._name, head, outcome)
+        counter.add()
+        if outcome == "ok" and took_ms is not None:
+            seconds.observe(int(took_ms * 1_000_000))
+
+
+class LanguageModelMeter:
+    """Of one language model."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.first_token = Histogram(store, "headwater_time_to_first_token_seconds", name)
+        self.inter_token = Histogram(store, "headwater_inter_token_seconds", name)
+        self.prompt_tokens = Counter(store, "headwater_prompt_tokens", name)
+        self.generated_tokens = Counter(store, "headwater_generated_tokens", name)
+        self.contract_violations = Counter(store, "headwater_contract_violations", name)
+        self.active = Gauge(store, "headwater_active_sequences", name)
+        self.waiting = Gauge(store, "headwater_waiting_sequences", name)
+        self.cache_used = Gauge(store, "headwater_cache_used_tokens", name)
+        self.cache_limit = Gauge(store, "headwater_cache_limit_tokens", name)
+
+
+class Recorder:
+    """Counts in a store. Not from several threads.
+
+    Args:
+        store: where to.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._deployments: dict[str, DeploymentMeter] = {}
+        self._language_models: dict[str, LanguageModelMeter] = {}
+        self._requests: dict[tuple[str, str], Requests] = {}
+        self._counters: dict[tuple[str, ...], Counter] = {}
+        self._http: dict[tuple[str, int], Counter] = {}
+
+    def deployment(self, name: str) -> DeploymentMeter:
+        """The meter of a deployment that is called with tensors."""
+        found = self._deployments.get(name)
+        if found is None:
+            found = self._deployments[name] = DeploymentMeter(self._store, name)
+        return found
+
+    def language_model(self, name: str) -> LanguageModelMeter:
+        """The meter of a language model."""
+        found = self._language_models.get(name)
+        if found is None:
+            found = self._language_models[name] = LanguageModelMeter(self._store, name)
+        return found
+
+    def requests(self, deployment: str, route: Route) -> Requests:
+        """The count of requests for a deployment over a route."""
+        found = self._requests.get((deployment, route))
+        if found is None:
+            found = self._requests[deployment, route] = Requests(self._store, deployment, route)
+        return found
+
+    def http_requests(self, route: str, status: int) -> Counter:
+        """The count of HTTP requests for a route's path, such as ``/v2/models/{model}``, by class of the status."""
+        found = self._http.get((route, status))
+        if found is None:
+            kind = "aborted" if status == ABORTED else f"{status // 100}xx"
+            found = self._http[route, status] = Counter(self._store, "headwater_http_requests", route, kind)
+        return found
+
+    def count(self, name: str, *labels: str) -> None:
+        """Count one, of what is not counted often."""
+        key = (name, *labels)
+        counter = self._counters.get(key)
+        if counter is None:
+            counter = self._counters[key] = Counter(self._store, name, *labels)
+        counter.add()
+
+    def snapshot(self) -> Snapshot:
+        """What was counted."""
+        return self._store.snapshot()
+
+
+_current: Recorder | None = None
+
+
+def recorder() -> Recorder:
+    """This process's."""
+    return _current if _current is not None else use(Store())
+
+
+def use(store: Store) -> Recorder:
+    """Count in this store from now on; what has its meter already goes on with that."""
+    global _current
+    _current = Recorder(store)
+    return _current

@@ -1,0 +1,177 @@
+"""Numbers in a file that other processes read while they change, and that outlives who counts.
+
+A file is an array of int64 slots, mapped into memory: to count is to add to a slot, without a system call. Slot 0 says
+how many slots are used, slot 1 whose process it is. Behind them come records, each of them:
+
+    slots of the whole record; bytes of its key; the key, padded to whole slots; its numbers
+
+A key is the JSON of a series' name and the values of its labels. Records are appended and never moved, and a record can
+be read as soon as slot 0 covers it: what a process wrote before it was killed is whole. A reader takes the slots in
+ascending order.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+__all__ = ["Key", "Snapshot", "Store", "read_store"]
+
+logger = logging.getLogger("headwater.metrics")
+
+SLOT_BYTES: Final = 8
+SIZE_BYTES: Final = 32 * 1024 * 1024
+"""Of the mapping. Only what is used takes memory and disk."""
+GROWTH_BYTES: Final = 64 * 1024
+"""What is asked of the disk at once. A page that the disk has no room for would kill whoever writes to it."""
+_USED: Final = 0
+_PID: Final = 1
+_HEAD_SLOTS: Final = 2
+
+
+class Key(NamedTuple):
+    """What a record counts."""
+
+    name: str
+    """A series of `app.metrics.catalogue`."""
+    labels: tuple[str, ...]
+    """Their values, in the catalogue's order."""
+
+
+class Snapshot(NamedTuple):
+    """What a file said at a time."""
+
+    pid: int
+    records: dict[Key, list[int]]
+
+
+class Store:
+    """Where one process counts.
+
+    Args:
+        path: of the file, as `create` makes it; None: memory that nobody else sees.
+        pid: of the process that counts; default: this one.
+    """
+
+    def __init__(self, path: Path | None = None, *, pid: int | None = None) -> None:
+        self._fd = -1
+        if path is None:
+            mapped = mmap.mmap(-1, SIZE_BYTES)
+            self._room = SIZE_BYTES // SLOT_BYTES
+        else:
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            mapped = mmap.mmap(self._fd, SIZE_BYTES)
+            self._room = GROWTH_BYTES // SLOT_BYTES
+        self.slots = memoryview(mapped).cast("q")
+        self._records: dict[Key, int] = {}
+        self._is_full = False
+        self.slots[_PID] = os.getpid() if pid is None else pid
+        self.slots[_USED] = _HEAD_SLOTS
+
+    @staticmethod
+    def create(path: Path) -> None:
+        """Make an empty file.
+
+        Raises:
+            OSError: it can't be made, or the disk is full.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, SIZE_BYTES)
+            os.posix_fallocate(fd, 0, GROWTH_BYTES)
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(fd)
+
+    def record(self, key: Key, numbers: int) -> int:
+        """The slot of a record's first number; the record is appended, with zeros, if it isn't there.
+
+        If there is no room for it, it is counted where nobody reads it.
+        """
+        found = self._records.get(key)
+        if found is None:
+            found = self._records[key] = self._append(key, numbers)
+        return found
+
+    def close(self) -> None:
+        """Let the file go; nothing may be counted any more."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _append(self, key: Key, numbers: int) -> int:
+        name = json.dumps([key.name, *key.labels], separators=(",", ":")).encode()
+        name_slots = -(-len(name) // SLOT_BYTES)
+        begin = self.slots[_USED]
+        first = begin + 2 + name_slots
+        if not self._has_room(first + numbers):
+            return self._room - numbers if self._fd >= 0 else len(self.slots) - numbers
+        self.slots[begin] = 2 + name_slots + numbers
+        self.slots[begin + 1] = len(name)
+        self.slots[begin + 2 : first] = memoryview(name.ljust(name_slots * SLOT_BYTES)).cast("q")
+        self.slots[_USED] = first + numbers
+        return first
+
+    def _has_room(self, used: int) -> bool:
+        """Whether so many slots may be used; a few hundred behind them are kept for what has no room."""
+        used += GROWTH_BYTES // SLOT_BYTES // 8
+        if used <= self._room:
+            return True
+        if self._is_full:
+            return False
+        try:
+            if used > len(self.slots):
+                raise OSError("too many series")
+            os.posix_fallocate(self._fd, 0, self._room * SLOT_BYTES + GROWTH_BYTES)
+        except OSError as error:
+            self._is_full = True
+            logger.error("metrics: there is no room for new series, which are not counted: %s", error)
+            return False
+        self._room += GROWTH_BYTES // SLOT_BYTES
+        return True
+
+    def snapshot(self) -> Snapshot:
+        """What it says now."""
+        return _snapshot(self.slots)
+
+
+def read_store(path: Path) -> Snapshot:
+    """What a file says now, whoever is counting in it.
+
+    Raises:
+        OSError: it isn't there.
+    """
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), SIZE_BYTES, access=mmap.ACCESS_READ) as mapped:
+        view = memoryview(mapped)
+        slots = view.cast("q")
+        try:
+            return _snapshot(slots)
+        finally:
+            slots.release()
+            view.release()
+
+
+def _snapshot(slots: memoryview) -> Snapshot:
+    used = slots[_USED]
+    with slots[:used] as part:
+        numbers = part.tolist()
+        raw = part.tobytes()
+    return Snapshot(numbers[_PID] if used else 0, dict(_records(numbers, raw)))
+
+
+def _records(numbers: list[int], raw: bytes) -> Iterator[tuple[Key, list[int]]]:
+    at = _HEAD_SLOTS
+    while at < len(numbers):
+        size, name_bytes = numbers[at], numbers[at + 1]
+        begin = (at + 2) * SLOT_BYTES
+        name, *labels = json.loads(raw[begin : begin + name_bytes])
+        first = at + 2 - (-name_bytes // SLOT_BYTES)
+        yield Key(name, tuple(labels)), numbers[first : at + size]
+        at += size

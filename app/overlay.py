@@ -1,0 +1,147 @@
+"""A configuration that comes with a load or reload: a deployment's section, laid over the one in the server's file."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from app.config import Config, read_config
+from app.errors import BadRequest, ConfigError, Forbidden
+from app.sections import Section
+
+__all__ = ["CODE_FIELDS", "FIELD", "MAX_CONFIG_BYTES", "check_allowed", "lay_over", "parse_overlay"]
+
+FIELD: Final = "parameters.config"
+"""Where it stands in a request's body."""
+MAX_CONFIG_BYTES: Final = 256 * 1024
+MAX_DEPTH: Final = 32
+CODE_FIELDS: Final = frozenset({"model", "pipeline", "options", "environment", "python"})
+"""Fields of a deployment that choose what is executed, or what it is given: whoever sets them can run any code."""
+
+
+def parse_overlay(text: object) -> dict[str, Any]:
+    """Read the text of a configuration.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    if not isinstance(text, str):
+        raise _wrong(f"expected a deployment's section as JSON text, got {_kind(text)}")
+    if len(text) > MAX_CONFIG_BYTES:
+        raise _wrong(f"expected at most {MAX_CONFIG_BYTES} characters, got {len(text)}")
+    try:
+        fields = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(f"not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise _wrong(f"expected an object with a deployment's fields, got {_kind(fields)}")
+    _check_depth(fields, MAX_DEPTH)
+    return fields
+
+
+def check_allowed(config: Config, name: str, fields: dict[str, Any]) -> None:
+    """See whether the server's ``allow_load`` lets these fields be loaded under that name.
+
+    Args:
+        config: the configuration that the server was started with.
+        name: the deployment's.
+        fields: what is laid over its section.
+
+    Raises:
+        Forbidden: it doesn't.
+    """
+    allowed = config.server.allow_load
+    if allowed == "never":
+        raise Forbidden(
+            f"{FIELD}: expected none, since server.allow_load is never: models are loaded as the server's "
+            "configuration has them",
+            field=FIELD,
+        )
+    if allowed == "any":
+        return
+    mend = "set it in the server's configuration, or set server.allow_load to any there"
+    if name not in config.deployments:
+        shown = name if len(name) <= 100 else name[:97] + "..."
+        raise Forbidden(
+            f"model {shown!r}: the server's configuration doesn't name it, and server.allow_load is settings, which "
+            f"lets no other model in; {mend}",
+            field=FIELD,
+        )
+    for field in fields:
+        if field in CODE_FIELDS:
+            raise Forbidden(
+                f"{FIELD}.{field}: it chooses what is executed, and server.allow_load is settings; {mend}", field=FIELD
+            )
+
+
+def lay_over(first: Config, now: Config, name: str, fields: dict[str, Any]) -> Config:
+    """The configuration as it is with these fields laid over a deployment's section.
+
+    Sections are merged, other values replaced; null takes a field's default.
+
+    Args:
+        first: the configuration that the server was started with; its section is what is laid over.
+        now: the one that holds now, for all other deployments.
+        name: the deployment's; one that ``first`` doesn't have gets these fields only.
+        fields: from `parse_overlay`.
+
+    Raises:
+        BadRequest: a field is wrong; the message is as for a file.
+    """
+    configured = first.deployments.get(name)
+    section = _merged(_given(configured) if configured is not None else {}, fields)
+    content = {"server": now.server, "deployments": {**now.deployments, name: section}}
+    try:
+        return read_config(content, source=FIELD, environment={}, flags={})
+    except ConfigError as error:
+        raise BadRequest(str(error), field=FIELD) from None
+
+
+def _given(section: Section) -> dict[str, Any]:
+    """What was set in a section; others in it stay what they are."""
+    return {name: getattr(section, name) for name in type(section).model_fields if name in section.model_fields_set}
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in over.items():
+        before = merged.get(name)
+        if isinstance(before, Section):
+            before = _given(before)
+        if value is None:
+            merged.pop(name, None)
+        elif isinstance(value, dict) and isinstance(before, dict):
+            merged[name] = _merged(before, value)
+        else:
+            merged[name] = value
+    return merged
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"`{twice[:100]}` stands twice in one object")
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number in JSON")
+
+
+def _check_depth(value: object, left: int) -> None:
+    if isinstance(value, (dict, list)):
+        if not left:
+            raise _wrong(f"expected at most {MAX_DEPTH} levels of nesting, got more")
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_depth(item, left - 1)
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _wrong(text: str) -> BadRequest:
+    return BadRequest(f"{FIELD}: {text}", field=FIELD)

@@ -1,0 +1,32 @@
+"""A process as the kernel tells of it. Imports the standard library only; see `app.guardian`."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+__all__ = ["BAD_STATES", "ProcessStat", "process_stat"]
+
+BAD_STATES: Final = {"T": "is stopped", "t": "is stopped", "Z": "has ended", "X": "has ended", "": "has ended"}
+"""What it means that a process is in one of these states, if it stays so."""
+
+
+class ProcessStat(NamedTuple):
+    """From /proc/<pid>/stat."""
+
+    name: str
+    state: str
+    """One letter."""
+    parent: int
+    group: int
+
+
+def process_stat(pid: int | str) -> ProcessStat | None:
+    """What a process is and does now; None if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    name = text[text.index("(") + 1 : text.rindex(")")]
+    fields = text[text.rindex(")") + 2 :].split()
+    return ProcessStat(name, fields[0], int(fields[1]), int(fields[2]))

@@ -1,0 +1,33 @@
+"""One replica as a dispatcher has it: how to reach it, and what it has been given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from app.batching import Item
+from app.routing import ReplicaRoute
+from app.triton_client import FrameReplicaClient, ReplicaClient
+
+__all__ = ["ReplicaCalls"]
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaCalls:
+    """A replica and the calls that it has."""
+
+    route: ReplicaRoute
+    client: ReplicaClient | FrameReplicaClient
+    calls: int = 0
+    rows: int = 0
+    """Outstanding."""
+    batches: dict[int, list[Item]] = field(default_factory=dict)
+    """Under way, by identity."""
+    is_retiring: bool = False
+    """Others have replaced it: it gets no call any more, and finishes those that it has."""
+    is_lost: bool = False
+    """It failed as a whole; it gets no call any more, and the supervisor will take it from the table."""
+
+    @property
+    def is_able(self) -> bool:
+        """Whether it gets calls."""
+        return not self.is_lost and not self.is_retiring

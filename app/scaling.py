@@ -1,0 +1,153 @@
+"""How many replicas a load takes: one decision a tick, from what was seen since the last. No clock and no I/O.
+
+Up by one when rows have waited longer than they should, or waited while the replicas computed nearly all the time, at
+every tick for ``up_after_s``. Down by one when what there was to do for ``down_after_s`` would have fit on one replica
+less, in one of two ways:
+
+- the rest would have computed less than ``utilization.low`` of their time, and kept the wait below its target, if waits
+  grow as replicas get fewer; or
+- there were never more requests at once than the rest compute at once, so that none would have waited. That is a client
+  which asks one thing after the other: it keeps a replica busy all the time, and needs no second one.
+
+Between these lie loads that change nothing. What is left is a load for which both are wrong, because its waits grow
+faster than that: a step down that had to be taken back is not taken again until there is clearly less to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from app.sections import ReplicaBounds, Scaling
+
+__all__ = ["Demand", "ScalingPolicy"]
+
+CLEARLY_LESS: Final = 0.7
+"""Of a load that a number of replicas was too few for: they are tried again below this part of it."""
+REGRET_AFTER: Final = 2.0
+"""A step up within this many ``down_after_s`` of a step down takes that back."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a deployment had to do since the last tick, over all gateway workers."""
+
+    waiting: int = 0
+    """Rows, or of a language model sequences, that wait now."""
+    wait_s: float = 0.0
+    """The longest that one of them has been seen to wait."""
+    busy: float = 0.0
+    """How many replicas' worth of computing there was, on average; at most as many as there are."""
+    peak: float = 0.0
+    """Most requests that were under way at once, in what one replica computes at once."""
+
+
+class ScalingPolicy:
+    """Decides for one deployment.
+
+    Args:
+        scaling: when to act.
+        delay_s: how long rows wait on purpose.
+    """
+
+    def __init__(self, scaling: Scaling, delay_s: float = 0.0) -> None:
+        self._scaling = scaling
+        self._target_s = scaling.queue_wait_ms / 1000 + delay_s
+        self._up_since_s: float | None = None
+        self._up_busy = 0.0
+        """Most of `Demand.busy` since then."""
+        self._quiet_since_s: float | None = None
+        self._busy_s = 0.0
+        """Integral of `Demand.busy` since then."""
+        self._wait_s = 0.0
+        self._peak = 0.0
+        """Largest since then."""
+        self._last_s: float | None = None
+        self._went_down: tuple[float, int] | None = None
+        """When a step down was taken last, and to how many."""
+        self._too_few: tuple[int, float] | None = None
+        """So many replicas were too few for such a load."""
+
+    def wanted(self, now_s: float, demand: Demand, count: int, *, ready: int, bounds: ReplicaBounds) -> int:
+        """How many replicas there should be: ``count``, or one more or less, and always within the bounds.
+
+        Args:
+            now_s: on any steady clock.
+            demand: since the last call.
+            count: how many there should be up to now.
+            ready: how many of these serve; while they aren't all, load says little.
+            bounds: of the answer.
+        """
+        elapsed_s = 0.0 if self._last_s is None else max(0.0, now_s - self._last_s)
+        self._last_s = now_s
+        inside = min(max(count, bounds.min), bounds.max)
+        if inside != count or ready != count:
+            self._forget(now_s)
+            return inside
+        if self._is_too_much(demand, count):
+            self._forget_quiet(now_s)
+            if self._up_since_s is None:
+                self._up_since_s, self._up_busy = now_s, 0.0
+            self._up_busy = max(self._up_busy, demand.busy)
+            if now_s - self._up_since_s >= self._scaling.up_after_s and count < bounds.max:
+                self._note_up(now_s, count)
+                self._forget(now_s)
+                return count + 1
+            return count
+        self._up_since_s = None
+        if self._quiet_since_s is None:
+            self._forget_quiet(now_s)
+        self._busy_s += demand.busy * elapsed_s
+        self._wait_s = max(self._wait_s, demand.wait_s)
+        self._peak = max(self._peak, demand.peak)
+        assert self._quiet_since_s is not None
+        seen_s = now_s - self._quiet_since_s
+        if seen_s < self._scaling.down_after_s or count <= bounds.min:
+            if seen_s >= self._scaling.down_after_s:
+                self._forget_quiet(now_s)
+            return count
+        busy = self._busy_s / seen_s
+        if self._fits(busy, count - 1, count):
+            self._went_down = now_s, count - 1
+            self._forget(now_s)
+            return count - 1
+        self._forget_quiet(now_s)
+        return count
+
+    @property
+    def is_content(self) -> bool:
+        """Whether there was not too much to do when it was asked last."""
+        return self._up_since_s is None
+
+    def _is_too_much(self, demand: Demand, count: int) -> bool:
+        if demand.wait_s > self._target_s:
+            return True
+        return demand.waiting > 0 and demand.busy > self._scaling.utilization.high * count
+
+    def _fits(self, busy: float, fewer: int, count: int) -> bool:
+        """Whether what was seen would fit on so many."""
+        if self._too_few is not None:
+            least, load = self._too_few
+            if fewer <= least and busy >= CLEARLY_LESS * load:
+                return False
+            if fewer <= least:
+                self._too_few = None
+        if self._peak <= fewer:
+            return True
+        return busy <= self._scaling.utilization.low * fewer and self._wait_s * count / fewer <= self._target_s
+
+    def _note_up(self, now_s: float, count: int) -> None:
+        if self._went_down is None:
+            return
+        when_s, to = self._went_down
+        if to == count and now_s - when_s <= REGRET_AFTER * self._scaling.down_after_s:
+            self._too_few = count, self._up_busy
+        self._went_down = None
+
+    def _forget(self, now_s: float) -> None:
+        self._up_since_s = None
+        self._forget_quiet(now_s)
+
+    def _forget_quiet(self, now_s: float) -> None:
+        self._quiet_since_s = now_s
+        self._busy_s = self._wait_s = self._peak = 0.0

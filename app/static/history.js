@@ -1,0 +1,121 @@
+// What the server said over the last minutes, and the rates, means and quantiles between two of these times.
+
+const KEPT_S = 180;
+const WINDOW_S = 10;
+
+/** Sum of counts by bucket, and of what was measured. */
+function added(histograms) {
+  const counts = [];
+  let sum = 0;
+  for (const one of histograms) {
+    one.counts.forEach((value, index) => (counts[index] = (counts[index] ?? 0) + value));
+    sum += one.sum;
+  }
+  return { counts, sum, total: counts.reduce((a, b) => a + b, 0) };
+}
+
+function between(before, after) {
+  const counts = after.counts.map((value, index) => value - (before.counts[index] ?? 0));
+  return { counts, sum: after.sum - before.sum, total: after.total - before.total };
+}
+
+/** A quantile of what was counted by buckets, on a straight line within one; null of nothing. */
+export function quantile({ counts, total }, bounds, part) {
+  if (!total) return null;
+  let left = part * total;
+  for (let index = 0; index < bounds.length; index++) {
+    if (counts[index] && left <= counts[index]) {
+      const low = index ? bounds[index - 1] : 0;
+      return low + ((bounds[index] - low) * left) / counts[index];
+    }
+    left -= counts[index];
+  }
+  return bounds[bounds.length - 1];
+}
+
+/** Of one deployment, or all of them together. */
+function summed(status, name) {
+  const all = status.deployments;
+  // A pipeline's requests are counted at the pipeline, its calls at its steps.
+  const asked = all.filter((one) => (name ? one.name === name : one.part_of === null));
+  const calls = all.filter((one) => !name || one.name === name || one.part_of === name);
+  const sum = (of, what) => of.reduce((total, one) => total + what(one), 0);
+  const models = calls.map((one) => one.language_model).filter(Boolean);
+  return {
+    accepted: sum(asked, (one) => one.accepted),
+    ended: sum(asked, (one) => sum(Object.values(one.outcomes), Number)),
+    ok: sum(asked, (one) => one.outcomes.ok),
+    inFlight: sum(asked, (one) => one.in_flight),
+    waiting: sum(calls, (one) => one.waiting),
+    seconds: added(asked.map((one) => one.seconds)),
+    rows: added(calls.map((one) => one.rows)),
+    tokens: sum(models, (one) => one.generated_tokens),
+    active: sum(models, (one) => one.active_sequences),
+  };
+}
+
+export class History {
+  #kept = [];
+
+  get last() {
+    return this.#kept[this.#kept.length - 1]?.status;
+  }
+
+  /** Take in what the server says now. */
+  add(status) {
+    const time = status.now_s;
+    const last = this.last;
+    // Counts that went down are another server's; its clock may have been set back, too.
+    if (last && (time <= last.now_s || accepted(status) < accepted(last))) this.#kept = [];
+    this.#kept.push({ time, status });
+    while (time - this.#kept[0].time > KEPT_S + WINDOW_S) this.#kept.shift();
+  }
+
+  /** The figures of the last seconds, and what is now; null before the second answer. */
+  now(name) {
+    return this.#figures(this.#kept.length - 1, name, new Map());
+  }
+
+  /** Figures for every time, as [seconds ago, figures]. */
+  over(name) {
+    const cache = new Map();
+    const newest = this.last?.now_s ?? 0;
+    return this.#kept
+      .map(({ time }, index) => [newest - time, this.#figures(index, name, cache)])
+      .filter(([ago, figures]) => figures && ago <= KEPT_S);
+  }
+
+  #figures(index, name, cache) {
+    const summedAt = (at) => {
+      if (!cache.has(at)) cache.set(at, summed(this.#kept[at].status, name));
+      return cache.get(at);
+    };
+    const end = this.#kept[index];
+    if (!end) return null;
+    let first = index;
+    while (first > 0 && end.time - this.#kept[first - 1].time <= WINDOW_S) first--;
+    const seconds = end.time - this.#kept[first].time;
+    if (!seconds) return null;
+    const before = summedAt(first);
+    const after = summedAt(index);
+    const times = between(before.seconds, after.seconds);
+    const rows = between(before.rows, after.rows);
+    const bounds = end.status.bounds;
+    return {
+      ok: (after.ok - before.ok) / seconds,
+      notOk: (after.ended - after.ok - before.ended + before.ok) / seconds,
+      rate: (after.ended - before.ended) / seconds,
+      p50: quantile(times, bounds.seconds, 0.5),
+      p99: quantile(times, bounds.seconds, 0.99),
+      rows: rows.total ? rows.sum / rows.total : null,
+      waiting: after.waiting,
+      inFlight: after.inFlight,
+      active: after.active,
+      tokens: (after.tokens - before.tokens) / seconds,
+      allNotOk: after.ended - after.ok,
+    };
+  }
+}
+
+const accepted = (status) => status.deployments.reduce((total, one) => total + one.accepted, 0);
+export const SHOWN_S = KEPT_S;

@@ -1,0 +1,172 @@
+// A panel for language models: tokens as they arrive, a stop, the time to the first, tokens a second.
+
+import { Failure, curl, events } from "./api.js";
+import { CurlBox } from "./curl_box.js";
+import { field, make, say } from "./dom.js";
+import { count, duration } from "./numbers.js";
+
+const NEAR_END_PX = 40;
+
+export class LanguageModelPanel {
+  constructor(model) {
+    this.model = model;
+    this.abort = null;
+    this.prompt = make("textarea", { rows: "4", class: "code", maxlength: "100000" });
+    this.prompt.value = "def read_lines(path):";
+    this.form = make("select", {}, make("option", { value: "completions" }, "continue the text"), make("option", { value: "chat" }, "answer as a chat"));
+    this.tokens = make("input", { type: "number", min: "1", max: "100000", value: "200", class: "small" });
+    this.temperature = make("input", { type: "number", min: "0", max: "2", step: "0.1", value: "0.7", class: "small" });
+    this.start = make("button", { type: "submit", class: "main" }, "Generate");
+    this.stop = make("button", { type: "button", disabled: true, onclick: () => this.abort?.abort() }, "Stop");
+    this.output = make("div", { class: "stream", role: "log", "aria-live": "polite", "aria-label": "Generated text", tabindex: "0" });
+    this.told = make("p", { class: "note", role: "status" }, "\u00a0");
+    this.error = make("p", { class: "error", role: "alert" });
+    this.figures = {};
+    this.curl = new CurlBox();
+    const form = make(
+      "form",
+      { class: "panel", onsubmit: (event) => this.#generate(event), oninput: () => this.#offer() },
+      field("Prompt", this.prompt, "Ctrl+Enter sends it, Escape stops."),
+      make(
+        "div",
+        { class: "row" },
+        field("Task", this.form),
+        field("Tokens, at most", this.tokens),
+        field("Temperature", this.temperature),
+      ),
+      make("div", { class: "row" }, this.start, this.stop),
+    );
+    form.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.#generate(event);
+    });
+    const figures = ["First token", "Tokens", "Tokens/s", "Time"].map((name) => {
+      this.figures[name] = make("dd", {}, "–");
+      return make("div", {}, make("dt", {}, name), this.figures[name]);
+    });
+    this.element = make(
+      "div",
+      { onkeydown: (event) => event.key === "Escape" && this.abort?.abort() },
+      make(
+        "div",
+        { class: "split wide" },
+        form,
+        make("section", { class: "panel", "aria-label": "Answer" }, make("dl", { class: "figures" }, ...figures), this.told, this.error, this.output),
+      ),
+      this.curl.element,
+    );
+    this.#offer();
+  }
+
+  #request() {
+    const isChat = this.form.value === "chat";
+    const text = this.prompt.value;
+    const body = {
+      model: this.model.name,
+      ...(isChat ? { messages: [{ role: "user", content: text }] } : { prompt: text }),
+      max_tokens: Number(this.tokens.value),
+      temperature: Number(this.temperature.value),
+      stream: true,
+      stream_options: { include_usage: true },
+    };
+    return [isChat ? "/v1/chat/completions" : "/v1/completions", JSON.stringify(body)];
+  }
+
+  #offer() {
+    this.curl.show(curl(...this.#request(), { streams: true }));
+  }
+
+  async #generate(event) {
+    event.preventDefault();
+    if (this.abort) return;
+    const [path, body] = this.#request();
+    this.#offer();
+    const run = new Run(this.figures);
+    this.abort = new AbortController();
+    this.start.disabled = true;
+    this.stop.disabled = false;
+    this.output.replaceChildren(...(path.includes("chat") ? [] : [make("span", { class: "prompt" }, this.prompt.value)]));
+    say(this.error, "");
+    say(this.told, "Waiting for the first token …");
+    const clock = setInterval(() => run.show(), 200);
+    try {
+      for await (const data of events(path, body, this.abort.signal)) {
+        if (data === "[DONE]") break;
+        const said = JSON.parse(data);
+        if (said.error) throw new Failure(0, said.error.message);
+        const [choice] = said.choices;
+        const text = choice?.text ?? choice?.delta?.content ?? "";
+        run.take(text, said.usage, choice?.finish_reason);
+        if (text) {
+          this.#append(text);
+          say(this.told, "Generating …");
+        }
+      }
+      say(this.told, run.reason === "length" ? "Done: as many tokens as were asked for." : "Done: the model ended it.");
+    } catch (error) {
+      if (error.name === "AbortError") say(this.told, "Stopped.");
+      else if (error instanceof Failure) {
+        say(this.error, error.message);
+        say(this.told, "\u00a0");
+      } else throw error;
+    } finally {
+      clearInterval(clock);
+      run.end();
+      this.abort = null;
+      const hadFocus = document.activeElement === this.stop;
+      this.start.disabled = false;
+      this.stop.disabled = true;
+      if (hadFocus) this.start.focus();
+    }
+  }
+
+  #append(text) {
+    const box = this.output;
+    const follows = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END_PX;
+    box.append(text);
+    if (follows) box.scrollTop = box.scrollHeight;
+  }
+
+  close() {
+    this.abort?.abort();
+  }
+}
+
+/** The figures of one answer. The server counts its tokens at the end; until then it is the pieces that came. */
+class Run {
+  constructor(figures) {
+    this.figures = figures;
+    this.begun = performance.now();
+    this.first = null;
+    this.last = null;
+    this.pieces = 0;
+    this.tokens = null;
+    this.reason = null;
+    this.show();
+  }
+
+  take(text, usage, reason) {
+    const now = performance.now();
+    if (text) {
+      this.first ??= now;
+      this.last = now;
+      this.pieces += 1;
+    }
+    this.tokens = usage?.completion_tokens ?? this.tokens;
+    this.reason = reason ?? this.reason;
+  }
+
+  end() {
+    this.ended = performance.now();
+    this.show();
+  }
+
+  show() {
+    const tokens = this.tokens ?? this.pieces;
+    const about = this.tokens === null && tokens ? "≈ " : "";
+    const seconds = this.first === null ? 0 : (this.last - this.first) / 1000;
+    say(this.figures["First token"], duration(this.first === null ? null : (this.first - this.begun) / 1000));
+    say(this.figures.Tokens, `${about}${tokens}`);
+    say(this.figures["Tokens/s"], seconds > 0 && tokens > 1 ? about + count((tokens - 1) / seconds) : "–");
+    say(this.figures.Time, duration(((this.ended ?? performance.now()) - this.begun) / 1000));
+  }
+}

@@ -1,0 +1,105 @@
+// The playground: which models there are, and for the chosen one the panel that its tensors call for.
+
+import { Failure, get } from "./api.js";
+import { byId, make } from "./dom.js";
+import { FormPanel } from "./form_panel.js";
+import { ImagePanel } from "./image_panel.js";
+import { LanguageModelPanel } from "./language_model_panel.js";
+import { TextPanel } from "./text_panel.js";
+
+let models = []; // of the last status: those that stand under their own name
+let wanted = ""; // as the address says
+let shown = ""; // whose panel is there, and in which state it was
+let panel = null;
+
+/** Everything that a panel needs to know of a model. */
+async function described(entry) {
+  if (entry.kind === "language model") return { name: entry.name, kind: entry.kind };
+  const path = `/v2/models/${encodeURIComponent(entry.name)}`;
+  const [metadata, schema] = await Promise.all([get(path), get("/openapi.json")]);
+  const body = (route) => schema.paths[`/v2/models/${entry.name}/${route}`]?.post.requestBody.content["application/json"];
+  const whole = body("infer");
+  const streamed = body("generate_stream") ?? body("generate");
+  const known = (whole ?? streamed)?.schema.properties;
+  return {
+    name: entry.name,
+    kind: entry.kind,
+    streams: !whole,
+    inputs: metadata.inputs,
+    outputs: metadata.outputs,
+    heads: metadata.heads ?? [],
+    needed: whole?.schema.properties.inputs.minItems ?? streamed?.schema.required?.length ?? metadata.inputs.length,
+    example: whole?.example ?? null,
+    row: streamed?.example ?? null,
+    parameters: Object.entries(known?.parameters?.properties ?? {}).filter(([name]) => name !== "binary_data_output"),
+  };
+}
+
+function panelFor(model) {
+  if (model.kind === "language model") return new LanguageModelPanel(model);
+  for (const Panel of [ImagePanel, TextPanel]) if (!model.streams && Panel.takes(model)) return new Panel(model);
+  return new FormPanel(model);
+}
+
+async function render(entry) {
+  const box = byId("panel");
+  delete box.dataset.model;
+  panel?.close();
+  panel = null;
+  if (entry.state !== "READY") {
+    box.replaceChildren(make("p", { class: "panel empty" }, `${entry.name} is ${entry.state}${entry.reason ? `: ${entry.reason}` : ""}`));
+    return;
+  }
+  const mark = shown;
+  try {
+    const model = await described(entry);
+    if (mark !== shown) return; // another was chosen meanwhile
+    panel = panelFor(model);
+    box.replaceChildren(panel.element);
+    box.dataset.model = entry.name;
+  } catch (error) {
+    if (!(error instanceof Failure)) throw error;
+    if (mark === shown) box.replaceChildren(make("p", { class: "panel error", role: "alert" }, error.message));
+    shown = ""; // try again with the next status
+  }
+}
+
+function follow() {
+  if (byId("playground").hidden || !models.length) return;
+  const entry = models.find((one) => one.name === wanted) ?? (wanted ? null : models[0]);
+  for (const link of byId("models").children) {
+    if (link.dataset.model === entry?.name) link.setAttribute("aria-current", "true");
+    else link.removeAttribute("aria-current");
+  }
+  const mark = entry ? `${entry.name} ${entry.state} ${entry.since_s}` : `no ${wanted}`;
+  if (mark === shown) return;
+  // A panel in use stays, whatever becomes of its model: what is asked of it then says so.
+  if (panel && entry && entry.state !== "READY" && shown.startsWith(`${entry.name} `)) return;
+  shown = mark;
+  if (entry) render(entry);
+  else byId("panel").replaceChildren(make("p", { class: "panel empty" }, `This server has no model ${wanted}.`));
+}
+
+/** Show a model; none: the first. */
+export function choose(name) {
+  wanted = name;
+  follow();
+}
+
+/** Ask anew for what is shown, with another key. */
+export function refresh() {
+  shown = "";
+  follow();
+}
+
+export function update(status) {
+  models = status.deployments.filter((one) => one.part_of === null);
+  const names = models.map((one) => one.name);
+  const nav = byId("models");
+  if ([...nav.children].map((link) => link.dataset.model).join("\n") !== names.join("\n")) {
+    nav.replaceChildren(
+      ...names.map((name) => make("a", { href: `#/playground/${encodeURIComponent(name)}`, "data-model": name }, name)),
+    );
+  }
+  follow();
+}

@@ -1,0 +1,144 @@
+// The status page: charts, and a table row for each deployment and each replica.
+
+import { Chart } from "./chart.js";
+import { byId, make, say } from "./dom.js";
+import { History, SHOWN_S } from "./history.js";
+import { age, bytes, count, duration } from "./numbers.js";
+
+const history = new History();
+const charts = [
+  new Chart("Requests/s", [["ok", "ok"], ["not ok", "notOk"]], count, 1, SHOWN_S),
+  new Chart("Latency", [["p50", "p50"], ["p99", "p99"]], duration, 0.001, SHOWN_S),
+  new Chart("Rows per call", [["mean", "rows"]], count, 1, SHOWN_S),
+  new Chart("Waiting", [["rows", "waiting"]], count, 1, SHOWN_S),
+  new Chart("In flight", [["requests", "inFlight"], ["sequences", "active"]], count, 1, SHOWN_S),
+  new Chart("Generated tokens/s", [["all", "tokens"]], count, 1, SHOWN_S),
+];
+
+/** Table rows by key, which keep their elements while they stand. */
+class Rows {
+  constructor(body, labels) {
+    this.body = body;
+    this.labels = labels;
+    this.rows = new Map();
+  }
+
+  show(entries) {
+    const keys = new Set(entries.map(([key]) => key));
+    for (const [key, row] of this.rows) if (!keys.has(key)) row.element.remove(), this.rows.delete(key);
+    entries.forEach(([key, fill], index) => {
+      if (!this.rows.has(key)) this.rows.set(key, this.#made());
+      const row = this.rows.get(key);
+      if (this.body.children[index] !== row.element) this.body.insertBefore(row.element, this.body.children[index] ?? null);
+      fill(row.cells);
+    });
+  }
+
+  #made() {
+    const cells = this.labels.map(([label, kind], index) =>
+      index ? make("td", { "data-label": label, class: kind }) : make("th", { scope: "row" }),
+    );
+    return { element: make("tr", {}, ...cells), cells };
+  }
+}
+
+const deployments = new Rows(byId("deployments"), [
+  ["Name"], ["State", "state"], ["Replicas", "number"], ["Requests/s", "number"], ["p50", "number"], ["p99", "number"],
+  ["Rows/call", "number"], ["Waiting", "number"], ["In flight", "number"], ["Not ok", "number"],
+]);
+const replicas = new Rows(byId("replicas"), [
+  ["Replica"], ["Deployment"], ["State"], ["Device"], ["Threads", "number"], ["Memory", "number"], ["GPU memory", "number"],
+]);
+
+/** A text with a quieter one below it. */
+function sayBoth(cell, text, below, dot) {
+  if (!cell.children.length) {
+    const mark = dot === undefined ? null : make("span", { "aria-hidden": "true" });
+    cell.append(make("span", {}), make("span", { class: "quiet" }));
+    if (mark) cell.prepend(mark);
+  }
+  const [quiet, loud, mark] = [...cell.children].reverse();
+  say(loud, text);
+  say(quiet, below);
+  if (mark) mark.className = `dot ${dot}`;
+}
+
+function deploymentRow(one, now_s) {
+  return [one.name, (cells) => {
+    const figures = history.now(one.name);
+    const since = `for ${age(now_s - one.since_s)}`;
+    const shortage = one.shortage ? `; ${one.shortage}` : "";
+    sayBoth(cells[0], one.name, one.part_of ? `step of ${one.part_of}` : one.kind);
+    sayBoth(cells[1], one.state, `${since}${one.reason ? `: ${one.reason}` : ""}${shortage}`, one.state);
+    sayBoth(cells[2], one.replicas ? `${one.replicas.ready} of ${one.replicas.wanted}` : "–", (one.devices ?? []).join(", "));
+    say(cells[3], count(figures?.rate ?? null));
+    say(cells[4], duration(figures?.p50));
+    say(cells[5], duration(figures?.p99));
+    say(cells[6], count(figures?.rows));
+    say(cells[7], count(one.waiting));
+    const active = one.language_model?.active_sequences;
+    sayBoth(cells[8], count(one.in_flight), active === undefined ? "" : `${active} sequences`);
+    say(cells[9], count(Object.entries(one.outcomes).reduce((sum, [name, value]) => sum + (name === "ok" ? 0 : value), 0)));
+    cells[9].title = Object.entries(one.outcomes).map(([name, value]) => `${name.replaceAll("_", " ")}: ${value}`).join("\n");
+  }];
+}
+
+function replicaRow(one, replica) {
+  return [replica.id, (cells) => {
+    say(cells[0], replica.id);
+    say(cells[1], one.name);
+    say(cells[2], replica.state);
+    say(cells[3], replica.device || "–");
+    say(cells[4], replica.threads === null ? "–" : String(replica.threads));
+    say(cells[5], bytes(replica.resident_bytes));
+    say(cells[6], bytes(replica.gpu_bytes));
+  }];
+}
+
+function summarise(status) {
+  const own = status.deployments.filter((one) => one.part_of === null);
+  const ready = own.filter((one) => one.state === "READY").length;
+  const figures = history.now("");
+  const parts = [
+    ["", `${ready} of ${own.length}`, " deployments ready"],
+    [" · ", count(figures?.rate ?? 0), " requests/s"],
+    [" · ", count(own.reduce((sum, one) => sum + one.in_flight, 0)), " in flight"],
+    [" · ", count(status.deployments.reduce((sum, one) => sum + one.waiting, 0)), " waiting"],
+  ];
+  byId("summary").replaceChildren(...parts.flatMap(([before, bold, after]) => [before, make("b", {}, bold), after]));
+}
+
+function choices(status) {
+  const select = byId("chart-choice");
+  const names = status.deployments.map((one) => one.name);
+  const known = [...select.options].slice(1).map((option) => option.value);
+  if (names.join("\n") === known.join("\n")) return;
+  const chosen = names.includes(select.value) ? select.value : "";
+  select.replaceChildren(select.options[0], ...names.map((name) => make("option", { value: name }, name)));
+  select.value = chosen;
+}
+
+function drawCharts() {
+  const points = history.over(byId("chart-choice").value);
+  for (const chart of charts) chart.draw(points);
+}
+
+export function setUp() {
+  byId("charts").append(...charts.map((chart) => chart.element));
+  byId("chart-choice").addEventListener("change", drawCharts);
+  drawCharts();
+}
+
+/** Take in what the server says, and show it if the page is in view. */
+export function update(status, isShown) {
+  history.add(status);
+  if (!isShown) return;
+  choices(status);
+  summarise(status);
+  drawCharts();
+  deployments.show(status.deployments.map((one) => deploymentRow(one, status.now_s)));
+  replicas.show(status.deployments.flatMap((one) => one.replica_list.map((replica) => replicaRow(one, replica))));
+  byId("tables").hidden = false; // before the first answer nothing stands there that could be pushed down
+  const whose = status.scope === "server" ? "" : " Counts are those of one gateway worker: server.metrics is off.";
+  say(byId("scope-note"), `Rates, quantiles and means are those of the last ten seconds.${whose}`);
+}

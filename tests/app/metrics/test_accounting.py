@@ -1,0 +1,316 @@
+"""Every request that is accepted ends with one outcome, whatever becomes of it; gateway and dispatcher, in-process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.types import Message, Scope
+
+from app.config import Server
+from app.dispatch import Dispatcher
+from app.errors import (
+    BadRequest,
+    CallableFailed,
+    Cancelled,
+    ClientGone,
+    DeadlineExceeded,
+    HeadwaterError,
+    Quarantined,
+    QueueFull,
+    ReaderTooSlow,
+    ReplicaLost,
+    Unavailable,
+)
+from app.gateway import create_app
+from app.metrics.catalogue import ACCEPTED, IN_FLIGHT, REQUESTS
+from app.metrics.recorder import outcome_of, recorder, use
+from app.metrics.store import Key, Store
+from app.metrics.totals import merged
+from app.models import Models
+from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from app.tensors import RawTensor
+from inference.report import RowReport, Status
+from inference.signature import Signature, TensorSpec
+from tests.app.test_dispatch import NUMBERS, Call
+
+REPORTS = {0: Status.OK, 1: Status.RAISED, 2: Status.BAD_INPUT, 3: Status.BAD_OUTPUT}
+HANG = 9
+
+Action = tuple[str, str]
+INFER: dict[str, str | None] = {
+    "ok": "ok",
+    "raised": "failed",
+    "bad row": "client_error",
+    "bad output": "failed",
+    "no JSON": "client_error",
+    "too late": "timeout",
+    "client gone": "cancelled",
+    "under way": None,
+}
+"""What may happen to a request for ``m``, and its outcome; None: it is still under way."""
+ACTIONS: list[Action] = [
+    *(("infer", action) for action in INFER),
+    *(("generate", action) for action in INFER),
+    *(("generate_stream", action) for action in INFER),
+    ("infer", "not loaded"),
+    ("generate_stream", "not loaded"),
+    ("embeddings", "no embeddings"),
+    ("chat", "no language model"),
+    ("completions", "no language model"),
+]
+NOT_ACCEPTED = ["unknown model", "unknown model in a body", "unknown route", "wrong method", "no JSON before a model"]
+
+
+class Replica:
+    """A `ReplicaClient` that does what the first element of its input says."""
+
+    def __init__(self) -> None:
+        self.hanging: list[Call] = []
+
+    async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
+        call = Call(head, data)
+        value = int(call.values[0])
+        if value == HANG:
+            self.hanging.append(call)
+        else:
+            call.answer([RowReport(REPORTS[value], "as told" if value else "")])
+        return await call.answered
+
+    def close(self) -> None: ...
+
+
+class Gateway:
+    """A worker's application, asked without a server."""
+
+    def __init__(self, **route: Any) -> None:
+        self.replica = Replica()
+        self.models = Models(lambda name, route: self.replica)
+        row = (TensorSpec("x", "FP32", (1,)),)
+        signature = Signature("m", row, NUMBERS.outputs, max_batch_size=1)
+        replicas = (ReplicaRoute("m-1", "", ""),)
+        fields: dict[str, Any] = {"max_in_flight": 1000, **route}
+        routes = (
+            DeploymentRoute("m", State.READY, signature=signature, replicas=replicas, **fields),
+            DeploymentRoute("away", State.FAILED, "it has failed"),
+        )
+        self.models.update(RoutingTable(routes))
+        self.app = create_app(self.models, Server(access_log=False))
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows that wait for the replica."""
+        dispatcher = self.models.get("m").dispatcher
+        assert isinstance(dispatcher, Dispatcher)
+        return dispatcher.queued_rows
+
+    async def ask(self, path: str, body: bytes, gone: asyncio.Event | None = None, method: str = "POST") -> int:
+        """Send a request; returns the status, 0 if there was none."""
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        status = 0
+
+        async def receive() -> Message:
+            if messages:
+                return messages.pop()
+            if gone is not None:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+
+        scope: Scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
+            "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"", "state": {},
+            "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
+        }  # fmt: skip
+        await self.app(scope, receive, send)
+        return status
+
+    async def do(self, route: str, action: str, gone: asyncio.Event) -> int:
+        """Have something happen to a request over a route."""
+        if route in ("chat", "completions", "embeddings"):
+            path = {"chat": "/v1/chat/completions"}.get(route, f"/v1/{route}")
+            bodies = {
+                "chat": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+                "completions": {"model": "m", "prompt": "x"},
+                "embeddings": {"model": "m", "input": "x"},
+            }
+            return await self.ask(path, json.dumps(bodies[route]).encode())
+        model = "away" if action == "not loaded" else "m"
+        values = {"raised": 1, "bad row": 2, "bad output": 3, "too late": HANG, "client gone": HANG, "under way": HANG}
+        parameters = {"timeout": 20_000} if action == "too late" else {}
+        body: dict[str, Any] = {"x": values.get(action, 0), "parameters": parameters}
+        if route == "infer":
+            tensor = {"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [body["x"]]}
+            body = {"inputs": [tensor], "parameters": parameters}
+        raw = b"{" if action == "no JSON" else json.dumps(body).encode()
+        return await self.ask(f"/v2/models/{model}/{route}", raw, gone if "gone" in action else None)
+
+    async def refuse(self, action: str) -> int:
+        """Have a request refused before its deployment is known."""
+        if action == "unknown model":
+            return await self.ask("/v2/models/nobody/infer", b"{}")
+        if action == "unknown model in a body":
+            return await self.ask("/v1/embeddings", b'{"model": "nobody", "input": "x"}')
+        if action == "unknown route":
+            return await self.ask("/v2/nothing", b"")
+        if action == "wrong method":
+            return await self.ask("/v2/models/m/infer", b"", method="PUT")
+        return await self.ask("/v1/completions", b"{")
+
+
+def outcome(action: str) -> str | None:
+    if action == "not loaded":
+        return "unavailable"
+    return INFER.get(action, "client_error")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    yield
+    use(Store())
+
+
+def counts() -> dict[Key, int]:
+    return {key: numbers[0] for key, numbers in merged([recorder().snapshot().records]).items() if numbers[0]}
+
+
+def total(name: str, of: dict[Key, int]) -> int:
+    return sum(count for key, count in of.items() if key.name == name)
+
+
+async def settled(gateway: Gateway, tasks: list[asyncio.Task[int]], open_: int) -> None:
+    """Wait until all but so many are answered, and these are with the replica."""
+    while sum(not task.done() for task in tasks) > open_ or len(gateway.replica.hanging) < open_:
+        done, _ = await asyncio.wait(tasks, timeout=0.01)
+        for task in done:
+            task.result()
+
+
+@settings(max_examples=30)
+@given(actions=st.lists(st.sampled_from(ACTIONS), max_size=12), refused=st.lists(st.sampled_from(NOT_ACCEPTED)))
+def test_accepted_is_the_sum_of_all_outcomes_and_what_is_in_flight(actions: list[Action], refused: list[str]) -> None:
+    use(Store())
+
+    async def scenario() -> None:
+        gateway = Gateway()
+        gone = asyncio.Event()
+        calls: list[Coroutine[Any, Any, int]] = [gateway.do(*action, gone) for action in actions]
+        tasks = [asyncio.create_task(call) for call in [*calls, *map(gateway.refuse, refused)]]
+        expected = Counter(
+            Key(REQUESTS, ("away" if action == "not loaded" else "m", route, str(outcome(action))))
+            for route, action in actions
+            if outcome(action) is not None
+        )
+        under_way = sum(outcome(action) is None for _, action in actions)
+        gone.set()
+        if tasks:
+            await asyncio.wait_for(settled(gateway, tasks, under_way), 20)
+        found = counts()
+        assert {key: count for key, count in found.items() if key.name == REQUESTS} == expected
+        assert total(ACCEPTED, found) == len(actions)
+        assert total(IN_FLIGHT, found) == under_way
+        assert total(REQUESTS, found) == len(actions) - under_way
+        assert total("headwater_http_requests", found) == len(actions) + len(refused) - under_way
+        for call in gateway.replica.hanging:
+            if not call.answered.done():
+                call.answer([RowReport(Status.OK)])
+        if tasks:
+            await asyncio.wait_for(asyncio.gather(*tasks), 20)
+        found = counts()
+        assert total(IN_FLIGHT, found) == 0
+        assert total(REQUESTS, found) == len(actions)
+
+    asyncio.run(scenario())
+
+
+def test_what_the_queue_has_no_room_for_is_shed() -> None:
+    use(Store())
+
+    async def scenario() -> None:
+        gateway = Gateway(max_in_flight=1, max_queue_size=1)
+        tasks = [asyncio.create_task(gateway.do("infer", "under way", asyncio.Event()))]
+        await settled(gateway, tasks, 1)
+        tasks.append(asyncio.create_task(gateway.do("infer", "under way", asyncio.Event())))
+        while not gateway.queued_rows:  # noqa: ASYNC110 - no event of the product's
+            await asyncio.sleep(0)
+        assert await gateway.do("infer", "ok", asyncio.Event()) == 429
+        found = counts()
+        assert found[Key(REQUESTS, ("m", "infer", "shed"))] == 1
+        assert found[Key(IN_FLIGHT, ("m", "infer"))] == 2
+        for task in tasks:
+            task.cancel()  # as the server does at its end
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert counts()[Key(REQUESTS, ("m", "infer", "cancelled"))] == 2
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_routes_are_named_by_their_patterns_and_never_by_what_a_client_made_up() -> None:
+    use(Store())
+
+    async def scenario() -> None:
+        gateway = Gateway()
+        for path in ("/v2/models/secret/infer", "/v2/models/secret/generate", "/secret", "/v2/models/secret/ready"):
+            await gateway.ask(path, b"{}")
+        await gateway.ask("/v2/models/secret/stats", b"", method="GET")
+
+    asyncio.run(scenario())
+    assert counts() == {
+        Key("headwater_http_requests", ("/v2/models/{model}/infer", "4xx")): 1,
+        Key("headwater_http_requests", ("/v2/models/{model}/generate", "4xx")): 1,
+        Key("headwater_http_requests", ("/v2/models/{model}/ready", "4xx")): 1,
+        Key("headwater_http_requests", ("/v2/models/{model}/stats", "4xx")): 1,
+        Key("headwater_http_requests", ("unmatched", "4xx")): 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (BadRequest, "client_error"),
+        (Quarantined, "client_error"),
+        (QueueFull, "shed"),
+        (Cancelled, "cancelled"),
+        (ClientGone, "cancelled"),
+        (ReaderTooSlow, "cancelled"),
+        (CallableFailed, "failed"),
+        (Unavailable, "unavailable"),
+        (ReplicaLost, "unavailable"),
+        (DeadlineExceeded, "timeout"),
+    ],
+)
+def test_an_error_is_an_outcome(error: type[HeadwaterError], outcome: str) -> None:
+    assert outcome_of(error("")) == outcome
+
+
+def test_the_phases_of_a_request_add_up() -> None:
+    use(Store())
+
+    async def scenario() -> None:
+        gateway = Gateway()
+        assert await gateway.do("infer", "ok", asyncio.Event()) == 200
+
+    asyncio.run(scenario())
+    records = recorder().snapshot().records
+    whole_ns = records[Key("headwater_request_seconds", ("m", "infer"))][-1]
+    phases = {
+        phase: records[Key("headwater_request_phase_seconds", ("m", phase))][-1]
+        for phase in ("queue", "batch_wait", "transport", "compute", "serialise")
+    }
+    assert phases["compute"] == 5000
+    assert phases["batch_wait"] == 0
+    assert all(phases[one] > 0 for one in ("queue", "transport", "serialise"))
+    assert sum(phases.values()) <= whole_ns
+    assert records[Key("headwater_batch_rows", ("m",))][0] == 1
+    assert records[Key("headwater_batch_capacity_rows", ("m",))] == [1]

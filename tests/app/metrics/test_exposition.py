@@ -1,0 +1,279 @@
+"""The text of a scrape: read back by the Prometheus client's own parsers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.metrics.catalogue import CATALOGUE, PHASES
+from app.metrics.exposition import ReplicaText, exposition
+from app.metrics.recorder import Recorder
+from app.metrics.store import Store
+from app.metrics.totals import Totals, merged
+from app.metrics.triton_scrape import TritonTarget, ask_tritons
+
+DOCS = Path(__file__).parents[3] / "docs"
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
+TRITON = """\
+# HELP nv_inference_count Number of inferences performed (does not include cached requests)
+# TYPE nv_inference_count counter
+nv_inference_count{model="m",version="1"} 15
+# HELP nv_inference_pending_request_count Instantaneous number of pending requests awaiting execution per-model.
+# TYPE nv_inference_pending_request_count gauge
+nv_inference_pending_request_count{model="m",version="1"} 2
+# TYPE other gauge
+other 1
+"""
+
+
+def everything() -> Totals:
+    """Something of every series that is counted in slots."""
+    recorder = Recorder(Store())
+    requests = recorder.requests("m", "infer")
+    for outcome in ("ok", "failed", None):
+        requests.accept()
+        if outcome is not None:
+            requests.end(outcome, 2_000_000)
+    recorder.http_requests("/v2/models/{model}/infer", 200).add(2)
+    recorder.http_requests("unmatched", 499).add()
+    meter = recorder.deployment("m")
+    meter.note_request(3, 1_000_000, 400_000, 5_000_000, 2_000_000)
+    meter.serialise.observe(100_000)
+    meter.note_call(3, 8, 5_000_000)
+    meter.note_head("topic", None, 12.0)
+    language_model = recorder.language_model("lm")
+    language_model.inter_token.observe_times(20_000_000, 3)
+    recorder.count("headwater_deployment_state_transitions", 'a "quoted"\nname', "LOADING", "READY")
+    return Totals(merged([recorder.snapshot().records]), {"supervisor": os.getpid()})
+
+
+def parsed(totals: Totals, replicas: list[ReplicaText] | None = None, *, accept: str = "") -> dict[str, Metric]:
+    body, media_type = exposition(totals, replicas or [], accept)
+    text = body.decode()
+    if accept:
+        assert media_type.startswith("application/openmetrics-text; version=1.0.0")
+        assert text.endswith("# EOF\n")
+        return {family.name: family for family in open_metrics_families(text)}  # type: ignore[no-untyped-call]
+    assert media_type.startswith("text/plain; version=")
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def value(families: dict[str, Metric], family: str, name: str = "", **labels: str) -> float:
+    (found,) = [
+        sample.value
+        for sample in families[family].samples
+        if sample.name == (name or family) and labels.items() <= sample.labels.items()
+    ]
+    return float(found)
+
+
+@pytest.fixture(params=["", OPEN_METRICS], ids=["text", "openmetrics"])
+def families(request: pytest.FixtureRequest) -> dict[str, Metric]:
+    return parsed(everything(), [ReplicaText("m", "m-1", TRITON)], accept=request.param)
+
+
+def test_what_was_counted_is_said_in_base_units(families: dict[str, Metric]) -> None:
+    requests = "headwater_requests"
+    assert value(families, requests, f"{requests}_total", route="infer", outcome="ok") == 1
+    assert value(families, requests, f"{requests}_total", route="infer", outcome="lost") == 0
+    assert value(families, "headwater_requests_accepted", "headwater_requests_accepted_total", deployment="m") == 3
+    assert value(families, "headwater_requests_in_flight", deployment="m", route="infer") == 1
+    assert value(families, "headwater_compute_seconds", "headwater_compute_seconds_total", deployment="m") == 0.005
+    assert value(families, "headwater_batch_capacity_rows", "headwater_batch_capacity_rows_total", deployment="m") == 8
+    http = "headwater_http_requests"
+    assert value(families, http, f"{http}_total", route="/v2/models/{model}/infer", status="2xx") == 2
+    assert value(families, http, f"{http}_total", route="unmatched", status="aborted") == 1
+    took = {
+        phase: value(families, "headwater_request_phase_seconds", "headwater_request_phase_seconds_sum", phase=phase)
+        for phase in PHASES
+    }
+    assert took == pytest.approx(
+        {"queue": 0.0006, "batch_wait": 0.0004, "transport": 0.002, "compute": 0.005, "serialise": 0.0001}
+    )
+
+
+def test_histograms_are_cumulative(families: dict[str, Metric]) -> None:
+    name = "headwater_inter_token_seconds"
+    buckets = [
+        (float(sample.labels["le"]), sample.value)
+        for sample in families[name].samples
+        if sample.name == f"{name}_bucket"
+    ]
+    assert buckets == [(bound, 0 if bound < 0.02 else 3) for bound, _ in buckets]
+    assert [bound for bound, _ in buckets] == sorted(bound for bound, _ in buckets)
+    assert buckets[0][0] == 0.00025
+    assert buckets[-1][0] == math.inf
+    assert value(families, name, f"{name}_count") == 3
+    assert value(families, name, f"{name}_sum") == pytest.approx(0.06)
+
+
+def test_labels_are_escaped(families: dict[str, Metric]) -> None:
+    name = "headwater_deployment_state_transitions"
+    assert value(families, name, f"{name}_total", deployment='a "quoted"\nname') == 1
+
+
+def test_a_process_has_its_own_series(families: dict[str, Metric]) -> None:
+    assert value(families, "process_resident_memory_bytes", process="supervisor") > 5_000_000
+    assert value(families, "process_cpu_seconds", "process_cpu_seconds_total", process="supervisor") > 0
+
+
+def test_tritons_own_series_keep_their_names_and_get_two_labels(families: dict[str, Metric]) -> None:
+    labels = {"model": "m", "version": "1", "deployment": "m", "replica": "m-1"}
+    assert value(families, "nv_inference_count", **labels) == 15
+    assert value(families, "nv_inference_pending_request_count", **labels) == 2
+    assert families["nv_inference_pending_request_count"].type == "gauge"
+    assert "other" not in families
+
+
+def test_what_is_no_metrics_text_spoils_nothing_else() -> None:
+    texts = [ReplicaText("m", "m-1", TRITON), ReplicaText("m", "m-2", TRITON[:130] + "\n}{ 7")]
+    found = parsed(everything(), texts)
+    assert value(found, "nv_inference_count", replica="m-1") == 15
+
+
+def test_every_series_is_there_even_if_nothing_was_counted() -> None:
+    nothing = parsed(Totals({}, {}))
+    assert set(nothing) == set(CATALOGUE)
+    for name, family in nothing.items():
+        assert family.type == CATALOGUE[name].kind
+        assert family.documentation == CATALOGUE[name].help
+
+
+# What ships with it
+
+
+def documented() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Name, kind and labels as the tables of docs/metrics.md have them."""
+    rows = re.findall(
+        r"^\| `((?:headwater|process)_[a-z_]+)` \| (\w+) \| ([^|]*)\|", (DOCS / "metrics.md").read_text(), re.M
+    )
+    return {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+
+
+def test_the_documented_table_is_what_is_exposed() -> None:
+    exposed = {
+        series.name + ("_total" if series.kind == "counter" else ""): (series.kind, series.labels)
+        for series in CATALOGUE.values()
+    }
+    assert documented() == exposed
+
+
+def expressions(item: Any) -> Iterator[str]:
+    """Every query of a dashboard."""
+    if isinstance(item, dict):
+        for key, inner in item.items():
+            if key in ("expr", "query", "definition") and isinstance(inner, str):
+                yield inner
+            else:
+                yield from expressions(inner)
+    elif isinstance(item, list):
+        for inner in item:
+            yield from expressions(inner)
+
+
+def test_every_series_of_the_dashboard_exists_with_the_labels_that_it_is_asked_for() -> None:
+    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    names = set()
+    for series in CATALOGUE.values():
+        suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}[series.kind]
+        names |= {series.name + suffix for suffix in suffixes}
+    names |= {"nv_inference_count", "nv_inference_exec_count", "nv_inference_pending_request_count"}
+    asked = list(expressions(dashboard))
+    assert len(asked) >= 15
+    used = {name for query in asked for name in re.findall(r"\b(?:headwater|process|nv)_\w+", query)}
+    assert used
+    assert used <= names
+    labels = {label for series in CATALOGUE.values() for label in series.labels} | {
+        "le",
+        "model",
+        "version",
+        "instance",
+    }
+    for query in asked:
+        for group in re.findall(r"\bby \(([^)]*)\)", query) + re.findall(r"\{([^}]*)\}", query):
+            assert set(re.findall(r"(\w+)\s*(?:=~|!~|=|!=|,|$)", re.sub(r'"[^"]*"', "", group))) <= labels, query
+
+
+# The replicas' Tritons
+
+
+@contextlib.asynccontextmanager
+async def tritons(
+    **behaviours: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[Path]:
+    """Folders with a metrics socket each, that behaves so."""
+    with tempfile.TemporaryDirectory() as folder:
+        servers = []
+        for name, behave in behaviours.items():
+            (Path(folder) / name).mkdir()
+            servers.append(await asyncio.start_unix_server(behave, Path(folder) / name / "m"))
+        try:
+            yield Path(folder)
+        finally:
+            for server in servers:
+                server.close()
+
+
+def answering(
+    text: bytes, status: bytes = b"200 OK"
+) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+    async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(text), text))
+        writer.close()
+
+    return behave
+
+
+async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+    writer.close()
+
+
+async def cut_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nnv_")
+    writer.close()
+
+
+async def gibberish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"\xff\xfe\r\n\r\n")
+    writer.close()
+
+
+def test_who_does_not_answer_is_left_out_and_holds_nobody_up() -> None:
+    async def scenario() -> None:
+        behaviours = {
+            "well": answering(TRITON.encode()),
+            "silent": silent,
+            "short": cut_off,
+            "gibberish": gibberish,
+            "refusing": answering(b"no", b"401 Unauthorized"),
+            "large": answering(b"x" * 2_000_000),
+        }
+        async with tritons(**behaviours) as folder:
+            names = [*behaviours, "gone"]
+            targets = [TritonTarget(name, f"{name}-1", str(folder / name / "h")) for name in names]
+            answers = await ask_tritons(targets, timeout_s=0.5)
+        assert [answer.target for answer in answers] == targets
+        assert {answer.target.deployment: answer.text for answer in answers if answer.text is not None} == {
+            "well": TRITON
+        }
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_nobody_to_ask_is_no_wait() -> None:
+    assert asyncio.run(ask_tritons([])) == []

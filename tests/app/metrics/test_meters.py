@@ -1,0 +1,179 @@
+"""What a dispatcher counts of requests, calls and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from app.collector import Collector
+from app.errors import CallableFailed, DeadlineExceeded
+from app.gathering import GatherClock
+from app.metrics.instruments import Histogram
+from app.metrics.recorder import recorder, use
+from app.metrics.store import Key, Store
+from inference.report import RowReport, Status
+from inference.signature import HeadSpec
+from tests.app.test_dispatch import Bench, run, settle
+
+HEADS = {"topic": HeadSpec("topic", ("t",), on_error="omit"), "mood": HeadSpec("mood", ("m",), on_error="omit")}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    use(Store())
+    yield
+    use(Store())
+
+
+def counted(name: str, *labels: str) -> list[int]:
+    return recorder().snapshot().records.get(Key(name, labels), [])
+
+
+def phase(name: str) -> tuple[int, int]:
+    """How many requests had it, and how long in all."""
+    numbers = counted("headwater_request_phase_seconds", "m", name)
+    return sum(numbers[:-1]), numbers[-1]
+
+
+class TestPhases:
+    def test_who_waits_for_a_free_replica_is_in_the_queue(self) -> None:
+        async def scenario() -> None:
+            bench = Bench(max_in_flight=1)
+            first = bench.send(1.0)
+            await settle()
+            second = bench.send(2.0)
+            await settle()
+            bench.calls[0].answer()
+            await first
+            await settle()
+            bench.calls[1].answer()
+            await second
+
+        run(scenario)
+        assert phase("batch_wait") == (2, 0)
+        assert phase("queue")[0] == 2
+        assert phase("queue")[1] > 0
+
+    def test_who_waits_for_company_with_a_replica_at_hand_is_in_batch_wait(self) -> None:
+        async def scenario() -> None:
+            bench = Bench(max_in_flight=2)
+            first = bench.send(1.0)
+            await settle()
+            second = bench.send(2.0)
+            await settle()
+            assert len(bench.calls) == 1
+            bench.calls[0].answer()
+            await first
+            await settle()
+            bench.calls[1].answer()
+            await second
+
+        run(scenario)
+        count, took_ns = phase("batch_wait")
+        assert count == 2
+        assert took_ns > 0
+        assert phase("queue")[1] > 0  # of the turn of the event loop in which requests gather
+
+    def test_what_failed_has_none(self) -> None:
+        async def scenario() -> None:
+            bench = Bench()
+            task = bench.send(1.0)
+            await settle()
+            bench.calls[0].answer([RowReport(Status.RAISED, "no")])
+            with pytest.raises(CallableFailed):
+                await task
+
+        run(scenario)
+        assert phase("queue") == phase("compute") == (0, 0)
+        assert counted("headwater_rows", "m") == [0]
+        assert counted("headwater_batch_rows", "m")[0] == 1  # the replica had it, all the same
+
+    def test_calls_that_triton_merged_computed_once(self) -> None:
+        async def scenario() -> None:
+            bench = Bench(max_in_flight=2)
+            tasks = [bench.send(*[1.0] * 4), bench.send(*[1.0] * 4)]
+            await settle()
+            bench.calls[0].answer()
+            bench.calls[1].answer(is_merged=True)
+            for task in tasks:
+                await task
+
+        run(scenario)
+        assert counted("headwater_compute_seconds", "m") == [5000]
+        assert counted("headwater_batch_capacity_rows", "m") == [8]
+        assert counted("headwater_batch_rows", "m")[-1] == 8
+
+
+class TestHeads:
+    """Each head that a request wants is counted once."""
+
+    def results(self) -> dict[tuple[str, ...], int]:
+        records = recorder().snapshot().records
+        return {key.labels[1:]: one[0] for key, one in records.items() if key.name == "headwater_head_results"}
+
+    def check(self, act: Any, expected: dict[tuple[str, ...], int]) -> None:
+        async def scenario() -> None:
+            collector = Collector(HEADS, is_stream=False, meter=recorder().deployment("m"))
+            act(collector)
+            collector.close()
+            if collector.future.done() and not collector.future.cancelled():
+                collector.future.exception()
+
+        run(scenario)
+        assert self.results() == expected
+
+    def test_results(self) -> None:
+        def act(collector: Collector) -> None:
+            collector.decide("topic", {})
+            collector.decide("topic", {})
+            collector.decide("mood", error=CallableFailed("no"))
+
+        self.check(act, {("topic", "ok"): 1, ("mood", "failed"): 1})
+        assert sum(counted("headwater_head_seconds", "m", "topic")[:-1]) == 1
+
+    def test_a_request_that_fails_takes_the_rest_with_it(self) -> None:
+        def act(collector: Collector) -> None:
+            collector.decide("topic", {})
+            collector.fail(DeadlineExceeded("late"))
+
+        self.check(act, {("topic", "ok"): 1, ("mood", "timeout"): 1})
+
+    def test_what_nobody_waits_for_is_cancelled(self) -> None:
+        self.check(lambda collector: collector.decide("topic", {}), {("topic", "ok"): 1, ("mood", "cancelled"): 1})
+
+    def test_a_cancelled_wait_is_too(self) -> None:
+        def act(collector: Collector) -> None:
+            collector.future.cancel()  # as a cancelled task does to what it awaits
+
+        self.check(act, {("topic", "cancelled"): 1, ("mood", "cancelled"): 1})
+
+
+def test_the_gather_clock_runs_only_while_rows_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000
+    monkeypatch.setattr("time.perf_counter_ns", lambda: now)
+    clock = GatherClock()
+    now = 2000
+    assert clock.read_ns() == 0
+    clock.run()
+    now = 2300
+    clock.run()
+    assert clock.read_ns() == 300
+    now = 2500
+    clock.stop()
+    now = 9000
+    clock.stop()
+    assert clock.read_ns() == 500
+    clock.run()
+    now = 9001
+    assert clock.read_ns() == 501
+
+
+def test_numbers_that_come_together_count_each() -> None:
+    store = Store()
+    histogram = Histogram(store, "headwater_inter_token_seconds", "m")
+    histogram.observe_times(3_000_000, 4)
+    numbers = store.snapshot().records[Key("headwater_inter_token_seconds", ("m",))]
+    assert sum(numbers[:-1]) == 4
+    assert numbers[-1] == 12_000_000

@@ -1,0 +1,588 @@
+"""Replicas that are lost with requests: who is computed again, where, with whom, and who is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.dispatch import Dispatcher
+from app.errors import CallableFailed, DeadlineExceeded, Quarantined, QueueFull, ReplicaLost, ReplicaUnreachable
+from app.models import Models
+from app.routing import ReplicaRoute, RoutingTable
+from app.tensors import RawTensor
+from inference.frame import Piece
+from inference.report import CallNote, RowReport, Status
+from tests.app import test_dispatch_frames as frames
+from tests.app.test_dispatch import NUMBERS, Bench, Call, numbers, run, settle
+
+GONE = "the replica ended"
+
+
+def unanswered(bench: Bench) -> list[Call]:
+    return [call for call in bench.calls if not call.answered.done()]
+
+
+def lose(bench: Bench, id: str) -> None:
+    """As when its process ends: every call that it has."""
+    for call in bench.replicas[id].calls:
+        if not call.answered.done():
+            call.answered.set_exception(ReplicaLost(GONE))
+
+
+def replace(bench: Bench, *ids: str, **route: Any) -> None:
+    """As when the supervisor has taken note: these replicas are there now."""
+    bench.route = msgspec.structs.replace(bench.route, replicas=tuple(ReplicaRoute(id, "", "") for id in ids), **route)
+    bench.dispatcher.update(bench.route)
+
+
+def test_each_request_of_a_lost_batch_is_computed_alone_by_another_replica() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2, max_in_flight=2)
+        tasks = [bench.send(1), bench.send(2, 3)]
+        await settle()
+        assert [call.values for call in bench.replicas["m-0"].calls] == [[1, 2, 3]]
+        lose(bench, "m-0")
+        await settle()
+        left = bench.replicas["m-1"]
+        assert [call.values for call in left.calls] == [[1]]
+        assert left.calls[0].note == CallNote(alone=True)
+        left.calls[0].answer()
+        await settle()
+        assert [call.values for call in left.calls] == [[1], [2, 3]]
+        left.calls[1].answer()
+        assert [numbers(await task) for task in tasks] == [[2], [4, 6]]
+        assert bench.dispatcher.statistics.retried == 2
+        assert bench.dispatcher.statistics.failures == 0
+
+    run(scenario)
+
+
+def test_others_have_every_second_turn_where_lost_requests_are_computed() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2, max_in_flight=2)
+        tasks = [bench.send(value) for value in (1, 2)]
+        await settle()
+        tasks += [bench.send(3)]
+        await settle()
+        left = bench.replicas["m-1"]
+        assert [call.values for call in left.calls] == [[3]]
+        tasks += [bench.send(value) for value in (4, 5)]
+        await settle()
+        lose(bench, "m-0")
+        await settle()
+        assert len(left.calls) == 1  # what it has comes first
+        for expected in ([1], [4, 5], [2]):
+            left.calls[-1].answer()
+            await settle()
+            assert left.calls[-1].values == expected
+        left.calls[-1].answer()
+        assert [numbers(await task) for task in tasks] == [[2], [4], [6], [8], [10]]
+        # And afterwards it is as before.
+        more = [bench.send(1)]
+        await settle()
+        more += [bench.send(*range(4))]
+        await settle()
+        assert [call.rows for call in left.calls[-2:]] == [1, 4]
+        for call in unanswered(bench):
+            call.answer()
+        await asyncio.gather(*more)
+
+    run(scenario)
+
+
+def test_lost_requests_do_not_wait_for_a_busy_replica_where_one_is_idle() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=3, max_in_flight=2)
+        tasks = []
+        for values in ((1,), (2,), (3, 4)):
+            tasks.append(bench.send(*values))
+            await settle()
+        lose(bench, "m-0")
+        await settle()
+        assert bench.dispatcher.queued_rows == 1  # both others are busy
+        bench.replicas["m-2"].calls[0].answer()
+        await settle()
+        assert [call.values for call in bench.replicas["m-2"].calls] == [[3, 4], [1]]
+        for call in unanswered(bench):
+            call.answer()
+        assert [numbers(await task) for task in tasks] == [[2], [4], [6, 8]]
+
+    run(scenario)
+
+
+def test_only_the_lost_part_of_a_large_request_is_computed_again() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2, max_in_flight=1)
+        task = bench.send(*range(8))
+        await settle()
+        assert [len(replica.calls) for replica in bench.replicas.values()] == [1, 1]
+        bench.replicas["m-1"].calls[0].answer()
+        lose(bench, "m-0")
+        await settle()
+        bench.replicas["m-1"].calls[1].answer()
+        assert numbers(await task) == [value * 2 for value in range(8)]
+        assert bench.dispatcher.statistics.retried == 1
+
+    run(scenario)
+
+
+def test_without_another_replica_it_is_an_error_at_once() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send(1)
+        await settle()
+        lose(bench, "m-0")
+        with pytest.raises(ReplicaLost, match=GONE):
+            await task
+
+    run(scenario)
+
+
+def test_what_waits_to_be_computed_again_fails_with_the_last_replica() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2)
+        tasks = [bench.send(1), bench.send(2)]
+        await settle()
+        lose(bench, "m-0")
+        await settle()
+        lose(bench, "m-1")
+        with pytest.raises(ReplicaLost, match="took two replicas down"):
+            await tasks[0]
+        with pytest.raises(ReplicaLost, match=GONE):
+            await tasks[1]
+
+    run(scenario)
+
+
+def test_a_model_that_is_not_idempotent_is_not_asked_twice() -> None:
+    async def scenario() -> None:
+        bench = Bench(msgspec.structs.replace(NUMBERS, idempotent=False), replicas=2)
+        task = bench.send(1)
+        await settle()
+        lose(bench, "m-0")
+        with pytest.raises(ReplicaLost):
+            await task
+        assert bench.replicas["m-1"].calls == []
+
+    run(scenario)
+
+
+def test_a_deadline_goes_on_while_a_lost_request_waits() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2, max_in_flight=1)
+        task = bench.send(1, timeout_us=50_000)
+        await settle()
+        bench.send(2)
+        await settle()
+        lose(bench, "m-0")
+        with pytest.raises(DeadlineExceeded, match="waited in the queue"):
+            await task
+        bench.replicas["m-1"].calls[0].answer()
+        await settle()
+        assert len(bench.calls) == 2
+        assert bench.dispatcher.queued_rows == 0
+
+    run(scenario)
+
+
+def test_a_lost_request_that_its_replica_never_had_a_second_time_is_not_charged() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=3)
+        task = bench.send(1)
+        await settle()
+        lose(bench, "m-0")
+        await settle()
+        bench.replicas["m-1"].calls[0].answered.set_exception(ReplicaUnreachable(GONE))
+        await settle()
+        bench.replicas["m-2"].calls[0].answer()
+        assert numbers(await task) == [2]
+
+    run(scenario)
+
+
+def test_a_request_that_took_two_replicas_down_is_refused_until_a_reload() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2)
+        marks: list[bytes] = []
+        bench.dispatcher._losses._on_quarantined = marks.append
+        task = bench.send(1)
+        await settle()
+        lose(bench, "m-0")
+        await settle()
+        lose(bench, "m-1")
+        with pytest.raises(ReplicaLost, match="not tried again"):
+            await task
+        assert len(marks) == 1
+        replace(bench, "m-2", "m-3")
+        with pytest.raises(Quarantined, match=r"took two replicas down, and is refused for another \d+ s") as caught:
+            await bench.send(1)
+        assert caught.value.status == 422
+        other = bench.send(2)
+        await settle()
+        bench.replicas["m-2"].calls[0].answer()
+        assert numbers(await other) == [4]
+
+        replace(bench, "m-4", generation=1)
+        again = bench.send(1)
+        await settle()
+        bench.replicas["m-4"].calls[0].answer()
+        assert numbers(await again) == [2]
+
+    run(scenario)
+
+
+def test_what_another_worker_found_is_refused_here() -> None:
+    async def scenario() -> None:
+        marks: list[bytes] = []
+        first, second = Bench(replicas=2), Bench()
+        first.dispatcher._losses._on_quarantined = marks.append
+        task = first.send(1)
+        await settle()
+        lose(first, "m-0")
+        await settle()
+        lose(first, "m-1")
+        with pytest.raises(ReplicaLost):
+            await task
+        second.dispatcher.quarantine(*marks)
+        with pytest.raises(Quarantined):
+            await second.send(1)
+
+    run(scenario)
+
+
+def test_a_worker_tells_and_is_told_by_its_models() -> None:
+    async def scenario() -> None:
+        benches = [Bench(replicas=2), Bench()]
+        told: list[tuple[str, bytes]] = []
+        workers = []
+        for bench in benches:
+            models = Models(bench._connect)
+            models.on_quarantined = lambda name, mark: told.append((name, mark))
+            models.update(RoutingTable((bench.route,)))
+            dispatcher = models.get("m").dispatcher
+            assert isinstance(dispatcher, Dispatcher)
+            bench.dispatcher.close()
+            bench.dispatcher = dispatcher
+            workers.append(models)
+        task = benches[0].send(1)
+        await settle()
+        for id in ("m-0", "m-1"):
+            lose(benches[0], id)
+            await settle()
+        with pytest.raises(ReplicaLost):
+            await task
+        (found,) = told
+        workers[1].quarantine(*found)
+        workers[1].quarantine("unknown", b"")
+        with pytest.raises(Quarantined):
+            await benches[1].send(1)
+
+    run(scenario)
+
+
+def test_a_client_that_sends_it_again_takes_the_second_replica_down_and_no_third() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        tasks = [bench.send(1), bench.send(2)]
+        await settle()
+        lose(bench, "m-0")
+        for task in tasks:
+            with pytest.raises(ReplicaLost, match=GONE):
+                await task
+        replace(bench, "m-1")
+        tasks = [bench.send(2), bench.send(1), bench.send(3)]
+        await settle()
+        left = bench.replicas["m-1"]
+        assert [call.values for call in left.calls] == [[2]]  # suspected: alone
+        left.calls[0].answer()
+        await settle()
+        assert left.calls[-1].values == [3]  # others' turn
+        left.calls[-1].answer()
+        await settle()
+        assert left.calls[-1].values == [1]
+        lose(bench, "m-1")
+        assert [numbers(await task) for task in (tasks[0], tasks[2])] == [[4], [6]]
+        with pytest.raises(ReplicaLost, match="took two replicas down"):
+            await tasks[1]
+        replace(bench, "m-2")
+        with pytest.raises(Quarantined):
+            await bench.send(1)
+        # The neighbour is free of suspicion.
+        tasks = [bench.send(2), bench.send(4)]
+        await settle()
+        assert bench.replicas["m-2"].calls[0].values == [2, 4]
+
+    run(scenario)
+
+
+def test_so_many_suspects_may_wait() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_queue_size=2)
+        task = bench.send(1)
+        await settle()
+        lose(bench, "m-0")
+        with pytest.raises(ReplicaLost):
+            await task
+        replace(bench, "m-1")
+        waiting = [bench.send(1) for _ in range(3)]
+        await settle()
+        waiting += [bench.send(1) for _ in range(2)]
+        await settle()
+        refused = [task for task in waiting if task.done()]
+        assert len(refused) == 2
+        for task in refused:
+            with pytest.raises(QueueFull):
+                await task
+        assert bench.dispatcher.queued_rows == 2
+
+    run(scenario)
+
+
+def test_rows_whose_device_failed_are_computed_by_another_replica() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2)
+        tasks = [bench.send(1), bench.send(2)]
+        await settle()
+        bench.replicas["m-0"].calls[0].answer([RowReport(Status.BROKEN, "assert")] * 2)
+        await settle()
+        left = bench.replicas["m-1"]
+        left.calls[0].answer()
+        assert numbers(await tasks[0]) == [2]
+        await settle()
+        left.calls[1].answer([RowReport(Status.BROKEN, "assert")])
+        with pytest.raises(ReplicaLost, match="took two replicas down"):
+            await tasks[1]
+
+    run(scenario)
+
+
+def test_a_failure_of_the_callable_clears_of_suspicion() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2)
+        task = bench.send(1)
+        await settle()
+        lose(bench, "m-0")
+        await settle()
+        bench.replicas["m-1"].calls[0].answer([RowReport(Status.RAISED, "ValueError")])
+        with pytest.raises(CallableFailed):
+            await task
+        tasks = [bench.send(1), bench.send(2)]
+        await settle()
+        assert bench.replicas["m-1"].calls[-1].values == [1, 2]
+        bench.replicas["m-1"].calls[-1].answer()
+        await asyncio.gather(*tasks)
+
+    run(scenario)
+
+
+def test_a_replica_that_is_taken_from_the_table_before_its_calls_end_is_as_lost() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        task = bench.send(1)
+        await settle()
+        replace(bench)
+        with pytest.raises(ReplicaLost):
+            await task
+        replace(bench, "m-1")
+        task = bench.send(1)
+        await settle()
+        assert bench.calls[-1].note.alone
+        bench.calls[-1].answer()
+        assert numbers(await task) == [2]
+
+    run(scenario)
+
+
+def test_an_end_of_the_server_makes_nobody_suspect() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2)
+        task = bench.send(1)
+        await settle()
+        bench.dispatcher.close()
+        with pytest.raises(ReplicaLost):
+            await task
+        assert bench.replicas["m-1"].calls == []
+        assert len(bench.dispatcher._quarantine) == 0
+
+    run(scenario)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=12),
+    st.lists(st.sampled_from(["answer", "lose", "come"]), max_size=40),
+    st.integers(1, 3),
+    st.randoms(use_true_random=False),
+)
+def test_every_request_ends_once_and_is_computed_twice_at_most(
+    sizes: list[int], events: list[str], replicas: int, chance: Any
+) -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=replicas, max_in_flight=2)
+        alive = [f"m-{index}" for index in range(replicas)]
+        came = replicas
+        value = 0
+        sent = []
+        for size in sizes:
+            values = [float(value + row) for row in range(size)]
+            value += size
+            sent.append((bench.send(*values), values))
+        await settle()
+        for event in [*events, "come", *["answer"] * 200]:
+            open_calls = [call for id in alive for call in bench.replicas[id].calls if not call.answered.done()]
+            if event == "answer" and open_calls:
+                chance.choice(open_calls).answer()
+            elif event == "lose" and alive:
+                id = chance.choice(alive)
+                alive.remove(id)
+                lose(bench, id)
+                await settle()
+                replace(bench, *alive)
+            elif event == "come":
+                alive.append(f"m-{came}")
+                came += 1
+                replace(bench, *alive)
+            await settle()
+        for task, values in sent:
+            assert task.done()
+            if task.exception() is None:
+                assert numbers(task.result()) == [one * 2 for one in values]
+        for number in range(value):
+            assert sum(number in call.values for call in bench.calls) <= 2
+        assert bench.dispatcher.in_flight == 0
+        assert bench.dispatcher.queued_rows == 0
+        held = [one for one in bench.dispatcher._replicas.values() if one.calls or one.rows or one.batches]
+        assert held == []
+
+    run(scenario)
+
+
+# Pipelines and streams
+
+
+def lose_frames(bench: frames.Bench, id: str) -> None:
+    for call in bench.replicas[id].calls:
+        if not call.is_left:
+            call.end(ReplicaLost(GONE))
+
+
+def test_heads_that_have_answered_are_kept_and_the_others_computed_by_another_replica() -> None:
+    async def scenario() -> None:
+        bench = frames.Bench(replicas=2)
+        task = bench.send(1, 2)
+        await frames.settle()
+        first = bench.replicas["m-0"].calls[0]
+        first.answer("a")
+        await frames.settle()
+        lose_frames(bench, "m-0")
+        await frames.settle()
+        second = bench.replicas["m-1"].calls[0]
+        assert second.wanted == ["b", "c"]
+        second.answer("b", "c")
+        second.end()
+        answer = await task
+        assert frames.numbers(answer) == frames.expected([1, 2], "abc")
+        assert answer.omitted == []
+
+    frames.run(scenario)
+
+
+def test_a_reader_of_heads_sees_each_of_them_once() -> None:
+    async def scenario() -> None:
+        bench = frames.Bench(replicas=2)
+        reader = bench.stream(1)
+        await frames.settle()
+        bench.replicas["m-0"].calls[0].answer("b")
+        await frames.settle()
+        lose_frames(bench, "m-0")
+        await frames.settle()
+        second = bench.replicas["m-1"].calls[0]
+        second.answer("a", "c")
+        second.end()
+        await reader.task
+        assert reader.statuses == [("b", "ok"), ("a", "ok"), ("c", "ok")]
+
+    frames.run(scenario)
+
+
+def test_heads_that_take_two_replicas_down_end_and_the_others_answer() -> None:
+    async def scenario() -> None:
+        bench = frames.Bench(replicas=2)
+        task = bench.send(1)
+        await frames.settle()
+        bench.replicas["m-0"].calls[0].answer("a", "b")
+        await frames.settle()
+        for id in ("m-0", "m-1"):
+            lose_frames(bench, id)
+            await frames.settle()
+        answer = await task
+        assert frames.numbers(answer) == frames.expected([1], "ab")
+        assert [(one.head, one.status) for one in answer.omitted] == [("c", "unavailable")]
+        # What was asked for besides is no reason to refuse the rest.
+        other = ReplicaRoute("m-2", "", "", "grpc")
+        bench.dispatcher.update(msgspec.structs.replace(bench.route, replicas=(other,)))
+        with pytest.raises(Quarantined):
+            await bench.send(1)
+        task = bench.send(1, heads="ab")
+        await frames.settle()
+        bench.replicas["m-2"].calls[0].answer("a", "b")
+        bench.replicas["m-2"].calls[0].end()
+        assert frames.numbers(await task) == frames.expected([1], "ab")
+
+    frames.run(scenario)
+
+
+def test_heads_whose_device_failed_are_computed_by_another_replica() -> None:
+    async def scenario() -> None:
+        bench = frames.Bench(replicas=2)
+        task = bench.send(1)
+        await frames.settle()
+        first = bench.replicas["m-0"].calls[0]
+        broken = Piece("b", 1, 7, [(0, int(Status.BROKEN), "assert")])
+        first.say(first.piece("a"), broken)
+        await frames.settle()
+        second = bench.replicas["m-1"].calls[0]
+        assert second.wanted == ["b", "c"]
+        second.answer("b", "c")
+        second.end()
+        assert frames.numbers(await task) == frames.expected([1], "abc")
+
+    frames.run(scenario)
+
+
+def test_a_stream_of_results_does_not_begin_anew() -> None:
+    async def scenario() -> None:
+        bench = frames.Bench(frames.STREAMING, replicas=2)
+        reader = bench.stream(1)
+        await frames.settle()
+        first = bench.replicas["m-0"].calls[0]
+        first.say(first.piece("a", is_last=False))
+        await frames.settle()
+        lose_frames(bench, "m-0")
+        await frames.settle()
+        assert reader.statuses[0] == ("a", "ok")
+        assert {status for _, status in reader.statuses[1:]} <= {"unavailable"}
+        assert bench.replicas["m-1"].calls == []
+        await asyncio.gather(reader.task, return_exceptions=True)
+
+    frames.run(scenario)
+
+
+def test_a_tensor_of_a_suspect_is_the_one_that_came() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2)
+        data = memoryview(np.array([1, 2], np.float32).tobytes())
+        task = bench.send_tensor("x", RawTensor("FP32", (2, 1), data))
+        await settle()
+        lose(bench, "m-0")
+        await settle()
+        bench.replicas["m-1"].calls[0].answer()
+        assert numbers(await task) == [2, 4]
+
+    run(scenario)

@@ -1,0 +1,274 @@
+"""The memory budget: what may start, and what is taken."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from app.machine_memory import gpu_name, host_capacity, measure_groups_by_place
+from app.memory_budget import HOST, MemoryBudget
+
+GPU = "GPU 0"
+MIB = 2**20
+
+
+def test_a_replica_starts_only_where_its_size_fits() -> None:
+    budget = MemoryBudget({HOST: 1000 * MIB})
+    assert budget.take(1, "m", HOST, 400 * MIB) is None
+    assert budget.take(2, "m", HOST, 400 * MIB) is None
+    refusal = budget.take(3, "m", HOST, 400 * MIB)
+    assert str(refusal) == (
+        "memory of the machine: it takes 400 MiB, and of the 1000 MiB that replicas may take 800 MiB are taken"
+    )
+    budget.give_back(1)
+    assert budget.take(3, "m", HOST, 400 * MIB) is None
+
+
+def test_what_was_measured_counts_and_is_expected_of_the_next() -> None:
+    budget = MemoryBudget({HOST: 1000})
+    assert budget.take(1, "m", HOST, None) is None
+    assert budget.taken(HOST) == 0
+    budget.note(1, {HOST: 450}, is_ready=True)
+    assert (budget.taken(HOST), budget.size("m", HOST, None)) == (450, {HOST: 450})
+    assert budget.take(2, "m", HOST, None) is None
+    assert budget.taken(HOST) == 900
+    assert budget.take(3, "m", HOST, None) is not None
+    budget.note(2, {HOST: 300}, is_ready=True)  # smaller than expected: the rest is free again
+    assert budget.taken(HOST) == 750
+    budget.note(1, {HOST: 500}, is_ready=True)  # it has grown
+    assert (budget.taken(HOST), budget.size("m", HOST, None)) == (800, {HOST: 500})
+
+
+def test_the_second_of_which_nothing_is_known_waits_until_the_first_was_measured() -> None:
+    budget = MemoryBudget({HOST: 1000})
+    assert not budget.waits("m")
+    budget.take(1, "m", HOST, None)
+    assert (budget.waits("m"), budget.waits("other")) == (True, False)
+    budget.note(1, {HOST: 100}, is_ready=False)  # it still starts
+    assert budget.waits("m")
+    budget.note(1, {HOST: 300}, is_ready=True)
+    assert not budget.waits("m")
+
+
+def test_the_second_does_not_wait_for_one_that_is_gone_or_whose_size_was_declared() -> None:
+    budget = MemoryBudget({HOST: 1000})
+    budget.take(1, "m", HOST, None)
+    budget.give_back(1)
+    assert not budget.waits("m")
+    budget.take(2, "m", HOST, 100)
+    assert not budget.waits("m")
+
+
+def test_more_than_was_declared_is_believed() -> None:
+    budget = MemoryBudget({HOST: 1000})
+    budget.take(1, "m", HOST, 100)
+    budget.note(1, {HOST: 600}, is_ready=True)
+    assert budget.taken(HOST) == 600
+    refusal = budget.take(2, "m", HOST, 100)
+    assert refusal is not None
+    assert refusal.needed == 600
+
+
+def test_a_replica_on_a_gpu_takes_of_both() -> None:
+    budget = MemoryBudget({HOST: 1000, GPU: 5000, "GPU 1": 5000})
+    budget.take(1, "m", GPU, 3000)
+    assert (budget.taken(GPU), budget.taken(HOST)) == (3000, 0)
+    budget.note(1, {HOST: 400, GPU: 2800}, is_ready=True)
+    assert (budget.taken(GPU), budget.taken(HOST)) == (3000, 400)
+    refusal = budget.take(2, "m", GPU, 3000)
+    assert refusal is not None
+    assert refusal.place == GPU
+    assert budget.take(2, "m", "GPU 1", 3000) is None
+    refusal = budget.take(3, "m", "GPU 1", None)
+    assert refusal is not None
+    assert refusal.place == HOST
+
+
+def test_what_others_have_of_a_gpu_counts() -> None:
+    budget = MemoryBudget({GPU: 1000})
+    budget.note_whole(GPU, 700)
+    assert budget.take(1, "m", GPU, 400) is not None
+    assert budget.take(1, "m", GPU, 300) is None
+    assert budget.taken(GPU) == 1000
+    budget.note_whole(GPU, 1000)
+    budget.note(1, {GPU: 300}, is_ready=True)
+    assert budget.taken(GPU) == 1000
+
+
+def test_one_that_turns_out_too_large_is_told_and_no_other_starts() -> None:
+    budget = MemoryBudget({HOST: 1000})
+    budget.take(1, "m", HOST, None)
+    budget.note(1, {HOST: 1200}, is_ready=True)
+    excess = budget.excess(1)
+    assert excess is not None
+    assert (excess.needed, excess.taken, excess.limit) == (1200, 1200, 1000)
+    assert budget.take(2, "m", HOST, None) is not None
+    assert budget.take(2, "unknown", HOST, None) is not None
+
+
+def test_a_place_without_a_limit_refuses_nothing() -> None:
+    budget = MemoryBudget({})
+    for number in range(10):
+        assert budget.take(number, "m", HOST, 10**15) is None
+
+
+class Machine(RuleBasedStateMachine):
+    """Replicas of three deployments, none of which ever takes more than its deployment's size."""
+
+    LIMIT = 1000
+    SIZES: ClassVar = {"a": 100, "b": 330, "c": 700}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.budget = MemoryBudget({HOST: self.LIMIT})
+        self.real: dict[int, tuple[str, int]] = {}
+        """What each replica really has."""
+        self.ready: set[int] = set()
+        self.number = 0
+
+    @rule(name=st.sampled_from(sorted(SIZES)))
+    def start(self, name: str) -> None:
+        self.number += 1
+        size = self.SIZES[name]
+        fits = self.budget.taken(HOST) + size <= self.LIMIT
+        refusal = self.budget.take(self.number, name, HOST, size)
+        assert (refusal is None) == fits
+        if refusal is None:
+            self.real[self.number] = name, 0
+
+    @precondition(lambda self: self.real)
+    @rule(data=st.data(), is_ready=st.booleans())
+    def grow(self, data: st.DataObject, is_ready: bool) -> None:
+        number = data.draw(st.sampled_from(sorted(self.real)))
+        name, has = self.real[number]
+        has = data.draw(st.integers(has, self.SIZES[name]))
+        self.real[number] = name, has
+        if is_ready:
+            self.ready.add(number)
+        self.budget.note(number, {HOST: has}, is_ready=number in self.ready)
+
+    @precondition(lambda self: self.real)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.real)))
+        del self.real[number]
+        self.ready.discard(number)
+        self.budget.give_back(number)
+
+    @invariant()
+    def it_is_never_crossed(self) -> None:
+        assert sum(has for _, has in self.real.values()) <= self.budget.taken(HOST) <= self.LIMIT
+
+    @invariant()
+    def what_has_ended_takes_nothing(self) -> None:
+        if not self.real:
+            assert self.budget.taken(HOST) == 0
+
+
+Machine.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
+TestMachine = Machine.TestCase
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=20))
+def test_learned_sizes_keep_within_the_budget_if_replicas_are_alike(sizes: list[int]) -> None:
+    budget = MemoryBudget({HOST: 1000})
+    most = 0
+    for number, size in enumerate(sizes):
+        most = max(most, size)
+        if budget.waits("m") or budget.take(number, "m", HOST, None) is not None:
+            break
+        # No larger than any before it, so that what was learned holds.
+        budget.note(number, {HOST: min(size, budget.size("m", HOST, None).get(HOST, size))}, is_ready=True)
+        assert budget.taken(HOST) <= 1000
+
+
+# What the machine says
+
+
+def fake_root(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+MEMINFO = "MemTotal:       16000 kB\nMemFree:        1000 kB\n"
+
+
+def test_the_machine_has_what_its_tightest_cgroup_allows(tmp_path: Path) -> None:
+    root = fake_root(tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup="0::/a.slice/b.service\n")
+    assert host_capacity(root) == 16_000 * 1024
+    group = root / "sys/fs/cgroup/a.slice/b.service"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    assert host_capacity(root) == 16_000 * 1024
+    (group.parent / "memory.max").write_text("4000000\n")
+    assert host_capacity(root) == 4_000_000
+    (group / "memory.max").write_text("3000000\n")
+    assert host_capacity(root) == 3_000_000
+
+
+def test_a_container_sees_its_limit_at_the_mount_whatever_path_it_is_told(tmp_path: Path) -> None:
+    root = fake_root(tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup="0::/docker/0123\n")
+    (root / "sys/fs/cgroup").mkdir(parents=True)
+    (root / "sys/fs/cgroup/memory.max").write_text("5000000\n")
+    assert host_capacity(root) == 5_000_000
+
+
+def test_cgroup_v1_too(tmp_path: Path) -> None:
+    lines = "12:cpu,cpuacct:/x\n4:memory:/x\n"
+    root = fake_root(tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup=lines)
+    group = root / "sys/fs/cgroup/memory/x"
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert host_capacity(root) == 16_000 * 1024
+    (group / "memory.limit_in_bytes").write_text("6000000\n")
+    assert host_capacity(root) == 6_000_000
+
+
+def test_where_nothing_can_be_read_nothing_is_known(tmp_path: Path) -> None:
+    assert host_capacity(tmp_path) is None
+
+
+def test_a_gpu_is_the_one_that_a_replica_sees_under_its_number() -> None:
+    assert gpu_name("cuda:1", None) == "GPU 1"
+    assert gpu_name("cuda", "2,3") == "GPU 2"
+    assert gpu_name("cuda:1", "2,3") == "GPU 3"
+    assert gpu_name("cuda:1", "2") is None
+    assert gpu_name("cuda:0", "") is None
+    assert gpu_name("cpu", None) is None
+
+
+def test_pages_that_processes_share_count_once() -> None:
+    """A child that has written nothing has what its parent has; each then counts half."""
+    # The child waits on a pipe that ends with us.
+    script = (
+        "import os, sys\n"
+        "taken = bytearray(b'.') * 200_000_000\n"
+        "if os.fork() == 0:\n"
+        "    sys.stdin.read()\n"
+        "    os._exit(0)\n"
+        "print('taken', flush=True)\n"
+        "sys.stdin.read()\n"
+        "os.wait()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        assert process.stdout.readline() == b"taken\n"
+        group = os.getpgid(process.pid)
+        found = measure_groups_by_place({group})[group][HOST]
+        process.stdin.close()
+        process.wait(10)
+    assert 200_000_000 < found < 300_000_000

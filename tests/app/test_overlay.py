@@ -1,0 +1,166 @@
+"""A configuration that comes with a load: what is let in, and how it is laid over the server's own."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from app.config import Config, Deployment, read_config
+from app.errors import BadRequest, Forbidden
+from app.overlay import CODE_FIELDS, MAX_CONFIG_BYTES, check_allowed, lay_over, parse_overlay
+
+ROOT = Path(__file__).parents[2]
+
+
+def config(deployments: dict[str, Any], **server: Any) -> Config:
+    return read_config({"deployments": deployments, "server": server}, source="test", environment={}, flags={})
+
+
+def laid(fields: dict[str, Any], **section: Any) -> Deployment:
+    first = config({"a": {"model": "m:A", **section}})
+    return lay_over(first, first, "a", fields).deployments["a"]
+
+
+# Reading
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "expected an object with a deployment's fields, got a list"),
+        ("null", "got null"),
+        ('{"timeout_s": NaN}', "NaN is no number in JSON"),
+        ('{"timeout_s": 1, "timeout_s": 2}', "`timeout_s` stands twice in one object"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"a":' * 40 + "1" + "}" * 40, "levels of nesting"),
+        ('{"a": ' + "1" * 10_000 + "}", "not valid JSON"),
+        (" " * (MAX_CONFIG_BYTES + 1), "expected at most"),
+        ({"timeout_s": 1}, "as JSON text, got an object"),
+    ],
+    ids=range(10),
+)
+def test_what_is_no_section_is_refused(text: object, told: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        parse_overlay(text)
+    assert raised.value.message.startswith("parameters.config: ")
+    assert told in raised.value.message
+
+
+# Laying over
+
+
+def test_sections_are_merged_and_other_values_replaced() -> None:
+    found = laid(
+        {"batching": {"max_batch_size": 8}, "timeout_s": 5, "warmup_batch_sizes": [2]},
+        batching={"max_batch_size": 4, "max_queue_size": 99},
+        timeout_s=7,
+        warmup_batch_sizes=[1, 4],
+        drain_timeout_s=3,
+    )
+    assert (found.batching.max_batch_size, found.batching.max_queue_size) == (8, 99)
+    assert (found.timeout_s, found.warmup_batch_sizes, found.drain_timeout_s) == (5, (2,), 3)
+
+
+def test_null_takes_the_default() -> None:
+    found = laid({"threads": None, "timeout_s": None}, threads=3, timeout_s=7)
+    assert (found.threads, found.timeout_s) == (None, Deployment.model_fields["timeout_s"].default)
+
+
+def test_what_is_laid_over_is_what_the_server_was_started_with_and_others_stay_as_they_are_now() -> None:
+    first = config({"a": {"model": "m:A", "timeout_s": 7}, "b": {"model": "m:B"}})
+    second = lay_over(first, first, "b", {"timeout_s": 2})
+    third = lay_over(first, second, "a", {"drain_timeout_s": 1})
+    fourth = lay_over(first, third, "a", {"load_timeout_s": 9})
+    a, b = fourth.deployments["a"], fourth.deployments["b"]
+    assert (a.timeout_s, a.drain_timeout_s, a.load_timeout_s, b.timeout_s) == (7, 30, 9, 2)
+    assert lay_over(first, fourth, "a", {}).deployments["a"] == first.deployments["a"]
+
+
+def test_a_name_that_there_is_not_takes_a_whole_section() -> None:
+    first = config({"a": {"model": "m:A"}})
+    assert lay_over(first, first, "b", {"model": "m:B"}).deployments["b"] == Deployment(model="m:B")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "told"),
+    [
+        ("a", {"timeout_s": -1}, "`deployments.a.timeout_s`: input should be greater than 0, got -1"),
+        ("a", {"batching": {"max_batch": 1}}, "`deployments.a.batching.max_batch`: unknown field"),
+        ("a", {"batching": 3}, "`deployments.a.batching`: "),
+        ("a", {"backend": "python"}, "`deployments.a.backend`: unknown field"),
+        ("a", {"model": None}, "expected either `model` or `pipeline`"),
+        ("new", {"timeout_s": 1}, "expected either `model` or `pipeline`"),
+        ("not a name", {"model": "m:A"}, "deployment name 'not a name': expected letters"),
+        ("p", {"pipeline": {"heads": {"h": {"deployment": "nowhere"}}}}, "unknown deployment `nowhere`"),
+    ],
+)
+def test_what_is_wrong_is_told_as_of_a_file(name: str, fields: dict[str, Any], told: str) -> None:
+    pipeline = {"placement": "graph", "trunk": {"model": "m:T"}, "heads": {"h": {"deployment": "a"}}}
+    first = config({"a": {"model": "m:A"}, "p": {"pipeline": pipeline}})
+    with pytest.raises(BadRequest) as raised:
+        lay_over(first, first, name, fields)
+    assert raised.value.message.startswith("parameters.config: ")
+    assert told in raised.value.message
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.name)
+def test_nothing_laid_over_changes_nothing(path: Path) -> None:
+    first = read_config(yaml.safe_load(path.read_text()), source="test", environment={}, flags={})
+    for name in first.deployments:
+        assert lay_over(first, first, name, {}) == first
+
+
+# Who may
+
+
+def test_settings_lets_settings_of_named_models_in_and_no_code() -> None:
+    first = config({"a": {"model": "m:A"}})
+    check_allowed(first, "a", {"timeout_s": 1, "replicas": 2, "batching": {}})
+    for field in CODE_FIELDS:
+        with pytest.raises(Forbidden, match=f"parameters.config.{field}: it chooses what is executed"):
+            check_allowed(first, "a", {"timeout_s": 1, field: None})
+    with pytest.raises(Forbidden, match="model 'b': the server's configuration doesn't name it"):
+        check_allowed(first, "b", {"timeout_s": 1})
+
+
+def test_any_lets_everything_in_and_never_nothing() -> None:
+    check_allowed(config({"a": {"model": "m:A"}}, allow_load="any"), "b", {"model": "m:B"})
+    with pytest.raises(Forbidden, match="allow_load is never"):
+        check_allowed(config({"a": {"model": "m:A"}}, allow_load="never"), "a", {})
+
+
+def test_a_field_that_is_a_setting_is_a_number_a_choice_or_a_device() -> None:
+    """A field with text in it may name a file or a module, and then it belongs to `CODE_FIELDS`."""
+    settings = set(Deployment.model_fields) - CODE_FIELDS
+    for name in sorted(settings - {"device", "devices"}):
+        kinds = set(_kinds(Deployment.model_fields[name].annotation))
+        assert kinds <= {int, float, bool, type(None)}, f"{name}: is it a setting, or does it choose code? {kinds}"
+    assert set(Deployment.model_fields) >= CODE_FIELDS
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Literal or annotation is Ellipsis:
+        return []
+    if origin in (typing.Union, types.UnionType, tuple, list):
+        return [kind for argument in typing.get_args(annotation) for kind in _kinds(argument)]
+    if origin is typing.Annotated:
+        return _kinds(typing.get_args(annotation)[0])
+    if origin is dict:
+        return _kinds(typing.get_args(annotation)[1])
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [kind for field in annotation.model_fields.values() for kind in _kinds(field.annotation)]
+    return [annotation]
+
+
+def test_the_text_of_a_section_is_read_back_as_it_was_written() -> None:
+    fields = {"batching": {"max_batch_size": 8}, "options": {"labels": ["a", "é"], "rate": 0.5, "none": None}}
+    assert parse_overlay(json.dumps(fields)) == fields

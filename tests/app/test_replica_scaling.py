@@ -1,0 +1,470 @@
+"""More and fewer replicas of a deployment: by command, by load, as memory allows. The replicas are no processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any
+
+import pytest
+
+from app.autoscaler import Autoscaler
+from app.config import Deployment
+from app.control import Command, CommandAnswer, Drained
+from app.load_report import DeploymentLoad, LoadReport, together
+from app.memory_budget import HOST, MemoryBudget
+from app.replica_memory import ReplicaMemory
+from app.replica_set import ReplicaSet
+from app.routing import State
+from tests.app.test_lifecycle import GRAPH, Supervisor, one, run, settle, until
+
+
+class Host(Supervisor):
+    """With memory, of which each replica takes as much as `size` says."""
+
+    def __init__(self, deployments: dict[str, Any], limit: int | None = None, gpus: Mapping[str, int] = {}) -> None:
+        super().__init__(deployments)
+        self.sizes: dict[str, int] = {}
+        """By deployment; others take 100."""
+        self.loads: dict[str, DeploymentLoad] = {}
+        self.now_s = 0.0
+        if limit is not None:
+            budget = MemoryBudget({HOST: limit, **gpus})
+            self.memory = ReplicaMemory(budget, self._measured, used=lambda: {})
+        self.autoscaler = Autoscaler(
+            self.sets, lambda: self.loads, self.lifecycle.is_busy, self, clock=lambda: self.now_s
+        )
+
+    def launch(self, replicas: ReplicaSet, *others: Any) -> Any:
+        launched = super().launch(replicas, *others)
+        self.launched[-1].group = len(self.launched)
+        return launched
+
+    async def drain(self, name: str, timeout_s: float, replicas: list[str] | None) -> Drained:
+        """The gate holds up what single replicas have."""
+        if replicas is None:
+            return Drained()
+        return await super().drain(name, timeout_s, replicas)
+
+    def _measured(self, groups: Collection[int]) -> dict[int, dict[str, int]]:
+        return {group: {HOST: self.sizes.get(self.launched[group - 1].name, 100)} for group in groups}
+
+    async def scale(self, name: str, least: int, most: int | None = None) -> CommandAnswer:
+        arguments = {"min": least, "max": most or least}
+        return await self.lifecycle.answer(Command(7, "scale", name, arguments))
+
+    async def tick(self, seconds: float) -> None:
+        """Let the autoscaler see so much time."""
+        for _ in range(round(seconds / 0.5)):
+            self.now_s += 0.5
+            self.autoscaler.tick()
+            await settle()
+
+    @property
+    def alive(self) -> list[str]:
+        return [replica.id for replica in self.launched if not replica.exited.done()]
+
+
+def range_of(least: int, most: int, **fields: Any) -> dict[str, Any]:
+    scaling = {"up_after_s": 1, "down_after_s": 2}
+    return one(replicas={"min": least, "max": most}, scaling=scaling, **fields)
+
+
+BUSY = DeploymentLoad("a", 9, 1.0, 1.0, 10)
+QUIET = DeploymentLoad("a", 0, 0.0, 0.0, 0)
+
+
+async def started(host: Host, count: int = 1, name: str = "a") -> ReplicaSet:
+    for found in host.sets.values():
+        found.start()
+    await until(lambda: len(host.sets[name].ready) == count)
+    return host.sets[name]
+
+
+def configs(host: Host) -> list[Deployment]:
+    """What each replica was started with."""
+    return [replica.config for replica in host.launched if replica.config is not None]
+
+
+def check(scenario: Callable[[], Awaitable[None]]) -> None:
+    run(scenario)
+
+
+# By command
+
+
+def test_a_command_adds_replicas_and_takes_the_newest_away_once_they_have_finished() -> None:
+    async def scenario() -> None:
+        host = Host(one(drain_timeout_s=7))
+        a = await started(host)
+        answer = await host.scale("a", 3)
+        assert (answer.status, answer.content["replicas"]) == (200, {"ready": 3, "wanted": 3, "min": 3, "max": 3})
+        assert list(a.ready) == ["a-0", "a-1", "a-2"]
+        host.drain_gate = asyncio.Event()
+        scaling = asyncio.create_task(host.scale("a", 1))
+        await settle()
+        # They get nothing new, and are there until they have finished.
+        route = a.route(1)
+        assert [one.id for one in route.replicas] == ["a-0"]
+        assert {one.id for one in route.retiring} == {"a-1", "a-2"}
+        assert host.alive == ["a-0", "a-1", "a-2"]
+        host.drain_gate.set()
+        answer = await scaling
+        assert (answer.status, answer.content["replicas"]["ready"], answer.content["leftovers"]) == (200, 1, [])
+        assert [(name, timeout_s, sorted(ids or ())) for name, timeout_s, ids in host.drains] == [
+            ("a", 7, ["a-1", "a-2"])
+        ]
+        assert (host.alive, a.route(1).retiring, a.state) == (["a-0"], (), State.READY)
+
+    check(scenario)
+
+
+def test_of_a_scaling_in_which_one_replica_fails_nothing_stays() -> None:
+    async def scenario() -> None:
+        host = Host(one())
+        a = await started(host)
+        host.auto_ready = False
+        scaling = asyncio.create_task(host.scale("a", 3))
+        await until(lambda: len(host.launched) == 3)
+        host.launched[1].get_ready()
+        host.launched[2].end("out of memory")
+        answer = await scaling
+        assert (answer.status, "out of memory" in answer.content["error"]) == (500, True)
+        assert (host.alive, list(a.ready), a.wanted, a.bounds.max, a.state) == (["a-0"], ["a-0"], 1, 1, State.READY)
+
+    check(scenario)
+
+
+def test_what_an_operator_set_stays_over_a_crash_a_reload_and_an_unload_but_not_over_another_configuration() -> None:
+    async def scenario() -> None:
+        host = Host(one())
+        a = await started(host)
+        await host.scale("a", 2)
+        host.launched[0].end("killed")
+        await until(lambda: list(a.ready) == ["a-1", "a-2"])
+        assert (await host.told("reload", "a"))[0] == 200
+        assert (list(a.ready), host.alive) == (["a-3", "a-4"], ["a-3", "a-4"])
+        assert (await host.told("unload", "a"))[0] == 200
+        assert host.alive == []
+        assert (await host.told("load", "a"))[0] == 200
+        assert len(a.ready) == 2
+        assert (await host.told("reload", "a", {"replicas": 3}))[0] == 200
+        assert (len(a.ready), a.bounds.min, len(host.alive)) == (3, 3, 3)
+
+    check(scenario)
+
+
+def test_what_is_not_there_or_not_loaded_or_has_no_replicas_is_not_scaled() -> None:
+    async def scenario() -> None:
+        host = Host({**one(), "p": {"pipeline": GRAPH}, "shared": {"model": "m:S"}})
+        await started(host)
+        await settle()
+        assert (await host.scale("nothing", 2)).status == 404
+        answer = await host.scale("p", 2)
+        assert answer.status == 409
+        assert answer.content["error"].endswith("expected one of `p.trunk`, `p.head`")
+        assert (await host.scale("p.trunk", 2)).status == 200
+        await host.do("unload", "a")
+        answer = await host.scale("a", 2)
+        assert (answer.status, "expected it loaded" in answer.content["error"]) == (409, True)
+        assert len(host.sets["a"].ready) == 0
+
+    check(scenario)
+
+
+def test_one_command_at_a_time_a_pipeline_and_its_steps_together() -> None:
+    async def scenario() -> None:
+        host = Host({"p": {"pipeline": GRAPH}, "shared": {"model": "m:S"}})
+        await started(host, name="p.trunk")
+        await settle()
+        host.auto_ready = False
+        scaling = asyncio.create_task(host.scale("p.trunk", 2))
+        await settle()
+        for action, name in (("reload", "p"), ("unload", "p")):
+            status, error = await host.told(action, name)
+            assert (status, "`p.trunk`: scale is under way" in error) == (409, True)
+        assert (await host.scale("p.trunk", 3)).status == 409
+        host.launched[-1].get_ready()
+        assert (await scaling).status == 200
+        reloading = asyncio.create_task(host.told("reload", "p"))
+        await settle()
+        assert (await host.scale("p.trunk", 3)).status == 409
+        for replica in host.launched:
+            if not replica.ready.done():
+                replica.get_ready()
+        await settle()
+        host.auto_ready = True
+        assert (await reloading)[0] == 200
+        assert len(host.sets["p.trunk"].ready) == 2
+
+    check(scenario)
+
+
+# Memory
+
+
+def test_beyond_the_budget_a_scaling_is_refused_with_figures_and_changes_nothing() -> None:
+    async def scenario() -> None:
+        host = Host(one(), limit=350)
+        a = await started(host)
+        assert (await host.scale("a", 3)).status == 200
+        answer = await host.scale("a", 4)
+        assert answer.status == 409
+        assert answer.content["error"].startswith("no room for another replica of `a`: memory of the machine")
+        assert (len(host.launched), a.wanted, a.bounds.max, a.shortage) == (3, 3, 3, "")
+        answer = await host.scale("a", 2)
+        assert (answer.status, len(host.alive)) == (200, 2)
+        assert (await host.scale("a", 3)).status == 200
+
+    check(scenario)
+
+
+def test_a_reload_beside_needs_room_for_both_and_recreate_does_not() -> None:
+    async def scenario() -> None:
+        host = Host(one(replicas=2), limit=350)
+        a = await started(host, 2)
+        status, error = await host.told("reload", "a")
+        assert status == 409
+        assert "no room for 2 more replicas of `a`" in error
+        assert "expected `strategy: recreate`" in error
+        assert (a.state, list(a.ready), len(host.launched)) == (State.READY, ["a-0", "a-1"], 2)
+        assert (await host.told("reload", "a", {"strategy": "recreate"}))[0] == 200
+        assert len(a.ready) == 2
+
+    check(scenario)
+
+
+def test_a_load_for_which_there_is_no_room_leaves_the_state_as_it_was() -> None:
+    async def scenario() -> None:
+        host = Host({**one(), "b": {"model": "m:B", "memory": 300}}, limit=350)
+        b = host.sets["b"]
+        b.start()
+        await until(lambda: len(b.ready) == 1)
+        before = host.sets["a"].state
+        assert await host.told("unload", "b") == (200, "")
+        host.sets["a"].start()
+        await until(lambda: len(host.sets["a"].ready) == 1)
+        assert before is State.LOADING
+        states = list(host.states["b"])
+        status, error = await host.told("load", "b")
+        assert (status, "it takes 0 MiB" in error) == (409, True)
+        assert (b.state, host.states["b"]) == (State.UNAVAILABLE, states)
+
+    check(scenario)
+
+
+def test_the_first_replica_shows_what_one_takes_before_others_start() -> None:
+    async def scenario() -> None:
+        host = Host(one(replicas=3), limit=1000)
+        host.sizes["a"] = 400
+        host.auto_ready = False
+        a = host.sets["a"]
+        a.start()
+        await until(lambda: len(host.launched) == 1)
+        for _ in range(5):
+            await settle()
+        assert len(host.launched) == 1
+        host.launched[0].get_ready()
+        await until(lambda: len(host.launched) == 2)
+        host.launched[1].get_ready()
+        await until(lambda: len(a.ready) == 2)
+        await until(lambda: bool(a.shortage))
+        # The third would cross the budget: the others serve, and it is told why there are no more.
+        assert (a.state, len(host.launched), a.route(1).shortage) == (State.READY, 2, a.shortage)
+        host.launched[0].end("killed")
+        await until(lambda: len(host.launched) == 3)
+        host.launched[2].get_ready()
+        await until(lambda: len(a.ready) == 2)
+
+    check(scenario)
+
+
+def test_a_replica_that_is_too_large_stays_if_it_is_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        host = Host(one(replicas=2), limit=300)
+        host.sizes["a"] = 400
+        a = await started(host)
+        await until(lambda: bool(a.shortage))
+        assert (list(a.ready), len(host.launched)) == (["a-0"], 1)
+        assert "this one stays, and no other is started" in caplog.text
+
+    check(scenario)
+
+
+def test_replicas_go_where_there_are_fewest_and_leave_where_there_are_most() -> None:
+    async def scenario() -> None:
+        host = Host(one(devices=["cuda:0", "cuda:1"], replicas=3, memory=100), limit=10_000)
+        a = await started(host, 3)
+        placed = [config.device for config in configs(host)]
+        assert sorted(placed) == ["cuda:0", "cuda:0", "cuda:1"]
+        assert all(config.devices is None for config in configs(host))
+        await host.scale("a", 2)
+        left = [placed[int(id.removeprefix("a-"))] for id in a.ready]
+        assert sorted(left) == ["cuda:0", "cuda:1"]
+
+    check(scenario)
+
+
+def test_a_full_gpu_sends_replicas_to_the_other() -> None:
+    async def scenario() -> None:
+        fields = {"devices": ["cuda:0", "cuda:1"], "replicas": 3, "memory": 100}
+        host = Host(one(**fields), limit=10_000, gpus={"GPU 0": 250, "GPU 1": 150})
+        a = await started(host, 3)
+        placed = [config.device for config in configs(host)]
+        assert sorted(placed) == ["cuda:0", "cuda:0", "cuda:1"]
+        answer = await host.scale("a", 4)
+        assert (answer.status, len(a.ready)) == (409, 3)
+
+    check(scenario)
+
+
+# By load
+
+
+def test_load_brings_replicas_up_to_the_most_and_quiet_takes_them_away() -> None:
+    async def scenario() -> None:
+        host = Host(range_of(1, 3))
+        a = await started(host)
+        host.loads["a"] = BUSY
+        await host.tick(30)
+        assert len(a.ready) == a.wanted == 3
+        host.loads["a"] = QUIET
+        while len(host.alive) > 1:  # an end is looked into in a thread
+            await host.tick(1)
+        await host.tick(60)
+        assert (len(a.ready), len(host.alive), a.wanted) == (1, 1, 1)
+
+    check(scenario)
+
+
+def test_without_a_range_load_changes_nothing() -> None:
+    async def scenario() -> None:
+        host = Host(one(replicas=2))
+        a = await started(host, 2)
+        host.loads["a"] = BUSY
+        await host.tick(30)
+        host.loads.clear()
+        await host.tick(200)
+        assert len(a.ready) == len(host.launched) == 2
+
+    check(scenario)
+
+
+def test_where_there_is_no_room_it_is_told_once_until_there_is(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        host = Host(range_of(1, 3), limit=250)
+        a = await started(host)
+        host.loads["a"] = BUSY
+        for _ in range(40):
+            host.now_s += 0.5
+            host.autoscaler.tick()
+            await asyncio.sleep(0.01)  # it measures in a thread
+        assert (len(a.ready), a.wanted) == (2, 2)
+        assert "no room for another replica of `a`" in a.route(1).shortage
+        assert caplog.text.count("no room for another replica of `a`") == 1
+        host.loads["a"] = QUIET
+        await host.tick(1)
+        assert a.route(1).shortage == ""
+
+    check(scenario)
+
+
+def test_a_command_under_way_keeps_load_from_changing_anything() -> None:
+    async def scenario() -> None:
+        host = Host(range_of(1, 3))
+        a = await started(host)
+        host.auto_ready = False
+        reloading = asyncio.create_task(host.told("reload", "a"))
+        await settle()
+        host.loads["a"] = BUSY
+        await host.tick(30)
+        assert len(host.launched) == 2
+        host.launched[1].get_ready()
+        assert await reloading == (200, "")
+        assert (list(a.ready), a.wanted) == (["a-1"], 1)
+
+    check(scenario)
+
+
+def test_an_unload_ends_what_was_about_to_leave_too() -> None:
+    async def scenario() -> None:
+        host = Host(range_of(1, 2))
+        a = await started(host)
+        host.loads["a"] = BUSY
+        await host.tick(5)
+        assert len(a.ready) == 2
+        host.loads["a"] = QUIET
+        host.drain_gate = asyncio.Event()
+        await host.tick(5)
+        assert (len(a.ready), len(host.alive)) == (1, 2)
+        # The unload has waited for all of its requests, and not for the one that was about to leave.
+        assert await host.told("unload", "a") == (200, "")
+        assert (host.alive, a.state) == ([], State.UNAVAILABLE)
+        host.drain_gate.set()
+        await host.tick(30)
+        assert host.alive == []
+
+    check(scenario)
+
+
+def test_a_replica_that_dies_while_it_leaves_is_not_replaced() -> None:
+    async def scenario() -> None:
+        host = Host(range_of(1, 2))
+        a = await started(host)
+        host.loads["a"] = BUSY
+        await host.tick(5)
+        host.loads["a"] = QUIET
+        host.drain_gate = asyncio.Event()
+        await host.tick(5)
+        host.launched[1].end("killed")
+        await settle()
+        host.drain_gate.set()
+        await settle()
+        assert (list(a.ready), host.alive, a.route(1).retiring) == (["a-0"], ["a-0"], ())
+
+    check(scenario)
+
+
+def test_a_reload_while_load_starts_another_replica_replaces_both() -> None:
+    async def scenario() -> None:
+        host = Host(range_of(1, 2))
+        a = await started(host)
+        host.auto_ready = False
+        host.loads["a"] = BUSY
+        await host.tick(5)
+        assert (len(host.launched), len(a.ready)) == (2, 1)
+        reloading = asyncio.create_task(host.told("reload", "a"))
+        await settle()
+        for replica in host.launched[2:]:
+            replica.get_ready()
+        assert await reloading == (200, "")
+        assert (list(a.ready), host.alive) == (["a-2", "a-3"], ["a-2", "a-3"])
+
+    check(scenario)
+
+
+def test_load_that_calls_for_what_cannot_start_leaves_what_serves_alone(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        host = Host(range_of(1, 2))
+        a = await started(host)
+        host.failing.add("a")
+        host.loads["a"] = BUSY
+        await host.tick(5)
+        await until(lambda: a.wanted == 1 and len(host.alive) == 1)
+        tried = len(host.launched)
+        await host.tick(60)
+        assert (a.state, list(a.ready), len(host.launched)) == (State.READY, ["a-0"], tried)
+        assert a.shortage == "another replica did not start: RuntimeError: no weights here"
+
+    caplog.set_level(logging.CRITICAL)
+    check(scenario)
+
+
+def test_the_loads_of_all_workers_are_summed() -> None:
+    one_worker = LoadReport([DeploymentLoad("a", 3, 0.5, 1.5, 4), DeploymentLoad("b", 1, 0.1, 0.5, 1)])
+    other = LoadReport([DeploymentLoad("a", 2, 0.7, 0.25, 3)])
+    assert together([one_worker, other]) == {
+        "a": DeploymentLoad("a", 5, 0.7, 1.75, 7),
+        "b": DeploymentLoad("b", 1, 0.1, 0.5, 1),
+    }

@@ -1,0 +1,61 @@
+"""Gateway workers whose event loop hangs, as the supervisor sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from app.config import Config
+from app.control import ControlServer
+from app.supervisor import Supervisor
+
+
+class Pings:
+    """Stands for the control socket: says how often each worker has not answered."""
+
+    def __init__(self) -> None:
+        self.unanswered: dict[int, int] = {}
+
+    def ping(self) -> dict[int, int]:
+        return self.unanswered
+
+
+@pytest.fixture
+def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Three processes that sleep."""
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(subprocess.Popen(command)) for _ in range(3)]
+        for process in found:
+            stack.callback(process.kill)
+        yield found
+
+
+def test_a_worker_that_gives_no_sign_of_life_is_killed_and_no_other(
+    sleepers: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config.model_validate({"deployments": {"m": {"model": "m:M"}}, "server": {"worker_timeout_s": 4}})
+    silent, alive, stranger = sleepers
+
+    async def scenario() -> None:
+        supervisor = Supervisor(config, (), lambda url, told: None)
+        pings = Pings()
+        supervisor._control = cast(ControlServer, pings)
+        supervisor._workers = {0: silent, 1: alive}
+        pings.unanswered = {silent.pid: 3, alive.pid: 0, stranger.pid: 99}
+        supervisor._end_silent_workers()
+        assert silent.poll() is None
+        pings.unanswered[silent.pid] = 4
+        supervisor._end_silent_workers()
+
+    asyncio.run(scenario())
+    assert silent.wait(10) == -signal.SIGKILL
+    assert (alive.poll(), stranger.poll()) == (None, None)
+    assert f"gateway worker 0 ({silent.pid}) has given no sign of life for worker_timeout_s = 4 s" in caplog.text

@@ -1,0 +1,54 @@
+"""Several threads that compute at once on one model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.errors import DeclarationError
+from inference.handshake import ReplicaSpec
+from inference.served import Served, load_served
+
+SERVICES = str(Path(__file__).parents[1] / "services")
+
+
+def load(model: str, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Served:
+    monkeypatch.syspath_prepend(SERVICES)
+    spec = ReplicaSpec("m", model, "", -1, (SERVICES,), os.getcwd(), device="cpu", **fields)
+    served = load_served(spec, lambda text: None, lambda reason: None)
+    assert isinstance(served, Served)
+    return served
+
+
+class Triton:
+    """Takes note of what is bound."""
+
+    def __init__(self) -> None:
+        self.bound: list[Any] = []
+
+    def bind_model(self, signature: object, infer: list[Any]) -> None:
+        self.bound = list(infer)
+
+
+def test_each_instance_has_a_runner_and_all_have_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = Triton()
+    load("scaled:Slow", monkeypatch, options={"seconds": 0}, instances=3).bind(triton)  # type: ignore[arg-type]
+    runners = [one.__self__ for one in triton.bound]
+    assert len(set(map(id, runners))) == 3
+    assert len({id(runner._model) for runner in runners}) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [("scaled:Waiting", "scaled:Waiting has an async __call__"), ("fanout:Pieces", "fanout:Pieces streams")],
+)
+def test_what_computes_its_calls_in_another_way_has_one_instance(
+    model: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DeclarationError, match=r"instances: expected 1, got 2: ") as caught:
+        load(model, monkeypatch, instances=2)
+    assert what in str(caught.value)
+    load(model, monkeypatch)
