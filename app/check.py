@@ -22,6 +22,8 @@ from app.errors import ConfigError
 from app.interpreter import InterpreterError
 from app.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
 from app.pipeline_config import Pipeline
+from app.security.keys_file import known_keys
+from app.security.tls import Certificate
 from app.sweep import SHARED_MEMORY
 from inference.environment import Problem
 from inference.errors import DeclarationError
@@ -34,6 +36,7 @@ __all__ = [
     "check",
     "region_problems",
     "runtime_dir_problems",
+    "security_problems",
     "shared_memory_bytes",
     "shared_memory_problems",
     "shared_memory_warnings",
@@ -86,6 +89,7 @@ def check(config_path: Path | None, *, as_json: bool, flags: Mapping[str, Any] |
         problems += address_problems(config.server.host, config.server.port)
         problems += runtime_dir_problems(config.server, computed)
         problems += tracing_problems(config.server)
+        problems += security_problems(config)
     if as_json:
         report = {"ok": not problems, "versions": versions, "deployments": deployments}
         print(json.dumps({**report, "problems": [asdict(problem) for problem in problems]}, indent=2))
@@ -145,9 +149,10 @@ def runtime_dir_problems(server: Server, deployments: Iterable[str]) -> list[Pro
             pass
     except OSError as error:
         problems.append(Problem(title, f"can't write in {there}: {error.strerror}", another))
-    if os.statvfs(there).f_flag & os.ST_NOEXEC:
-        reason = f"{there} is mounted noexec, and PyTriton executes Triton from its workspace there"
-        problems.append(Problem(title, reason, f"mount it with exec, or {another}"))
+    else:
+        if os.statvfs(there).f_flag & os.ST_NOEXEC:
+            reason = f"{there} is mounted noexec, and PyTriton executes Triton from its workspace there"
+            problems.append(Problem(title, reason, f"mount it with exec, or {another}"))
     if any(character.isspace() for character in str(root)):
         reason = f"{str(root)!r} has white space, at which PyTriton splits Triton's arguments"
         problems.append(Problem(title, reason, another))
@@ -157,6 +162,23 @@ def runtime_dir_problems(server: Server, deployments: Iterable[str]) -> list[Pro
         reason = f"the path of a replica's socket would have {length} bytes; a unix socket's has {UNIX_PATH_BYTES}"
         mend = f"{another}, {length - UNIX_PATH_BYTES} bytes shorter than {root}; or shorten the deployment's name"
         problems.append(Problem(title, reason, mend))
+    return problems
+
+
+def security_problems(config: Config) -> list[Problem]:
+    """Whether the API keys and the certificate can be used, if there are any."""
+    problems = []
+    tls = config.server.tls
+    for attempt in (
+        lambda: known_keys(config.security.keys_file),
+        lambda: None if tls is None else Certificate(tls),
+    ):
+        try:
+            attempt()
+        except ConfigError as error:
+            title, _, text = str(error).partition(": ")
+            reason, _, mend = text.rpartition("; ")
+            problems.append(Problem(title, reason or mend, mend if reason else "correct it"))
     return problems
 
 

@@ -101,7 +101,10 @@ export async function* events(path, body, signal) {
       if (part.done) return;
       const lines = (rest + part.value).split("\n");
       rest = lines.pop();
-      for (const line of lines) if (line.startsWith("data:")) yield line.slice(5).trim();
+      for (const line of lines) {
+        signal?.throwIfAborted(); // what has come already isn't wanted any more, either
+        if (line.startsWith("data:")) yield line.slice(5).trim();
+      }
     }
   } finally {
     reader.cancel().catch(() => {});

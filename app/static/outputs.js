@@ -49,7 +49,7 @@ function bars(values, labels, text, top) {
 
 function numbers(name, values, labels) {
   if (/logits$/.test(name)) return bars(softmax(values), labels, percent, 1);
-  const isShare = values.every((value) => value >= 0 && value <= 1);
+  const isShare = values.every((value) => value >= 0 && value <= 1) && Math.abs(values.reduce((a, b) => a + b, 0) - 1) < 0.01;
   if (isShare) return bars(values, labels, percent, 1);
   return bars(values, labels, elementText, Math.max(...values.map(Math.abs)) || 1);
 }

@@ -19,6 +19,9 @@ from app.replica_set import ReplicaSet
 from app.routing import State
 from tests.app.test_lifecycle import GRAPH, Supervisor, one, run, settle, until
 
+NO_GROUP = 1 << 22
+"""The groups of the tests' replicas are numbered from here: no process has such a number, as process 1 has 1."""
+
 
 class Host(Supervisor):
     """With memory, of which each replica takes as much as `size` says."""
@@ -38,7 +41,7 @@ class Host(Supervisor):
 
     def launch(self, replicas: ReplicaSet, *others: Any) -> Any:
         launched = super().launch(replicas, *others)
-        self.launched[-1].group = len(self.launched)
+        self.launched[-1].group = NO_GROUP + len(self.launched)
         return launched
 
     async def drain(self, name: str, timeout_s: float, replicas: list[str] | None) -> Drained:
@@ -48,7 +51,7 @@ class Host(Supervisor):
         return await super().drain(name, timeout_s, replicas)
 
     def _measured(self, groups: Collection[int]) -> dict[int, dict[str, int]]:
-        return {group: {HOST: self.sizes.get(self.launched[group - 1].name, 100)} for group in groups}
+        return {group: {HOST: self.sizes.get(self.launched[group - NO_GROUP - 1].name, 100)} for group in groups}
 
     async def scale(self, name: str, least: int, most: int | None = None) -> CommandAnswer:
         arguments = {"min": least, "max": most or least}

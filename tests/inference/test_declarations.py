@@ -48,6 +48,18 @@ def test_a_models_own_example_comes_first() -> None:
     assert row == {"x": [[1.0, 2.0, 3.0]], "mask": [True, False], "t": ["example"]}
 
 
+def test_labels_travel_with_their_tensor() -> None:
+    model = changed(outputs=(Tensor("y", "FP32", [2, 3], labels=["low", "middle", "high"]), Tensor("z", "FP32", [3])))
+    signature = msgspec.json.decode(msgspec.json.encode(signature_of(model)), type=Signature)
+    assert [spec.labels for spec in signature.outputs] == [("low", "middle", "high"), ()]
+
+
+@pytest.mark.parametrize("labels", [["a", "b"], ["a", "b", 3], "abc"])
+def test_labels_that_fit_no_tensor_are_refused(labels: Any) -> None:
+    with pytest.raises(DeclarationError, match="'y', labels: expected"):
+        Tensor("y", "FP32", [3], labels=labels)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,0 +1,20 @@
+# The image, with what the tests need, as the same user: `make image-suite` runs them in it.
+ARG IMAGE=headwater
+FROM ${IMAGE}
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
+ARG PIP_CERT
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+USER root
+WORKDIR /src
+COPY requirements-dev.lock ./
+RUN pip install --quiet -r requirements-dev.lock
+COPY . .
+RUN chown headwater:headwater /src
+USER headwater
+# The tests choose their own addresses, and build environments of their own.
+ENV HEADWATER_SERVER__HOST=127.0.0.1
+HEALTHCHECK NONE
+ENTRYPOINT ["python3", "-m", "pytest", "-p", "no:cacheprovider"]
+CMD ["tests"]
