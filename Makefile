@@ -8,6 +8,7 @@ MAKEFLAGS += --no-builtin-rules
 
 PYTHON ?= python3
 TESTS ?= tests
+TEST_JOBS ?= 2
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 IMAGE ?= headwater
@@ -32,7 +33,7 @@ INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
 	@echo
-	@echo "  PYTHON=$(PYTHON)  the interpreter, 3.10 to 3.12;  TESTS=$(TESTS)  what make test runs;"
+	@echo "  PYTHON=$(PYTHON)  the interpreter, 3.10 to 3.12;  TESTS=$(TESTS)  what make test runs, TEST_JOBS=$(TEST_JOBS) modules at once;"
 	@echo "  CONFIG=$(CONFIG)  what make serve serves;  ARGS=  more arguments for serve, test and the benchmarks"
 
 serve: $(VENV)/.runtime  ## install what is missing, check the configuration, serve it
@@ -40,7 +41,7 @@ serve: $(VENV)/.runtime  ## install what is missing, check the configuration, se
 	@exec $(BIN)/headwater serve $(CONFIG) $(ARGS)
 
 test: $(VENV)/.dev  ## run the tests
-	@exec $(BIN)/python -m pytest $(TESTS) $(ARGS)
+	@exec $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(TESTS) $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff: rules and formatting
 	@$(BIN)/ruff check .
