@@ -84,7 +84,8 @@ def test_ready_to_serve(run: Run) -> None:
     (deployment,) = report["deployments"]
     assert deployment["name"] == "double"
     assert deployment["ok"]
-    assert deployment["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1], "optional": False}]
+    (tensor,) = deployment["inputs"]
+    assert (tensor["name"], tensor["datatype"], tensor["shape"], tensor["optional"]) == ("x", "FP32", [-1], False)
     assert [tensor["name"] for tensor in deployment["outputs"]] == ["y"]
 
 

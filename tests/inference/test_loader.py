@@ -188,7 +188,8 @@ def test_the_probe_answers_for_each_model(write: Write, tmp_path: Path) -> None:
     assert [finding["name"] for finding in findings] == ["good", "bad"]
     assert findings[0]["problems"] == []
     assert findings[0]["signature"]["max_batch_size"] == 8
-    assert findings[0]["signature"]["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1], "optional": False}]
+    (tensor,) = findings[0]["signature"]["inputs"]
+    assert (tensor["name"], tensor["datatype"], tensor["shape"], tensor["optional"]) == ("x", "FP32", [-1], False)
     (problem,) = findings[1]["problems"]
     assert problem["title"] == "deployment bad"
     assert "has no Other" in problem["reason"]

@@ -219,8 +219,14 @@ class TestZeroShot:
         subject = Signature.of(ZeroShot(labels=LABELS, output="subject"), name="subject", max_batch_size=32)
         mood = Signature.of(ZeroShot(labels=three, output="mood"), name="mood", max_batch_size=32)
         assert subject.inputs == mood.inputs == (TensorSpec("features", "FP32", (384,)),)
-        assert subject.outputs == (TensorSpec("subject", "BYTES", (1,)), TensorSpec("subject_scores", "FP32", (2,)))
-        assert mood.outputs == (TensorSpec("mood", "BYTES", (1,)), TensorSpec("mood_scores", "FP32", (3,)))
+        assert subject.outputs == (
+            TensorSpec("subject", "BYTES", (1,)),
+            TensorSpec("subject_scores", "FP32", (2,), labels=tuple(LABELS)),
+        )
+        assert mood.outputs == (
+            TensorSpec("mood", "BYTES", (1,)),
+            TensorSpec("mood_scores", "FP32", (3,), labels=tuple(three)),
+        )
 
     @pytest.mark.parametrize(
         ("options", "message"),
