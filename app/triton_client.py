@@ -111,6 +111,8 @@ class _Error(msgspec.Struct):
 
 
 _STUB_LOST = re.compile(r"Stub process .*is not healthy")
+# Triton ends in good order when its host has ended, and its models go first. Nobody else unloads them.
+_ENDING = re.compile(r"Request for unknown model\b|Server is stopping\b")
 _reply_decoder = msgspec.json.Decoder(_Reply)
 
 
@@ -173,6 +175,9 @@ class TritonClient:
             _, connection = await loop.create_unix_connection(lambda: _Connection(self._all), self._path)
         except OSError as error:
             raise ReplicaUnreachable("the replica ended") from error
+        if self._closed:  # meanwhile
+            connection.close()
+            raise ReplicaUnreachable("the replica ended")
         return connection
 
 
@@ -263,6 +268,8 @@ def refusal(reason: str) -> HeadwaterError:
     first_line = reason.splitlines()[0][:500] if reason else "no reason given"
     if _STUB_LOST.search(first_line):  # Triton noticed it before the guardian did
         return ReplicaLost("the replica ended while it had the request")
+    if _ENDING.search(first_line):
+        return ReplicaUnreachable("the replica is ending")
     return CallableFailed(f"the replica refused the call: {first_line}")
 
 

@@ -121,6 +121,11 @@ class Running:
                 return pid
         raise AssertionError(f"no {what} in {folder}")
 
+    def processes(self, model: str, what: str) -> list[int]:
+        """The process ids of that part of each of the model's replicas; see `process`."""
+        of_replicas = [processes_of(folder) for folder in self.replica_folders(model)]
+        return [pid for found in of_replicas for pid, command in found.items() if _role(command) == what]
+
     def workers(self) -> list[int]:
         """The process ids of the gateway workers."""
         return [pid for pid, command in processes_of(self.folder).items() if "app.worker" in command]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import CallableFailed, ReplicaLost
+from app.errors import CallableFailed, ReplicaLost, ReplicaUnreachable
 from app.tensors import RawTensor
 from app.triton_client import TritonClient
 
@@ -108,6 +108,17 @@ def test_a_stub_that_triton_finds_dead_means_that_the_replica_is_lost() -> None:
     run([answer(refusal, b"500 Internal Server Error")], scenario)
 
 
+def test_a_triton_that_ends_has_not_had_the_call() -> None:
+    """Its host was killed: it unloads its models before it goes."""
+
+    async def scenario(client: TritonClient, seen: Seen) -> None:
+        with pytest.raises(ReplicaUnreachable):
+            await client.infer(HEAD, [])
+
+    refusal = b'{"error":"Request for unknown model: \'m\' has no available versions"}'
+    run([answer(refusal, b"400 Bad Request")], scenario)
+
+
 @pytest.mark.parametrize("reply", [None, b"nonsense\r\n\r\n"])
 def test_a_replica_that_hangs_up_or_talks_nonsense_is_lost(reply: bytes | None) -> None:
     async def scenario(client: TritonClient, seen: Seen) -> None:
@@ -128,6 +139,18 @@ def test_closing_ends_calls_under_way_and_refuses_others() -> None:
             await client.infer(HEAD, [])
 
     run([b""], scenario)
+
+
+def test_closing_ends_calls_that_are_still_connecting() -> None:
+    async def scenario(client: TritonClient, seen: Seen) -> None:
+        call = asyncio.create_task(client.infer(HEAD, []))
+        await asyncio.sleep(0)
+        client.close()
+        with pytest.raises(ReplicaUnreachable):
+            await call
+        assert seen == []
+
+    run([], scenario)
 
 
 def test_a_cancelled_call_does_not_leave_its_answer_to_the_next() -> None:
