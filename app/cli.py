@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import logging
 import os
@@ -20,6 +21,8 @@ from app.errors import CommandError, ConfigError, StartError
 from app.health import default_url, health_status
 from app.logs import set_up_logging
 from app.openapi import example_body
+from app.security.key_commands import add_key_commands
+from app.security.keys_file import keys_are_wanted
 from inference.lm.reference import is_language_model
 from inference.signature import Signature
 
@@ -89,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     scale.add_argument("replicas", metavar="N | MIN-MAX", type=_bounds, help="how many, or between how many it scales")
     _add_url(scale)
     scale.set_defaults(run=_scale)
+    add_key_commands(commands)
     return parser
 
 
@@ -101,7 +105,10 @@ def _bounds(text: str) -> dict[str, int]:
 
 
 def _add_url(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's; default: %(default)s")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000",
+        help="the server's; default: %(default)s; its API key is taken from the environment variable HEADWATER_KEY",
+    )  # fmt: skip
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:
@@ -144,7 +151,12 @@ def _serve(options: argparse.Namespace) -> int:
 
     config, user_paths = _read(options.what, _flags(options))
     set_up_logging(config.server.log_format)
-    announce = _log_what_is_served if config.server.log_format == "json" else _announce
+    asks_for_keys = keys_are_wanted(config.security.keys_file)
+    announce = (
+        _log_what_is_served
+        if config.server.log_format == "json"
+        else functools.partial(_announce, asks_for_keys=asks_for_keys)
+    )
     return asyncio.run(Supervisor(config, user_paths, announce).run())
 
 
@@ -191,12 +203,14 @@ def _section(given: str) -> str:
         raise ConfigError(f"{given}: expected what JSON can say: {error}") from error
 
 
-def _announce(url: str, served: list[tuple[str, Signature | None, str]]) -> None:
+def _announce(url: str, served: list[tuple[str, Signature | None, str]], *, asks_for_keys: bool = False) -> None:
     """Print what is served, with a line to paste for each."""
     if any(signature is not None for _, signature, _ in served):
         print(f"\nHeadwater serves at {url}   (docs: {url}/docs)\n")
     else:
         print(f"\nHeadwater listens at {url}, but serves nothing yet\n")
+    if asks_for_keys:
+        print('  To what follows, add an API key: -H "X-API-Key: $HEADWATER_KEY"\n')
     for name, signature, reason in served:
         if signature is None:
             print(f"  {name}: not served: {reason}\n")

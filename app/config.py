@@ -36,6 +36,7 @@ from app.sections import (
     TracingSection,
     WarmupBatchSizes,
 )
+from app.security.sections import SecuritySection, TlsSection
 from inference.lm.reference import is_language_model
 
 __all__ = ["Batching", "Config", "Deployment", "Server", "load_config", "read_config", "read_yaml"]
@@ -158,6 +159,10 @@ class Server(Section):
     """0 takes a free one."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Gateway processes. Limits in this file are totals; each worker holds an equal share."""
+    max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
+    """Of clients. One more takes the place of the one that has been idle longest, if any is."""
+    tls: TlsSection | None = None
+    """The certificate and private key for HTTPS; default: HTTP."""
     max_body_bytes: Annotated[int, Field(ge=1_000)] = 64 * 1024 * 1024
     """Of a request, and of what a compressed one unpacks to."""
     max_queue_size: Annotated[int, Field(ge=1)] = 8192
@@ -201,6 +206,7 @@ class Config(Section):
     """The whole configuration."""
 
     server: Server = Field(default_factory=Server)
+    security: SecuritySection = Field(default_factory=SecuritySection)
     deployments: Annotated[dict[str, Deployment], Field(min_length=1)]
 
     @field_validator("deployments")

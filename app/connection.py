@@ -1,16 +1,22 @@
-"""A client's connection: uvicorn's own, with a bound on the size of a request's head and on the time it may take.
+"""A client's connection: uvicorn's own, with bounds on what the application doesn't see.
 
-The application sees a request only once its head is complete, so what never completes must be refused here.
+These are the size of a request's head and the time it may take, since the application sees a request only once its head
+is complete; the time that what is left of a body may take after the answer; an answer that the client doesn't read; and
+how many connections there are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
+import termios
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from app.errors import BadRequest, BodyTooSlow, HeadersTooLarge, HeadwaterError
+from app.connections import Connections
+from app.errors import BadRequest, BodyTooSlow, HeadersTooLarge, HeadwaterError, Unavailable
 from app.metrics.accounting import UNMATCHED
 from app.metrics.recorder import recorder
 from app.middleware import MAX_HEADER_BYTES
@@ -23,13 +29,18 @@ class BoundedConnection(HttpToolsProtocol):
     """One connection.
 
     Args:
-        head_timeout_s: how long a request's line and headers may take from their first byte.
+        head_timeout_s: how long a request's line and headers may take from their first byte, what of its body comes
+            after its answer, and a client that reads nothing of an answer.
+        others: of this worker.
         arguments: uvicorn's.
     """
 
-    def __init__(self, *, head_timeout_s: float, **arguments: Any) -> None:
+    def __init__(self, *, head_timeout_s: float, others: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._head_timeout_s = head_timeout_s
+        self._others = others
+        self._rest_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._in_head = False
@@ -38,11 +49,17 @@ class BoundedConnection(HttpToolsProtocol):
         """Give it the time of an idle connection for its first byte; requests find ``abort`` in their state."""
         super().connection_made(transport)
         self.app_state = {**self.app_state, "abort": transport.abort}
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._arm_keep_alive()
+        if not self._others.add(self):
+            self._refuse(Unavailable("the server has as many connections as it takes (server.max_connections)"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the head that was under way."""
         self._end_head()
+        self._end_rest()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+        self._others.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -50,6 +67,9 @@ class BoundedConnection(HttpToolsProtocol):
         was_in_head = self._in_head
         super().data_received(data)
         if not self._in_head:
+            # uvicorn stops the timer of an idle connection for any byte, and starts it after the next answer only.
+            if self.timeout_keep_alive_task is None and (self.cycle is None or self.cycle.response_complete):
+                self._arm_keep_alive()
             return
         if was_in_head:
             self._head_bytes += len(data)
@@ -68,7 +88,29 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The parser is behind a request's headers."""
         self._end_head()
+        self._others.begin(self)
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The parser is behind a request's body."""
+        self._end_rest()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """An answer is complete, if perhaps not its request's body."""
+        super().on_response_complete()
+        if self._unread_timer is None and self.transport.get_write_buffer_size():
+            self._watch_reading(None)
+        if self.cycle.response_complete:  # there is no other request behind it
+            self._others.end(self)
+            if self.cycle.more_body and not self.transport.is_closing():
+                # Not at once: the client would lose the answer if it is still sending.
+                self._end_rest()
+                self._rest_timer = self.loop.call_later(self._head_timeout_s, self.abort)
+
+    def abort(self) -> None:
+        """See `app.connections.Closable`."""
+        self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""
@@ -79,6 +121,27 @@ class BoundedConnection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _end_rest(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
+
+    def _watch_reading(self, unread_before: int | None) -> None:
+        """End a connection whose client takes nothing of what is ready for it: a closed one, too, would wait for it."""
+        self._unread_timer = None
+        waiting = self.transport.get_write_buffer_size()
+        unread = waiting + _unacknowledged(self.transport)
+        if waiting and unread == unread_before:
+            self.abort()
+        elif waiting:
+            self._unread_timer = self.loop.call_later(self._head_timeout_s, self._watch_reading, unread)
+
+    def _arm_keep_alive(self) -> None:
+        if not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _refuse(self, error: HeadwaterError) -> None:
         """Answer without the application, and close the connection."""
@@ -91,3 +154,13 @@ class BoundedConnection(HttpToolsProtocol):
         lines += [b"content-length: %d" % len(body), b"connection: close", b"", body]
         self.transport.write(b"\r\n".join(lines))
         self.transport.close()
+
+
+def _unacknowledged(transport: asyncio.Transport) -> int:
+    """How many bytes the kernel holds that the client hasn't taken: to see that it reads, if slowly, where the kernel
+    takes more from us in large steps only."""
+    try:
+        found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, b"\0" * 4)
+    except OSError:
+        return 0
+    return int.from_bytes(found, sys.byteorder)

@@ -4,7 +4,9 @@
 
     HeadwaterError                 status, message
     ├── BadRequest                 400  the request's content is wrong; the message names the field
+    ├── Unauthorized               401  no API key, or none that is good here
     ├── Forbidden                  403  not allowed to this client
+    │   └── ScopeMissing                its API key is good, but not for this
     ├── NotFound                   404  unknown model or route
     ├── MethodNotAllowed           405
     ├── BodyTooSlow                408
@@ -16,6 +18,7 @@
     ├── UnsupportedMediaType       415  content type or encoding
     ├── Quarantined                422  the same request took two replicas down
     ├── QueueFull                  429  the queue of the deployment, or of all, is full; Retry-After
+    ├── RateLimited                429  the API key's own limit is reached; Retry-After
     ├── HeadersTooLarge            431
     ├── ClientGone                 499  logs and metrics only
     ├── CallableFailed             500  the user's callable raised, or broke its declaration
@@ -54,10 +57,13 @@ __all__ = [
     "NotFound",
     "Quarantined",
     "QueueFull",
+    "RateLimited",
     "ReaderTooSlow",
     "ReplicaLost",
     "ReplicaUnreachable",
+    "ScopeMissing",
     "StartError",
+    "Unauthorized",
     "Unavailable",
     "UnsupportedMediaType",
 ]
@@ -93,12 +99,24 @@ class BadRequest(HeadwaterError):
     kind = "invalid_request_error"
 
 
+class Unauthorized(HeadwaterError):
+    """No API key, or none that is good here."""
+
+    status = 401
+    kind = "invalid_request_error"
+    may_quote = False
+
+
 class Forbidden(HeadwaterError):
     """What only an operator may do, asked by someone who can't be told from anybody else."""
 
     status = 403
     kind = "invalid_request_error"
     may_quote = False
+
+
+class ScopeMissing(Forbidden):
+    """The API key is good, but not for this."""
 
 
 class NotFound(HeadwaterError):
@@ -177,6 +195,14 @@ class Quarantined(HeadwaterError):
 
 class QueueFull(HeadwaterError):
     """The queue of the deployment, or of all, is full."""
+
+    status = 429
+    kind = "rate_limit_error"
+    may_quote = False
+
+
+class RateLimited(HeadwaterError):
+    """The limit of the API key is reached, whatever the server could do."""
 
     status = 429
     kind = "rate_limit_error"

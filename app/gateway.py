@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import app
@@ -32,24 +34,50 @@ from app.routes.metadata import metadata_routes
 from app.routes.openai_models import openai_model_routes
 from app.routes.openai_texts import OpenAITextEndpoint
 from app.routes.page import page_routes
+from app.security.key_check import KeyCheck, KeyRing
+from app.security.key_schema import with_keys
 
 __all__ = ["create_app"]
 
 logger = logging.getLogger("headwater")
 
+CORS_REQUEST_HEADERS: Final = (
+    "Authorization", "Content-Type", "Inference-Header-Content-Length", "Traceparent", "X-API-Key", "X-Request-Id",
+)  # fmt: skip
+CORS_ANSWER_HEADERS: Final = ("Inference-Header-Content-Length", "Retry-After", "X-Request-Id")
+"""Scripts see these besides the few that they always do."""
 
-def create_app(models: Models, server: Server, *routers: APIRouter) -> FastAPI:
+
+def create_app(
+    models: Models,
+    server: Server,
+    *routers: APIRouter,
+    keys: KeyRing | None = None,
+    cors_origins: Sequence[str] = (),
+) -> FastAPI:
     """Make the application.
 
     Args:
         models: what to serve; may change while the application runs.
         server: limits and switches.
         routers: further routes: those that need the supervisor.
+        keys: without one of which nothing is answered but health and pages; None: all is, but see `app.operator_guard`.
+        cors_origins: of web pages whose scripts may ask.
     """
     gateway = FastAPI(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     reader = BodyReader(server.max_body_bytes, server.body_timeout_s)
     infer = InferEndpoint(models, reader)
     gateway.add_middleware(InferShortcut, endpoint=infer)
+    if keys is not None:
+        gateway.add_middleware(KeyCheck, ring=keys)
+    if cors_origins:
+        gateway.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=CORS_REQUEST_HEADERS,
+            expose_headers=CORS_ANSWER_HEADERS,
+        )
     gateway.add_middleware(
         RequestContext,
         access_log=(
@@ -89,7 +117,8 @@ def create_app(models: Models, server: Server, *routers: APIRouter) -> FastAPI:
 
     def openapi() -> dict[str, Any]:
         gateway.openapi_schema = None  # models come and go
-        return openapi_schema(generated(), models)
+        schema = openapi_schema(generated(), models)
+        return schema if keys is None else with_keys(schema)
 
     gateway.openapi = openapi  # type: ignore[method-assign]
     return gateway

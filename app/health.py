@@ -23,7 +23,8 @@ TIMEOUT_S: Final = 8.0
 
 def default_url(environment: Mapping[str, str] = os.environ) -> str:
     """The server in the same container, on the port that the environment says."""
-    return f"http://127.0.0.1:{environment.get('HEADWATER_SERVER__PORT', '8000')}"
+    scheme = "https" if "HEADWATER_SERVER__TLS__CERTIFICATE" in environment else "http"
+    return f"{scheme}://127.0.0.1:{environment.get('HEADWATER_SERVER__PORT', '8000')}"
 
 
 def health_status(url: str) -> int:

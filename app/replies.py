@@ -56,6 +56,8 @@ def error_reply(error: HeadwaterError, path: str) -> Reply:
     else:
         content = {"error": error.message}
     headers: Headers = []
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     retry_after_s = error.retry_after_s or (RETRY_AFTER_S if error.status == 503 else None)
     if retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % retry_after_s))

@@ -1,10 +1,15 @@
-"""The command line's side of a running server: asks for states, and commands load, unload and reload."""
+"""The command line's side of a running server: asks for states, and commands load, unload and reload.
+
+An API key comes from the environment: a command line can be read by everybody.
+"""
 
 from __future__ import annotations
 
+import os
+import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import httpx
 
@@ -13,6 +18,8 @@ from app.errors import CommandError
 __all__ = ["ServerClient", "command_line", "status_table"]
 
 CONNECT_TIMEOUT_S: Final = 5.0
+KEY_VARIABLE: Final = "HEADWATER_KEY"
+LOOPBACK_NAMES: Final = ("127.0.0.1", "localhost", "::1")
 MIB: Final = 1024 * 1024
 
 
@@ -22,11 +29,21 @@ class ServerClient:
     Args:
         url: its base, such as ``http://127.0.0.1:8000``.
         transport: tests put their own here.
+        environment: has the API key, if there is one, as HEADWATER_KEY.
     """
 
-    def __init__(self, url: str, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        transport: httpx.BaseTransport | None = None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
         self._url = url.rstrip("/")
         self._transport = transport
+        key = environment.get(KEY_VARIABLE, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise CommandError(f"environment variable {KEY_VARIABLE}: expected visible ASCII characters, got others")
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
     def index(self) -> list[dict[str, Any]]:
         """All models with their states.
@@ -77,8 +94,10 @@ class ServerClient:
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         try:
             # Not by a proxy: a command must come from the server's own machine.
-            with httpx.Client(timeout=timeout, trust_env=False, transport=self._transport) as client:
-                response = client.request(method, self._url + path, json=body)
+            with httpx.Client(
+                timeout=timeout, verify=_verify(self._url), trust_env=False, transport=self._transport
+            ) as client:
+                response = client.request(method, self._url + path, json=body, headers=self._headers)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise CommandError(
                 f"{self._url}: no answer: {str(error) or type(error).__name__}; is the server running there? Say where "
@@ -93,8 +112,20 @@ class ServerClient:
             ) from error
         if response.status_code != 200:
             message = content.get("error") if isinstance(content, dict) else None
+            if response.status_code == 401:
+                message = f"{self._url}: expected one of its API keys in the environment variable {KEY_VARIABLE}"
             raise CommandError(str(message or f"{self._url}: status {response.status_code}"))
         return content
+
+
+def _verify(url: str) -> ssl.SSLContext:
+    """Who a server has to be: on this machine anybody, for whose name no certificate is."""
+    if urlsplit(url).hostname in LOOPBACK_NAMES:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return context
+    return ssl.create_default_context()  # SSL_CERT_FILE in the environment names another authority
 
 
 def status_table(index: Sequence[Mapping[str, Any]]) -> str:

@@ -21,7 +21,13 @@ from typing import Any
 import msgspec
 
 from app.autoscaler import Autoscaler
-from app.check import region_problems, runtime_dir_problems, shared_memory_warnings, tracing_problems
+from app.check import (
+    region_problems,
+    runtime_dir_problems,
+    security_problems,
+    shared_memory_warnings,
+    tracing_problems,
+)
 from app.children import Children
 from app.config import Config, Deployment
 from app.control import ControlServer, Drained
@@ -33,18 +39,15 @@ from app.load_report import DeploymentLoad, together
 from app.logs import REPLICA_LOGGER
 from app.metrics.observer import DeploymentView, Observer, ReplicaView
 from app.metrics.recorder import recorder
+from app.operator_guard import is_loopback
 from app.process_watch import ProcessWatch
 from app.replica_host import Launched
 from app.replica_memory import ReplicaMemory
 from app.replica_process import GUARDIAN_LOST, ReplicaProcess
-from app.replica_set import (
-    FIRST_BACKOFF_S,
-    LAST_BACKOFF_S,
-    REPLICA_END_TIMEOUT_S,
-    STEADY_AFTER_S,
-    ReplicaSet,
-)
+from app.replica_set import FIRST_BACKOFF_S, LAST_BACKOFF_S, STEADY_AFTER_S
+from app.replica_starter import REPLICA_END_TIMEOUT_S
 from app.routing import DeploymentRoute, RoutingTable, State
+from app.security.keys_file import keys_are_wanted
 from app.sweep import make_instance_folder, sweep_stale
 from app.worker_settings import WorkerSettings
 from inference.signature import Signature
@@ -126,13 +129,21 @@ class Supervisor:
         observing: asyncio.Task[None] | None = None
         try:
             host, port = listener.getsockname()[:2]
-            self._url = f"http://{_url_host(host)}:{port}"
+            scheme = "http" if self._config.server.tls is None else "https"
+            self._url = f"{scheme}://{_url_host(host)}:{port}"
             logger.info("listening on %s", self._url)
+            if not is_loopback(listener.getsockname()) and not keys_are_wanted(self._config.security.keys_file):
+                logger.warning(
+                    "%s is reached from other machines, and there are no API keys: whoever reaches it may use every "
+                    "model; see security.keys_file", host,
+                )  # fmt: skip
             await self._control.start(self._folder / "control")
             self._publish()
             observing = asyncio.create_task(self._observer.watch(self._replica_views))
             settings = WorkerSettings(
-                control=str(self._folder / "control"), server=self._config.server.model_dump(mode="json")
+                control=str(self._folder / "control"),
+                server=self._config.server.model_dump(mode="json"),
+                security=self._config.security.model_dump(mode="json"),
             )
             for index in range(self._config.server.workers):
                 self.spawn(self._keep_worker(index, listener, settings))
@@ -173,7 +184,11 @@ class Supervisor:
 
     def _make_folder(self) -> int:
         # A socket's path that is too long, for one, shows only when a model that says it is ready is called.
-        for problem in (*runtime_dir_problems(self._config.server, self._sets), *tracing_problems(self._config.server)):
+        for problem in (
+            *security_problems(self._config),
+            *runtime_dir_problems(self._config.server, self._sets),
+            *tracing_problems(self._config.server),
+        ):
             raise StartError(str(problem))
         parent = self._config.server.runtime_dir
         try:
@@ -189,7 +204,7 @@ class Supervisor:
         return lock
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """See `app.replica_set.Host`."""
+        """See `app.replica_host.Host`."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
@@ -206,22 +221,22 @@ class Supervisor:
 
     @property
     def is_stopping(self) -> bool:
-        """See `app.replica_set.Host`."""
+        """See `app.replica_host.Host`."""
         return self._stop_requested.is_set()
 
     async def wait_for_stop(self, timeout_s: float) -> None:
-        """See `app.replica_set.Host`."""
+        """See `app.replica_host.Host`."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._stop_requested.wait(), timeout_s)
 
     async def drain(self, name: str, timeout_s: float, replicas: list[str] | None) -> Drained:
-        """See `app.replica_set.Host`."""
+        """See `app.replica_host.Host`."""
         return await self._control.drain(name, timeout_s, replicas)
 
-    def launch(self, replicas: ReplicaSet, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
-        """See `app.replica_set.Host`."""
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
+        """See `app.replica_host.Host`."""
         self._next_replica += 1
-        id = f"{replicas.name}-{self._next_replica}"
+        id = f"{name}-{self._next_replica}"
 
         def progress(text: str) -> None:
             logger.info("%s: %s", id, text)
@@ -232,7 +247,7 @@ class Supervisor:
 
         # A folder's name is short, because sockets lie in it, whose paths must be.
         folder = self._folder / f"r{self._next_replica}"
-        replica = ReplicaProcess(replicas.name, id, config, folder, self._user_paths, on_progress=progress, on_log=log)
+        replica = ReplicaProcess(name, id, config, folder, self._user_paths, on_progress=progress, on_log=log)
         guardian = replica.start()
         exited = self._children.follow(guardian)
         self._guardians[guardian.pid] = replica
@@ -246,7 +261,7 @@ class Supervisor:
         return Launched(replica, exited)
 
     def on_change(self) -> None:
-        """See `app.replica_set.Host`."""
+        """See `app.replica_host.Host`."""
         self._publish()
         if not self._is_announced and all(one.is_decided for one in self._sets.values()):
             self._is_announced = True
@@ -262,7 +277,9 @@ class Supervisor:
             self._stop_requested.set()
 
     def _has_given_up(self, name: str) -> bool:
-        """Whether a deployment has FAILED by itself, and not by an operator's command."""
+        """Whether a deployment has FAILED by itself, not by an operator's command, and none is about to change that."""
+        if self._lifecycle.is_busy(name):
+            return False
         graph = self._graphs.get(name)
         if graph is None:
             return self._sets[name].has_given_up
@@ -339,7 +356,7 @@ class Supervisor:
     def _start_worker(self, index: int, listener: socket.socket, settings: WorkerSettings) -> subprocess.Popen[bytes]:
         path = self._folder / f"worker-{index}.json"
         path.touch(mode=0o600)
-        own = msgspec.structs.replace(settings, metrics=self._observer.start_worker(index))
+        own = msgspec.structs.replace(settings, index=index, metrics=self._observer.start_worker(index))
         path.write_bytes(msgspec.json.encode(own))
         return subprocess.Popen(
             [sys.executable, "-m", "app.worker", str(path), str(listener.fileno())],

@@ -11,8 +11,9 @@ import logging
 import socket
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import uvicorn
@@ -22,6 +23,7 @@ from app import tracing
 from app.admission import WaitingRoom
 from app.config import Server
 from app.connection import BoundedConnection
+from app.connections import Connections, allow_open_files
 from app.control import SupervisorLink
 from app.gateway import create_app
 from app.load_sampler import LoadSampler
@@ -34,6 +36,12 @@ from app.operator_guard import OperatorGuard, is_loopback
 from app.routes.metrics import metrics_routes
 from app.routes.repository import repository_routes
 from app.routes.status import status_routes
+from app.security.file_watch import FileWatch
+from app.security.key_check import KeyRing
+from app.security.keys_file import keys_are_wanted, known_keys
+from app.security.limits import LimitFiles
+from app.security.sections import SecuritySection
+from app.security.tls import Certificate
 from app.worker_settings import WorkerSettings
 
 __all__ = ["main"]
@@ -55,7 +63,21 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
     AppStatus.enable_automatic_graceful_drain = False
     link = SupervisorLink(models.drain, models.quarantine)
     models.on_quarantined = link.tell_quarantined
-    operator = OperatorGuard(is_loopback(listener.getsockname()))
+    security = SecuritySection.model_validate(settings.security)
+    watches: list[Coroutine[Any, Any, None]] = []
+    keys: KeyRing | None = None
+    if keys_are_wanted(security.keys_file):
+        key_watch = FileWatch([] if security.keys_file is None else [security.keys_file])
+        limits = LimitFiles(Path(settings.control).parent / "limits", settings.index, options.workers)
+        keys = KeyRing(lambda: known_keys(security.keys_file), limits)
+        watches.append(key_watch.run(keys.renew))
+    certificate: Certificate | None = None
+    if options.tls is not None:
+        certificate_watch = FileWatch([options.tls.certificate, options.tls.key])
+        certificate = Certificate(options.tls)
+        watches.append(certificate_watch.run(certificate.renew))
+    connections = Connections(allow_open_files(-(-options.max_connections // options.workers)))
+    operator = OperatorGuard(is_loopback(listener.getsockname()), has_keys=keys is not None)
     routers = [repository_routes(link.command, operator, options)]
     sampler = Sampler(models)
     if settings.metrics:
@@ -64,7 +86,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
     routers.append(status_routes(models, Path(settings.metrics).parent if settings.metrics else None, sampler))
     if options.tracing is not None:
         tracing.use(tracing.exporting(options.tracing))
-    app = create_app(models, options, *routers)
+    app = create_app(models, options, *routers, keys=keys, cors_origins=security.cors_origins)
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -77,8 +99,10 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
             timeout_graceful_shutdown=LAST_ANSWERS_TIMEOUT_S,
             ws="none",
             http=cast(
-                "type[asyncio.Protocol]", functools.partial(BoundedConnection, head_timeout_s=options.body_timeout_s)
+                "type[asyncio.Protocol]",
+                functools.partial(BoundedConnection, head_timeout_s=options.body_timeout_s, others=connections),
             ),
+            ssl_context_factory=None if certificate is None else lambda config, default: certificate.context,
         )
     )
     first_table = asyncio.Event()
@@ -119,6 +143,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
     following.add_done_callback(on_supervisor_gone)
     tasks = [following, asyncio.create_task(drain())]
     tasks.append(asyncio.create_task(LoadSampler(models, link.report).run()))
+    tasks += map(asyncio.create_task, watches)
     if settings.metrics:
         tasks.append(asyncio.create_task(sample()))
     await first_table.wait()

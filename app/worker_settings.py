@@ -16,5 +16,9 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Path of the control socket."""
     server: dict[str, Any]
     """The configuration's `app.config.Server`."""
+    security: dict[str, Any] = {}
+    """The configuration's `app.security.sections.SecuritySection`."""
+    index: int = 0
+    """Which of the workers this is."""
     metrics: str = ""
     """Path of the file that it counts in; empty: in memory only."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from app.errors import ContractBroken
@@ -31,12 +31,23 @@ class TextGeneration:
         generation: gives the tokens.
         streams: one for each of its sequences, in their order.
         prompt_tokens: of all prompts.
+        spend: told of the tokens that were used, first those of the prompts.
     """
 
-    def __init__(self, generation: Generation, streams: Sequence[TextStream], prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        streams: Sequence[TextStream],
+        prompt_tokens: int,
+        spend: Callable[[int], None] | None = None,
+    ) -> None:
         self._generation = generation
         self._streams = streams
         self._prompt_tokens = prompt_tokens
+        self._spend = spend
+        self._spent = 0
+        if spend is not None:
+            spend(prompt_tokens)
 
     @property
     def usage(self) -> Usage:
@@ -55,6 +66,10 @@ class TextGeneration:
             pieces.append((place, stream.take(tokens)))
             if stream.finish is not None and tokens.finish is None:
                 self._generation.drop(place)
+        if self._spend is not None:
+            used = self.usage.completion_tokens
+            self._spend(used - self._spent)
+            self._spent = used
         if not pieces:
             for place, stream in enumerate(self._streams):
                 if stream.finish is None:

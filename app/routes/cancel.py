@@ -1,4 +1,4 @@
-"""``POST /v2/requests/{request_id}/cancel``: end what runs under a request's id, whoever sent it."""
+"""``POST /v2/requests/{request_id}/cancel``: end what runs under a request's id, whoever sent it with the same key."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from app.json_faults import shown
 from app.models import Models
 from app.replies import Reply, json_reply
 from app.routes.boundary import Endpoint
+from app.security.key_check import owned_id
 
 __all__ = ["CancelEndpoint"]
 
@@ -22,7 +23,7 @@ class CancelEndpoint(Endpoint):
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
         """See `Endpoint.answer`."""
         request_id = scope["path_params"]["request_id"]
-        cancelled = await self._models.cancel_request(request_id)
+        cancelled = await self._models.cancel_request(owned_id(scope["state"], request_id))
         if not cancelled:
             raise NotFound(
                 f"request {shown(request_id)}: expected the X-Request-Id of a request to a language model that is "

@@ -14,6 +14,7 @@ from app.bodies import BodyReader
 from app.config import Server
 from app.control import CommandAnswer
 from app.errors import BadRequest
+from app.json_faults import shown
 from app.operator_guard import OperatorGuard
 from app.overlay import FIELD, MAX_CONFIG_BYTES
 from app.sections import ReplicaBounds, Replicas
@@ -89,7 +90,7 @@ def _bounds(body: bytes) -> dict[str, Any]:
     try:
         asked = msgspec.json.decode(body, type=_Scale)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"body: {expected}: {error}", field="body") from error
+        raise BadRequest(f"body: {expected}: {str(error)[:200]}", field="body") from error
     if (asked.replicas is None) == (asked.max is None) or (asked.replicas is not None and asked.min is not None):
         raise BadRequest(f"body: {expected}, got {body.decode()[:100]}", field="body")
     wanted = asked.replicas if asked.replicas is not None else {"min": asked.min or 1, "max": asked.max}
@@ -108,13 +109,14 @@ def _arguments(body: bytes, action: str) -> dict[str, Any]:
     try:
         parameters = msgspec.json.decode(body, type=_Body).parameters if body.strip() else {}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f'body: expected {{"parameters": {{...}}}} or nothing: {error}', field="body") from error
+        reason = str(error)[:200]
+        raise BadRequest(f'body: expected {{"parameters": {{...}}}} or nothing: {reason}', field="body") from error
     for name, value in parameters.items():
         if name == "unload_dependents" and action == "unload":
             if value is not False:
                 raise BadRequest(
-                    f"parameters.unload_dependents: expected false, got {value!r}: not supported; a pipeline takes its "
-                    "own steps with it, and no other model depends on one",
+                    f"parameters.unload_dependents: expected false, got {shown(value)}: not supported; a pipeline "
+                    "takes its own steps with it, and no other model depends on one",
                     field="parameters.unload_dependents",
                 )
         elif name == "config" and action in WITH_CONFIG:

@@ -18,6 +18,8 @@ from app.lm.text_plan import TextPlan
 from app.lm.text_stream import TextStream
 from app.models import Models
 from app.replies import Reply
+from app.security.key_check import owned_id
+from app.security.limits import KeyLimits
 from inference.lm.protocol import EngineLimits
 
 if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
@@ -71,13 +73,19 @@ class TextAnswers:
         """
         specification = dispatcher.check_ready().language_model
         assert specification is not None
+        limits: KeyLimits | None = scope["state"].get("key_limits")
+        if limits is not None:
+            limits.check_tokens()
         async with DisconnectWatch(receive):
             text = await dispatcher.text()
             plan, text_streams = await asyncio.to_thread(_planned, request, text, specification.limits)
             form_of_this = form(plan, text.tokenizer.texts)
             # From here to what closes it, nothing is awaited and nothing fails.
-            generation = dispatcher.open(scope["state"]["request_id"], plan.specs, timeout_s=plan.timeout_s)
-            job = TextGeneration(generation, text_streams, plan.prompt_tokens)
+            request_id = owned_id(scope["state"], scope["state"]["request_id"])
+            generation = dispatcher.open(request_id, plan.specs, timeout_s=plan.timeout_s)
+            job = TextGeneration(
+                generation, text_streams, plan.prompt_tokens, None if limits is None else limits.spend_tokens
+            )
             return await (self._stream if streams else self._whole)(scope, job, form_of_this)
 
     async def _whole(self, scope: Scope, job: TextGeneration, form: AnswerForm) -> Reply:

@@ -81,6 +81,7 @@ def test_nobody_there(url: str) -> None:
 def test_the_port_is_the_one_that_the_environment_says() -> None:
     assert default_url({}) == "http://127.0.0.1:8000"
     assert default_url({"HEADWATER_SERVER__PORT": "9000"}) == "http://127.0.0.1:9000"
+    assert default_url({"HEADWATER_SERVER__TLS__CERTIFICATE": "c.pem"}) == "https://127.0.0.1:8000"
 
 
 def test_a_proxy_is_not_asked(server: Answering, monkeypatch: pytest.MonkeyPatch) -> None:

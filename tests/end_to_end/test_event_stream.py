@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from app.answers import Answer, HeadAnswer
 from app.config import Server
 from app.connection import BoundedConnection
+from app.connections import Connections
 from app.dispatch import Dispatcher
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
 from app.event_stream import StreamLimits
@@ -148,7 +149,7 @@ class Gateway:
 
 
 def _connection(**arguments: Any) -> BoundedConnection:
-    return BoundedConnection(head_timeout_s=5, **arguments)
+    return BoundedConnection(head_timeout_s=5, others=Connections(100), **arguments)
 
 
 def _logged(gateway: FastAPI, log: list[dict[str, Any]]) -> Any:

@@ -1,0 +1,153 @@
+"""Lets requests through whose key has the scope that their route asks for; not there where there are no keys."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.errors import ConfigError, HeadwaterError, ScopeMissing, Unauthorized
+from app.replies import error_reply
+from app.security.keys import Key, Keys
+from app.security.limits import KeyLimits, LimitFiles
+from app.security.scopes import scopes_for
+
+__all__ = ["KeyCheck", "KeyRing", "owned_id", "shown_key"]
+
+logger = logging.getLogger("headwater")
+
+UNKNOWN: Final = (
+    "API key: expected `Authorization: Bearer KEY` or `X-API-Key: KEY` with a key of this server, got none, or another"
+)
+"""The same for every reason: it tells nobody whether a key exists."""
+
+
+class KeyRing:
+    """The keys that are good now, with their limits.
+
+    Args:
+        read: reads them; called again by `renew`.
+        limits: of those that have some.
+    """
+
+    def __init__(self, read: Callable[[], Iterable[Key]], limits: LimitFiles) -> None:
+        self._read = read
+        self._limits = limits
+        self._keys = Keys()
+        self._limits_of: dict[str, KeyLimits] = {}
+        try:
+            self._take(read())
+        except (ConfigError, OSError) as error:  # they were sound when the server started
+            logger.error("no API key is good until this is mended: %s", error)
+
+    def renew(self) -> None:
+        """Read them again; if that fails, those that were good stay so."""
+        try:
+            self._take(self._read())
+        except (ConfigError, OSError) as error:
+            logger.error("the API keys stay as they were: %s", error)
+        else:
+            logger.info("the API keys were read again: %s", ", ".join(key.name for key in self._keys) or "none")
+
+    def find(self, text: bytes) -> tuple[Key, KeyLimits | None] | None:
+        """The key with this text, if it is good, and its limits, if it has some."""
+        key = self._keys.find(text)
+        return None if key is None else (key, self._limits_of.get(key.sha256))
+
+    def _take(self, keys: Iterable[Key]) -> None:
+        found = Keys(keys)
+        limits = {key.sha256: self._limits.of(key) for key in found}
+        self._keys = found
+        self._limits_of = {digest: one for digest, one in limits.items() if one is not None}
+
+
+class KeyCheck:
+    """Refuses what no key, or none with the right scope, comes with, and what a key's limits don't allow.
+
+    ``scope["state"]["key"]`` has the key's name, ``scope["state"]["key_limits"]`` its limits if it has some, and the
+    access log tells the name.
+    """
+
+    def __init__(self, app: ASGIApp, ring: KeyRing) -> None:
+        self._app = app
+        self._ring = ring
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection's scope."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scopes = scopes_for(scope["method"], scope["path"])
+        if not scopes:
+            await self._app(scope, receive, send)
+            return
+        try:
+            limits = self._admit(scope["state"], scope["headers"], scopes)
+        except HeadwaterError as error:
+            scope["state"]["error"] = error
+            await error_reply(error, scope["path"])(scope, receive, send)
+            return
+        if limits is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            limits.leave()
+
+    def _admit(
+        self, state: dict[str, Any], headers: Iterable[tuple[bytes, bytes]], scopes: tuple[str, ...]
+    ) -> KeyLimits | None:
+        """Find a request's key, and admit the request. Returns the limits that it has to leave.
+
+        Raises:
+            Unauthorized, ScopeMissing, RateLimited: it isn't admitted.
+        """
+        text = shown_key(headers)
+        found = None if text is None else self._ring.find(text)
+        if found is None:
+            raise Unauthorized(UNKNOWN)
+        key, limits = found
+        state["key"] = key.name
+        state["log_fields"] = {**state.get("log_fields", {}), "key": key.name}
+        if not any(one in key.scopes for one in scopes):
+            raise ScopeMissing(
+                f"API key: expected one with scope {' or '.join(scopes)}, got `{key.name}` with {', '.join(key.scopes)}"
+            )
+        if limits is not None:
+            limits.enter()
+            state["key_limits"] = limits
+        return limits
+
+
+def shown_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """The key that a request shows: in ``X-API-Key``, or else as bearer of ``Authorization``. None: it shows none, or
+    several in one kind of header.
+
+    ``X-API-Key`` goes first, since a proxy before us may want ``Authorization`` for itself.
+    """
+    bare: bytes | None = None
+    bearer: bytes | None = None
+    for name, value in headers:
+        if name == b"x-api-key":
+            if bare is not None and bare != value:
+                return None
+            bare = value
+        elif name == b"authorization":
+            if bearer is not None and bearer != value:
+                return None
+            bearer = value
+    if bare is not None:
+        return bare.strip()
+    if bearer is not None and bearer[:7].lower() == b"bearer ":
+        return bearer[7:].strip()
+    return None
+
+
+def owned_id(state: Mapping[str, Any], request_id: str) -> str:
+    """By which a request is cancelled: where there are keys, nobody cancels what was asked with another one, although
+    ids that clients choose can be guessed. A key's name has no colon."""
+    key = state.get("key")
+    return request_id if key is None else f"{key}:{request_id}"

@@ -1,0 +1,102 @@
+"""``headwater keys``: makes, revokes and lists API keys. Running servers notice within a second."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from app.errors import CommandError
+from app.security.keys import SCOPES, Key, make_key
+from app.security.keys_file import change_file, read_file
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_key_commands"]
+
+FILE_VARIABLE: Final = "HEADWATER_SECURITY__KEYS_FILE"
+"""By which the environment sets ``security.keys_file``."""
+DEFAULT_FILE: Final = "headwater-keys.json"
+
+
+def add_key_commands(commands: Commands) -> None:
+    """Add them to the command line."""
+    keys = commands.add_parser("keys", help="make, revoke and list API keys")
+    actions = keys.add_subparsers(required=True, metavar="ACTION")
+
+    add = actions.add_parser("add", help="make a key, and print it: it is stored nowhere")
+    add.add_argument("name", metavar="NAME", help="whose or what for; for logs and for `revoke`")
+    add.add_argument(
+        "--scopes", default="infer", metavar="SCOPE,...", help=f"of {', '.join(SCOPES)}; default: %(default)s"
+    )
+    add.add_argument("--requests-per-second", type=float, metavar="N")
+    add.add_argument("--concurrent", type=int, metavar="N", help="requests at once")
+    add.add_argument("--tokens-per-minute", type=int, metavar="N", help="of language models: of prompts, and generated")
+    add.set_defaults(run=_add)
+
+    revoke = actions.add_parser("revoke", help="have a key be good no more")
+    revoke.add_argument("name", metavar="NAME")
+    revoke.set_defaults(run=_revoke)
+
+    listing = actions.add_parser("list", help="show names, scopes and limits")
+    listing.set_defaults(run=_list)
+
+    for action in (add, revoke, listing):
+        action.add_argument(
+            "--file", type=Path, default=Path(os.environ.get(FILE_VARIABLE, DEFAULT_FILE)),
+            help="the configuration's security.keys_file; default: %(default)s",
+        )  # fmt: skip
+
+
+def _add(options: argparse.Namespace) -> int:
+    text, digest = make_key()
+    new = Key(
+        name=options.name,
+        sha256=digest,
+        scopes=tuple(dict.fromkeys(filter(None, options.scopes.split(",")))),
+        requests_per_second=options.requests_per_second,
+        concurrent=options.concurrent,
+        tokens_per_minute=options.tokens_per_minute,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    )
+
+    def change(keys: Sequence[Key]) -> Sequence[Key]:
+        if any(key.name == new.name for key in keys):
+            raise CommandError(f"{options.file}: there is a key `{new.name}`; revoke it, or choose another name")
+        return [*keys, new]
+
+    change_file(options.file, change)
+    print(f"{new.name} may {', '.join(new.scopes)}; this is its key, which is shown only now:", file=sys.stderr)
+    print(text)
+    return 0
+
+
+def _revoke(options: argparse.Namespace) -> int:
+    def change(keys: Sequence[Key]) -> Sequence[Key]:
+        rest = [key for key in keys if key.name != options.name]
+        if len(rest) == len(keys):
+            raise CommandError(
+                f"{options.file}: expected the name of a key, got {options.name!r}; `headwater keys list` shows them"
+            )
+        return rest
+
+    change_file(options.file, change)
+    print(f"{options.name} is revoked: servers refuse it within a second")
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    for key in read_file(options.file):
+        limits = (
+            (key.requests_per_second, "requests a second"),
+            (key.concurrent, "at once"),
+            (key.tokens_per_minute, "tokens a minute"),
+        )
+        told = [f"{limit:g} {unit}" for limit, unit in limits if limit is not None]
+        print("  ".join([key.name, ",".join(key.scopes), ", ".join(told) or "no limits", key.created]).rstrip())
+    return 0

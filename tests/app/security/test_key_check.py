@@ -1,0 +1,380 @@
+"""Requests with and without keys, against all routes that there are."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.routing import BaseRoute, Mount, Route
+
+from app.access_log import AccessLog
+from app.config import Server
+from app.control import CommandAnswer
+from app.errors import ConfigError
+from app.gateway import create_app
+from app.metrics.ledger import Ledger
+from app.metrics.sampler import Sampler
+from app.models import Models
+from app.operator_guard import OperatorGuard
+from app.routes.metrics import metrics_routes
+from app.routes.repository import repository_routes
+from app.routes.status import status_routes
+from app.security.key_check import UNKNOWN, KeyRing
+from app.security.keys import SCOPES, Key
+from app.security.limits import LimitFiles
+from app.security.scopes import OPEN, scopes_for
+
+KEYS = {scope: f"the-key-for-{scope}" for scope in SCOPES}
+
+
+class Ring:
+    """A gateway with all its routes and a key for each scope, which a test changes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.keys: list[Key] = [a_key(scope, KEYS[scope], scope) for scope in SCOPES]
+        self.failure: Exception | None = None
+        self.ring = KeyRing(self._read, LimitFiles(folder / "limits", 0, 1))
+        models = Models()
+        self.server = Server(access_log=False)
+        sampler = Sampler(models)
+        Ledger(folder / "metrics")
+        self.app: FastAPI = create_app(
+            models,
+            self.server,
+            repository_routes(self._command, OperatorGuard(False, has_keys=True), self.server),
+            metrics_routes(models, folder / "metrics", sampler),
+            status_routes(models, None, sampler),
+            keys=self.ring,
+            cors_origins=("https://app.example",),
+        )
+        self.commands = 0
+
+    def _read(self) -> list[Key]:
+        if self.failure is not None:
+            raise self.failure
+        return self.keys
+
+    async def _command(self, action: str, model: str, arguments: Mapping[str, Any]) -> CommandAnswer:
+        self.commands += 1
+        return CommandAnswer(0, 200, {"name": model, "state": "READY"})
+
+    def ask(self, method: str, path: str, headers: Any = None, content: bytes = b"") -> httpx.Response:
+        """One request."""
+
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://server.example:8000") as client:
+                return await client.request(method, path, headers=headers, content=content)
+
+        return asyncio.run(send())
+
+
+def a_key(name: str, text: str, *scopes: Any, **limits: Any) -> Key:
+    return Key(name, hashlib.sha256(text.encode()).hexdigest(), scopes, **limits)
+
+
+def bearer(text: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {text}"}
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Ring:
+    return Ring(tmp_path)
+
+
+# Scope x route
+
+ANY = ("infer", "metrics", "admin")
+M, V = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
+TABLE: dict[tuple[str, str], tuple[str, ...]] = {
+    ("GET", "/"): (),
+    ("GET", "/static/{name}"): (),
+    ("GET", "/docs"): (),
+    ("GET", "/docs/assets/x"): (),
+    ("GET", "/openapi.json"): ANY,
+    ("GET", "/v2/health/live"): (),
+    ("GET", "/v2/health/ready"): (),
+    ("GET", f"{M}/ready"): (),
+    ("GET", f"{V}/ready"): (),
+    ("GET", "/v2"): ANY,
+    ("GET", "/v2/models/stats"): ANY,
+    ("GET", M): ANY,
+    ("GET", V): ANY,
+    ("GET", f"{M}/config"): ANY,
+    ("GET", f"{V}/config"): ANY,
+    ("GET", f"{M}/stats"): ANY,
+    ("GET", f"{V}/stats"): ANY,
+    ("GET", "/v2/repository/index"): ANY,
+    ("POST", "/v2/repository/index"): ANY,
+    ("GET", "/v2/status"): ANY,
+    ("GET", "/v1/models"): ANY,
+    ("GET", "/v1/models/{model}"): ANY,
+    ("POST", f"{M}/infer"): ("infer",),
+    ("POST", f"{V}/infer"): ("infer",),
+    ("POST", f"{M}/generate"): ("infer",),
+    ("POST", f"{V}/generate"): ("infer",),
+    ("POST", f"{M}/generate_stream"): ("infer",),
+    ("POST", f"{V}/generate_stream"): ("infer",),
+    ("POST", "/v2/requests/{request_id:path}/cancel"): ("infer",),
+    ("POST", "/v1/chat/completions"): ("infer",),
+    ("POST", "/v1/completions"): ("infer",),
+    ("POST", "/v1/embeddings"): ("infer",),
+    ("GET", "/metrics"): ("metrics",),
+    ("POST", "/v2/repository/models/{model}/load"): ("admin",),
+    ("POST", "/v2/repository/models/{model}/unload"): ("admin",),
+    ("POST", "/v2/repository/models/{model}/reload"): ("admin",),
+    ("POST", "/v2/repository/models/{model}/scale"): ("admin",),
+}
+
+
+def routes(found: list[BaseRoute]) -> set[tuple[str, str]]:
+    """Method and path of every route; FastAPI keeps what was included in routers of its own."""
+    pairs: set[tuple[str, str]] = set()
+    for route in found:
+        if isinstance(route, Mount):
+            pairs.add(("GET", f"{route.path}/x"))
+        elif isinstance(route, (Route, APIRoute)):
+            pairs.update((method, route.path) for method in (route.methods or ()) if method != "HEAD")
+        else:
+            original = getattr(route, "original_router", None) or getattr(route, "router", None)
+            assert original is not None, route
+            pairs |= routes(original.routes)
+    return pairs
+
+
+def test_the_table_has_every_route(gateway: Ring) -> None:
+    assert routes(gateway.app.routes) == set(TABLE)
+
+
+def filled(path: str) -> str:
+    for name, value in (("{model}", "m"), ("{version}", "1"), ("{request_id:path}", "a/b"), ("{name}", "page.js")):
+        path = path.replace(name, value)
+    return path
+
+
+@pytest.mark.parametrize(("method", "path"), TABLE, ids=lambda one: one)
+def test_each_route_takes_keys_of_its_scopes_only(gateway: Ring, method: str, path: str) -> None:
+    scopes = TABLE[method, path]
+    assert scopes_for(method, filled(path)) == scopes
+    anonymous = gateway.ask(method, filled(path))
+    assert (anonymous.status_code != 401) == (not scopes)
+    assert gateway.ask(method, filled(path), bearer("wrong")).status_code == anonymous.status_code
+    if not scopes:
+        return
+    assert anonymous.headers["www-authenticate"] == "Bearer"
+    for scope in SCOPES:
+        for headers in (bearer(KEYS[scope]), {"x-api-key": KEYS[scope]}):
+            answer = gateway.ask(method, filled(path), headers, b"{}")
+            assert (answer.status_code in (401, 403)) == (scope not in scopes), (scope, answer.text)
+            if scope not in scopes:
+                assert answer.status_code == 403
+                assert f"`{scope}`" in answer.text
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "TRACE", "OPTIONS", "POKE"])
+@pytest.mark.parametrize(
+    "path",
+    ["/nothing", "/v3", "//v2/models/m/infer", "/v2/models/m/infer/", "/v2/health/live/", "/v2/health/../models",
+     "/v2/models/a%2Fb/ready", "/metrics/", "/METRICS", "/docs/", "/v2/models//ready", "/v2/health/live%00"],
+)  # fmt: skip
+def test_what_is_no_route_asks_for_a_key_too(gateway: Ring, method: str, path: str) -> None:
+    assert gateway.ask(method, path).status_code == 401
+
+
+@given(st.sampled_from(["GET", "POST", "HEAD", "PUT"]), st.text(max_size=30))
+def test_only_what_is_named_is_open(method: str, rest: str) -> None:
+    for path in (f"/{rest}", f"/v2/{rest}", f"/v2/models/{rest}", f"/v2/repository/models/{rest}", f"/v1/{rest}"):
+        if scopes_for(method, path) == OPEN:
+            assert method in ("GET", "HEAD")
+            assert path in ("/", "/docs") or path.startswith(("/static/", "/docs/assets/")) or path.endswith(
+                ("/ready", "/live")
+            )  # fmt: skip
+    assert scopes_for("POST", f"/v2/repository/models/{rest}") == ("admin",)
+    assert scopes_for("POST", f"/v2/models/{rest}") == ("infer",)
+
+
+# What is refused, and how
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        bearer(""),
+        bearer("wrong"),
+        bearer(KEYS["infer"] + "x"),
+        bearer(KEYS["infer"][:-1]),
+        bearer("x" * 513),
+        bearer("x" * 20_000),
+        {"authorization": KEYS["infer"]},
+        {"authorization": f"Basic {KEYS['infer']}"},
+        {"x-api-key": ""},
+        {"x-api-key": "clé".encode()},
+        {"x-api-key": b"\xff\xfe\x80"},
+        [("x-api-key", KEYS["infer"]), ("x-api-key", "other")],
+    ],
+    ids=str,
+)
+def test_every_reason_is_the_same_401(gateway: Ring, headers: Any) -> None:
+    answer = gateway.ask("POST", "/v2/models/m/infer", headers)
+    assert (answer.status_code, answer.json()) == (401, {"error": UNKNOWN})
+    openai = gateway.ask("POST", "/v1/chat/completions", headers)
+    assert openai.json() == {"error": {"message": UNKNOWN, "type": "invalid_request_error", "param": None, "code": 401}}
+    assert openai.headers["x-request-id"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@given(name=st.sampled_from([b"authorization", b"x-api-key"]), value=st.binary(max_size=600))
+def test_any_bytes_for_a_key_are_a_401(gateway: Ring, name: bytes, value: bytes) -> None:
+    assert gateway.ask("GET", "/v2", [(name, value)]).status_code == 401
+
+
+def test_neither_logs_nor_answers_tell_a_key(gateway: Ring, caplog: pytest.LogCaptureFixture) -> None:
+    stream = io.StringIO()
+    log = AccessLog(stream, "json", payloads=True)
+    for middleware in gateway.app.user_middleware:
+        if "access_log" in middleware.kwargs:
+            middleware.kwargs["access_log"] = log
+
+    async def ask() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(gateway.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server.example:8000") as client:
+            answers = [
+                await client.request(method, path, headers=bearer(text), content=b"{")
+                for text in (*KEYS.values(), "a-wrong-key")
+                for method, path in (("POST", "/v2/models/m/infer"), ("GET", "/v2"), ("GET", "/nothing"))
+            ]
+        log.flush()
+        return answers
+
+    with caplog.at_level(logging.DEBUG):
+        answers = asyncio.run(ask())
+    texts = stream.getvalue() + caplog.text + "".join(f"{answer.text} {answer.headers}" for answer in answers)
+    assert not any(text in texts for text in (*KEYS.values(), "a-wrong-key"))
+    assert stream.getvalue().count('"key":"infer"') == 3
+    assert stream.getvalue().count('"status":401') == 3
+
+
+# Changes
+
+
+def test_a_revoked_key_is_good_no_more_and_a_new_one_is(gateway: Ring) -> None:
+    gateway.keys = [a_key("new", "new-text", "infer")]
+    assert gateway.ask("GET", "/v2", bearer(KEYS["infer"])).status_code == 200
+    gateway.ring.renew()
+    assert gateway.ask("GET", "/v2", bearer(KEYS["infer"])).status_code == 401
+    assert gateway.ask("GET", "/v2", bearer("new-text")).status_code == 200
+
+
+def test_keys_that_cannot_be_read_leave_those_that_were(gateway: Ring, caplog: pytest.LogCaptureFixture) -> None:
+    gateway.failure = ConfigError("keys.json: broken")
+    gateway.ring.renew()
+    assert "stay as they were: keys.json: broken" in caplog.text
+    assert gateway.ask("GET", "/v2", bearer(KEYS["infer"])).status_code == 200
+
+
+def test_a_worker_that_never_could_read_them_lets_nobody_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def read() -> list[Key]:
+        raise ConfigError("broken")
+
+    ring = KeyRing(read, LimitFiles(tmp_path / "limits", 0, 1))
+    assert ring.find(KEYS["infer"].encode()) is None
+    assert "no API key is good" in caplog.text
+
+
+# Limits
+
+
+def test_a_keys_limit_is_its_own(gateway: Ring) -> None:
+    gateway.keys += [a_key("slow", "slow-text", "infer", requests_per_second=0.01)]
+    gateway.ring.renew()
+    assert gateway.ask("GET", "/v2", bearer("slow-text")).status_code == 200
+    answer = gateway.ask("GET", "/v2", bearer("slow-text"))
+    assert answer.status_code == 429
+    assert 98 <= int(answer.headers["retry-after"]) <= 100
+    assert "requests_per_second" in answer.json()["error"]
+    assert gateway.ask("POST", "/v1/embeddings", bearer("slow-text")).json()["error"]["type"] == "rate_limit_error"
+    assert gateway.ask("GET", "/v2", bearer(KEYS["infer"])).status_code == 200
+    assert gateway.ask("GET", "/v2/health/live", bearer("slow-text")).status_code == 200
+
+
+def test_a_request_that_ends_in_any_way_makes_room(gateway: Ring) -> None:
+    gateway.keys += [a_key("one", "one-text", "infer", concurrent=1)]
+    gateway.ring.renew()
+    for path in ("/v2", "/v2/models/m", "/nothing", "/v2/models/m/infer"):
+        assert gateway.ask("GET", path, bearer("one-text")).status_code != 429
+
+
+def test_a_wrong_scope_costs_nothing(gateway: Ring) -> None:
+    gateway.keys += [a_key("one", "one-text", "metrics", requests_per_second=0.01)]
+    gateway.ring.renew()
+    for _ in range(3):
+        assert gateway.ask("POST", "/v2/models/m/infer", bearer("one-text")).status_code == 403
+    assert gateway.ask("GET", "/v2", bearer("one-text")).status_code == 200
+
+
+# Operators, and web pages
+
+ADMIN = bearer(KEYS["admin"])
+
+
+def test_an_operator_with_a_key_commands_from_anywhere(gateway: Ring) -> None:
+    for headers in ({}, {"x-forwarded-for": "10.0.0.1"}, {"origin": "http://server.example:8000"},
+                    {"origin": "https://server.example:8000"}):  # fmt: skip
+        assert gateway.ask("POST", "/v2/repository/models/m/unload", {**ADMIN, **headers}).status_code == 200
+    assert gateway.commands == 4
+
+
+@pytest.mark.parametrize("origin", ["https://app.example", "http://server.example", "null", "https://evil.example"])
+def test_no_other_page_commands_even_with_a_key(gateway: Ring, origin: str) -> None:
+    answer = gateway.ask("POST", "/v2/repository/models/m/unload", {**ADMIN, "origin": origin})
+    assert answer.status_code == 403
+    assert "no web page may" in answer.json()["error"]
+    assert gateway.commands == 0
+
+
+def test_a_page_of_a_named_origin_may_ask(gateway: Ring) -> None:
+    asked = {"origin": "https://app.example", "access-control-request-method": "POST",
+             "access-control-request-headers": "authorization, content-type"}  # fmt: skip
+    preflight = gateway.ask("OPTIONS", "/v1/chat/completions", asked)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://app.example"
+    for headers in ({}, bearer(KEYS["infer"])):
+        answer = gateway.ask("GET", "/v2", {"origin": "https://app.example", **headers})
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        assert "access-control-allow-credentials" not in answer.headers
+
+
+def test_a_page_of_another_origin_may_not(gateway: Ring) -> None:
+    asked = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in gateway.ask("OPTIONS", "/v1/chat/completions", asked).headers
+    answer = gateway.ask("GET", "/v2", {"origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_without_origins_and_keys_neither_is_in_the_way() -> None:
+    app = create_app(Models(), Server(access_log=False))
+    assert [one.cls.__name__ for one in app.user_middleware] == ["RequestContext", "InferShortcut"]  # type: ignore[attr-defined]
+
+
+# The schema
+
+
+def test_the_schema_says_which_keys_are_taken(gateway: Ring) -> None:
+    schema = gateway.ask("GET", "/openapi.json", bearer(KEYS["infer"])).json()
+    assert set(schema["components"]["securitySchemes"]) == {"bearer", "header"}
+    assert schema["paths"]["/v2/health/live"]["get"]["security"] == []
+    load = schema["paths"]["/v2/repository/models/{model}/load"]["post"]
+    assert load["security"] == [{"bearer": []}, {"header": []}]
+    assert "401" in load["responses"]
