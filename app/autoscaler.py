@@ -56,11 +56,12 @@ class Autoscaler:
         loads: Mapping[str, DeploymentLoad] | None = None
         for name in [name for name in self._policies if name not in self._sets]:
             del self._policies[name]
+        self._acting = {name: task for name, task in self._acting.items() if not task.done()}
         for one in list(self._sets.values()):
             if one.bounds.is_fixed or not one.is_scalable or self._is_busy(one.name):
                 self._policies.pop(one.name, None)  # what was seen before says little of what comes after
                 continue
-            if one.name in self._acting and not self._acting[one.name].done():
+            if one.name in self._acting:
                 continue
             if loads is None:
                 loads = self._loads()

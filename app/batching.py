@@ -63,8 +63,8 @@ class Item:
         self.payload = payload
         self.place = -1
         """In the order of arrival, once it has been pushed."""
-        self.alive = True
-        """Waiting: neither taken nor removed."""
+        self.alive = False
+        """Waiting: pushed, and neither taken nor removed."""
 
 
 class Waiting:

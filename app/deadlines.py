@@ -21,7 +21,7 @@ class Deadlines:
         collector: of the request's answer.
         timeout_s: the deployment's.
         timeout_us: the client's own, in microseconds; 0 for none.
-        on_head: called with a head whose time is over.
+        on_head: called with a head whose time is over, by its own deadline or by the request's.
         where: says what the request was at, for messages.
         is_idle_limit: whether the request's deadline starts anew with each piece of its stream.
     """
@@ -43,24 +43,23 @@ class Deadlines:
         self._is_idle_limit = is_idle_limit
         self._timeout_s = min(timeout_s, timeout_us / 1e6) if timeout_us else timeout_s
         self._start_s = self._loop.time()
-        of_heads = (head.timeout_s for head in collector.heads.values() if head.timeout_s is not None)
-        self._first_s = min(of_heads, default=self._timeout_s)
+        self._first_s = self._timeout_s
         self._heard_s: float | None = None
         """When the last piece of a stream came."""
         self._timer = self._loop.call_later(self._timeout_s, self._expire)
-        self._head_timers = [
-            self._loop.call_later(head.timeout_s, self._expire_head, head.name, head.timeout_s)
-            for head in collector.heads.values()
-            if head.timeout_s is not None and (is_idle_limit or head.timeout_s < self._timeout_s)
-        ]
-
-    def left_s(self) -> float:
-        """Until the request's deadline; 0 if it has passed."""
-        return max(0.0, self._start_s + self._timeout_s - self._loop.time())
+        self._head_timers: list[asyncio.TimerHandle] = []
+        if WHOLE in collector.heads:  # the only one
+            return
+        for head in collector.heads.values():
+            if head.timeout_s is not None:
+                self._first_s = min(self._first_s, head.timeout_s)
+                if is_idle_limit or head.timeout_s < self._timeout_s:
+                    timer = self._loop.call_later(head.timeout_s, self._expire_head, head.name, head.timeout_s)
+                    self._head_timers.append(timer)
 
     def first_left_s(self) -> float:
         """Until the first deadline of all, the heads' included; 0 if it has passed."""
-        return max(0.0, self._start_s + min(self._first_s, self._timeout_s) - self._loop.time())
+        return max(0.0, self._start_s + self._first_s - self._loop.time())
 
     def hear(self) -> None:
         """Note that a piece of the stream came."""
@@ -88,6 +87,8 @@ class Deadlines:
             self._collector.decide(
                 head, error=DeadlineExceeded(f"{named}the deadline of {self._timeout_s:g} s passed {where}")
             )
+            if self._on_head is not None:
+                self._on_head(head)
 
     def _expire_head(self, head: str, timeout_s: float) -> None:
         self._collector.decide(

@@ -11,6 +11,7 @@ from app.graph_state import GraphState
 from app.overlay import FIELD, check_allowed, lay_over, parse_overlay
 from app.replica_host import Host
 from app.replica_set import ReplicaSet
+from app.sections import ReplicaBounds
 from inference.lm.reference import is_language_model
 
 __all__ = ["Deployments", "Kept", "config_of"]
@@ -20,7 +21,8 @@ class Kept(NamedTuple):
     """What goes by a name."""
 
     config: Deployment | None
-    sets: list[ReplicaSet]
+    sets: list[tuple[ReplicaSet, ReplicaBounds]]
+    """With the bounds that an operator may have set."""
     graph: GraphState | None
 
 
@@ -95,7 +97,8 @@ class Deployments:
 
     def kept(self, name: str) -> Kept:
         """What goes by a name now, for `restore`."""
-        return Kept(self.config.deployments.get(name), self.own_sets(name), self.graphs.get(name))
+        sets = [(one, one.bounds) for one in self.own_sets(name)]
+        return Kept(self.config.deployments.get(name), sets, self.graphs.get(name))
 
     def restore(self, name: str, kept: Kept) -> None:
         """Have what went by a name before it was adopted anew, and of which no replica has run since."""
@@ -103,9 +106,10 @@ class Deployments:
         others = {other: one for other, one in self.config.deployments.items() if other != name or kept.config}
         if kept.config is not None:
             others[name] = kept.config
-            for one in kept.sets:
+            for one, bounds in kept.sets:
                 self.sets[one.name] = one
                 one.configure(config_of(one, kept.config))
+                one.bounds = bounds
             if kept.graph is not None:
                 self.graphs[name] = kept.graph
                 kept.graph.config = kept.config
@@ -118,6 +122,8 @@ class Deployments:
             Conflict: a pipeline needs it.
         """
         self.check_unneeded(name)
+        for one in self.own_sets(name):
+            self._host.memory.forget(one.name)
         self._drop(name)
         left = {other: one for other, one in self.config.deployments.items() if other != name}
         self.config = self.config.model_copy(update={"deployments": left})

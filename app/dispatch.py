@@ -1,34 +1,24 @@
-"""One deployment in a gateway worker: admission, batching, the calls under way, and the way back."""
+"""One deployment in a gateway worker: admission, batching, and which replica has which call."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable
 from typing import cast
 
 import msgspec
 
 from app.admission import Admission, WaitingRoom
 from app.answers import Answer, HeadAnswer
-from app.batch_answer import no_rows, sliced
-from app.batch_request import encode_batch, encode_nothing
+from app.batch_answer import no_rows
+from app.batch_request import encode_nothing
 from app.batching import DEFAULT_WEIGHTS, Item
-from app.collector import WHOLE, Collector, wanted_heads
+from app.calls import Calls
+from app.collector import Collector, wanted_heads
 from app.deadlines import TIMER_RESOLUTION_S, Deadlines
 from app.draining import Fail
-from app.errors import (
-    BadRequest,
-    CallableFailed,
-    HeadwaterError,
-    QueueFull,
-    ReplicaLost,
-    ReplicaUnreachable,
-    Unavailable,
-)
-from app.frame_call import FrameCall
+from app.errors import BadRequest, QueueFull, ReplicaLost, Unavailable
 from app.gathering import GatherClock
 from app.load_report import Moment
 from app.losses import Losses
@@ -36,14 +26,11 @@ from app.metrics.recorder import recorder
 from app.pending import Part, Pending
 from app.replica_calls import ReplicaCalls
 from app.routing import DeploymentRoute, ReplicaRoute, State
-from app.row_errors import RETRY_AFTER_LOST_S, row_error, unavailable
-from app.row_slices import SlicedTensor
+from app.row_errors import RETRY_AFTER_LOST_S, unavailable
 from app.statistics import Statistics
 from app.tensors import InferRequest, RawTensor
 from app.tracing import add_model
 from app.triton_client import FrameReplicaClient, ReplicaClient, TritonClient
-from inference.frame import decode_frame
-from inference.report import REPORT, RowReport, Status, decode_reports
 from inference.signature import Signature
 
 __all__ = ["Connect", "Dispatcher"]
@@ -81,7 +68,6 @@ class Dispatcher:
         self._replicas: dict[str, ReplicaCalls] = {}
         self._dispatch_due = False
         self._delay: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self.statistics = Statistics()
         self._meter = recorder().deployment(route.name)
         self._gathering = GatherClock()
@@ -96,6 +82,16 @@ class Dispatcher:
         self._losses = Losses(route.name, self.statistics, self._meter, on_quarantined)
         self._quarantine = self._losses.quarantine
         self._retries = self._losses.retries
+        self._calls = Calls(
+            route.name,
+            self.statistics,
+            self._meter,
+            on_lost=self._lose,
+            on_lost_part=self._take_loss,
+            on_unsent=self._take_back,
+            on_alone=self._clear,
+            on_end=self._on_end,
+        )
         self._admission = Admission(route.name, room or WaitingRoom(), self._displace)
         self._queue = self._admission.queue
         self.update(route)
@@ -134,7 +130,9 @@ class Dispatcher:
         self.route = route
         wanted = {replica.id: replica for replica in (*route.replicas, *route.retiring)}
         for id in [id for id in self._replicas if id not in wanted]:
-            self._replicas.pop(id).client.close()
+            gone = self._replicas.pop(id)
+            gone.is_lost = True
+            gone.client.close()
         for id, replica in wanted.items():
             if id not in self._replicas:
                 self._add(replica)
@@ -177,7 +175,7 @@ class Dispatcher:
         found: Collection[Pending] = self._requests
         if replicas is not None:
             held = [self._replicas[id] for id in replicas if id in self._replicas]
-            found = {part.pending for one in held for batch in one.batches.values() for part in map(_part, batch)}
+            found = {_part(item).pending for one in held for batch in one.batches.values() for item in batch}
         # What is answered may still be read: that takes no replica.
         return [pending.collector.fail for pending in found if not pending.collector.is_done]
 
@@ -261,7 +259,7 @@ class Dispatcher:
             collector,
             self.route.timeout_s,
             request.timeout_us,
-            where=lambda: "while it waited in the queue" if pending.is_waiting else "while it was computed",
+            where=pending.where,
             is_idle_limit=signature.streams,
         )
         self._enqueue(pending, sizes)
@@ -275,36 +273,37 @@ class Dispatcher:
         self.in_flight -= 1
         if pending.deadlines is not None:
             pending.deadlines.close()
-        if pending.collector.succeeded:
-            self.statistics.note_request(pending.request.rows, pending.queue_ns, pending.compute_ns)
+        collector = pending.collector
+        succeeded = collector.succeeded
+        if succeeded:
+            rows = pending.request.rows
+            self.statistics.note_request(rows, pending.queue_ns, pending.compute_ns)
             self._meter.note_request(
-                pending.request.rows, pending.queue_ns, pending.batch_wait_ns, pending.compute_ns,
-                pending.transport_ns(),
-            )  # fmt: skip
-        elif pending.collector.failed:
+                rows, pending.queue_ns, pending.batch_wait_ns, pending.compute_ns, pending.transport_ns()
+            )
+        elif collector.failed:
             self.statistics.failures += 1
         if pending.trace is not None:
-            error = pending.collector.error
+            error = collector.error
             name = type(error).__name__ if error is not None else ""
             pending.trace.end(pending.request.rows, pending.compute_ns, name)
         for item in pending.items:  # what still waits must not be computed
-            self._queue.remove(item)
-        if pending.stream is not None and (pending.is_awaited or not pending.collector.succeeded):
+            if item.alive:
+                self._queue.remove(item)
+            elif pending.fingerprint and _part(item).waits:
+                self._retries.remove(item)
+        if pending.stream is not None and (pending.is_awaited or not succeeded):
             client, name = pending.stream
             pending.stream = None
             client.cancel(name)
-        pending.collector.close()
+        collector.close()
         pending.release()
 
     # Admission
 
     def _admit(self, request: InferRequest, signature: Signature, held_bytes: int) -> None:
         if signature.streams and request.rows > signature.max_batch_size:
-            raise BadRequest(
-                f"inputs: expected at most {signature.max_batch_size} rows (max_batch_size of model "
-                f"`{self.route.name}`, which streams), got {request.rows}",
-                field="inputs",
-            )
+            raise self._too_many(request.rows, signature.max_batch_size)
         try:
             self._admission.check(request.rows, held_bytes, request.priority)
         except QueueFull:
@@ -329,19 +328,10 @@ class Dispatcher:
         )
         now = self._loop.time()
         for part in pending.parts:
-            held_bytes, varying_bytes = sizes if part.inputs is request.inputs else _sizes(part.inputs)
-            item = Item(
-                key,
-                part.rows,
-                size_bytes=varying_bytes // part.rows,
-                held_bytes=held_bytes,
-                arrived_s=now,
-                priority=request.priority,
-                payload=part,
-            )
+            of_part = sizes if part.inputs is request.inputs else _sizes(part.inputs)
+            item = self._item(part, key, of_part, now, request.priority)
             pending.items.append(item)
             if pending.fingerprint:
-                item.alive = False
                 part.losses = 1
                 self._retries.push(item)
             else:
@@ -350,26 +340,48 @@ class Dispatcher:
 
     def _cut_waiting(self) -> None:
         """Cut what waits so that it fits into the batches that are allowed now."""
-        size = self._queue.max_batch_size
         for pending in self._requests:
-            for item in [item for item in pending.items if item.alive and item.rows > size]:
-                if pending.signature.streams:  # it can't be cut; the replica refuses it
-                    continue
+            for item in [item for item in pending.items if item.alive and item.rows > self._queue.max_batch_size]:
                 self._queue.remove(item)
-                pending.items.remove(item)
-                for part in pending.cut(item.payload, size):
-                    held_bytes, varying_bytes = _sizes(part.inputs)
-                    piece = Item(
-                        item.key,
-                        part.rows,
-                        size_bytes=varying_bytes // part.rows,
-                        held_bytes=held_bytes,
-                        arrived_s=item.arrived_s,
-                        priority=item.priority,
-                        payload=part,
-                    )
-                    pending.items.append(piece)
+                for piece in self._fitting(item):
                     self._queue.push(piece)
+
+    def _fitting(self, item: Item) -> list[Item]:
+        """The rows of an item that doesn't wait now, in items that fit into the batches that are allowed now."""
+        part = _part(item)
+        pending = part.pending
+        size = self._queue.max_batch_size
+        if part.rows <= size:
+            return [item]
+        if pending.signature.streams:  # it can't be cut
+            part.fail(self._too_many(part.rows, size))
+            return []
+        pieces = [
+            self._item(piece, item.key, _sizes(piece.inputs), item.arrived_s, item.priority)
+            for piece in pending.cut(part, size)
+        ]
+        at = pending.items.index(item)
+        pending.items[at : at + 1] = pieces
+        return pieces
+
+    def _item(self, part: Part, key: Hashable, sizes: tuple[int, int], arrived_s: float, priority: int) -> Item:
+        held_bytes, varying_bytes = sizes
+        return Item(
+            key,
+            part.rows,
+            size_bytes=varying_bytes // part.rows,
+            held_bytes=held_bytes,
+            arrived_s=arrived_s,
+            priority=priority,
+            payload=part,
+        )
+
+    def _too_many(self, rows: int, most: int) -> BadRequest:
+        return BadRequest(
+            f"inputs: expected at most {most} rows (max_batch_size of model `{self.route.name}`, which streams), "
+            f"got {rows}",
+            field="inputs",
+        )
 
     # Batching
 
@@ -382,41 +394,46 @@ class Dispatcher:
     def _dispatch(self) -> None:
         self._dispatch_due = False
         if self._retries:
-            found = self._retries.next(self._replicas.values(), has_others=self._queue.rows > 0)
-            if found is not None:
-                self._start(found[0], [found[1]])
-        while self._queue.rows:
+            self._start_alone()
+        self._start_batches()
+        if self._retries and not self._queue.rows:  # it was others' turn, but they went elsewhere
+            self._start_alone()
+
+    def _start_alone(self) -> None:
+        """Give what replicas were lost with to the replica that is set aside for it, if that is its turn."""
+        found = self._retries.next(self._replicas.values(), has_others=self._queue.rows > 0)
+        if found is None:
+            return
+        replica, item = found
+        first, *rest = self._fitting(item)
+        self._push_back(rest)
+        self._calls.start(replica, [first], self._gathering.read_ns())
+
+    def _push_back(self, items: list[Item]) -> None:
+        """Have these be the next to be computed alone."""
+        for item in reversed(items):
+            self._retries.push_back(item)
+
+    def _start_batches(self) -> None:
+        queue = self._queue
+        while queue.rows:
             replica = self._choose()
             if replica is None:
-                self._gathering.stop()
-                return
-            if replica.calls >= self.route.instances and not self._streams and not self._queue.next_is_full():
-                self._gathering.run()
-                return
-            if self.route.max_queue_delay_ms and not self._streams and not self._delay_is_over():
-                self._gathering.run()
-                return
+                break
+            if not self._streams:
+                is_busy = replica.calls >= self.route.instances
+                if (is_busy and not queue.next_is_full()) or (
+                    self.route.max_queue_delay_ms and not self._delay_is_over()
+                ):
+                    self._gathering.run()
+                    return
             if replica is self._retries.aside:
                 self._retries.note_batch(replica)
-            batch = self._queue.pop()
-            rows = sum(item.rows for item in batch)
-            self._admission.rate.note(rows, self._loop.time(), others_wait=self._queue.rows > 0)
-            self._start(replica, batch)
+            waiting = queue.rows
+            batch = queue.pop()
+            self._admission.rate.note(waiting - queue.rows, self._loop.time(), others_wait=queue.rows > 0)
+            self._calls.start(replica, batch, self._gathering.read_ns())
         self._gathering.stop()
-
-    def _start(self, replica: ReplicaCalls, batch: list[Item]) -> None:
-        replica.calls += 1
-        replica.rows += sum(item.rows for item in batch)
-        gathered_ns = self._gathering.read_ns()
-        for item in batch:
-            pending = _part(item).pending
-            pending.note_start(gathered_ns)
-            if pending.trace is not None:
-                pending.trace.call(replica.route.id)
-        call = self._call_frames if replica.route.grpc_socket else self._call
-        task = self._loop.create_task(call(replica, batch))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _choose(self) -> ReplicaCalls | None:
         """The replica with the fewest outstanding rows, among those that may have another call; first those with an
@@ -453,106 +470,7 @@ class Dispatcher:
             self._delay.cancel()
             self._delay = None
 
-    # The call
-
-    async def _call(self, replica: ReplicaCalls, batch: list[Item]) -> None:
-        """One call of a model that answers its batch whole."""
-        parts: list[Part] = [item.payload for item in batch]
-        rows = sum(part.rows for part in parts)
-        client = cast(ReplicaClient, replica.client)
-        started_ns = time.perf_counter_ns()
-        with self._boundary(replica, batch):
-            signature = parts[0].pending.signature
-            rows_of = [(part.pending.request, part.inputs, part.rows) for part in parts]
-            head, data = encode_batch(signature, rows_of, is_alone=parts[0].losses > 0)
-            tensors = await client.infer(head, data)
-            reports, compute_us, is_merged = decode_reports(tensors.pop(REPORT).data, rows)
-            if any(report.status is Status.BROKEN for report in reports):
-                self._lose(replica)
-            if not is_merged:
-                self.statistics.note_call(rows, compute_us * 1000)
-            self._meter.note_call(rows, signature.max_batch_size, 0 if is_merged else compute_us * 1000)
-            outputs = sliced(signature, tensors, reports, rows)
-            self._distribute(parts, outputs, reports, started_ns, compute_us * 1000)
-
-    async def _call_frames(self, replica: ReplicaCalls, batch: list[Item]) -> None:
-        """One call of a pipeline or of a model that streams: its answer comes in frames."""
-        parts: list[Part] = [item.payload for item in batch]
-        rows = sum(part.rows for part in parts)
-        client = cast(FrameReplicaClient, replica.client)
-        started_ns = time.perf_counter_ns()
-        with self._boundary(replica, batch):
-            call = FrameCall(parts)
-            pending = parts[0].pending
-            if pending.signature.streams:
-                pending.stream = (client, call.name)
-            compute_us = 0
-            async with contextlib.aclosing(client.frames(call.name, call.request)) as frames:
-                async for raw in frames:
-                    frame, pieces = decode_frame(raw)
-                    for count in frame.counts:
-                        self.statistics.note_step(count)
-                        compute_us += count.compute_us
-                        for part in parts:
-                            if part.pending.trace is not None:
-                                part.pending.trace.step(count.step, count.compute_us)
-                    for part in parts:
-                        part.pending.note_call(started_ns, compute_us * 1000)
-                        if part.pending.deadlines is not None:
-                            part.pending.deadlines.hear()
-                    for piece, data in zip(frame.pieces, pieces, strict=True):
-                        call.take(piece, data)
-                    if call.lost is not None:
-                        raise call.lost
-                    if pending.signature.streams and pending.collector.is_done and not pending.collector.succeeded:
-                        # Nobody wants the rest. Who waits for its reader may be slow to say so.
-                        if pending.stream is not None:
-                            client.cancel(call.name)
-                        break
-            pending.stream = None
-            self.statistics.note_call(rows, compute_us * 1000)
-            self._meter.note_call(rows, pending.signature.max_batch_size, compute_us * 1000)
-            call.end()
-
-    @contextlib.contextmanager
-    def _boundary(self, replica: ReplicaCalls, batch: list[Item]) -> Iterator[None]:
-        """Of a call: whatever goes wrong in it becomes the failure of what it has not answered; the next may go."""
-        parts: list[Part] = [item.payload for item in batch]
-        rows = sum(part.rows for part in parts)
-        replica.batches[id(batch)] = batch
-        try:
-            yield
-            if parts[0].losses and not replica.is_lost:  # it was alone, and the replica lives
-                self._quarantine.clear(parts[0].pending.fingerprint)
-        except ReplicaUnreachable:
-            # It never had them; another may. If there is none, they wait until the table says so.
-            self._lose(replica)
-            for item in batch:
-                if not self.route.replicas:  # the table has said so
-                    item.payload.fail(unavailable(self.route))
-                elif not item.payload.pending.collector.is_done:
-                    if item.payload.losses:
-                        self._retries.push_back(item)
-                    else:
-                        self._queue.push(item)
-        except ReplicaLost as error:
-            self._lose(replica)
-            for part in parts:
-                self._after_loss(part, error)
-        except HeadwaterError as error:
-            for part in parts:
-                part.fail(error)
-        except Exception as error:
-            logger.exception("model %s: a batch of %d rows failed in the gateway", self.route.name, rows)
-            for part in parts:
-                part.fail(CallableFailed(f"internal error: {type(error).__name__}"))
-        finally:
-            del replica.batches[id(batch)]
-            replica.calls -= 1
-            replica.rows -= rows
-            if replica is self._retries.aside:
-                self._retries.note_end(replica)
-            self._schedule()
+    # What becomes of calls
 
     def _lose(self, replica: ReplicaCalls) -> None:
         """Give a replica no call any more; if it still stands in the table after a while, it is tried again."""
@@ -562,11 +480,33 @@ class Dispatcher:
             if self._retries and not self._has_able():
                 self._losses.fail_waiting()
 
-    def _after_loss(self, part: Part, error: ReplicaLost) -> None:
+    def _take_loss(self, part: Part, error: ReplicaLost) -> None:
         if self._is_closed:
             part.fail(error)
         else:
             self._losses.take(part, error, has_able=self._has_able())
+
+    def _take_back(self, item: Item) -> None:
+        """A replica never had these rows; another may. If there is none, they wait until the table says so."""
+        part = _part(item)
+        if not self.route.replicas:  # the table has said so
+            part.fail(unavailable(self.route))
+        elif not part.pending.collector.is_done:
+            pieces = self._fitting(item)
+            if part.losses:
+                self._push_back(pieces)
+            else:
+                for piece in pieces:
+                    self._queue.push(piece)
+
+    def _clear(self, part: Part) -> None:
+        """They were alone at a replica, which lives."""
+        self._quarantine.clear(part.pending.fingerprint)
+
+    def _on_end(self, replica: ReplicaCalls) -> None:
+        if replica is self._retries.aside:
+            self._retries.note_end(replica)
+        self._schedule()
 
     def quarantine(self, mark: bytes) -> None:
         """Refuse what has this fingerprint: another worker saw it take two replicas down."""
@@ -587,29 +527,6 @@ class Dispatcher:
         else:
             replica.is_lost = False
         self._schedule()
-
-    def _distribute(
-        self,
-        parts: Sequence[Part],
-        outputs: dict[str, SlicedTensor],
-        reports: list[RowReport],
-        started_ns: int,
-        compute_ns: int,
-    ) -> None:
-        start = 0
-        for part in parts:
-            pending = part.pending
-            end = start + part.rows
-            error = row_error(reports[start:end], part.start, pending.request.rows)
-            if isinstance(error, ReplicaLost):
-                self._after_loss(part, error)
-            elif error is not None:
-                part.fail(error)
-            elif not pending.collector.is_done:
-                found = {wish.name: outputs[wish.name].rows(start, part.rows) for wish in pending.request.outputs}
-                pending.note_call(started_ns, compute_ns)
-                part.decide(WHOLE, found)
-            start = end
 
 
 def _part(item: Item) -> Part:

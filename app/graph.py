@@ -268,7 +268,7 @@ class _Run:
             batch_parameters={name: one for name, one in self.request.batch_parameters.items() if name in own},
             row_parameters={name: one for name, one in self.request.row_parameters.items() if name in own},
             priority=self.request.priority,
-            timeout_us=max(1, int(self._deadlines.left_s() * 1e6)),
+            # No deadline but the step's own: at the pipeline's it is cancelled, and must not have failed just before.
         )
 
 

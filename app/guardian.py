@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from app.process_stat import BAD_STATES, process_stat
@@ -84,11 +85,15 @@ class Guardian:
         # The supervisor decides, over the pipe. Not before the start: what is ignored stays so in all that is started.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        self._journal.note(host.pid, ())
-        reason = self._watch(wakeup_read)
+        try:
+            self._journal.note(host.pid, ())
+        except OSError as error:
+            reason = f"its folder can't be written: {error}"
+        else:
+            reason = self._watch(wakeup_read)
         self._send(event="ending", text=reason)
         self._end_group(host)
-        leftovers = sweep_replica(self._directory)
+        leftovers = sweep_replica(self._directory, self._journal.segments)
         exit_status = host.returncode
         self._send(event="ended", text=reason, exit_status=exit_status, leftovers=leftovers)
         return exit_status if exit_status >= 0 else 128 - exit_status
@@ -174,11 +179,15 @@ class Guardian:
                 if (stat := process_stat(pid)) is not None and stat.name == name
             }
         current = _group_states(self._host.pid)
-        self._journal.note(self._host.pid, segments_mapped_by(current))
+        self._note_segments(self._host, current)
         return current
 
+    def _note_segments(self, host: subprocess.Popen[bytes], pids: Iterable[int]) -> None:
+        with contextlib.suppress(OSError):  # a disk that is full is no reason to end what serves
+            self._journal.note(host.pid, segments_mapped_by(pids))
+
     def _end_group(self, host: subprocess.Popen[bytes]) -> None:
-        self._journal.note(host.pid, segments_mapped_by(_group_states(host.pid)))
+        self._note_segments(host, _group_states(host.pid))
         with contextlib.suppress(ProcessLookupError):
             os.killpg(host.pid, signal.SIGKILL)
         host.wait()

@@ -138,6 +138,7 @@ class Lifecycle:
         finally:
             for one in names:
                 del self._busy[one]
+            self._host.on_change()
 
     async def _load(
         self, name: str, sets: list[ReplicaSet], graph: GraphState | None, config: Deployment | None
@@ -151,6 +152,10 @@ class Lifecycle:
                 f"model `{name}` is {state}: it is loaded {'already' if is_whole else 'in part'}; expected reload, or "
                 "unload first"
             )
+        await self._start_with(name, config)
+
+    async def _start_with(self, name: str, config: Deployment | None) -> None:
+        """Start what of a model is not loaded, with another configuration if there is one."""
         kept = self._deployments.kept(name)
         if config is not None:
             self._deployments.adopt(name, config)
@@ -173,8 +178,14 @@ class Lifecycle:
         graph.hold(State.LOADING, "loading its steps, as an operator wants")
         self._host.on_change()
         outcomes = await asyncio.gather(*(one.load() for one in missing), return_exceptions=True)
-        if before is not None and sets and all(isinstance(outcome, Conflict) for outcome in outcomes):
-            graph.hold(*before)  # there is no room, so nothing was begun
+        refused = [outcome for outcome in outcomes if isinstance(outcome, Conflict)]
+        if before is not None and refused and len(refused) == len(outcomes) - outcomes.count(None):
+            # There is no room for all of it, so none of it stays.
+            started = [one for one, outcome in zip(missing, outcomes, strict=True) if outcome is None]
+            for one in started:
+                await one.begin_unload(0.0)
+            await asyncio.gather(*(one.end_unload() for one in started))
+            graph.hold(*before)
             self._host.on_change()
             _raise_first(outcomes)
         graph.is_loaded = True
@@ -246,9 +257,10 @@ class Lifecycle:
         if wanted.strategy == "recreate":
             retired = await self._end(sets, graph)
             if not retired.leftovers:
-                if config is not None:
-                    self._deployments.adopt(name, config)
-                await self._start(name)
+                try:
+                    await self._start_with(name, config)
+                except Conflict as error:
+                    raise error.again(f"{error.message}; model `{name}` is unloaded now") from error
             return retired
         if not self._deployments.is_alike(name, wanted):
             raise Conflict(
@@ -258,15 +270,18 @@ class Lifecycle:
         outcomes = await asyncio.gather(
             *(one.start_fresh(config_of(one, wanted)) for one in sets), return_exceptions=True
         )
-        if any(isinstance(outcome, BaseException) for outcome in outcomes):
-            for one, outcome in zip(sets, outcomes, strict=True):
-                if not isinstance(outcome, BaseException):
-                    await one.discard(outcome)
-            _raise_first(outcomes, "; what served before goes on serving")
+        fresh = [(one, outcome) for one, outcome in zip(sets, outcomes, strict=True) if isinstance(outcome, list)]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        failures += [lost for one, started in fresh if (lost := one.lost(started)) is not None]
+        if failures:
+            for one, started in fresh:
+                await one.discard(started)
+            _raise_first(failures, "; what served before goes on serving")
         if config is not None:
             self._deployments.adopt(name, config)
         # All at once: the steps of a pipeline fit each other.
-        old = [one.switch(fresh) for one, fresh in zip(sets, outcomes, strict=True) if isinstance(fresh, list)]
+        old = [one.switch(started) for one, started in fresh]
+        self._host.on_change()
         retired = Retired()
         for more in await asyncio.gather(*(one.retire(slots) for one, slots in zip(sets, old, strict=True))):
             retired += more

@@ -121,6 +121,12 @@ class MemoryBudget:
         if holding.is_settled or self.knows(holding.deployment):
             self._largest[holding.deployment] = _larger(self._largest.get(holding.deployment, (0, 0)), holding.most)
 
+    def settle(self, number: int) -> None:
+        """A replica has started. If it could not be measured, others don't wait for that any longer."""
+        holding = self._holdings.get(number)
+        if holding is not None and not holding.is_settled:
+            self.note(number, holding.measured, is_ready=True)
+
     def move(self, number: int, place: str) -> None:
         """A replica computes elsewhere than it was reserved for."""
         holding = self._holdings.get(number)
@@ -135,6 +141,10 @@ class MemoryBudget:
     def give_back(self, number: int) -> None:
         """A replica is gone."""
         self._holdings.pop(number, None)
+
+    def forget(self, deployment: str) -> None:
+        """Know nothing of it any more."""
+        self._largest.pop(deployment, None)
 
     def taken(self, place: str) -> int:
         """Bytes taken and reserved."""

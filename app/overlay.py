@@ -15,6 +15,8 @@ FIELD: Final = "parameters.config"
 """Where it stands in a request's body."""
 MAX_CONFIG_BYTES: Final = 256 * 1024
 MAX_DEPTH: Final = 32
+MAX_MESSAGE_CHARACTERS: Final = 2000
+"""Every wrong field is told, with its name: both are the client's."""
 CODE_FIELDS: Final = frozenset({"model", "pipeline", "options", "environment", "python"})
 """Fields of a deployment that choose what is executed, or what it is given: whoever sets them can run any code."""
 
@@ -94,7 +96,10 @@ def lay_over(first: Config, now: Config, name: str, fields: dict[str, Any]) -> C
     try:
         return read_config(content, source=FIELD, environment={}, flags={})
     except ConfigError as error:
-        raise BadRequest(str(error), field=FIELD) from None
+        message = str(error)
+        if len(message) > MAX_MESSAGE_CHARACTERS:
+            message = f"{message[:MAX_MESSAGE_CHARACTERS]}... ({len(message)} characters)"
+        raise BadRequest(message, field=FIELD) from None
 
 
 def _given(section: Section) -> dict[str, Any]:

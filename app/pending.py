@@ -56,13 +56,15 @@ class Pending:
         """If it is traced."""
         self.fingerprint = b""
         """Once it is suspected to have taken a replica down."""
-        self._results: dict[str, list[Outputs]] = {head: [{}] * len(self.parts) for head in collector.heads}
-        self._missing = dict.fromkeys(collector.heads, len(self.parts))
+        self._results: dict[str, list[Outputs]] = {}
+        """Of heads that have said some parts, by part."""
+        self._missing: dict[str, int] = {}
+        """How many parts these have yet to say."""
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether some of it waits for a replica."""
-        return any(item.alive for item in self.items) or any(part.waits for part in self.parts)
+    def where(self) -> str:
+        """What it is at, for messages."""
+        is_waiting = any(item.alive for item in self.items) or any(part.waits for part in self.parts)
+        return "while it waited in the queue" if is_waiting else "while it was computed"
 
     @property
     def is_awaited(self) -> bool:
@@ -74,7 +76,7 @@ class Pending:
         self.items = []
         self.parts = []
         self.deadlines = None
-        self._results = {head: [] for head in self._results}
+        self._results = {}
 
     def note_call(self, started_ns: int, compute_ns: int) -> None:
         """Take in when a call of it began, and what it took by now."""
@@ -92,17 +94,15 @@ class Pending:
 
     def join(self, index: int, head: str, outputs: Outputs) -> None:
         """Take in what a head says of a part; with the last part it has said all."""
-        results = self._results[head]
-        if not results:  # released
-            return
-        results[index] = outputs
-        self._missing[head] -= 1
-        if self._missing[head]:
-            return
-        whole = results[0]
-        if len(results) > 1:
+        whole = outputs
+        if len(self.parts) > 1:
+            results = self._results.setdefault(head, [{}] * len(self.parts))
+            results[index] = outputs
+            missing = self._missing[head] = self._missing.get(head, len(results)) - 1
+            if missing:
+                return
             try:
-                whole = {name: join_rows(name, [one[name] for one in results]) for name in whole}
+                whole = {name: join_rows(name, [one[name] for one in results if one]) for name in results[0]}
             except CallableFailed as failure:
                 self.collector.decide(head, error=failure)
                 return
@@ -117,7 +117,8 @@ class Pending:
         for index, one in enumerate(self.parts):
             one.index = index
         for head, results in self._results.items():
-            results[at : at + 1] = [{}] * len(pieces)
+            # A head that has said all of these rows said so of the first piece.
+            results[at : at + 1] = [results[at], *[{}] * (len(pieces) - 1)]
             if head in part.awaited:
                 self._missing[head] += len(pieces) - 1
         return pieces

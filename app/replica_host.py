@@ -12,7 +12,6 @@ from app.replica_process import ReplicaProcess
 
 if TYPE_CHECKING:
     from app.replica_memory import ReplicaMemory
-    from app.replica_set import ReplicaSet
 
 __all__ = ["Host", "Launched"]
 
@@ -38,11 +37,11 @@ class Host(Protocol):
     memory: ReplicaMemory
     """Finds room for replicas."""
 
-    def launch(self, replicas: ReplicaSet, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
         """Start a replica's process.
 
         Args:
-            replicas: whose it is.
+            name: of the deployment whose it is.
             config: what it is started with; during a reload this is not yet the set's own.
             on_progress: called with each stage of its start.
 

@@ -60,6 +60,7 @@ class ReplicaMemory:
         """By deployment: what `auto` was."""
         self._measuring = asyncio.Lock()
         self._measured_s = float("-inf")
+        """When the last measurement began."""
 
     @classmethod
     def of(cls, server: Server) -> ReplicaMemory:
@@ -93,7 +94,7 @@ class ReplicaMemory:
         """
         if self._waits(name):
             return None
-        await self._refresh()
+        await self._refresh(asyncio.get_running_loop().time() - FRESH_S)
         if self._waits(name):
             return None
         devices = dict.fromkeys(config.placements, 0)
@@ -135,14 +136,19 @@ class ReplicaMemory:
         if not self.budget.limits:
             return None
         self.budget.move(place.number, self._where(name, config, resolved))
-        self._measured_s = float("-inf")
-        await self._refresh()
+        await self._refresh(asyncio.get_running_loop().time())
+        self.budget.settle(place.number)
         return self.budget.excess(place.number)
 
     def give_back(self, place: Place) -> None:
         """The replica is gone, or won't come."""
         self._places.pop(place.number, None)
         self.budget.give_back(place.number)
+
+    def forget(self, name: str) -> None:
+        """There is no such deployment any more; another one may come to have its name."""
+        self.budget.forget(name)
+        self._devices.pop(name, None)
 
     def _waits(self, name: str) -> bool:
         return bool(self.budget.limits) and self.budget.waits(name)
@@ -154,22 +160,27 @@ class ReplicaMemory:
         visible = config.environment.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return gpu_name(device, visible) or HOST
 
-    async def _refresh(self) -> None:
-        """Measure what replicas have now."""
+    async def _refresh(self, after_s: float) -> None:
+        """Measure what replicas have now, unless a measurement began after that time."""
         if not self.budget.limits:
             return
         loop = asyncio.get_running_loop()
         async with self._measuring:
-            if loop.time() - self._measured_s < FRESH_S:
+            if self._measured_s > after_s:
                 return
+            began_s = loop.time()
             held = [(place, place.is_ready, place.replica) for place in self._places.values()]
-            found, whole = await asyncio.to_thread(self._look, [one for _, _, one in held if one is not None])
+            try:
+                found, whole = await asyncio.to_thread(self._look, [one for _, _, one in held if one is not None])
+            except OSError as error:  # no descriptors, for one: what was known before has to do
+                logger.error("what replicas have of the memory can't be measured: %s", error)
+                return
             for place, was_ready, replica in held:
                 if replica is not None and replica.id in found:
                     self.budget.note(place.number, found[replica.id], is_ready=was_ready)
             for name, used in whole.items():
                 self.budget.note_whole(name, used)
-            self._measured_s = loop.time()
+            self._measured_s = began_s
 
     def _look(self, replicas: Collection[ReplicaProcess]) -> tuple[dict[str, Mapping[str, int]], Mapping[str, int]]:
         groups = {one.id: group for one in replicas if (group := one.group)}

@@ -7,18 +7,18 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from app.config import Deployment
 from app.control import Drained
-from app.errors import CallableFailed, Conflict, HeadwaterError, NoRoom, Unavailable
-from app.group_memory import group_members, measure_groups
+from app.errors import CallableFailed, Conflict, NoRoom
 from app.metrics.recorder import recorder
 from app.replica_host import Host, Launched
 from app.replica_memory import Place
 from app.replica_process import ReplicaProcess
+from app.replica_starter import FIRST_MEASURED_RETRY_S, ReplicaStarter
 from app.retired import Retired
 from app.routing import DeploymentRoute, State
 from app.sections import ReplicaBounds
@@ -28,7 +28,6 @@ from inference.signature import Signature
 __all__ = [
     "FIRST_BACKOFF_S",
     "LAST_BACKOFF_S",
-    "REPLICA_END_TIMEOUT_S",
     "STEADY_AFTER_S",
     "ReplicaSet",
     "Slot",
@@ -43,13 +42,8 @@ STEADY_AFTER_S: Final = 60.0
 """A process that lived this long is replaced at once, without the backoff of earlier crashes."""
 FAILED_STARTS_LIMIT: Final = 5
 """Starts in a row that end before ready; then the deployment has failed."""
-REPLICA_END_TIMEOUT_S: Final = 20.0
-"""How long a replica may take from being told to end until its guardian has ended, too; then it is killed."""
-REPLICA_KILL_TIMEOUT_S: Final = 10.0
 ROOM_RETRY_S: Final = 2.0
 """How often to look again for memory that a replica needs."""
-FIRST_MEASURED_RETRY_S: Final = 0.2
-"""How often to look whether a first replica was measured, for which others wait."""
 GROW_RETRY_S: Final = 300.0
 """How long load calls for no other replica after one could not be started."""
 
@@ -60,7 +54,7 @@ class Slot:
 
     launched: Launched | None = None
     place: Place | None = None
-    """Room that was found for the first, if there is none yet."""
+    """Room that was found for the next."""
     is_kept: bool = True
     """Whether a replica that ends is replaced."""
     released: asyncio.Event = field(default_factory=asyncio.Event)
@@ -105,14 +99,11 @@ class ReplicaSet:
         self.shortage = ""
         """Why it has fewer than its load takes, if it has."""
         self._host = host
+        self._starter = ReplicaStarter(name, host)
         self._slots: list[Slot] = []
         self._leaving: list[Slot] = []
         """Those given up, whose replicas are on their way out."""
-        self._devices: dict[str, str] = {}
-        """By replica, from its launch to its end: what it was placed on."""
         self._no_growth_before_s = float("-inf")
-        self._gave_up = 0
-        """Slots that did."""
         self._crashes: deque[float] = deque()
         """When replicas that served were lost, of late."""
         self._generation = 0
@@ -122,7 +113,7 @@ class ReplicaSet:
     @property
     def is_loaded(self) -> bool:
         """Whether it has replicas, or is trying to."""
-        return any(slot.task is not None and not slot.task.done() for slot in self._slots)
+        return bool(self._slots)
 
     def configure(self, config: Deployment) -> None:
         """Have another configuration from now on; replicas that run keep what they were started with."""
@@ -181,17 +172,22 @@ class ReplicaSet:
         """
         # Where there is no room, the state stays.
         count = self._within(self.bounds)
-        first = await self._reserve(self.config, count)
+        first = await self._starter.reserve(self.config, count)
+        before = self.state, self.reason
         self.set_state(State.LOADING, "loading, as an operator wants")
         try:
-            fresh = await self._start_all(
+            fresh = await self._starter.start_all(
                 self.config, count, lambda text: self.set_state(State.LOADING, text), places=first
             )
+        except NoRoom:  # only the first has shown what one takes
+            self.set_state(*before)
+            raise
         except CallableFailed as error:
-            self.is_set_aside = False
+            self.is_set_aside = self.has_given_up = False
             self.set_state(State.FAILED, error.message)
             raise
         self._switch(fresh)
+        self._host.on_change()
 
     async def begin_unload(self, timeout_s: float) -> Drained:
         """Refuse new requests, replace nothing that ends, and wait until nothing is in flight, or the time is over."""
@@ -207,6 +203,7 @@ class ReplicaSet:
         """End all replicas. Afterwards it is UNAVAILABLE; or, if anything remains, it has FAILED."""
         slots, self._slots = [*self._slots, *self._leaving], []
         self.ready.clear()
+        self._retiring.clear()
         self.shortage = ""
         self.set_state(State.UNLOADING, "its replicas are being ended")
         retired = await self._end(slots)
@@ -229,15 +226,22 @@ class ReplicaSet:
             Unavailable: the server is stopping.
         """
         try:
-            return await self._start_all(config, self._within(self._bounds_of(config)), lambda text: None)
+            return await self._starter.start_all(config, self._within(self._bounds_of(config)), lambda text: None)
         except NoRoom as error:
             raise error.again(
                 f"{error.message}; they would start beside those that serve: expected `strategy: recreate`, which ends "
                 "these first, or less that takes memory"
             ) from error
 
+    def lost(self, fresh: list[Launched]) -> CallableFailed | None:
+        """What is wrong with replicas that were started together, if one of them has ended since it was ready."""
+        return self._starter.lost(fresh)
+
     def switch(self, fresh: list[Launched]) -> list[Slot]:
-        """Have new requests go to these replicas. Returns what has the old ones, for `retire`."""
+        """Have new requests go to these replicas, once the host is told. Returns what has the old ones, for `retire`.
+
+        A pipeline's steps switch together, so that nobody sees new ones beside old ones.
+        """
         old = self._slots
         for slot in old:
             slot.release()
@@ -247,7 +251,7 @@ class ReplicaSet:
 
     async def discard(self, fresh: list[Launched]) -> None:
         """End replicas that were started and never served."""
-        await asyncio.gather(*(self._end_one(launched) for launched in fresh))
+        await self._starter.discard(fresh)
 
     async def retire(self, old: list[Slot]) -> Retired:
         """Let replaced replicas finish what they have, and end them."""
@@ -278,11 +282,9 @@ class ReplicaSet:
         """
         if not self.is_loaded or self.is_set_aside:
             raise Conflict(f"model `{self.name}` is {self.state.value}: {self.reason}; expected it loaded")
-        self._slots = self._living()
-        self._gave_up = 0
         missing = self._within(bounds) - len(self._slots)
         if missing > 0:
-            fresh = await self._start_all(self.config, missing, lambda text: None)
+            fresh = await self._starter.start_all(self.config, missing, lambda text: None)
             for launched in fresh:
                 self.ready[launched.replica.id] = launched.replica
                 self.signature = launched.replica.signature
@@ -308,19 +310,20 @@ class ReplicaSet:
         if time.monotonic() < self._no_growth_before_s:
             return
         try:
-            places = await self._host.memory.reserve(self.name, self.config, 1, self._devices.values())
+            place = await self._starter.find_room(self.config)
         except NoRoom as error:
-            self._note_shortage(error.message)
+            if self.is_scalable:
+                self._note_shortage(error.message)
             return
-        # Meanwhile a command may have come.
-        if not places or not self.is_scalable or self.wanted >= self.bounds.max:
-            for place in places or ():
-                self._host.memory.give_back(place)
+        if place is None:
+            return
+        if not self.is_scalable or self.wanted >= self.bounds.max:  # meanwhile a command has come
+            self._host.memory.give_back(place)
             return
         self.shortage = ""
         self.wanted += 1
         logger.info("%s: scaling up to %d replicas", self.name, self.wanted)
-        self._keep(Slot(place=places[0]))
+        self._keep(Slot(place=place))
         self._host.on_change()
 
     async def shrink(self) -> None:
@@ -368,10 +371,6 @@ class ReplicaSet:
     def _within(self, bounds: ReplicaBounds) -> int:
         return min(max(self.wanted, bounds.min), bounds.max)
 
-    def _living(self) -> list[Slot]:
-        """Slots that haven't given up."""
-        return [slot for slot in self._slots if slot.task is not None and not slot.task.done()]
-
     def _release(self, count: int) -> list[Slot]:
         """Let some slots go, their replicas once they have finished what they have; returned for `retire`.
 
@@ -379,40 +378,32 @@ class ReplicaSet:
         """
         released = []
         for _ in range(count):
-            on = [self._devices.get(one.launched.replica.id, "") for one in self._slots if one.launched is not None]
-            slot = max(
-                enumerate(self._slots),
-                key=lambda item: (
-                    item[1].launched is None or item[1].launched.replica.id not in self.ready,
-                    item[1].launched is not None and on.count(self._devices.get(item[1].launched.replica.id, "")),
-                    item[0],
-                ),
-            )[1]
+            ids = [slot.launched.replica.id if slot.launched is not None else "" for slot in self._slots]
+            devices = [self._starter.devices.get(id, "") for id in ids]
+            at = max(range(len(ids)), key=lambda at: (ids[at] not in self.ready, devices.count(devices[at]), at))
+            slot = self._slots.pop(at)
             slot.release()
-            self._slots.remove(slot)
-            if slot.launched is not None and slot.launched.replica.id in self.ready:
-                id = slot.launched.replica.id
-                self._retiring[id] = self.ready.pop(id)
+            if ids[at] in self.ready:
+                self._retiring[ids[at]] = self.ready.pop(ids[at])
             released.append(slot)
         return released
 
     def _note_shortage(self, reason: str) -> None:
-        """There is no room for another replica; told once, until there is."""
-        if self.shortage:
-            return
-        logger.warning("%s: %s", self.name, reason)
+        """There is no room for another replica; logged once, until there is."""
+        if not self.shortage:
+            logger.warning("%s: %s", self.name, reason)
+        before = self.shortage, self.reason
         self.shortage = reason
         self.is_decided = True
         if not self.ready and self.state in (State.LOADING, State.UNAVAILABLE):
-            self.set_state(self.state, reason)
-        else:
+            self._enter(self.state, reason)
+        if (self.shortage, self.reason) != before:
             self._host.on_change()
 
     # Replicas
 
     def _switch(self, fresh: list[Launched]) -> None:
         self._slots = []
-        self._gave_up = 0
         self._crashes.clear()
         self._generation += 1
         self.has_given_up = False
@@ -423,7 +414,7 @@ class ReplicaSet:
             self._keep(Slot(launched))
         self.wanted = len(fresh)
         self.shortage = ""
-        self.set_state(State.READY, f"replica {fresh[-1].replica.id} ready")
+        self._enter(State.READY, f"replica {fresh[-1].replica.id} ready")
 
     def _keep(self, slot: Slot) -> None:
         self._slots.append(slot)
@@ -437,27 +428,29 @@ class ReplicaSet:
             started = time.monotonic()
             is_ready = slot.launched is not None  # it is of those that were started together
             if slot.launched is None:
-                place = await self._find_room(slot)
-                if place is None:
+                if not await self._find_room(slot):
                     return
-                async with self._host.start_slots:
+                async with self._starter.turn():
+                    place, slot.place = slot.place, None
+                    if place is None:  # it was taken back: another replica isn't wanted any more
+                        return
                     if self._host.is_stopping or not slot.is_kept:
                         self._host.memory.give_back(place)
                         return
                     started = time.monotonic()
                     try:
-                        slot.launched = self._launch(place, self.config, self._on_progress)
+                        slot.launched = self._starter.launch(place, self.config, self._on_progress)
                     except OSError as error:  # no space, processes or descriptors: it may pass; others go on serving
                         logger.error("%s: a replica can't be started: %s", self.name, error)
-                        backoff_s = await self._pause(slot, backoff_s)
-                        continue
-                    is_ready = await self._await_ready(slot.launched.replica, self.config)
-                    if is_ready:
-                        await self._settle(place, self.config)
+                        self._note_trouble(f"a replica can't be started: {error}")
+                    else:
+                        is_ready = await self._starter.await_ready(slot.launched.replica, place, self.config)
+                if slot.launched is None:
+                    backoff_s = await self._pause(slot, backoff_s)
+                    continue
                 if is_ready and slot.is_kept:
                     self.signature = slot.launched.replica.signature
                     self.ready[slot.launched.replica.id] = slot.launched.replica
-                    self._tell_ready(slot.launched.replica, self.config, started)
                     self.set_state(State.READY, f"replica {slot.launched.replica.id} ready")
             replica, exited = slot.launched
             if is_ready:
@@ -471,15 +464,12 @@ class ReplicaSet:
                 logger.error("%s: could not be removed: %s", replica.id, leftover)
             if self._host.is_stopping or not slot.is_kept:
                 return
-            if is_ready and self._note_crash(replica):
+            if is_ready and self._note_crash(slot, replica):
                 return
             if not is_ready:
                 failed_starts += 1
                 recorder().count("headwater_replica_start_failures", self.name)
-                if failed_starts >= FAILED_STARTS_LIMIT and len(self._slots) > self.bounds.min:
-                    self._give_up_growth(slot, replica)
-                    return
-                if self._note_failed_start(replica, failed_starts):
+                if self._note_failed_start(slot, replica, failed_starts):
                     return
             if time.monotonic() - started > STEADY_AFTER_S:
                 backoff_s = FIRST_BACKOFF_S
@@ -497,21 +487,25 @@ class ReplicaSet:
         else:
             self._host.on_change()
 
-    def _note_failed_start(self, replica: ReplicaProcess, failed_starts: int) -> bool:
+    def _note_failed_start(self, slot: Slot, replica: ReplicaProcess, failed_starts: int) -> bool:
         """A replica ended before it was ready. Returns whether its slot gives up."""
         reason = replica.account() or "ended before it was ready"
         logger.error("%s: did not start (%d of %d): %s", replica.id, failed_starts, FAILED_STARTS_LIMIT, reason)
         if failed_starts >= FAILED_STARTS_LIMIT:
-            self._give_up(reason)
+            self._give_up(slot, reason, f"another replica did not start: {reason}")
             return True
+        self._note_trouble(reason)
+        return False
+
+    def _note_trouble(self, reason: str) -> None:
+        """A replica could not be started, and is tried again."""
         self.is_decided = True
         if not self.ready and self.state is not State.UNAVAILABLE:
             self.set_state(State.LOADING, f"trying again after: {reason}")
         else:
             self._host.on_change()
-        return False
 
-    def _note_crash(self, replica: ReplicaProcess) -> bool:
+    def _note_crash(self, slot: Slot, replica: ReplicaProcess) -> bool:
         """A replica that served was lost. Returns whether its slot gives up, because that happens too often."""
         now_s = time.monotonic()
         self._crashes.append(now_s)
@@ -519,17 +513,23 @@ class ReplicaSet:
             self._crashes.popleft()
         if len(self._crashes) < self.config.max_crashes:
             return False
-        self._give_up(
+        reason = (
             f"{len(self._crashes)} replicas were lost within crash_window_s = {self.config.crash_window_s:g} s, the "
             f"last: {replica.account()}"
         )
+        self._give_up(slot, reason, f"one replica less: {reason}")
         return True
 
-    def _give_up(self, reason: str) -> None:
-        """A slot starts no replica any more; with the last slot the deployment has failed."""
-        self._gave_up += 1
-        if self._gave_up < len(self._slots):
-            logger.error("%s: one replica less, and no other is started in its place: %s", self.name, reason)
+    def _give_up(self, slot: Slot, reason: str, shortage: str) -> None:
+        """A slot starts no replica any more. The others go on; with the last slot the deployment has failed."""
+        self._slots.remove(slot)
+        if self._slots:
+            logger.error("%s: goes on with %d replicas: %s", self.name, len(self._slots), shortage)
+            if not self.bounds.is_fixed:  # load may call for another later
+                self.wanted = len(self._slots)
+                self._no_growth_before_s = time.monotonic() + GROW_RETRY_S
+            self.shortage = shortage
+            self._host.on_change()
             return
         logger.error(
             "%s: FAILED and not tried again; correct it, and then load it or restart the server: %s", self.name, reason
@@ -537,189 +537,37 @@ class ReplicaSet:
         self.has_given_up = True
         self.set_state(State.FAILED, reason)
 
-    def _give_up_growth(self, slot: Slot, replica: ReplicaProcess) -> None:
-        """A replica that load called for can't be started: go on with those that there are."""
-        reason = f"another replica did not start: {replica.reason or 'ended before it was ready'}"
-        self._slots.remove(slot)
-        self.wanted = len(self._slots)
-        self._no_growth_before_s = time.monotonic() + GROW_RETRY_S
-        self._note_shortage(reason)
-
-    async def _find_room(self, slot: Slot) -> Place | None:
-        """Wait until there is room for a slot's replica. None: it isn't wanted any more."""
-        if slot.place is not None:
-            place, slot.place = slot.place, None
-            return place
-        while not self._host.is_stopping and slot.is_kept:
+    async def _find_room(self, slot: Slot) -> bool:
+        """Wait until there is room for a slot's replica. Returns whether there is: it may not be wanted any more."""
+        while slot.place is None and not self._host.is_stopping and slot.is_kept:
             retry_s = FIRST_MEASURED_RETRY_S
             try:
-                places = await self._host.memory.reserve(self.name, self.config, 1, self._devices.values())
+                slot.place = await self._starter.find_room(self.config)
             except NoRoom as error:
-                places = None
+                if not slot.is_kept:
+                    return False
                 retry_s = ROOM_RETRY_S
                 self._note_shortage(error.message)
                 if self.ready and len(self._slots) > self.bounds.min:  # only load called for it, and may call again
                     self._slots.remove(slot)
                     self.wanted = len(self._slots)
                     self._host.on_change()
-                    return None
-            if places and not self._host.is_stopping and slot.is_kept:
+                    return False
+            if slot.place is None:
+                await self._pause(slot, retry_s)
+            else:
                 self.shortage = ""
-                return places[0]
-            for place in places or ():
-                self._host.memory.give_back(place)
-            await self._pause(slot, retry_s)
-        return None
-
-    async def _reserve(self, config: Deployment, count: int) -> list[Place]:
-        """Find room for some of these replicas: for all, or, while their size isn't known, for one.
-
-        Raises:
-            NoRoom: there is none.
-            Unavailable: the server is stopping.
-        """
-        memory = self._host.memory
-        while not self._host.is_stopping:
-            number = memory.at_once(self.name, config, count)
-            places = await memory.reserve(self.name, config, number, self._devices.values())
-            if places is not None:
-                return places
-            await self._host.wait_for_stop(FIRST_MEASURED_RETRY_S)
-        raise Unavailable("the server is stopping")
-
-    def _launch(self, place: Place, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
-        """Start a replica where there is room for it.
-
-        Raises:
-            OSError: the machine lacks what it takes; the room is given back.
-        """
-        try:
-            placed = config.model_copy(update={"device": place.device, "devices": None})
-            launched = self._host.launch(self, placed, on_progress)
-        except OSError:
-            self._host.memory.give_back(place)
-            raise
-        id = launched.replica.id
-        self._devices[id] = place.device
-        launched.exited.add_done_callback(lambda _: self._devices.pop(id, None))
-        self._host.memory.attach(place, launched.replica, launched.exited)
-        return launched
-
-    async def _settle(self, place: Place, config: Deployment) -> None:
-        """Note what a replica takes, which is known when it is ready."""
-        excess = await self._host.memory.settle(self.name, config, place)
-        if excess is not None:
-            logger.warning(
-                "%s: all replicas together take more than they may; this one stays, and no other is started: %s",
-                self.name, excess,
-            )  # fmt: skip
-
-    async def _start_all(
-        self, config: Deployment, count: int, on_progress: Callable[[str], None], places: list[Place] | None = None
-    ) -> list[Launched]:
-        """Start some replicas, each once. All of them are ready then, or gone.
-
-        Args:
-            config: what they are started with.
-            count: how many.
-            on_progress: called with each stage.
-            places: room that was found for the first of them.
-        """
-        fresh: list[Launched] = []
-        try:
-            while len(fresh) < count:
-                if not places:
-                    places = await self._reserve(config, count - len(fresh))
-                outcomes = await asyncio.gather(*(self._start_one(place, config, on_progress) for place in places))
-                places = None
-                fresh += [outcome for outcome in outcomes if isinstance(outcome, Launched)]
-                reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
-                if self._host.is_stopping:
-                    raise Unavailable("the server is stopping")
-                if reasons:
-                    raise CallableFailed(f"a replica of `{self.name}` did not start: {reasons[0]}")
-        except HeadwaterError:
-            await self.discard(fresh)
-            raise
-        return fresh
-
-    async def _start_one(self, place: Place, config: Deployment, on_progress: Callable[[str], None]) -> Launched | str:
-        """Start a replica. Returns it when it is ready, or why it isn't, once it is gone."""
-        async with self._host.start_slots:
-            if self._host.is_stopping:
-                self._host.memory.give_back(place)
-                return "the server is stopping"
-            started = time.monotonic()
-            try:
-                launched = self._launch(place, config, on_progress)
-            except OSError as error:
-                return f"it can't be started: {error}"
-            if await self._await_ready(launched.replica, config):
-                await self._settle(place, config)
-                if not launched.replica.ending.is_set():
-                    self._tell_ready(launched.replica, config, started)
-                    return launched
-        await self._end_one(launched)
-        recorder().count("headwater_replica_start_failures", self.name)
-        return launched.replica.account() or "ended before it was ready"
-
-    async def _await_ready(self, replica: ReplicaProcess, config: Deployment) -> bool:
-        try:
-            return await asyncio.wait_for(asyncio.shield(replica.ready), config.load_timeout_s)
-        except asyncio.TimeoutError:
-            replica.reason = f"not ready within load_timeout_s = {config.load_timeout_s:g} s"
-            replica.kill()
-            return False
-
-    def _tell_ready(self, replica: ReplicaProcess, config: Deployment, started: float) -> None:
-        logger.info(
-            "%s: ready after %.1f s on %s%s", replica.id, time.monotonic() - started,
-            replica.facts.get("device", "?"), _own_python(config, replica.facts),
-        )  # fmt: skip
+        return slot.place is not None
 
     async def _end(self, slots: Collection[Slot]) -> Retired:
         """End the replicas of slots that are released, and see what is left of them."""
-        launched = [slot.launched for slot in slots if slot.launched is not None]
-        groups = {group for one in launched if (group := one.replica.group)}
-        before = await asyncio.to_thread(measure_groups, groups)
-        for one in launched:
-            one.replica.stop()
-        # Their slots' own tasks take them in.
-        await self._wait_or_kill([one.replica for one in launched], [slot.task for slot in slots if slot.task])
-        after = await asyncio.to_thread(measure_groups, groups)
-        retired = Retired(before=before, after=after)
-        for one in launched:
-            if not one.exited.done():
-                retired.leftovers.append(f"replica {one.replica.id}: its guardian has not ended")
-            retired.leftovers += one.replica.leftovers
-            if one.replica.directory.exists():
-                retired.leftovers.append(f"folder {one.replica.directory}")
-            if one.replica.reason not in ("", "stopped", "stopped before it was ready"):
-                retired.warnings.append(f"replica {one.replica.id}: {one.replica.reason}")
-        for pid in await asyncio.to_thread(group_members, groups):
-            retired.leftovers.append(f"process {pid}")
-        return retired
-
-    async def _end_one(self, launched: Launched) -> None:
-        """End a replica that no slot has."""
-        launched.replica.stop()
-
-        async def ended() -> None:
-            await launched.exited
-            await launched.replica.ended()
-
-        await self._wait_or_kill([launched.replica], [asyncio.create_task(ended())])
-        for leftover in launched.replica.leftovers:
-            logger.error("%s: could not be removed: %s", launched.replica.id, leftover)
-
-    async def _wait_or_kill(self, replicas: Collection[ReplicaProcess], tasks: Collection[asyncio.Task[None]]) -> None:
-        if not tasks:
-            return
-        _, late = await asyncio.wait(tasks, timeout=REPLICA_END_TIMEOUT_S)
-        if late:
-            for replica in replicas:
-                replica.kill()
-            await asyncio.wait(late, timeout=REPLICA_KILL_TIMEOUT_S)
+        for slot in slots:
+            if slot.place is not None:
+                self._host.memory.give_back(slot.place)
+                slot.place = None
+        # Their slots' own tasks take them in. A slot without one starts none any more, whatever it waits for.
+        held = [(slot.launched, slot.task) for slot in slots if slot.launched is not None]
+        return await self._starter.end([launched for launched, _ in held], [task for _, task in held if task])
 
     async def _pause(self, slot: Slot, backoff_s: float) -> float:
         """Wait before another start, unless there won't be one. Returns how long to wait next time."""
@@ -742,25 +590,20 @@ class ReplicaSet:
             self.set_state(State.LOADING, text)
 
     def set_state(self, state: State, reason: str) -> None:
-        """Come into a state, and tell; each change is logged once."""
+        """Come into a state, and tell."""
+        self._enter(state, reason)
+        self._host.on_change()
+
+    def _enter(self, state: State, reason: str) -> None:
+        """Come into a state; each change is logged once."""
         if state is not self.state:
             logger.info("%s: %s -> %s: %s", self.name, self.state.value, state.value, reason)
             self.since_s = time.time()
         self.state, self.reason = state, reason
         if state is not State.LOADING:
             self.is_decided = True
-        self._host.on_change()
 
 
 def unloaded(name: str) -> str:
     """The reason of a deployment that was unloaded."""
     return f"it is unloaded: load it with POST /v2/repository/models/{name}/load"
-
-
-def _own_python(deployment: Deployment, facts: Mapping[str, str]) -> str:
-    """Which Python a replica runs under, and what it has there; empty if it is the one that we run under."""
-    if deployment.python is None:
-        return ""
-    return f", under {deployment.python}: " + ", ".join(
-        f"{name} {version}" for name, version in facts.items() if name != "device"
-    )

@@ -46,6 +46,11 @@ class Retries:
         _part(item).waits = True
         self._waiting.appendleft(item)
 
+    def remove(self, item: Item) -> None:
+        """Take one out that waits, because nobody wants it any more."""
+        self._waiting.remove(item)
+        _part(item).waits = False
+
     def drain(self) -> list[Item]:
         """Take out everything."""
         items = list(self._waiting)
@@ -62,7 +67,7 @@ class Retries:
             has_others: whether other rows wait.
         """
         while self._waiting and _is_settled(self._waiting[0]):
-            self._waiting.popleft()
+            _part(self._waiting.popleft()).waits = False
         if self.aside is not None and not self.aside.is_able:
             self._release()
         if not self._waiting:

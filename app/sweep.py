@@ -38,20 +38,28 @@ class Journal:
         self._path = directory / _JOURNAL
         self.host_pid = 0
         self.segments: set[str] = set()
+        self._is_behind = False
+        """Whether the file lacks something."""
         with contextlib.suppress(OSError, ValueError):
             content = json.loads(self._path.read_text())
             self.host_pid = int(content["host_pid"])
             self.segments = {str(name) for name in content["segments"]}
 
     def note(self, host_pid: int, segments: Iterable[str]) -> None:
-        """Remember the host's process id and further segments; written only if something is new."""
+        """Remember the host's process id and further segments; written only if something is new.
+
+        Raises:
+            OSError: there is no room for it; it is remembered here, and written with the next.
+        """
         merged = self.segments | set(segments)
-        if host_pid == self.host_pid and merged == self.segments:
+        if host_pid == self.host_pid and merged == self.segments and not self._is_behind:
             return
         self.host_pid, self.segments = host_pid, merged
+        self._is_behind = True
         temporary = self._path.with_suffix(".new")
         temporary.write_text(json.dumps({"host_pid": host_pid, "segments": sorted(merged)}))
         temporary.replace(self._path)
+        self._is_behind = False
 
 
 def segments_mapped_by(pids: Iterable[int]) -> set[str]:
@@ -63,10 +71,15 @@ def segments_mapped_by(pids: Iterable[int]) -> set[str]:
     return names
 
 
-def sweep_replica(directory: Path) -> list[str]:
-    """Remove the segments and the folder of a replica whose processes are gone. Returns what could not be removed."""
+def sweep_replica(directory: Path, others: Iterable[str] = ()) -> list[str]:
+    """Remove the segments and the folder of a replica whose processes are gone. Returns what could not be removed.
+
+    Args:
+        directory: the replica's folder.
+        others: segments that the journal may not have.
+    """
     journal = Journal(directory)
-    segments = {SHARED_MEMORY / name for name in journal.segments}
+    segments = {SHARED_MEMORY / name for name in (*journal.segments, *others)}
     if journal.host_pid:
         segments.update(SHARED_MEMORY.glob(f"pytrtion{journal.host_pid}-*"))
     left = []

@@ -98,7 +98,7 @@ def decode_frame(raw: bytes | memoryview) -> tuple[Frame, list[list[memoryview]]
     offset = _LENGTH.size + _LENGTH.unpack_from(view)[0]
     try:
         frame = _decoder.decode(view[_LENGTH.size : offset])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"expected a frame's head: {error}") from error
     data = []
     for piece in frame.pieces:

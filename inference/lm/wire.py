@@ -149,7 +149,10 @@ def decode_message(raw: bytes | memoryview) -> Message:
     Raises:
         msgspec.MsgspecError: it is none.
     """
-    return _messages.decode(raw)
+    try:
+        return _messages.decode(raw)
+    except (UnicodeDecodeError, RecursionError) as error:  # which msgspec lets through
+        raise msgspec.DecodeError(str(error)) from None
 
 
 def encode_frame(frame: StepFrame) -> bytes:
@@ -163,4 +166,7 @@ def decode_frame(raw: bytes | memoryview) -> StepFrame:
     Raises:
         msgspec.MsgspecError: it is none.
     """
-    return _frames.decode(raw)
+    try:
+        return _frames.decode(raw)
+    except (UnicodeDecodeError, RecursionError) as error:  # which msgspec lets through
+        raise msgspec.DecodeError(str(error)) from None

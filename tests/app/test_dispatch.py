@@ -82,14 +82,18 @@ class Replica:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.called = asyncio.Event()
+        self.is_closed = False
 
     async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
+        if self.is_closed:
+            raise ReplicaUnreachable("the replica ended")
         call = Call(head, data)
         self.calls.append(call)
         self.called.set()
         return await call.answered
 
     def close(self) -> None:
+        self.is_closed = True
         for call in self.calls:
             if not call.answered.done():
                 call.answered.set_exception(ReplicaLost("the replica ended"))

@@ -463,6 +463,74 @@ def test_every_request_ends_once_and_is_computed_twice_at_most(
     run(scenario)
 
 
+def test_a_lost_request_does_not_wait_for_others_that_went_elsewhere() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=3, max_in_flight=2)
+        tasks = [bench.send(0)]
+        await settle()
+        lost = [bench.send(1), bench.send(2)]
+        await settle()
+        lose(bench, "m-1")
+        await settle()
+        aside = bench.replicas["m-2"]
+        assert [call.values for call in aside.calls] == [[1]]
+        # Others' turn comes as one of them does, and another replica is idle too.
+        aside.calls[0].answer()
+        bench.replicas["m-0"].calls[0].answer()
+        tasks.append(bench.send(3))
+        await settle()
+        assert [call.values for call in unanswered(bench)] == [[3], [2]]
+        for call in unanswered(bench):
+            call.answer()
+        assert [numbers(await task) for task in [*tasks, *lost]] == [[0], [6], [2], [4]]
+
+    run(scenario)
+
+
+def test_what_nobody_waits_for_is_not_kept_to_be_computed_again() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2)
+        tasks = [bench.send(value) for value in range(4)]
+        await settle()
+        lose(bench, "m-0")
+        await settle()
+        for task in tasks[1:3]:
+            task.cancel()
+        await settle()
+        assert len(bench.dispatcher._retries._waiting) == 1
+        for value in (0, 3):
+            assert bench.calls[-1].values == [value]
+            bench.calls[-1].answer()
+            await settle()
+        assert not bench.dispatcher._retries
+
+    run(scenario)
+
+
+def test_a_replica_that_is_taken_from_the_table_gets_no_lost_request() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=3, max_queue_delay_ms=60_000)
+        lost = [bench.send(1, 2), bench.send(3, 4)]
+        await settle()
+        lose(bench, "m-0")
+        await settle()
+        other = bench.send(5)
+        await settle()
+        bench.replicas["m-1"].calls[0].answer()  # now it is others' turn, who wait for company
+        await settle()
+        assert unanswered(bench) == []
+        replace(bench, "m-2")
+        await settle()
+        assert [call.values for call in bench.replicas["m-2"].calls] == [[3, 4]]
+        bench.calls[-1].answer()
+        assert [numbers(await task) for task in lost] == [[2, 4], [6, 8]]
+        other.cancel()
+        await settle()
+        assert bench.dispatcher.queued_rows == 0
+
+    run(scenario)
+
+
 # Pipelines and streams
 
 

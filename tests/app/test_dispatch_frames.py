@@ -899,3 +899,17 @@ def test_a_request_in_several_calls_is_counted_once() -> None:
         assert (counts.requests, counts.rows, counts.calls, counts.failures) == (1, 8, 2, 0)
 
     run(scenario)
+
+
+def test_a_stream_whose_client_leaves_as_its_call_begins_is_not_computed() -> None:
+    async def scenario() -> None:
+        bench = Bench(STREAMING)
+        reader = bench.stream(1)
+        await asyncio.sleep(0)
+        reader.task.cancel()  # it learns of that behind the dispatch, and before the call
+        await settle()
+        assert reader.task.cancelled()
+        assert bench.calls == []
+        assert bench.dispatcher.in_flight == 0
+
+    run(scenario)

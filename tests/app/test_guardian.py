@@ -307,3 +307,30 @@ def test_signals_meant_for_the_supervisor_are_left_to_it(tmp_path: Path, number:
         os.close(guarded.command)
         assert guarded.statuses()[0]["text"] == "the supervisor is gone"
         assert not is_alive(host)
+
+
+FULL_DISK = """
+import mmap, pathlib, signal, sys
+folder, segment = map(pathlib.Path, sys.argv[1:])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+while not (folder / "journal.json").exists():
+    pass
+(folder / "journal.new").mkdir()
+segment.write_bytes(bytes(4096))
+with segment.open("r+b") as file:
+    mapped = mmap.mmap(file.fileno(), 0)
+(folder / "ready").touch()
+while True:
+    signal.pause()
+"""
+
+
+def test_a_journal_that_cannot_be_written_ends_nothing_that_serves_and_what_it_lacks_is_swept(tmp_path: Path) -> None:
+    segment = Path(f"/dev/shm/psm_headwater_test_{os.getpid()}")
+    with guarding(tmp_path, FULL_DISK, str(tmp_path / "m-1"), str(segment)) as guarded:
+        wait_for((tmp_path / "m-1" / "ready").exists, what="the segment")
+        _await_look(guarded)
+        os.write(guarded.command, b"stop\n")
+        ending, ended = guarded.statuses()
+        assert (ending["text"], ended["leftovers"]) == ("stopped", [])
+        assert not segment.exists()

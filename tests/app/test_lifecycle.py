@@ -110,13 +110,13 @@ class Supervisor:
         self.drained = Drained()
         self.states: dict[str, list[State]] = {}
 
-    def launch(self, replicas: ReplicaSet, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        replica = Replica(replicas.name, f"{replicas.name}-{len(self.launched)}", exited)
+        replica = Replica(name, f"{name}-{len(self.launched)}", exited)
         replica.config = config
         self.launched.append(replica)
         on_progress("importing")
-        if replicas.name in self.failing:
+        if name in self.failing:
             replica.end("RuntimeError: no weights here")
         elif self.auto_ready:
             replica.get_ready()
@@ -403,7 +403,7 @@ def test_what_remains_makes_it_failed_and_is_told() -> None:
 
 
 def test_a_replica_that_does_not_end_when_told_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.replica_set.REPLICA_END_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("app.replica_starter.REPLICA_END_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         supervisor = Supervisor(one())

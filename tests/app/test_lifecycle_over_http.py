@@ -17,7 +17,6 @@ from app.gateway import create_app
 from app.models import Models
 from app.operator_guard import OperatorGuard
 from app.replica_host import Launched
-from app.replica_set import ReplicaSet
 from app.routes.repository import repository_routes
 from app.routing import ReplicaRoute, RoutingTable
 from tests.app.test_dispatch import NUMBERS
@@ -46,8 +45,8 @@ class Whole(Supervisor):
     def _connect(self, name: str, route: ReplicaRoute) -> Client:
         return self.clients.setdefault(route.id, Client())
 
-    def launch(self, replicas: ReplicaSet, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
-        launched = super().launch(replicas, config, on_progress)
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
+        launched = super().launch(name, config, on_progress)
         self.launched[-1].signature = NUMBERS
         return launched
 

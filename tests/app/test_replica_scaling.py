@@ -26,8 +26,14 @@ NO_GROUP = 1 << 22
 class Host(Supervisor):
     """With memory, of which each replica takes as much as `size` says."""
 
-    def __init__(self, deployments: dict[str, Any], limit: int | None = None, gpus: Mapping[str, int] = {}) -> None:
-        super().__init__(deployments)
+    def __init__(
+        self,
+        deployments: dict[str, Any],
+        limit: int | None = None,
+        gpus: Mapping[str, int] = {},
+        allow_load: str = "settings",
+    ) -> None:
+        super().__init__(deployments, allow_load)
         self.sizes: dict[str, int] = {}
         """By deployment; others take 100."""
         self.loads: dict[str, DeploymentLoad] = {}
@@ -39,8 +45,8 @@ class Host(Supervisor):
             self.sets, lambda: self.loads, self.lifecycle.is_busy, self, clock=lambda: self.now_s
         )
 
-    def launch(self, replicas: ReplicaSet, *others: Any) -> Any:
-        launched = super().launch(replicas, *others)
+    def launch(self, name: str, *others: Any) -> Any:
+        launched = super().launch(name, *others)
         self.launched[-1].group = NO_GROUP + len(self.launched)
         return launched
 

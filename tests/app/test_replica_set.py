@@ -78,10 +78,10 @@ class Host:
         self._tasks: set[asyncio.Task[None]] = set()
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._children.reap)
 
-    def launch(self, replicas: ReplicaSet, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
         number = len(self.replicas)
         replica = ReplicaProcess(
-            replicas.name, f"m-{number}", config, self._folder / f"r{number}", (),
+            name, f"m-{number}", config, self._folder / f"r{number}", (),
             on_progress=on_progress, on_log=print,
         )  # fmt: skip
         exited = self._children.follow(replica.start())

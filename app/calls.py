@@ -1,0 +1,203 @@
+"""The calls of one deployment's replicas that are under way, and the way back of what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from app.batch_answer import sliced
+from app.batch_request import encode_batch
+from app.batching import Item
+from app.collector import WHOLE
+from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
+from app.frame_call import FrameCall
+from app.metrics.recorder import DeploymentMeter
+from app.pending import Part
+from app.replica_calls import ReplicaCalls
+from app.row_errors import row_error
+from app.row_slices import SlicedTensor
+from app.statistics import Statistics
+from app.triton_client import FrameReplicaClient, ReplicaClient
+from inference.frame import decode_frame
+from inference.report import REPORT, RowReport, Status, decode_reports
+
+__all__ = ["Calls"]
+
+logger = logging.getLogger("headwater.dispatch")
+
+
+class Calls:
+    """Makes calls. Whatever goes wrong in one becomes the failure of what it has not answered.
+
+    Args:
+        name: the deployment's.
+        statistics: where to count.
+        meter: likewise.
+        on_lost: called with a replica that gets no call any more.
+        on_lost_part: called with rows that a replica was lost with, and the reason.
+        on_unsent: called with rows that a replica never had.
+        on_alone: called with rows that replicas were lost with before, and this one wasn't.
+        on_end: called with a replica that has a call less.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        statistics: Statistics,
+        meter: DeploymentMeter,
+        *,
+        on_lost: Callable[[ReplicaCalls], None],
+        on_lost_part: Callable[[Part, ReplicaLost], None],
+        on_unsent: Callable[[Item], None],
+        on_alone: Callable[[Part], None],
+        on_end: Callable[[ReplicaCalls], None],
+    ) -> None:
+        self._name = name
+        self._statistics = statistics
+        self._meter = meter
+        self._on_lost = on_lost
+        self._on_lost_part = on_lost_part
+        self._on_unsent = on_unsent
+        self._on_alone = on_alone
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, replica: ReplicaCalls, batch: list[Item], gathered_ns: int) -> None:
+        """Give a replica a batch.
+
+        Args:
+            replica: which.
+            batch: rows that may share a call.
+            gathered_ns: what the deployment's `app.gathering.GatherClock` shows.
+        """
+        rows = 0
+        for item in batch:
+            rows += item.rows
+            pending = _part(item).pending
+            pending.note_start(gathered_ns)
+            if pending.trace is not None:
+                pending.trace.call(replica.route.id)
+        replica.calls += 1
+        replica.rows += rows
+        replica.batches[id(batch)] = batch
+        task = self._loop.create_task(self._call(replica, batch, rows))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _call(self, replica: ReplicaCalls, batch: list[Item], rows: int) -> None:
+        parts = [_part(item) for item in batch]
+        try:
+            if replica.route.grpc_socket:
+                await self._answer_in_frames(cast(FrameReplicaClient, replica.client), parts, rows)
+            else:
+                await self._answer_whole(replica, parts, rows)
+            if parts[0].losses and not replica.is_lost:
+                self._on_alone(parts[0])
+        except ReplicaUnreachable:
+            self._on_lost(replica)
+            for item in batch:
+                self._on_unsent(item)
+        except ReplicaLost as error:
+            self._on_lost(replica)
+            for part in parts:
+                self._on_lost_part(part, error)
+        except HeadwaterError as error:
+            for part in parts:
+                part.fail(error)
+        except Exception as error:
+            logger.exception("model %s: a batch of %d rows failed in the gateway", self._name, rows)
+            for part in parts:
+                part.fail(CallableFailed(f"internal error: {type(error).__name__}"))
+        finally:
+            del replica.batches[id(batch)]
+            replica.calls -= 1
+            replica.rows -= rows
+            self._on_end(replica)
+
+    async def _answer_whole(self, replica: ReplicaCalls, parts: list[Part], rows: int) -> None:
+        """One call of a model that answers its batch whole."""
+        client = cast(ReplicaClient, replica.client)
+        started_ns = time.perf_counter_ns()
+        signature = parts[0].pending.signature
+        rows_of = [(part.pending.request, part.inputs, part.rows) for part in parts]
+        head, data = encode_batch(signature, rows_of, is_alone=parts[0].losses > 0)
+        tensors = await client.infer(head, data)
+        reports, compute_us, is_merged = decode_reports(tensors.pop(REPORT).data, rows)
+        if any(report.status is Status.BROKEN for report in reports):
+            self._on_lost(replica)
+        if not is_merged:
+            self._statistics.note_call(rows, compute_us * 1000)
+        self._meter.note_call(rows, signature.max_batch_size, 0 if is_merged else compute_us * 1000)
+        outputs = sliced(signature, tensors, reports, rows)
+        self._distribute(parts, outputs, reports, started_ns, compute_us * 1000)
+
+    async def _answer_in_frames(self, client: FrameReplicaClient, parts: list[Part], rows: int) -> None:
+        """One call of a pipeline or of a model that streams: its answer comes in frames."""
+        pending = parts[0].pending
+        is_stream = pending.signature.streams
+        if is_stream and pending.collector.is_done:  # its client left just now
+            return
+        started_ns = time.perf_counter_ns()
+        call = FrameCall(parts)
+        if is_stream:
+            pending.stream = (client, call.name)
+        compute_us = 0
+        async with contextlib.aclosing(client.frames(call.name, call.request)) as frames:
+            async for raw in frames:
+                frame, pieces = decode_frame(raw)
+                for count in frame.counts:
+                    self._statistics.note_step(count)
+                    compute_us += count.compute_us
+                    for part in parts:
+                        if part.pending.trace is not None:
+                            part.pending.trace.step(count.step, count.compute_us)
+                for part in parts:
+                    part.pending.note_call(started_ns, compute_us * 1000)
+                    if part.pending.deadlines is not None:
+                        part.pending.deadlines.hear()
+                for piece, data in zip(frame.pieces, pieces, strict=True):
+                    call.take(piece, data)
+                if call.lost is not None:
+                    raise call.lost
+                if is_stream and pending.collector.is_done and not pending.collector.succeeded:
+                    # Nobody wants the rest. Who waits for its reader may be slow to say so.
+                    if pending.stream is not None:
+                        client.cancel(call.name)
+                    break
+        pending.stream = None
+        self._statistics.note_call(rows, compute_us * 1000)
+        self._meter.note_call(rows, pending.signature.max_batch_size, compute_us * 1000)
+        call.end()
+
+    def _distribute(
+        self,
+        parts: Sequence[Part],
+        outputs: dict[str, SlicedTensor],
+        reports: list[RowReport],
+        started_ns: int,
+        compute_ns: int,
+    ) -> None:
+        start = 0
+        for part in parts:
+            pending = part.pending
+            end = start + part.rows
+            error = row_error(reports[start:end], part.start, pending.request.rows)
+            if isinstance(error, ReplicaLost):
+                self._on_lost_part(part, error)
+            elif error is not None:
+                part.fail(error)
+            elif not pending.collector.is_done:
+                found = {wish.name: outputs[wish.name].rows(start, part.rows) for wish in pending.request.outputs}
+                pending.note_call(started_ns, compute_ns)
+                part.decide(WHOLE, found)
+            start = end
+
+
+def _part(item: Item) -> Part:
+    part: Part = item.payload
+    return part

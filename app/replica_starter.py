@@ -1,0 +1,253 @@
+"""Starts one deployment's replicas where there is room for them, and ends replicas, with all that they have."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from typing import Final
+
+from app.config import Deployment
+from app.errors import CallableFailed, HeadwaterError, Unavailable
+from app.group_memory import NOTHING, GroupMemory, group_members, measure_groups
+from app.metrics.recorder import recorder
+from app.replica_host import Host, Launched
+from app.replica_memory import Place
+from app.replica_process import ReplicaProcess
+from app.retired import Retired
+
+__all__ = ["FIRST_MEASURED_RETRY_S", "REPLICA_END_TIMEOUT_S", "ReplicaStarter"]
+
+logger = logging.getLogger("headwater")
+
+REPLICA_END_TIMEOUT_S: Final = 20.0
+"""How long a replica may take from being told to end until its guardian has ended, too; then it is killed."""
+REPLICA_KILL_TIMEOUT_S: Final = 10.0
+LONG_START_S: Final = 60.0
+"""A start that takes longer waits for something else than a core, and other starts don't wait for it any more."""
+FIRST_MEASURED_RETRY_S: Final = 0.2
+"""How often to look whether a first replica was measured, for which others wait."""
+
+
+class ReplicaStarter:
+    """Of one deployment.
+
+    Args:
+        name: the deployment's.
+        host: who has it.
+    """
+
+    def __init__(self, name: str, host: Host) -> None:
+        self.devices: dict[str, str] = {}
+        """By replica, from its launch to its end: what it was placed on."""
+        self._name = name
+        self._host = host
+
+    async def find_room(self, config: Deployment) -> Place | None:
+        """Find room for one replica. None: that can't be said before another one was measured.
+
+        Raises:
+            NoRoom: there is none.
+        """
+        places = await self._host.memory.reserve(self._name, config, 1, self.devices.values())
+        return places[0] if places else None
+
+    async def reserve(self, config: Deployment, count: int) -> list[Place]:
+        """Find room for some of these replicas: for all, or, while their size isn't known, for one.
+
+        Raises:
+            NoRoom: there is none.
+            Unavailable: the server is stopping.
+        """
+        memory = self._host.memory
+        while not self._host.is_stopping:
+            number = memory.at_once(self._name, config, count)
+            places = await memory.reserve(self._name, config, number, self.devices.values())
+            if places is not None:
+                return places
+            await self._host.wait_for_stop(FIRST_MEASURED_RETRY_S)
+        raise Unavailable("the server is stopping")
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncGenerator[None, None]:
+        """A context in which a replica starts: not too many do at once."""
+        await self._host.start_slots.acquire()
+        with contextlib.ExitStack() as held:
+            held.callback(self._host.start_slots.release)
+            held.callback(asyncio.get_running_loop().call_later(LONG_START_S, held.close).cancel)
+            yield
+
+    def launch(self, place: Place, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
+        """Start a replica where there is room for it.
+
+        Raises:
+            OSError: the machine lacks what it takes; the room is given back.
+        """
+        try:
+            placed = config.model_copy(update={"device": place.device, "devices": None})
+            launched = self._host.launch(self._name, placed, on_progress)
+        except OSError:
+            self._host.memory.give_back(place)
+            raise
+        id = launched.replica.id
+        self.devices[id] = place.device
+        launched.exited.add_done_callback(lambda _: self.devices.pop(id, None))
+        self._host.memory.attach(place, launched.replica, launched.exited)
+        return launched
+
+    async def await_ready(self, replica: ReplicaProcess, place: Place, config: Deployment) -> bool:
+        """Wait until a replica is ready, and note what it takes. Returns whether it came so far."""
+        started = time.monotonic()
+        try:
+            is_ready = await asyncio.wait_for(asyncio.shield(replica.ready), config.load_timeout_s)
+        except asyncio.TimeoutError:
+            replica.reason = f"not ready within load_timeout_s = {config.load_timeout_s:g} s"
+            replica.kill()
+            return False
+        if not is_ready:
+            return False
+        took_s = time.monotonic() - started
+        excess = await self._host.memory.settle(self._name, config, place)
+        if excess is not None:
+            logger.warning(
+                "%s: all replicas together take more than they may; this one stays, and no other is started: %s",
+                self._name, excess,
+            )  # fmt: skip
+        logger.info(
+            "%s: ready after %.1f s on %s%s", replica.id, took_s, replica.facts.get("device", "?"),
+            _own_python(config, replica.facts),
+        )  # fmt: skip
+        return True
+
+    async def start_all(
+        self, config: Deployment, count: int, on_progress: Callable[[str], None], places: list[Place] | None = None
+    ) -> list[Launched]:
+        """Start some replicas, each once. All of them are ready then, or gone.
+
+        Args:
+            config: what they are started with.
+            count: how many.
+            on_progress: called with each stage.
+            places: room that was found for the first of them.
+
+        Raises:
+            CallableFailed: one of them didn't start, or was lost before the last was ready.
+            NoRoom: the memory budget doesn't allow them.
+            Unavailable: the server is stopping.
+        """
+        fresh: list[Launched] = []
+        try:
+            while len(fresh) < count:
+                if not places:
+                    places = await self.reserve(config, count - len(fresh))
+                outcomes = await asyncio.gather(*(self._start_one(place, config, on_progress) for place in places))
+                places = None
+                fresh += [outcome for outcome in outcomes if isinstance(outcome, Launched)]
+                reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
+                if self._host.is_stopping:
+                    raise Unavailable("the server is stopping")
+                if reasons:
+                    raise CallableFailed(f"a replica of `{self._name}` did not start: {reasons[0]}")
+            if (lost := self.lost(fresh)) is not None:
+                raise lost
+        except HeadwaterError:
+            await self.discard(fresh)
+            raise
+        return fresh
+
+    def lost(self, fresh: Collection[Launched]) -> CallableFailed | None:
+        """What is wrong with replicas that were started together, if one of them has ended since it was ready."""
+        for one in fresh:
+            if one.replica.ending.is_set():
+                reason = one.replica.account() or "it ended"
+                return CallableFailed(f"a replica of `{self._name}` was lost before all others were ready: {reason}")
+        return None
+
+    async def _start_one(self, place: Place, config: Deployment, on_progress: Callable[[str], None]) -> Launched | str:
+        """Start a replica. Returns it when it is ready, or why it isn't, once it is gone."""
+        async with self.turn():
+            if self._host.is_stopping:
+                self._host.memory.give_back(place)
+                return "the server is stopping"
+            try:
+                launched = self.launch(place, config, on_progress)
+            except OSError as error:
+                return f"it can't be started: {error}"
+            if await self.await_ready(launched.replica, place, config) and not launched.replica.ending.is_set():
+                return launched
+        await self._end_one(launched)
+        recorder().count("headwater_replica_start_failures", self._name)
+        return launched.replica.account() or "ended before it was ready"
+
+    async def discard(self, fresh: Collection[Launched]) -> None:
+        """End replicas that were started and never served."""
+        await asyncio.gather(*(self._end_one(launched) for launched in fresh))
+
+    async def _end_one(self, launched: Launched) -> None:
+        """End a replica that no slot has."""
+        launched.replica.stop()
+
+        async def ended() -> None:
+            await launched.exited
+            await launched.replica.ended()
+
+        await _wait_or_kill([launched.replica], [asyncio.create_task(ended())])
+        for leftover in launched.replica.leftovers:
+            logger.error("%s: could not be removed: %s", launched.replica.id, leftover)
+
+    async def end(self, launched: Collection[Launched], tasks: Collection[asyncio.Task[None]]) -> Retired:
+        """End replicas, and see what is left of them.
+
+        Args:
+            launched: the replicas.
+            tasks: those that take in their ends.
+        """
+        groups = {group for one in launched if (group := one.replica.group)}
+        before = await _measure(groups)
+        for one in launched:
+            one.replica.stop()
+        await _wait_or_kill([one.replica for one in launched], tasks)
+        after = await _measure(groups)
+        retired = Retired(before=before, after=after)
+        for one in launched:
+            if not one.exited.done():
+                retired.leftovers.append(f"replica {one.replica.id}: its guardian has not ended")
+            retired.leftovers += one.replica.leftovers
+            if one.replica.directory.exists():
+                retired.leftovers.append(f"folder {one.replica.directory}")
+            if one.replica.reason not in ("", "stopped", "stopped before it was ready"):
+                retired.warnings.append(f"replica {one.replica.id}: {one.replica.reason}")
+        try:
+            retired.leftovers += [f"process {pid}" for pid in await asyncio.to_thread(group_members, groups)]
+        except OSError as error:
+            retired.leftovers.append(f"perhaps processes, which can't be listed: {error}")
+        return retired
+
+
+async def _measure(groups: Collection[int]) -> GroupMemory:
+    try:
+        return await asyncio.to_thread(measure_groups, groups)
+    except OSError as error:  # no descriptors, for one: what is to end ends all the same
+        logger.error("what replicas that end have of the memory can't be measured: %s", error)
+        return NOTHING
+
+
+async def _wait_or_kill(replicas: Collection[ReplicaProcess], tasks: Collection[asyncio.Task[None]]) -> None:
+    if not tasks:
+        return
+    _, late = await asyncio.wait(tasks, timeout=REPLICA_END_TIMEOUT_S)
+    if late:
+        for replica in replicas:
+            replica.kill()
+        await asyncio.wait(late, timeout=REPLICA_KILL_TIMEOUT_S)
+
+
+def _own_python(deployment: Deployment, facts: Mapping[str, str]) -> str:
+    """Which Python a replica runs under, and what it has there; empty if it is the one that we run under."""
+    if deployment.python is None:
+        return ""
+    return f", under {deployment.python}: " + ", ".join(
+        f"{name} {version}" for name, version in facts.items() if name != "device"
+    )
