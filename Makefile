@@ -28,7 +28,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help serve test lint format types bench bench-fanout bench-stream bench-neighbours bench-scaling screenshots soak lock clean image base-image image-test image-suite engine
+.PHONY: help serve test lint format types bench bench-fanout bench-stream bench-neighbours bench-scaling screenshots soak chaos fuzz lock clean image base-image image-test image-suite engine
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
@@ -71,6 +71,12 @@ screenshots: $(VENV)/.dev  ## take the pictures in docs/images anew
 
 soak: $(VENV)/.dev  ## load, use, unload and reload models again and again, and see that nothing is left
 	@exec $(BIN)/python -m tests.soak $(ARGS)
+
+chaos: $(VENV)/.dev  ## ask 10,000 things while processes are killed and stopped, and see that all ends well
+	@exec $(BIN)/python -m tests.chaos $(ARGS)
+
+fuzz: $(VENV)/.fuzz  ## give what reads requests inputs that reach new code, a minute for each target
+	@exec $(BIN)/python -m tests.fuzz $(ARGS)
 
 bench-scaling: $(VENV)/.dev  ## benchmark a step in load, up and down again
 	@exec $(BIN)/python -m benchmarks.scaling $(ARGS)
@@ -126,6 +132,11 @@ $(VENV)/.dev: $(VENV)/.python requirements-dev.lock pyproject.toml
 	@$(PIP) install -r requirements-dev.lock
 	@$(INSTALL_SELF)
 	@touch $(VENV)/.runtime $@
+
+# The fuzzer is not in the development lock: there are wheels for Python 3.11 and newer on x86-64 only.
+$(VENV)/.fuzz: $(VENV)/.dev
+	@$(PIP) install --no-build-isolation -e '.[fuzz]'
+	@touch $@
 
 # The locks. Pins stay as they are where pyproject.toml still allows them; `make lock ARGS=--upgrade` takes the newest.
 # Development first: the runtime lock is then always a part of it. What a CUDA build of torch pulls in is left out,
