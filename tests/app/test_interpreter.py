@@ -20,7 +20,9 @@ from app import interpreter
 from app.check import check
 from app.config import Deployment
 from app.interpreter import InterpreterError, find_interpreter, foreign_environment, stage_package
+from app.process_stat import process_stat
 from inference import environment
+from tests.running import wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,8 +158,8 @@ def test_one_that_does_not_answer_is_ended_with_what_it_started(
     assert error.reason == "it did not say in 0.5 s what it is"
     assert time.monotonic() - began < 10
     pid = (tmp_path / "pid").read_text().strip()
-    stat = Path(f"/proc/{pid}/stat")
-    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+    # The kernel ends what it was told to kill in its own time: on a busy machine after the call that told it.
+    wait_for(lambda: (stat := process_stat(pid)) is None or stat.state in "ZX", what=f"the end of process {pid}")
 
 
 def test_the_question_is_understood_by_every_python() -> None:
