@@ -15,6 +15,7 @@ __all__ = ["AccessLog"]
 
 FLUSH_AFTER_S = 0.1
 NOTE_CHARS = 200
+_NO_FIELDS: Mapping[str, Any] = {}
 
 
 class AccessLog:
@@ -43,9 +44,9 @@ class AccessLog:
         method, path = scope["method"], printable(scope["path"])
         error: HeadwaterError | None = state.get("error")
         note = state.get("note", "")
-        fields: dict[str, Any] = {**state.get("log_fields", {})}
+        fields: Mapping[str, Any] = state.get("log_fields", _NO_FIELDS)
         if error is not None:
-            fields["error"] = self._said(error)
+            fields = {**fields, "error": self._said(error)}
         if self._is_human:
             told = "".join(f" {name}={printable(str(value))}" for name, value in fields.items())
             line = (

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import zlib
+from collections.abc import Awaitable, Callable
 
 from starlette.types import Receive, Scope
 
 from app.errors import BadRequest, BodyTooLarge, BodyTooSlow, ClientGone, UnsupportedMediaType
+from app.exchange import exchange_of
 
 __all__ = ["BodyReader"]
 
@@ -50,12 +52,20 @@ class BodyReader:
         length = headers.get(b"content-length")
         if length is not None and length.isdigit() and int(length) > self._max_bytes:
             raise self._too_large(int(length))
-        body = await self._read_in_time(receive)
+        exchange = exchange_of(scope)
+        body = None if exchange is None else exchange.take_body()
+        if body is None:
+            # Of a length that was said and is bearable, pieces needn't be counted.
+            is_sized = length is not None and b"transfer-encoding" not in headers
+            gather = exchange.gather_body if exchange is not None and is_sized else None
+            body = await self._read_in_time(receive, gather)
+        elif len(body) > self._max_bytes:
+            raise self._too_large(len(body))
         if encoding != b"identity":
             body = await asyncio.to_thread(self._unpack, body, _WINDOW_BITS[encoding], encoding)
         return body, headers
 
-    async def _read_in_time(self, receive: Receive) -> bytes:
+    async def _read_in_time(self, receive: Receive, gather: Callable[[], Awaitable[bytes | None]] | None) -> bytes:
         # Not `asyncio.wait_for`, which makes a task of its own: most bodies are there already.
         task = asyncio.current_task()
         assert task is not None
@@ -68,7 +78,12 @@ class BodyReader:
 
         timer = asyncio.get_running_loop().call_later(self._timeout_s, stop)
         try:
-            return await self._read_all(receive)
+            if gather is None:
+                return await self._read_all(receive)
+            body = await gather()
+            if body is None:
+                raise _client_gone()
+            return body
         except asyncio.CancelledError:
             if not is_late:
                 raise
@@ -84,7 +99,7 @@ class BodyReader:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ClientGone("the client went away before its body had arrived")
+                raise _client_gone()
             chunk: bytes = message.get("body", b"")
             size += len(chunk)
             if size > self._max_bytes:
@@ -116,7 +131,7 @@ class BodyReader:
         return b"".join(pieces)
 
     def _check_type(self, content_type: bytes | None) -> None:
-        if content_type is None:
+        if content_type is None or content_type in _JSON_TYPES:
             return
         kind = content_type.partition(b";")[0].strip().lower()
         if kind not in _JSON_TYPES and not kind.endswith(b"+json"):
@@ -127,6 +142,10 @@ class BodyReader:
 
     def _too_large(self, size: int) -> BodyTooLarge:
         return BodyTooLarge(f"body: expected at most {self._max_bytes} bytes (server.max_body_bytes), got {size}")
+
+
+def _client_gone() -> ClientGone:
+    return ClientGone("the client went away before its body had arrived")
 
 
 def _shown(value: bytes) -> str:

@@ -13,10 +13,13 @@ import sys
 import termios
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from app.connections import Connections
+from app.deadlines import TIMER_RESOLUTION_S
 from app.errors import BadRequest, BodyTooSlow, HeadersTooLarge, HeadwaterError, Unavailable
+from app.exchange import Exchange
 from app.metrics.accounting import UNMATCHED
 from app.metrics.recorder import recorder
 from app.middleware import MAX_HEADER_BYTES
@@ -42,6 +45,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._rest_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._idle_since_s: float | None = None
+        self._running: Exchange | None = None
+        """Of the request that the application has; others may wait behind it."""
         self._head_bytes = 0
         self._in_head = False
 
@@ -49,7 +56,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Give it the time of an idle connection for its first byte; requests find ``abort`` in their state."""
         super().connection_made(transport)
         self.app_state = {**self.app_state, "abort": transport.abort}
-        self._arm_keep_alive()
+        self._note_idle()
         if not self._others.add(self):
             self._refuse(Unavailable("the server has as many connections as it takes (server.max_connections)"))
 
@@ -57,19 +64,22 @@ class BoundedConnection(HttpToolsProtocol):
         """Forget the head that was under way."""
         self._end_head()
         self._end_rest()
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
+        for timer in (self._unread_timer, self._idle_timer):
+            if timer is not None:
+                timer.cancel()
         self._others.remove(self)
         super().connection_lost(exc)
+        if self._running is not None:
+            self._running.lose()
 
     def data_received(self, data: bytes) -> None:
         """Parse; then see whether a head is still incomplete."""
         was_in_head = self._in_head
+        self._idle_since_s = None
         super().data_received(data)
         if not self._in_head:
-            # uvicorn stops the timer of an idle connection for any byte, and starts it after the next answer only.
-            if self.timeout_keep_alive_task is None and (self.cycle is None or self.cycle.response_complete):
-                self._arm_keep_alive()
+            if self.cycle is None or self.cycle.response_complete:  # these bytes were no request's
+                self._note_idle()
             return
         if was_in_head:
             self._head_bytes += len(data)
@@ -91,6 +101,18 @@ class BoundedConnection(HttpToolsProtocol):
         self._others.begin(self)
         super().on_headers_complete()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Start the application on a request, which finds an `Exchange` in its scope."""
+        exchange = self._running = Exchange(cycle)
+        task = exchange.task = self.loop.create_task(cycle.run_asgi(app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+
+    def on_body(self, body: bytes) -> None:
+        """The parser is at a piece of a request's body."""
+        if self._running is None or not self._running.takes_piece(body):
+            super().on_body(body)
+
     def on_message_complete(self) -> None:
         """The parser is behind a request's body."""
         self._end_rest()
@@ -98,7 +120,16 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """An answer is complete, if perhaps not its request's body."""
-        super().on_response_complete()
+        self.server_state.total_requests += 1
+        if self._running is not None:
+            self._running.end()
+            self._running = None
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            if self.pipeline:
+                self._start_asgi_task(*self.pipeline.pop())
+            else:
+                self._note_idle()
         if self._unread_timer is None and self.transport.get_write_buffer_size():
             self._watch_reading(None)
         if self.cycle.response_complete:  # there is no other request behind it
@@ -137,11 +168,23 @@ class BoundedConnection(HttpToolsProtocol):
         elif waiting:
             self._unread_timer = self.loop.call_later(self._head_timeout_s, self._watch_reading, unread)
 
-    def _arm_keep_alive(self) -> None:
-        if not self.transport.is_closing():
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+    # uvicorn makes a timer after each answer and cancels it with the next request. Here one goes on as long as there
+    # are answers, and looks when it is due how long the connection has been idle.
+
+    def _note_idle(self) -> None:
+        self._idle_since_s = self.loop.time()
+        if self._idle_timer is None and not self.transport.is_closing():
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._end_if_idle)
+
+    def _end_if_idle(self) -> None:
+        self._idle_timer = None
+        if self._idle_since_s is None:  # a request is under way, and its answer makes the next timer
+            return
+        left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
+        if left_s < TIMER_RESOLUTION_S:
+            self.timeout_keep_alive_handler()
+        else:
+            self._idle_timer = self.loop.call_later(left_s, self._end_if_idle)
 
     def _refuse(self, error: HeadwaterError) -> None:
         """Answer without the application, and close the connection."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any, Final
@@ -10,6 +11,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import app
 from app.access_log import AccessLog
@@ -17,9 +19,10 @@ from app.bodies import BodyReader
 from app.config import Server
 from app.errors import CallableFailed, HeadwaterError, MethodNotAllowed, NotFound
 from app.event_stream import StreamLimits
+from app.forwarded import ForwardedHeaders
 from app.lm.chat_request import ChatRequest
 from app.lm.completion_request import CompletionRequest
-from app.middleware import RequestContext
+from app.middleware import RequestContext, RequestRecords, internal_error
 from app.models import Models
 from app.openapi import openapi_schema
 from app.replies import Reply, error_reply
@@ -37,7 +40,7 @@ from app.routes.page import page_routes
 from app.security.key_check import KeyCheck, KeyRing
 from app.security.key_schema import with_keys
 
-__all__ = ["create_app"]
+__all__ = ["Gateway", "create_app"]
 
 logger = logging.getLogger("headwater")
 
@@ -54,7 +57,8 @@ def create_app(
     *routers: APIRouter,
     keys: KeyRing | None = None,
     cors_origins: Sequence[str] = (),
-) -> FastAPI:
+    records: RequestRecords | None = None,
+) -> Gateway:
     """Make the application.
 
     Args:
@@ -63,28 +67,28 @@ def create_app(
         routers: further routes: those that need the supervisor.
         keys: without one of which nothing is answered but health and pages; None: all is, but see `app.operator_guard`.
         cors_origins: of web pages whose scripts may ask.
+        records: what becomes of each request; default: as ``server`` says.
     """
-    gateway = FastAPI(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    gateway = Gateway(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     reader = BodyReader(server.max_body_bytes, server.body_timeout_s)
     infer = InferEndpoint(models, reader)
-    gateway.add_middleware(InferShortcut, endpoint=infer)
+    if records is None:
+        log = AccessLog(log_format=server.log_format, payloads=server.log_payloads) if server.access_log else None
+        records = RequestRecords(log, StreamLimits(server.stream_ping_s, server.write_timeout_s))
+    check: KeyCheck | None = None
+    entry = gateway.entry
     if keys is not None:
-        gateway.add_middleware(KeyCheck, ring=keys)
+        entry = check = KeyCheck(entry, keys)
     if cors_origins:
-        gateway.add_middleware(
-            CORSMiddleware,
+        entry = CORSMiddleware(
+            entry,
             allow_origins=cors_origins,
             allow_methods=("GET", "POST"),
             allow_headers=CORS_REQUEST_HEADERS,
             expose_headers=CORS_ANSWER_HEADERS,
         )
-    gateway.add_middleware(
-        RequestContext,
-        access_log=(
-            AccessLog(log_format=server.log_format, payloads=server.log_payloads) if server.access_log else None
-        ),
-        stream_limits=StreamLimits(server.stream_ping_s, server.write_timeout_s),
-    )
+    entry = RequestContext(entry, records)
+    gateway.entry = ForwardedHeaders(InferShortcut(entry, infer, records, check, cors=bool(cors_origins)))
     gateway.add_exception_handler(HeadwaterError, _on_error)
     gateway.add_exception_handler(HTTPException, _on_http_error)
     gateway.add_exception_handler(Exception, _on_exception)
@@ -124,6 +128,20 @@ def create_app(
     return gateway
 
 
+class Gateway(FastAPI):
+    """FastAPI, behind what every request passes first: that is outside of its own layers, which the one route that is
+    called most has no need of."""
+
+    @functools.cached_property
+    def entry(self) -> ASGIApp:
+        """Where requests come in; FastAPI itself until it is set."""
+        return super().__call__
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection's scope."""
+        await self.entry(scope, receive, send)
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadwaterError)
     return _response(error_reply(error, request.url.path))
@@ -146,12 +164,10 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:
-    request_id = getattr(request.state, "request_id", "?")
+    state = request.scope["state"]
+    request_id = state.get("request_id", "?")
     logger.error("request %s failed in the gateway", request_id, exc_info=error, extra={"request_id": request_id})
-    reply = error_reply(
-        CallableFailed(f"internal error; the log has more under request id {request_id}"), request.url.path
-    )
-    return _response(reply, {"x-request-id": request_id})
+    return _response(error_reply(internal_error(state), request.url.path))
 
 
 def _response(reply: Reply, headers: dict[str, str] | None = None) -> Response:

@@ -5,6 +5,7 @@ A record's ``extra`` become fields: ``logger.info("...", extra={"request_id": id
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import time
@@ -30,6 +31,7 @@ REPLICA_LOGGER: Final = "headwater.replica"
 """Of what replicas write themselves; the field ``replica`` says which."""
 _OWN: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 """What every record has."""
+_JSON_ENCODER: Final = msgspec.json.Encoder(enc_hook=str)
 
 
 class _Human(logging.Formatter):
@@ -77,7 +79,12 @@ def is_for_people(log_format: LogFormat, stream: IO[str]) -> bool:
 def utc(time_s: float) -> str:
     """A Unix time in ISO 8601, with milliseconds."""
     whole_ms = int(time_s * 1000)
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole_ms // 1000))}.{whole_ms % 1000:03d}Z"
+    return f"{_utc_seconds(whole_ms // 1000)}.{whole_ms % 1000:03d}Z"
+
+
+@functools.lru_cache(maxsize=4)
+def _utc_seconds(time_s: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time_s))
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
@@ -88,9 +95,9 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 def json_line(content: Mapping[str, Any]) -> str:
     """One line, whatever the texts in it hold."""
     try:
-        return msgspec.json.encode(content, enc_hook=str).decode()
+        return _JSON_ENCODER.encode(content).decode()
     except UnicodeEncodeError:  # lone surrogates, of undecodable bytes
-        return msgspec.json.encode({name: _sound(value) for name, value in content.items()}, enc_hook=str).decode()
+        return _JSON_ENCODER.encode({name: _sound(value) for name, value in content.items()}).decode()
 
 
 def printable(text: str) -> str:

@@ -1,29 +1,55 @@
-"""Around every request: a request id, the access log, a bound on headers. One pure ASGI class."""
+"""Around every request: a request id, the access log, its count, its trace, a bound on headers."""
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.access_log import AccessLog
-from app.errors import HeadersTooLarge
+from app.errors import CallableFailed, HeadersTooLarge
 from app.event_stream import StreamLimits
 from app.metrics.accounting import leave
 from app.replies import error_reply
-from app.tracing import current
+from app.tracing import Trace, current
 
-__all__ = ["RequestContext"]
+__all__ = ["MAX_HEADER_BYTES", "RequestContext", "RequestRecord", "RequestRecords", "internal_error"]
 
-MAX_HEADER_BYTES = 32 * 1024
+MAX_HEADER_BYTES: Final = 32 * 1024
 """Of a request's headers and its path together."""
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}\Z")
+_ID_CHARACTERS: Final = 32
+_IDS_AT_ONCE: Final = 128
 
 
-class RequestContext:
+class RequestRecord:
+    """One request, from its head to its end."""
+
+    __slots__ = ("head_bytes", "request_id", "started_ns", "trace")
+
+    def __init__(self, started_ns: int, head_bytes: int, request_id: bytes, trace: Trace | None) -> None:
+        self.started_ns = started_ns
+        self.head_bytes = head_bytes
+        self.request_id = request_id
+        self.trace = trace
+
+    def check(self) -> None:
+        """Raises `HeadersTooLarge`."""
+        if self.head_bytes > MAX_HEADER_BYTES:
+            raise HeadersTooLarge(f"headers: expected at most {MAX_HEADER_BYTES} bytes, got {self.head_bytes}")
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """That every answer has."""
+        if self.trace is None:
+            return [(b"x-request-id", self.request_id)]
+        return [(b"x-request-id", self.request_id), (b"traceresponse", self.trace.header)]
+
+
+class RequestRecords:
     """Gives each request an id (the client's own, if it sent a sound ``X-Request-Id``), logs and counts each answer.
 
     ``scope["state"]["request_id"]`` has the id, which nobody can guess who wasn't told: it is enough to cancel the
@@ -31,32 +57,74 @@ class RequestContext:
     all went well.
     """
 
-    def __init__(self, app: ASGIApp, access_log: AccessLog | None, stream_limits: StreamLimits) -> None:
+    def __init__(self, access_log: AccessLog | None, stream_limits: StreamLimits) -> None:
+        self.log = access_log
+        self.stream_limits = stream_limits
+        self._ids = ""
+        """Not used yet: the system is asked for many at once."""
+        self._ids_at = 0
+
+    def begin(self, scope: Scope) -> RequestRecord:
+        """A request's head is here."""
+        started_ns = time.perf_counter_ns()
+        request_id = b""
+        size_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        for name, value in scope["headers"]:
+            size_bytes += len(name) + len(value)
+            if name == b"x-request-id" and _REQUEST_ID.match(value):
+                request_id = value
+        state: dict[str, Any] = scope.setdefault("state", {})
+        if request_id:
+            state["request_id"] = request_id.decode()
+        else:
+            state["request_id"] = made = self._new_id()
+            request_id = made.encode()
+        state["stream_limits"] = self.stream_limits
+        tracing = current()
+        trace = None if tracing is None else tracing.begin(scope, state["request_id"])
+        if trace is not None:
+            state["log_fields"] = {**state.get("log_fields", {}), **trace.log_fields}
+        return RequestRecord(started_ns, size_bytes, request_id, trace)
+
+    def end(self, record: RequestRecord, scope: Scope, status: int) -> None:
+        """A request is over.
+
+        Args:
+            record: what `begin` gave.
+            scope: the request's.
+            status: that it was answered with, unless its state has another; 499: its client went away.
+        """
+        state: Mapping[str, Any] = scope["state"]
+        seen = state.get("status", status)
+        took_ns = time.perf_counter_ns() - record.started_ns
+        leave(scope, seen, took_ns)
+        if record.trace is not None:
+            record.trace.end(scope, seen, state.get("error"))
+        if self.log is not None and not (seen < 400 and state.get("is_routine")):
+            self.log.write(scope, seen, took_ns / 1e9, state)
+
+    def _new_id(self) -> str:
+        at = self._ids_at
+        if at == len(self._ids):
+            self._ids = os.urandom(_ID_CHARACTERS // 2 * _IDS_AT_ONCE).hex()
+            at = 0
+        self._ids_at = end = at + _ID_CHARACTERS
+        return self._ids[at:end]
+
+
+class RequestContext:
+    """Has each request recorded, and answers those that fail with no answer begun. A pure ASGI class."""
+
+    def __init__(self, app: ASGIApp, records: RequestRecords) -> None:
         self._app = app
-        self._log = access_log
-        self._stream_limits = stream_limits
+        self._records = records
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection's scope."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started_ns = time.perf_counter_ns()
-        request_id = b""
-        size_bytes = 0
-        size_bytes += len(scope.get("raw_path") or b"") + len(scope["query_string"])
-        for name, value in scope["headers"]:
-            size_bytes += len(name) + len(value)
-            if name == b"x-request-id" and _REQUEST_ID.match(value):
-                request_id = value
-        request_id = request_id or secrets.token_hex(16).encode()
-        state: dict[str, Any] = scope.setdefault("state", {})
-        state["request_id"] = request_id.decode()
-        state["stream_limits"] = self._stream_limits
-        tracing = current()
-        trace = None if tracing is None else tracing.begin(scope, state["request_id"])
-        if trace is not None:
-            state["log_fields"] = {**state.get("log_fields", {}), **trace.log_fields}
+        record = self._records.begin(scope)
         status = 0
         complete = False
 
@@ -64,27 +132,27 @@ class RequestContext:
             nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
-                if trace is not None:
-                    message["headers"].append((b"traceresponse", trace.header))
+                message["headers"] = [*message.get("headers", ()), *record.headers()]
             elif message["type"] == "http.response.body" and not message.get("more_body", False):
                 complete = True
             await send(message)
 
         try:
-            if size_bytes > MAX_HEADER_BYTES:
-                error = HeadersTooLarge(f"headers: expected at most {MAX_HEADER_BYTES} bytes, got {size_bytes}")
+            try:
+                record.check()
+            except HeadersTooLarge as error:
                 await error_reply(error, scope["path"])(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
         except Exception:
-            state["status"] = 500  # answered outside of this
+            scope["state"]["status"] = 500
+            if not status:
+                await error_reply(internal_error(scope["state"]), scope["path"])(scope, receive, send_with_id)
             raise
         finally:
-            seen = state.get("status", status if complete else 499)
-            took_ns = time.perf_counter_ns() - started_ns
-            leave(scope, seen, took_ns)
-            if trace is not None:
-                trace.end(scope, seen, state.get("error"))
-            if self._log is not None and not (seen < 400 and state.get("is_routine")):
-                self._log.write(scope, seen, took_ns / 1e9, state)
+            self._records.end(record, scope, status if complete else 499)
+
+
+def internal_error(state: Mapping[str, Any]) -> CallableFailed:
+    """What a client is told of a fault of ours."""
+    return CallableFailed(f"internal error; the log has more under request id {state.get('request_id', '?')}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from app.errors import HeadwaterError
+from app.exchange import exchange_of
 
 __all__ = ["Reply", "error_reply", "json_reply"]
 
@@ -40,6 +41,17 @@ class Reply:
         length = (b"content-length", b"%d" % len(body))
         await send({"type": "http.response.start", "status": self.status, "headers": [*headers, length]})
         await send({"type": "http.response.body", "body": body})
+
+    async def send(self, scope: Scope, send: Send, more_headers: Headers) -> None:
+        """Send it with some headers more: at once, where the connection takes it so, and nothing between has a say."""
+        exchange = exchange_of(scope)
+        headers = [*self._headers, *more_headers]
+        if exchange is None or not exchange.answer(self.status, headers, self._body):
+            await Reply(self.status, self._body, headers)(scope, _nothing, send)
+
+
+async def _nothing() -> Message:
+    raise AssertionError("an answer that is ready asks for nothing")
 
 
 def json_reply(content: object, status: int = 200, headers: Headers | None = None) -> Reply:

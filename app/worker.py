@@ -43,6 +43,7 @@ from app.security.limits import LimitFiles
 from app.security.sections import SecuritySection
 from app.security.tls import Certificate
 from app.worker_settings import WorkerSettings
+from inference.heap import keep_freed_memory
 
 __all__ = ["main"]
 
@@ -89,10 +90,12 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
     app = create_app(models, options, *routers, keys=keys, cors_origins=security.cors_origins)
     server = uvicorn.Server(
         uvicorn.Config(
-            app,
+            app.entry,
             log_config=None,
             access_log=False,
             lifespan="off",
+            interface="asgi3",
+            proxy_headers=False,  # the gateway reads them
             server_header=False,
             date_header=False,
             timeout_keep_alive=75,
@@ -160,6 +163,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
 
 def main() -> None:
     """Entry point; see the module's docstring."""
+    keep_freed_memory()
     settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerSettings)
     set_up_logging(settings.server["log_format"])
     listener = socket.socket(fileno=int(sys.argv[2]))

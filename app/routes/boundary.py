@@ -8,8 +8,9 @@ from abc import ABC, abstractmethod
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.errors import CallableFailed, ClientGone, HeadwaterError
+from app.errors import ClientGone, HeadwaterError
 from app.metrics.accounting import note_error
+from app.middleware import internal_error
 from app.replies import error_reply
 
 __all__ = ["Endpoint", "EndpointRoute"]
@@ -24,26 +25,29 @@ class Endpoint(ABC):
     async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
         """Compute the answer, or open one in pieces. Any `HeadwaterError` becomes the answer that its class says."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+    async def reply(self, scope: Scope, receive: Receive) -> ASGIApp | None:
+        """The answer, whatever comes of it. None: its client has gone."""
         state = scope["state"]
-        reply: ASGIApp
         try:
-            reply = await self.answer(scope, receive)
+            return await self.answer(scope, receive)
         except ClientGone as error:
             state["status"] = error.status
-            return
+            return None
         except HeadwaterError as error:
             note_error(state, error)
             state["error"] = error
-            reply = error_reply(error, scope["path"])
+            return error_reply(error, scope["path"])
         except Exception:
             logger.exception(
                 "request %s failed in the gateway", state["request_id"], extra={"request_id": state["request_id"]}
             )
-            failure = CallableFailed(f"internal error; the log has more under request id {state['request_id']}")
-            reply = error_reply(failure, scope["path"])
-        await reply(scope, receive, send)
+            return error_reply(internal_error(state), scope["path"])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        reply = await self.reply(scope, receive)
+        if reply is not None:
+            await reply(scope, receive, send)
 
 
 class EndpointRoute(Route):

@@ -58,7 +58,7 @@ class EmbeddingsEndpoint(Endpoint):
         texts = _texts(body.input)
         request = _request(signature, signature.embedding, texts, body.dimensions)
         try:
-            async with DisconnectWatch(receive):
+            with DisconnectWatch(scope, receive):
                 outputs, omitted = await model.dispatcher.infer(request)
         except BadRequest as error:
             error.field = "input"  # as this API calls it

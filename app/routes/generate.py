@@ -52,7 +52,7 @@ class GenerateEndpoint(Endpoint):
         began_ns = time.perf_counter_ns()
         request = await _decoded(decoder, body)
         decoded_ns = time.perf_counter_ns()
-        async with DisconnectWatch(receive):
+        with DisconnectWatch(scope, receive):
             answer = await model.dispatcher.infer(request)
         answered_ns = time.perf_counter_ns()
         text = await _encoded(answer.outputs, encoder.whole, request, answer)
@@ -98,7 +98,7 @@ class GenerateStreamEndpoint(Endpoint):
         self._models.streams += 1
         stream = EventStream(events(), ending, self._on_closed)
         try:
-            async with DisconnectWatch(receive):
+            with DisconnectWatch(scope, receive):
                 await stream.open()
         except BaseException:
             await stream.close()

@@ -76,7 +76,7 @@ class TextAnswers:
         limits: KeyLimits | None = scope["state"].get("key_limits")
         if limits is not None:
             limits.check_tokens()
-        async with DisconnectWatch(receive):
+        with DisconnectWatch(scope, receive):
             text = await dispatcher.text()
             plan, text_streams = await asyncio.to_thread(_planned, request, text, specification.limits)
             form_of_this = form(plan, text.tokenizer.texts)

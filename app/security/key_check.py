@@ -79,12 +79,8 @@ class KeyCheck:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scopes = scopes_for(scope["method"], scope["path"])
-        if not scopes:
-            await self._app(scope, receive, send)
-            return
         try:
-            limits = self._admit(scope["state"], scope["headers"], scopes)
+            limits = self.admit(scope)
         except HeadwaterError as error:
             scope["state"]["error"] = error
             await error_reply(error, scope["path"])(scope, receive, send)
@@ -97,15 +93,17 @@ class KeyCheck:
         finally:
             limits.leave()
 
-    def _admit(
-        self, state: dict[str, Any], headers: Iterable[tuple[bytes, bytes]], scopes: tuple[str, ...]
-    ) -> KeyLimits | None:
+    def admit(self, scope: Scope) -> KeyLimits | None:
         """Find a request's key, and admit the request. Returns the limits that it has to leave.
 
         Raises:
             Unauthorized, ScopeMissing, RateLimited: it isn't admitted.
         """
-        text = shown_key(headers)
+        scopes = scopes_for(scope["method"], scope["path"])
+        if not scopes:
+            return None
+        state: dict[str, Any] = scope["state"]
+        text = shown_key(scope["headers"])
         found = None if text is None else self._ring.find(text)
         if found is None:
             raise Unauthorized(UNKNOWN)

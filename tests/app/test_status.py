@@ -19,7 +19,7 @@ from app.metrics.ledger import Ledger
 from app.metrics.recorder import Recorder
 from app.metrics.sampler import Sampler
 from app.metrics.store import Key, Store
-from app.middleware import RequestContext
+from app.middleware import RequestRecords
 from app.models import Models
 from app.routes.status import status_routes
 from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
@@ -169,8 +169,9 @@ def test_the_pages_questions_fill_no_access_log(here: Recorder) -> None:
 
     async def get() -> None:
         models = served()
-        app = create_app(models, Server(access_log=False), status_routes(models, None, Sampler(models)))
-        transport = httpx.ASGITransport(RequestContext(app, Log(), StreamLimits(15, 30)))
+        records = RequestRecords(Log(), StreamLimits(15, 30))
+        app = create_app(models, Server(), status_routes(models, None, Sampler(models)), records=records)
+        transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
             for path in ("/v2/status", "/v2/nothing", "/v2"):
                 await client.get(path)

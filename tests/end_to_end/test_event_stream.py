@@ -14,7 +14,6 @@ import httpx
 import numpy as np
 import pytest
 import uvicorn
-from fastapi import FastAPI
 
 from app.answers import Answer, HeadAnswer
 from app.config import Server
@@ -23,7 +22,9 @@ from app.connections import Connections
 from app.dispatch import Dispatcher
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
 from app.event_stream import StreamLimits
+from app.gateway import Gateway as GatewayApp
 from app.gateway import create_app
+from app.middleware import RequestRecords
 from app.models import Models
 from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.tensors import InferRequest, RawTensor
@@ -96,7 +97,7 @@ class Gateway:
         self.models: Models
         self.fakes: dict[str, Fake] = {}
         self.loop: asyncio.AbstractEventLoop
-        self.app: FastAPI
+        self.app: GatewayApp
         self.server: uvicorn.Server
         self.url = ""
 
@@ -118,13 +119,15 @@ class Gateway:
         )
         for model in self.models:
             model.dispatcher = self.fakes[model.route.name] = Fake(model.route)
-        self.app = create_app(self.models, Server(access_log=False))
+        self.records = RequestRecords(_access_log(self.log), StreamLimits(15, 30))
+        self.app = create_app(self.models, Server(), records=self.records)
         self.server = uvicorn.Server(
             uvicorn.Config(
-                _logged(self.app, self.log),
+                self.app.entry,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
+                interface="asgi3",
                 http=cast("Any", _connection),
             )
         )
@@ -132,9 +135,7 @@ class Gateway:
 
     def limit(self, limits: StreamLimits) -> None:
         """Set what holds for streams; before the first request."""
-        for middleware in self.app.user_middleware:
-            if "stream_limits" in middleware.kwargs:
-                middleware.kwargs["stream_limits"] = limits
+        self.records.stream_limits = limits
 
     def post(self, fake: Fake, script: Script | None = None, path: str = "generate_stream", **body: Any) -> Any:
         """A streaming response, as a context."""
@@ -152,17 +153,14 @@ def _connection(**arguments: Any) -> BoundedConnection:
     return BoundedConnection(head_timeout_s=5, others=Connections(100), **arguments)
 
 
-def _logged(gateway: FastAPI, log: list[dict[str, Any]]) -> Any:
-    """The application with an access log that the test reads."""
+def _access_log(log: list[dict[str, Any]]) -> Any:
+    """An access log that the test reads."""
 
     class Log:
         def write(self, scope: Any, status: int, took_s: float, state: dict[str, Any]) -> None:
             log.append({"path": scope["path"], "status": status, "note": state.get("note")})
 
-    for middleware in gateway.user_middleware:
-        if "access_log" in middleware.kwargs:
-            middleware.kwargs["access_log"] = Log()
-    return gateway
+    return Log()
 
 
 @pytest.fixture

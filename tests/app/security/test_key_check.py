@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,9 +21,11 @@ from app.access_log import AccessLog
 from app.config import Server
 from app.control import CommandAnswer
 from app.errors import ConfigError
+from app.event_stream import StreamLimits
 from app.gateway import create_app
 from app.metrics.ledger import Ledger
 from app.metrics.sampler import Sampler
+from app.middleware import RequestRecords
 from app.models import Models
 from app.operator_guard import OperatorGuard
 from app.routes.metrics import metrics_routes
@@ -49,7 +50,8 @@ class Ring:
         self.server = Server(access_log=False)
         sampler = Sampler(models)
         Ledger(folder / "metrics")
-        self.app: FastAPI = create_app(
+        self.records = RequestRecords(None, StreamLimits(15, 30))
+        self.app = create_app(
             models,
             self.server,
             repository_routes(self._command, OperatorGuard(False, has_keys=True), self.server),
@@ -57,6 +59,7 @@ class Ring:
             status_routes(models, None, sampler),
             keys=self.ring,
             cors_origins=("https://app.example",),
+            records=self.records,
         )
         self.commands = 0
 
@@ -243,9 +246,7 @@ def test_any_bytes_for_a_key_are_a_401(gateway: Ring, name: bytes, value: bytes)
 def test_neither_logs_nor_answers_tell_a_key(gateway: Ring, caplog: pytest.LogCaptureFixture) -> None:
     stream = io.StringIO()
     log = AccessLog(stream, "json", payloads=True)
-    for middleware in gateway.app.user_middleware:
-        if "access_log" in middleware.kwargs:
-            middleware.kwargs["access_log"] = log
+    gateway.records.log = log
 
     async def ask() -> list[httpx.Response]:
         transport = httpx.ASGITransport(gateway.app)
@@ -365,7 +366,21 @@ def test_a_page_of_another_origin_may_not(gateway: Ring) -> None:
 
 def test_without_origins_and_keys_neither_is_in_the_way() -> None:
     app = create_app(Models(), Server(access_log=False))
-    assert [one.cls.__name__ for one in app.user_middleware] == ["RequestContext", "InferShortcut"]  # type: ignore[attr-defined]
+
+    async def ask() -> list[httpx.Response]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server.example") as client:
+            headers = {"origin": "https://app.example"}
+            return [await client.get("/v2", headers=headers), await client.post("/v2/models/m/infer", headers=headers)]
+
+    answers = asyncio.run(ask())
+    assert [answer.status_code for answer in answers] == [200, 404]
+    assert not any("access-control-allow-origin" in answer.headers for answer in answers)
+
+
+def test_a_page_of_a_named_origin_may_infer(gateway: Ring) -> None:
+    headers = {"origin": "https://app.example", **bearer(KEYS["infer"])}
+    answer = gateway.ask("POST", "/v2/models/m/infer", headers, b"{}")
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (404, "https://app.example")
 
 
 # The schema

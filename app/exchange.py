@@ -1,0 +1,144 @@
+"""What a connection knows of a request beyond ASGI, and does at once where ASGI takes several messages.
+
+`app.connection.BoundedConnection` puts an `Exchange` into each request's scope, as an extension of ASGI. Who finds none
+(under another server, or in tests) does the same by ``receive`` and ``send``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, cast
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+__all__ = ["EXTENSION", "Exchange", "exchange_of"]
+
+EXTENSION: Final = "headwater.exchange"
+_JOIN_BYTES: Final = 64 * 1024
+"""Up to here it costs less to join an answer's pieces than to write each."""
+
+
+class Exchange:
+    """A request and its answer, on their connection.
+
+    Args:
+        cycle: uvicorn's, of the same.
+    """
+
+    __slots__ = ("_cycle", "_pieces", "on_gone", "task")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        cast("dict[str, Any]", cycle.scope)["extensions"] = {EXTENSION: self}
+        self.task: asyncio.Task[None] | None = None
+        """That runs the application."""
+        self.on_gone: Callable[[], None] | None = None
+        """Called when the client has gone before its answer."""
+        self._pieces: list[bytes] | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the client has gone."""
+        return self._cycle.disconnected
+
+    def lose(self) -> None:
+        """The connection is lost."""
+        self._cycle.disconnected = True
+        self._cycle.message_event.set()
+        if self.on_gone is not None and not self._cycle.response_complete:
+            self.on_gone()
+
+    def end(self) -> None:
+        """The answer is complete. It and the scope know each other, and would wait for the garbage collector."""
+        self.task = self.on_gone = None
+        self._cycle.scope.pop("extensions", None)
+
+    def take_body(self) -> bytes | None:
+        """The body, if all of it is here already. Once: ``receive`` has nothing to say then but that the client left."""
+        cycle = self._cycle
+        if cycle.more_body or cycle.disconnected:
+            return None
+        body = bytes(cycle.body)
+        cycle.body = bytearray()
+        cycle.message_event.clear()
+        return body
+
+    async def gather_body(self) -> bytes | None:
+        """The body, once all of it is here; None: the client has gone. Its length must be known to be bearable.
+
+        ``receive`` stops reading at 64 KiB, wakes the application for each piece, and copies it twice.
+        """
+        cycle = self._cycle
+        pieces = self._pieces = [bytes(cycle.body)]
+        cycle.body = bytearray()
+        try:
+            if cycle.waiting_for_100_continue and not cycle.transport.is_closing():
+                cycle.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                cycle.waiting_for_100_continue = False
+            cycle.flow.resume_reading()
+            while cycle.more_body and not cycle.disconnected:
+                cycle.message_event.clear()
+                await cycle.message_event.wait()
+        finally:
+            self._pieces = None
+        cycle.message_event.clear()
+        return None if cycle.disconnected else b"".join(pieces)
+
+    def takes_piece(self, piece: bytes) -> bool:
+        """Take the next piece of the body, if `gather_body` waits for it."""
+        if self._pieces is None:
+            return False
+        self._pieces.append(piece)
+        return True
+
+    def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: Sequence[bytes | memoryview]) -> bool:
+        """Write a whole answer at once.
+
+        Args:
+            status: its status.
+            headers: without its length.
+            body: in pieces, of bytes each.
+
+        Returns:
+            False: the client has yet to read what is before it; ``send`` waits for that.
+        """
+        cycle = self._cycle
+        if cycle.flow.write_paused:
+            return False
+        if cycle.disconnected:
+            return True
+        length = sum(map(len, body))
+        pieces: list[bytes | memoryview] = [STATUS_LINE[status]]
+        lines = 2
+        for name, value in (*cycle.default_headers, *headers):
+            pieces += (name, b": ", value, b"\r\n")
+            lines += 1
+        if cycle.keep_alive:
+            pieces.append(b"content-length: %d\r\n\r\n" % length)
+        else:
+            pieces.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % length)
+            lines += 1
+        lines += 1
+        head = b"".join(pieces)
+        # Nothing in a header may pass for another one.
+        if head.count(b"\n") != lines or head.count(b"\r") != lines:
+            raise RuntimeError("an answer's headers: expected no line ends in them")
+        if length <= _JOIN_BYTES:
+            cycle.transport.write(b"".join((head, *body)))
+        else:
+            cycle.transport.writelines([head, *body])
+        cycle.waiting_for_100_continue = False
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+        return True
+
+
+def exchange_of(scope: Mapping[str, Any]) -> Exchange | None:
+    """A request's, where there is one."""
+    extensions = scope.get("extensions")
+    found: Exchange | None = extensions.get(EXTENSION) if extensions else None
+    return found
