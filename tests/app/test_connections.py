@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import resource
 import socket
-from collections.abc import AsyncIterator, Callable
-from typing import Any, NamedTuple, cast
 
 import pytest
-import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from app.connection import BoundedConnection
 from app.connections import OTHER_FILES, Closable, Connections, allow_open_files
+from tests.app.serving import TIMEOUT_S, connect, run_with, serving, until, until_closed
 
 
 class Fake(Closable):
@@ -87,8 +83,6 @@ def test_open_files_are_allowed_as_far_as_may_be(
 
 # Over real sockets
 
-TIMEOUT_S = 0.3
-
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with as many bytes as the path says, and reads the body first where the query says so."""
@@ -101,68 +95,11 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-class Served(NamedTuple):
-    """A server in this process."""
-
-    port: int
-    connections: set[Any]
-    """That it has."""
-
-
-@contextlib.asynccontextmanager
-async def served(limit: int = 100, keep_alive_s: int = 75, timeout_s: float = TIMEOUT_S) -> AsyncIterator[Served]:
-    """Serve the application as a worker does."""
-    connection = functools.partial(BoundedConnection, head_timeout_s=timeout_s, others=Connections(limit))
-    config = uvicorn.Config(
-        application, log_config=None, lifespan="off", ws="none", timeout_keep_alive=keep_alive_s,
-        http=cast("type[asyncio.Protocol]", connection),
-    )  # fmt: skip
-    server = uvicorn.Server(config)
-    config.load()
-    server.lifespan = config.lifespan_class(config)
-    listener = socket.create_server(("127.0.0.1", 0))
-    await server.startup(sockets=[listener])
-    try:
-        yield Served(listener.getsockname()[1], server.server_state.connections)
-    finally:
-        await server.shutdown(sockets=[listener])
-        listener.close()
-
-
-async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.wait_for(asyncio.open_connection("127.0.0.1", port), 10)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until it holds."""
-
-    async def wait() -> None:
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.01)
-
-    await asyncio.wait_for(wait(), 20)
-
-
-async def until_closed(reader: asyncio.StreamReader) -> bytes:
-    """All that comes until the server ends the connection."""
-    data = b""
-    with contextlib.suppress(ConnectionResetError):
-        while piece := await asyncio.wait_for(reader.read(65536), 10):
-            data += piece
-    return data
-
-
 GET = b"GET /2 HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-def run(scenario: Any, **arguments: Any) -> None:
-    """Run a test with a server."""
-
-    async def main() -> None:
-        async with served(**arguments) as server:
-            await scenario(server.port)
-
-    asyncio.run(main())
+run = functools.partial(run_with, application)
+served = functools.partial(serving, application)
 
 
 def test_idle_connections_keep_nobody_out() -> None:

@@ -1,0 +1,83 @@
+"""An application behind the worker's own connections, in a test's process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple, cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from app.connection import BoundedConnection
+from app.connections import Connections
+
+__all__ = ["TIMEOUT_S", "Served", "connect", "run_with", "serving", "until", "until_closed"]
+
+TIMEOUT_S = 0.3
+
+
+class Served(NamedTuple):
+    """A server in this process."""
+
+    port: int
+    connections: set[Any]
+    """That it has."""
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    application: ASGIApp, limit: int = 100, keep_alive_s: int = 75, timeout_s: float = TIMEOUT_S
+) -> AsyncIterator[Served]:
+    """Serve an application as a worker does."""
+    connection = functools.partial(BoundedConnection, head_timeout_s=timeout_s, others=Connections(limit))
+    config = uvicorn.Config(
+        cast(Any, application), log_config=None, lifespan="off", ws="none", timeout_keep_alive=keep_alive_s,
+        http=cast("type[asyncio.Protocol]", connection),
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    config.load()
+    server.lifespan = config.lifespan_class(config)
+    listener = socket.create_server(("127.0.0.1", 0))
+    await server.startup(sockets=[listener])
+    try:
+        yield Served(listener.getsockname()[1], server.server_state.connections)
+    finally:
+        await server.shutdown(sockets=[listener])
+        listener.close()
+
+
+async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.wait_for(asyncio.open_connection("127.0.0.1", port), 10)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until it holds."""
+
+    async def wait() -> None:
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(wait(), 20)
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    """All that comes until the server ends the connection."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := await asyncio.wait_for(reader.read(65536), 10):
+            data += piece
+    return data
+
+
+def run_with(application: ASGIApp, scenario: Callable[[int], Awaitable[None]], **arguments: Any) -> None:
+    """Run a test with a server, whose port it is told."""
+
+    async def main() -> None:
+        async with serving(application, **arguments) as server:
+            await scenario(server.port)
+
+    asyncio.run(main())
