@@ -24,8 +24,6 @@ DEFAULT_WEIGHTS: Mapping[int, int] = MappingProxyType(
 )
 """Each priority weighs twice as much as the next."""
 REMOVED_LIMIT = 16
-LOOK_AHEAD = 4
-"""Rows of similar size are looked for among this many batches' worth of waiting ones."""
 
 
 class Item:
@@ -34,21 +32,19 @@ class Item:
     Args:
         key: rows may share a batch only if their keys are equal.
         rows: how many; at most the queue's ``max_batch_size``.
-        size_bytes: of one row's variable-length data; rows of similar size are put together. 0 where all are alike.
         held_bytes: of all its rows' data, which stay in memory while they wait.
         arrived_s: when, on any steady clock.
         priority: 1 is the most urgent; 0 stands for the default.
         payload: what the caller wants back.
     """
 
-    __slots__ = ("alive", "arrived_s", "held_bytes", "key", "payload", "place", "priority", "rows", "size_bytes")
+    __slots__ = ("alive", "arrived_s", "held_bytes", "key", "payload", "place", "priority", "rows")
 
     def __init__(
         self,
         key: Hashable,
         rows: int,
         *,
-        size_bytes: int,
         arrived_s: float,
         priority: int,
         payload: Any,
@@ -56,7 +52,6 @@ class Item:
     ) -> None:
         self.key = key
         self.rows = rows
-        self.size_bytes = size_bytes
         self.held_bytes = held_bytes
         self.arrived_s = arrived_s
         self.priority = min(priority or DEFAULT_PRIORITY, LAST_PRIORITY)
@@ -126,6 +121,10 @@ class BatchQueue:
     Invariants: an item comes out at most once, and not after it was removed; a batch has one key and at most
     ``max_batch_size`` rows; the item that is first in order is in the next batch, so none waits for ever. Classes that
     always have something waiting get rows in proportion to their weights, as far as keys allow.
+
+    How long one waits: the batches before its own each begin with an item that stands before it, and take what is next
+    of that item's key, never a younger one in the place of an older one. So where p items of a row each stand before
+    it, of k keys, it comes out within p / max_batch_size + k + 1 batches, whatever comes after it.
 
     Args:
         max_batch_size: rows of a batch.
@@ -222,14 +221,9 @@ class BatchQueue:
         first = arrivals[0]
         lane = self._lanes[first.key]
         classes = active if alone else [other for other in active if other in lane.queues]
-        if first.size_bytes:
-            batch = self._take_similar(lane, classes, one)
-        elif len(classes) == 1:
-            batch = self._take_next(lane.queues[one])
-        else:
-            batch = self._take_in_turn(lane, classes, one)
         rows = held_bytes = 0
         if len(classes) == 1:
+            batch = self._take_next(lane.queues[one])
             for item in batch:
                 rows += item.rows
                 held_bytes += item.held_bytes
@@ -237,6 +231,7 @@ class BatchQueue:
             self._take_from(one, rows)
             one.pass_over()
         else:
+            batch = self._take_in_turn(lane, classes, one)
             for item in batch:
                 rows += item.rows
                 held_bytes += item.held_bytes
@@ -412,23 +407,6 @@ class BatchQueue:
                 break
         return taken
 
-    def _take_similar(self, lane: _Lane, classes: list[_PriorityClass], one: _PriorityClass) -> list[Item]:
-        """The first, and those nearest to it in size among the next ones in order."""
-        window = list(itertools.islice(_in_turn(lane, classes, one), 1 + LOOK_AHEAD * self.max_batch_size))
-        first = window[0]
-        free = self.max_batch_size
-        taken = []
-        # Sorting is stable: the first stays before others of its size.
-        for item in sorted(window, key=lambda item: _distance(item.size_bytes, first.size_bytes)):
-            if item.rows <= free:
-                item.alive = False
-                taken.append(item)
-                free -= item.rows
-        for item in reversed(window):
-            if item.alive:
-                lane.queues[self._classes[item.priority]].appendleft(item)
-        return taken
-
 
 def _in_turn(lane: _Lane, classes: list[_PriorityClass], first: _PriorityClass) -> Any:
     """Take what waits out of a lane, the first class's first item first, then by whose turn it would be."""
@@ -453,11 +431,6 @@ def _classes(weights: Mapping[int, int]) -> list[_PriorityClass]:
     known = {priority: _PriorityClass(priority, weight) for priority, weight in weights.items()}
     named = sorted(known)
     return [known[next((one for one in named if one >= priority), named[-1])] for priority in range(LAST_PRIORITY + 1)]
-
-
-def _distance(size_bytes: int, other: int) -> float:
-    """How unlike two sizes are: their ratio, at least 1."""
-    return max(size_bytes, other) / max(min(size_bytes, other), 1)
 
 
 def _put_back(queue: deque[Item], item: Item) -> None:

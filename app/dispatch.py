@@ -20,6 +20,7 @@ from app.deadlines import TIMER_RESOLUTION_S, Deadlines
 from app.draining import Fail
 from app.errors import BadRequest, QueueFull, ReplicaLost, Unavailable
 from app.gathering import GatherClock
+from app.length_classes import LengthClasses
 from app.load_report import Moment
 from app.losses import Losses
 from app.metrics.recorder import recorder
@@ -94,6 +95,7 @@ class Dispatcher:
         )
         self._admission = Admission(route.name, room or WaitingRoom(), self._displace)
         self._queue = self._admission.queue
+        self._lengths: LengthClasses | None = None
         self.update(route)
 
     @property
@@ -127,6 +129,8 @@ class Dispatcher:
         weights = route.priority_weights or DEFAULT_WEIGHTS
         if weights != self._queue.weights:
             self._queue.reweigh(weights)
+        self._lengths = LengthClasses(route.max_padding) if route.max_padding else None
+        self._calls.keep_apart = self._lengths is not None
         self.route = route
         wanted = {replica.id: replica for replica in (*route.replicas, *route.retiring)}
         for id in [id for id in self._replicas if id not in wanted]:
@@ -247,8 +251,8 @@ class Dispatcher:
         mark = b""
         if self._quarantine and not signature.streams:
             mark = self._losses.examine(request, self.route.max_queue_size)
-        sizes = _sizes(request.inputs)
-        self._admit(request, signature, sizes[0])
+        held_bytes = _held_bytes(request.inputs)
+        self._admit(request, signature, held_bytes)
         meter = self._meter if signature.heads else None
         collector = Collector(wanted_heads(request, signature), is_stream=is_stream, meter=meter)
         pending = Pending(request, signature, collector, self._queue.max_batch_size)
@@ -262,7 +266,7 @@ class Dispatcher:
             where=pending.where,
             is_idle_limit=signature.streams,
         )
-        self._enqueue(pending, sizes)
+        self._enqueue(pending, held_bytes)
         self._requests.add(pending)
         self.in_flight += 1
         return pending
@@ -318,9 +322,9 @@ class Dispatcher:
             self._queue.remove(other)
         pending.collector.fail(error)
 
-    def _enqueue(self, pending: Pending, sizes: tuple[int, int]) -> None:
+    def _enqueue(self, pending: Pending, held_bytes: int) -> None:
         request = pending.request
-        key = (
+        key: Hashable = (
             # A stream goes alone: its steps depend on what it yields.
             id(pending if pending.signature.streams else pending.signature),
             tuple([(name, tensor.shape[1:]) for name, tensor in request.inputs.items()]),
@@ -328,8 +332,9 @@ class Dispatcher:
         )
         now = self._loop.time()
         for part in pending.parts:
-            of_part = sizes if part.inputs is request.inputs else _sizes(part.inputs)
-            item = self._item(part, key, of_part, now, request.priority)
+            of_part = held_bytes if part.inputs is request.inputs else _held_bytes(part.inputs)
+            part_key = key if self._lengths is None else (key, self._lengths.of(part.inputs))
+            item = self._item(part, part_key, of_part, now, request.priority)
             pending.items.append(item)
             if pending.fingerprint:
                 part.losses = 1
@@ -357,24 +362,15 @@ class Dispatcher:
             part.fail(self._too_many(part.rows, size))
             return []
         pieces = [
-            self._item(piece, item.key, _sizes(piece.inputs), item.arrived_s, item.priority)
+            self._item(piece, item.key, _held_bytes(piece.inputs), item.arrived_s, item.priority)
             for piece in pending.cut(part, size)
         ]
         at = pending.items.index(item)
         pending.items[at : at + 1] = pieces
         return pieces
 
-    def _item(self, part: Part, key: Hashable, sizes: tuple[int, int], arrived_s: float, priority: int) -> Item:
-        held_bytes, varying_bytes = sizes
-        return Item(
-            key,
-            part.rows,
-            size_bytes=varying_bytes // part.rows,
-            held_bytes=held_bytes,
-            arrived_s=arrived_s,
-            priority=priority,
-            payload=part,
-        )
+    def _item(self, part: Part, key: Hashable, held_bytes: int, arrived_s: float, priority: int) -> Item:
+        return Item(key, part.rows, held_bytes=held_bytes, arrived_s=arrived_s, priority=priority, payload=part)
 
     def _too_many(self, rows: int, most: int) -> BadRequest:
         return BadRequest(
@@ -542,12 +538,5 @@ def _connect(name: str, route: ReplicaRoute) -> ReplicaClient | FrameReplicaClie
     return TritonClient(name, route.http_socket, route.token)
 
 
-def _sizes(inputs: dict[str, RawTensor]) -> tuple[int, int]:
-    """Bytes of the inputs, and of those whose size varies from row to row at equal shapes."""
-    held = varying = 0
-    for tensor in inputs.values():
-        size = len(tensor.data)
-        held += size
-        if tensor.datatype == "BYTES":
-            varying += size
-    return held, varying
+def _held_bytes(inputs: dict[str, RawTensor]) -> int:
+    return sum([len(tensor.data) for tensor in inputs.values()])

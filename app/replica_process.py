@@ -224,7 +224,7 @@ class ReplicaProcess:
         environment["PYTHONUNBUFFERED"] = "1"
         environment["TMPDIR"] = str(self.directory / "tmp")
         if self._deployment.threads is not None:
-            for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR"):
+            for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON"):
                 environment[f"{library}_NUM_THREADS"] = str(self._deployment.threads)
         environment.update(self._deployment.environment)
         if self._deployment.python is None:  # another Python's is known to the launcher, when it has asked it

@@ -143,6 +143,7 @@ class ReplicaSet:
             retiring=tuple(replica.route() for replica in self._retiring.values()),
             max_queue_size=-(-batching.max_queue_size // workers),
             priority_weights=batching.priority_weights or {},
+            max_padding=batching.max_padding or 0,
             max_queue_delay_ms=batching.max_queue_delay_ms,
             max_in_flight=-(-self.config.max_in_flight // workers),
             instances=-(-self.config.instances // workers),

@@ -61,6 +61,8 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     """Rows, this worker's share."""
     priority_weights: dict[int, int] = {}
     """Of priority classes; empty: the default."""
+    max_padding: float = 0
+    """What part of a batch may be padding; 0: no matter."""
     max_queue_delay_ms: float = 0
     max_in_flight: int = 1
     """Calls per replica, this worker's share."""

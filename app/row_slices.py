@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 from app.errors import CallableFailed
 from app.tensors import RawTensor
 
-__all__ = ["SlicedTensor", "element_count", "join_rows"]
+__all__ = ["SlicedTensor", "element_count", "join_rows", "longest_row"]
 
 
 class SlicedTensor:
@@ -50,6 +51,12 @@ def join_rows(name: str, parts: Sequence[RawTensor]) -> RawTensor:
             )
     rows = sum(part.shape[0] for part in parts)
     return RawTensor(first.datatype, (rows, *first.shape[1:]), b"".join(part.data for part in parts))
+
+
+def longest_row(tensor: RawTensor) -> int:
+    """Bytes of the longest row of a ``BYTES`` tensor."""
+    offsets = _offsets(tensor.data, math.prod(tensor.shape[1:]))
+    return max((end - start for start, end in itertools.pairwise(offsets)), default=0)
 
 
 def element_count(data: bytes | memoryview) -> int | None:

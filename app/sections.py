@@ -148,6 +148,9 @@ class Batching(Section):
     """Of classes of requests, by priority: what share of the rows each gets while all have some waiting. A priority
     that isn't named belongs to the class of the next less urgent one that is. Default: each priority is a class, and
     weighs twice as much as the next."""
+    max_padding: Annotated[float, Field(ge=0.01, le=0.9)] | None = None
+    """What part of a batch may be padding, where the model pads texts to the longest: only rows of similar length share
+    a batch then. Measured in bytes of BYTES inputs. Default: rows go in order, whatever their lengths."""
     max_in_flight: PositiveInt = 2
     """Calls that a replica may have at once: one computes, the others are on their way."""
 

@@ -112,7 +112,7 @@ class Encoder(Model):
 
     @torch.no_grad()  # not inference_mode: its heads share what it returns, and torch then counts writes into it
     def __call__(self, text: np.ndarray[Any, np.dtype[np.object_]]) -> dict[str, torch.Tensor]:
-        encodings = self._tokenizer.encode_batch(_decode(text))
+        encodings = self._tokenizer.encode_batch_fast(_decode(text))  # without the places in the text
         ids = torch.tensor([encoding.ids for encoding in encodings], device=self._device)
         mask = torch.tensor([encoding.attention_mask for encoding in encodings], device=self._device)
         states = self._bert(input_ids=ids, attention_mask=mask).last_hidden_state

@@ -26,7 +26,7 @@ class Queue:
 
     def send(self, rows: int = 1, *, size: int = 0, priority: int = 0) -> Item:
         self.admission.check(rows, size, priority)
-        each = Item("a", rows, size_bytes=0, held_bytes=size, arrived_s=0, priority=priority, payload=None)
+        each = Item("a", rows, held_bytes=size, arrived_s=0, priority=priority, payload=None)
         self.admission.queue.push(each)
         return each
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.batching import DEFAULT_WEIGHTS, LOOK_AHEAD, REMOVED_LIMIT, BatchQueue, Item, Waiting
+from app.batching import DEFAULT_WEIGHTS, REMOVED_LIMIT, BatchQueue, Item, Waiting
 
 
-def item(key: str = "a", rows: int = 1, *, size: int = 0, at: float = 0.0, priority: int = 0) -> Item:
-    return Item(key, rows, size_bytes=size, arrived_s=at, priority=priority, payload=None)
+def item(key: str = "a", rows: int = 1, *, at: float = 0.0, priority: int = 0) -> Item:
+    return Item(key, rows, arrived_s=at, priority=priority, payload=None)
 
 
 def filled(*items: Item, max_batch_size: int = 4) -> BatchQueue:
@@ -266,19 +267,6 @@ def test_a_removed_item_does_not_come_out() -> None:
     assert queue.pop() == [kept]
 
 
-def test_rows_of_similar_size_go_together() -> None:
-    items = [item(at=index, size=size) for index, size in enumerate([10, 2000, 12, 1900, 11, 9, 2100])]
-    queue = filled(*items)
-    assert {each.size_bytes for each in queue.pop()} == {10, 12, 11, 9}
-    assert {each.size_bytes for each in queue.pop()} == {2000, 1900, 2100}
-
-
-def test_the_oldest_goes_although_none_is_like_it() -> None:
-    odd = item(at=0, size=5000)
-    queue = filled(odd, *(item(at=1 + index, size=10) for index in range(LOOK_AHEAD * 8)))
-    assert odd in queue.pop()
-
-
 def test_the_next_batch_is_full_only_of_its_own_key() -> None:
     queue = filled(item("a", 3), item("b", 3))
     queue.push(item("b", 1))
@@ -325,14 +313,12 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(
         key=st.sampled_from("abc"),
         rows=st.integers(1, 8),
-        size=st.sampled_from([0, 1, 10, 500]),
         priority=st.integers(0, 12),
         later=st.floats(0, 3),
     )
-    def push(self, key: str, rows: int, size: int, priority: int, later: float) -> None:
+    def push(self, key: str, rows: int, priority: int, later: float) -> None:
         self.now += later
-        # One key has rows of one kind: sizes, or none.
-        each = item(key, rows, size=0 if key == "c" else max(size, 1), at=self.now, priority=priority)
+        each = item(key, rows, at=self.now, priority=priority)
         if self.queue.rows + rows > self.LIMIT:
             before = self.rows_by_class()
             found = self.queue.giving_way(priority, rows, self.LIMIT)
@@ -423,15 +409,76 @@ TestQueue = QueueMachine.TestCase
 TestQueue.settings = settings(max_examples=150, deadline=None)
 
 
+# How long one waits
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    before=st.lists(st.sampled_from("abcdefgh"), max_size=60),
+    own=st.sampled_from("abcdefgh"),
+    later=st.lists(st.sampled_from("abcdefgh"), min_size=4, max_size=40),
+)
+def test_an_item_waits_for_those_before_it_whatever_comes_after(before: list[str], own: str, later: list[str]) -> None:
+    queue = filled(*(item(key) for key in before))
+    mine = item(own)
+    queue.push(mine)
+    newcomers = itertools.cycle(later)
+    counts = Counter(before)
+    # The batches of each other key that those before it fill, and of its own those and its own.
+    most = sum(-(-rows // 4) for key, rows in counts.items() if key != own) + counts[own] // 4 + 1
+    assert most <= len(before) / 4 + len(counts) + 1
+    for _ in range(most):
+        for _ in range(8):
+            queue.push(item(next(newcomers)))
+        if mine in queue.pop():
+            return
+    raise AssertionError(f"not among {most} batches")
+
+
 @settings(max_examples=100, deadline=None)
-@given(sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=200))
-def test_none_starves_while_others_keep_coming(sizes: list[int]) -> None:
-    queue = BatchQueue(4)
-    first = item(at=0, size=sizes[0])
+@given(keys=st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=200))
+def test_none_starves_while_others_keep_coming(keys: list[str]) -> None:
+    queue = BatchQueue(4, {1: 512, 10: 1})
+    first = item(keys[0], priority=10)
     queue.push(first)
-    for index, size in enumerate(sizes):
-        queue.push(item(at=index + 1, size=size))
-        queue.push(item(at=index + 1, size=size))
+    newcomers = itertools.cycle(keys)
+    for _ in range(512 + 1):
+        for _ in range(4):
+            queue.push(item(next(newcomers), priority=1))
         if first in queue.pop():
             return
     raise AssertionError("the first item never came out")
+
+
+@settings(max_examples=100, deadline=None)
+@given(keys=st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=200))
+def test_within_a_key_the_order_is_that_of_arrival(keys: list[str]) -> None:
+    items = [item(key) for key in keys]
+    queue = filled(*items)
+    out: list[Item] = []
+    while queue.rows:
+        out += queue.pop()
+    for key in set(keys):
+        assert [each for each in out if each.key == key] == [each for each in items if each.key == key]
+    assert len(out) == len(items)
+
+
+def test_a_batch_of_ten_thousand_waiting_rows_is_found_without_looking_at_them() -> None:
+    queue = BatchQueue(8)
+    for index in range(10_000):
+        queue.push(item(f"{index % 50}"))
+    looks = 0
+
+    class Counted(deque[Item]):
+        def __getitem__(self, index: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().__getitem__(index)
+
+    for lane in queue._lanes.values():
+        lane.queues = {one: Counted(waiting) for one, waiting in lane.queues.items()}
+    for one in queue._active:
+        one.arrivals = Counted(one.arrivals)
+    while queue.rows:
+        queue.pop()
+    assert looks < 10 * 10_000

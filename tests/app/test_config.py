@@ -72,6 +72,14 @@ def test_weights_of_priorities_can_be_set_from_outside() -> None:
         (weighing({11: 1}), "input should be less than or equal to 10, got 11"),
         (weighing({5: 0}), "`deployments.a.batching.priority_weights.5`: "),
         (weighing({"high": 1}), "`deployments.a.batching.priority_weights.high`: "),
+        (
+            {"deployments": {"a": {"model": "m:M", "batching": {"max_padding": 1}}}},
+            "`deployments.a.batching.max_padding`: input should be less than or equal to 0.9, got 1",
+        ),
+        (
+            {"deployments": {"a": {"model": "m:M", "batching": {"max_padding": 0}}}},
+            "`deployments.a.batching.max_padding`: input should be greater than or equal to 0.01, got 0",
+        ),
     ],
 )
 def test_a_wrong_field_is_named(content: object, message: str) -> None:

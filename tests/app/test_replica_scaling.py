@@ -100,6 +100,17 @@ def check(scenario: Callable[[], Awaitable[None]]) -> None:
     run(scenario)
 
 
+def test_workers_are_told_how_to_batch_and_have_their_share_of_what_is_bounded() -> None:
+    async def scenario() -> None:
+        batching = {"max_queue_size": 9, "max_queue_delay_ms": 3, "priority_weights": {1: 2, 10: 1}, "max_padding": 0.2}
+        route = (await started(Host(one(batching=batching)))).route(2)
+        assert (route.max_queue_size, route.max_queue_delay_ms, route.max_padding) == (5, 3, 0.2)
+        assert route.priority_weights == {1: 2, 10: 1}
+        assert (await started(Host(one()))).route(2).max_padding == 0
+
+    check(scenario)
+
+
 # By command
 
 
