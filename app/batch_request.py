@@ -8,35 +8,44 @@ from typing import Any
 
 import msgspec
 
+from app.segments import Segment, Segments
 from app.tensors import InferRequest, RawTensor, Scalar
 from app.triton_client import FrameRequest
 from inference.datatypes import DATATYPES
 from inference.report import HEADWATER, REPORT, CallNote, placeholder_shape
+from inference.shared_memory import SHARED_FROM_BYTES, aligned
 from inference.signature import Signature, TensorSpec
 
 __all__ = ["encode_batch", "encode_for_frames", "encode_nothing"]
+
+_Encoded = tuple[str, str, list[int], list[bytes | memoryview]]
+"""An input: name, datatype, shape with the batch axis, and bytes in pieces."""
 
 Rows = tuple[InferRequest, dict[str, RawTensor], int]
 """A request, the tensors of those of its rows that are in the batch, and how many these are."""
 
 
 def encode_batch(
-    signature: Signature, batch: Sequence[Rows], *, is_alone: bool = False
-) -> tuple[bytes, list[bytes | memoryview]]:
+    signature: Signature, batch: Sequence[Rows], *, is_alone: bool = False, segments: Segments | None = None
+) -> tuple[bytes, list[bytes | memoryview], Segment | None]:
     """Encode rows that may share a call: shapes, inputs left out and parameters per batch are the same in all.
 
     Args:
         signature: the model's.
         batch: the rows.
         is_alone: see `inference.report.CallNote.alone`.
+        segments: where large tensors go; None: all go inline.
 
     Returns:
-        The JSON, every tensor binary in both directions; and the inputs' bytes in order, as they came.
+        The JSON, every tensor binary in both directions; the bytes of the inputs in order, as they came; and where the
+        large ones are, if there are such or the answer will have some.
     """
     note = _note(batch)
     inputs = []
     data: list[bytes | memoryview] = []
-    for name, datatype, shape, pieces in _encode_inputs(signature, batch, note):
+    encoded = _encode_inputs(signature, batch, note)
+    segment = None if segments is None else _share(encoded, segments, note)
+    for name, datatype, shape, pieces in encoded:
         data += pieces
         size = sum(map(len, pieces))
         inputs.append({"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": size}})
@@ -46,9 +55,9 @@ def encode_batch(
         "outputs": [{"name": name, "parameters": {"binary_data": True}} for name in (*wanted, REPORT)],
     }
     note.alone = is_alone
-    if note.parameters or note.rows or note.shapes or is_alone:
+    if note.parameters or note.rows or note.shapes or is_alone or segment is not None:
         head["parameters"] = {HEADWATER: msgspec.json.encode(note).decode()}
-    return msgspec.json.encode(head), data
+    return msgspec.json.encode(head), data, segment
 
 
 def encode_for_frames(
@@ -77,13 +86,11 @@ def encode_nothing(signature: Signature) -> FrameRequest:
     return FrameRequest(inputs, msgspec.json.encode(CallNote(cancel="-")).decode())
 
 
-def _encode_inputs(
-    signature: Signature, batch: Sequence[Rows], note: CallNote
-) -> list[tuple[str, str, list[int], list[bytes | memoryview]]]:
-    """The batch's inputs: name, datatype, shape and bytes in pieces. Shapes without elements go into the note."""
+def _encode_inputs(signature: Signature, batch: Sequence[Rows], note: CallNote) -> list[_Encoded]:
+    """The batch's inputs. Shapes without elements go into the note."""
     _, first, _ = batch[0]
     rows = sum(count for _, _, count in batch)
-    inputs = []
+    inputs: list[_Encoded] = []
     for spec in signature.inputs:
         tensor = first.get(spec.name)
         if tensor is None:
@@ -96,6 +103,24 @@ def _encode_inputs(
             pieces = [tensors[spec.name].data for _, tensors, _ in batch]
             inputs.append((spec.name, DATATYPES[spec.datatype].wire, shape, pieces))
     return inputs
+
+
+def _share(inputs: list[_Encoded], segments: Segments, note: CallNote) -> Segment | None:
+    """Put the large ones of these inputs into a segment, and placeholders in their place."""
+    large: dict[int, int] = {}
+    for place, (_, datatype, _, pieces) in enumerate(inputs):
+        if datatype != "BYTES" and (size := sum(map(len, pieces))) >= SHARED_FROM_BYTES:
+            large[place] = size
+    segment = segments.take(sum(map(aligned, large.values())), inputs[0][2][0])
+    if segment is None:
+        return None
+    for place in large:
+        name, datatype, shape, pieces = inputs[place]
+        segment.place(name, shape, pieces)
+        stand_in = [shape[0], *[1] * (len(shape) - 1)]
+        inputs[place] = (name, datatype, stand_in, [bytes(shape[0] * DATATYPES[datatype].size_bytes)])
+    note.shared = segment.shared()
+    return segment
 
 
 def _placeholder(spec: TensorSpec, rows: int) -> tuple[str, list[int], list[bytes | memoryview]]:

@@ -50,6 +50,8 @@ class BodyReader:
                 f"header Content-Encoding: expected gzip, deflate or identity, got {_shown(encoding)}"
             )
         length = headers.get(b"content-length")
+        if length is not None:
+            length = length.strip()  # the parser leaves spaces behind it
         if length is not None and length.isdigit() and int(length) > self._max_bytes:
             raise self._too_large(int(length))
         exchange = exchange_of(scope)

@@ -20,6 +20,7 @@ from app.pending import Part
 from app.replica_calls import ReplicaCalls
 from app.row_errors import row_error
 from app.row_slices import SlicedTensor
+from app.segments import Segments
 from app.statistics import Statistics
 from app.triton_client import FrameReplicaClient, ReplicaClient
 from inference.frame import decode_frame
@@ -64,8 +65,11 @@ class Calls:
         self._on_unsent = on_unsent
         self._on_alone = on_alone
         self._on_end = on_end
+        self.keep_apart = False
+        """Whether a replica must not merge calls that wait there."""
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._segments = Segments()
 
     def start(self, replica: ReplicaCalls, batch: list[Item], gathered_ns: int) -> None:
         """Give a replica a batch.
@@ -125,9 +129,28 @@ class Calls:
         started_ns = time.perf_counter_ns()
         signature = parts[0].pending.signature
         rows_of = [(part.pending.request, part.inputs, part.rows) for part in parts]
-        head, data = encode_batch(signature, rows_of, is_alone=parts[0].losses > 0)
-        tensors = await client.infer(head, data)
-        reports, compute_us, is_merged = decode_reports(tensors.pop(REPORT).data, rows)
+        is_alone = self.keep_apart or parts[0].losses > 0
+        segments = self._segments if replica.is_sharing else None
+        head, data, segment = encode_batch(signature, rows_of, is_alone=is_alone, segments=segments)
+        try:
+            tensors = await client.infer(head, data)
+            reports, compute_us, is_merged = decode_reports(tensors.pop(REPORT).data, rows)
+        except BaseException:
+            if segment is not None:
+                segment.spoil()
+            raise
+        if segment is not None:
+            if reports[0].status is Status.UNSHARED:
+                logger.warning(
+                    "model %s: replica %s can't open the gateway's memory, so large tensors take the slower way: %s",
+                    self._name, replica.route.id, reports[0].message,
+                )  # fmt: skip
+                replica.is_sharing = False
+                await self._answer_whole(replica, parts, rows)
+                return
+            tensors.update(segment.outputs(signature))
+        if replica.is_sharing:
+            self._segments.note_answer(tensors.values(), rows)
         if any(report.status is Status.BROKEN for report in reports):
             self._on_lost(replica)
         if not is_merged:

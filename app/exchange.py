@@ -37,10 +37,14 @@ class Exchange:
         """Called when the client has gone before its answer."""
         self._pieces: list[bytes] | None = None
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether the client has gone."""
-        return self._cycle.disconnected
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        """Have it called when the client goes before its answer; at once if it has gone."""
+        self.on_gone = on_gone
+        if self._cycle.disconnected:
+            on_gone()
+        else:
+            # Reading stops at 64 KiB of a body, and only who reads learns that the connection has ended.
+            self._cycle.flow.resume_reading()
 
     def lose(self) -> None:
         """The connection is lost."""
@@ -55,7 +59,7 @@ class Exchange:
         self._cycle.scope.pop("extensions", None)
 
     def take_body(self) -> bytes | None:
-        """The body, if all of it is here already. Once: ``receive`` has nothing to say then but that the client left."""
+        """The body, if all of it is here already. Once: then ``receive`` tells no more but that the client left."""
         cycle = self._cycle
         if cycle.more_body or cycle.disconnected:
             return None
@@ -76,7 +80,8 @@ class Exchange:
             if cycle.waiting_for_100_continue and not cycle.transport.is_closing():
                 cycle.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 cycle.waiting_for_100_continue = False
-            cycle.flow.resume_reading()
+            if not cycle.disconnected:
+                cycle.flow.resume_reading()
             while cycle.more_body and not cycle.disconnected:
                 cycle.message_event.clear()
                 await cycle.message_event.wait()
@@ -87,7 +92,7 @@ class Exchange:
 
     def takes_piece(self, piece: bytes) -> bool:
         """Take the next piece of the body, if `gather_body` waits for it."""
-        if self._pieces is None:
+        if self._pieces is None or not self._cycle.more_body:  # it may be the next request's
             return False
         self._pieces.append(piece)
         return True

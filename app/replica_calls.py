@@ -27,6 +27,9 @@ class ReplicaCalls:
     is_lost: bool = False
     """It failed as a whole; it gets no call any more, and the supervisor will take it from the table."""
 
+    is_sharing: bool = True
+    """Whether it can open this worker's memory."""
+
     @property
     def is_able(self) -> bool:
         """Whether it gets calls."""

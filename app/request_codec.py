@@ -25,6 +25,7 @@ __all__ = ["RequestDecoder"]
 _Parameters = dict[str, str | int | float | bool | None] | None
 _NO_DATA: Final = msgspec.Raw(b"")
 _SIZE: Final = "binary_data_size"
+LIGHT_BYTES: Final = 64 * 1024
 
 
 class _Input(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -75,9 +76,14 @@ class RequestDecoder:
         self._binary_only = next((name for name, datatype in self._outputs.items() if not datatype.json), None)
         self._parameters = RequestParameters(signature, binary=True)
         self._heads = self._parameters.heads
+        self._has_texts = any(spec.datatype == "BYTES" for spec in signature.inputs)  # whose lengths are checked
         self._parse: Callable[[bytes | memoryview], _Request] = (
             _PIPELINE_REQUEST.decode if signature.heads else _REQUEST.decode
         )
+
+    def is_light(self, header_length: int) -> bool:
+        """Whether decoding takes no time to speak of, however long the binary tensors are that follow so much JSON."""
+        return header_length < LIGHT_BYTES and not self._has_texts
 
     def decode(self, body: bytes, header_length: int | None = None) -> InferRequest:
         """Decode one request.

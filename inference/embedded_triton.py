@@ -200,4 +200,5 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
 def _tensor(spec: TensorSpec) -> Any:
     datatype = DATATYPES[DATATYPES[spec.datatype].wire]
     dtype = object if datatype.numpy.hasobject else datatype.numpy.type
-    return Tensor(name=spec.name, dtype=dtype, shape=tuple(spec.shape), optional=spec.optional)
+    # Any shape: what is large is left in shared memory, and a placeholder comes. The gateway has checked the true one.
+    return Tensor(name=spec.name, dtype=dtype, shape=(-1,) * len(spec.shape), optional=spec.optional)

@@ -20,9 +20,11 @@ from pathlib import Path
 
 import msgspec
 
+from inference import garbage
 from inference.environment import package_versions, require
 from inference.errors import ModelError
 from inference.handshake import ReplicaSpec, ReplicaStatus
+from inference.heap import keep_freed_memory
 from inference.pulse import PULSE_FILE, Pulse, WatchCall
 from inference.signature import Signature
 from inference.tensor_store import uses_store
@@ -51,6 +53,7 @@ def main() -> None:
     """Run the replica until SIGTERM."""
     # Should the guardian be killed, nobody would sweep after us: end with it.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    keep_freed_memory()
     faulthandler.enable()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     directory = Path(sys.argv[2])
@@ -106,6 +109,7 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter, stop: thread
     served.bind(triton)
     triton.start()
     served.warm_up(triton, spec, reporter.progress)
+    garbage.settle()
     (directory / READY_FILE).touch()  # tells the guardian that every process of the group counts from now on
     told = msgspec.to_builtins(_without_large_example(signature))
     reporter.send(ReplicaStatus("ready", signature=told, facts={"device": device, **package_versions()}))

@@ -21,6 +21,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
+from inference.shared_memory import SharedCall
+
 __all__ = [
     "HEADWATER",
     "REPORT",
@@ -53,6 +55,8 @@ class Status(enum.IntEnum):
     """The callable raised `inference.BadInput`: the client's fault."""
     BROKEN = 4
     """The replica can't go on (a CUDA context is poisoned); it ends and is replaced."""
+    UNSHARED = 5
+    """The replica can't open the memory that the call's tensors are in (`inference.shared_memory`); nothing ran."""
 
 
 class RowReport(NamedTuple):
@@ -95,6 +99,8 @@ class CallNote(msgspec.Struct, omit_defaults=True):
     """Names a streaming request, so that it can be cancelled."""
     cancel: str = ""
     """Asks to end the stream of that name; whatever else the call carries is ignored."""
+    shared: SharedCall | None = None
+    """Where its large tensors are, if they don't travel."""
 
 
 def placeholder_shape(rows: int, declared: Sequence[int]) -> list[int]:

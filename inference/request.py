@@ -10,6 +10,7 @@ import numpy as np
 from inference.arrays import Array
 from inference.errors import DeclarationError
 from inference.report import HEADWATER, CallNote
+from inference.shared_memory import MappedCall
 from inference.signature import Signature
 
 __all__ = ["Part", "TritonRequest", "read_request"]
@@ -31,6 +32,8 @@ class Part(NamedTuple):
     batch_parameters: dict[str, Any]
     row_parameters: dict[str, list[Any]]
     note: CallNote
+    memory: MappedCall | None
+    """Where its large tensors are; None if there are none."""
 
 
 def read_request(signature: Signature, request: TritonRequest) -> Part:
@@ -38,12 +41,14 @@ def read_request(signature: Signature, request: TritonRequest) -> Part:
 
     Raises:
         DeclarationError: a parameter is wrong, which the gateway would have refused, or the note is none.
+        OSError: the memory that it shares can't be opened.
     """
     given = request.parameters or {}
     try:
         note = msgspec.json.decode(given[HEADWATER], type=CallNote) if HEADWATER in given else CallNote()
     except (msgspec.MsgspecError, TypeError) as error:
         raise DeclarationError(f"parameter {HEADWATER!r}: expected the JSON of a note: {error}") from error
+    memory = MappedCall(note.shared) if note.shared is not None else None
     inputs: dict[str, Array] = {}
     rows = 0
     for spec in signature.inputs:
@@ -52,6 +57,8 @@ def read_request(signature: Signature, request: TritonRequest) -> Part:
             continue
         if spec.name in note.shapes:
             array = np.empty(note.shapes[spec.name], array.dtype)
+        elif memory is not None and spec.name in memory.inputs:
+            array = memory.input(spec)
         inputs[spec.name] = array
         rows = len(array)
     batch: dict[str, Any] = {}
@@ -69,4 +76,4 @@ def read_request(signature: Signature, request: TritonRequest) -> Part:
             batch[parameter.name] = (
                 parameter.check(given[parameter.name]) if parameter.name in given else parameter.default
             )
-    return Part(rows, inputs, batch, per_row, note)
+    return Part(rows, inputs, batch, per_row, note, memory)

@@ -23,6 +23,7 @@ from inference.model import Model
 from inference.pulse import WatchCall
 from inference.report import REPORT, RowReport, Status, encode_reports, placeholder_shape
 from inference.request import Part, TritonRequest, read_request
+from inference.shared_memory import MappedCall
 from inference.signature import Signature
 
 __all__ = ["Runner"]
@@ -87,6 +88,11 @@ class Runner:
                 failures[index] = (rows, RowReport(Status.BAD_INPUT, str(error)))
                 parts.append(None)
                 continue
+            except OSError as error:  # see `inference.shared_memory`
+                rows = len(next(iter(request.data.values())))
+                failures[index] = (rows, RowReport(Status.UNSHARED, f"{type(error).__name__}: {error}"))
+                parts.append(None)
+                continue
             parts.append(part)
             groups.setdefault(_group_key(part), []).append(index)
         for members in groups.values():
@@ -102,7 +108,7 @@ class Runner:
                 piece = _Outcome(
                     {name: array[start:end] for name, array in outcome.outputs.items()}, outcome.reports[start:end]
                 )
-                answers[index] = self._answer(piece, compute_us, is_merged=start > 0)
+                answers[index] = self._answer(piece, compute_us, part.memory, is_merged=start > 0)
                 start = end
         for index, (rows, report) in failures.items():
             answers[index] = self._answer(_Outcome(self._blank(rows), [report] * rows), 0)
@@ -236,10 +242,17 @@ class Runner:
                 array[members] = outputs[spec.name]
         return joined
 
-    def _answer(self, outcome: _Outcome, compute_us: int, *, is_merged: bool = False) -> Arrays:
-        """Outputs and report as they travel; an output without elements as a placeholder, its shape in the report."""
+    def _answer(
+        self, outcome: _Outcome, compute_us: int, memory: MappedCall | None = None, *, is_merged: bool = False
+    ) -> Arrays:
+        """Outputs and report as they travel; an output without elements as a placeholder, its shape in the report, and
+        one that is left in shared memory as a placeholder, too."""
         outputs = dict(outcome.outputs)
         reports = outcome.reports
+        if memory is not None:
+            for name in memory.leave(outputs):
+                first = (slice(None),) + (slice(1),) * (outputs[name].ndim - 1)
+                outputs[name] = np.ascontiguousarray(outputs[name][first])
         empty = {spec.name: outputs[spec.name].shape for spec in self._signature.outputs if not outputs[spec.name].size}
         if empty:
             for spec in self._signature.outputs:

@@ -1,4 +1,7 @@
-"""Whether tensors go through PyTriton's shared-memory store, or inline: the store is faster for large ones only."""
+"""Whether tensors go through PyTriton's shared-memory store, or inline: the store is faster for large ones only.
+
+Of a model that answers whole, large ones don't go through PyTriton at all (`inference.shared_memory`).
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ def uses_store(wanted: str, signature: Signature) -> bool:
     """
     if wanted != "auto":
         return wanted == "on"
+    if not (signature.heads or signature.streams):
+        return False
     return batch_bytes((*signature.inputs, *signature.outputs), signature.max_batch_size) >= STORE_FROM_BYTES
 
 

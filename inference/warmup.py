@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -14,7 +16,9 @@ from inference.embedded_triton import EmbeddedTriton, UnixConnection
 from inference.errors import DeclarationError, ReplicaError
 from inference.frame import decode_frame
 from inference.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
+from inference.shared_memory import ANSWER_HEAD_BYTES, SHARED_FROM_BYTES, SharedCall, aligned
 from inference.signature import Signature, TensorSpec
+from inference.tensor_store import batch_bytes
 
 __all__ = ["Caller", "FrameCaller", "HttpCaller", "batch_sizes", "example_rows", "warm_up"]
 
@@ -117,6 +121,18 @@ class HttpCaller:
 
     def call(self, inputs: Sequence[tuple[TensorSpec, bytes, list[int]]], rows: int) -> list[RowReport]:
         """See `Caller.call`."""
+        with contextlib.ExitStack() as stack:
+            shared = _share(stack, self._signature, inputs, rows)
+            if shared is not None:
+                inputs = [
+                    _stand_in(spec, rows) if spec.name in shared.inputs else (spec, data, shape)
+                    for spec, data, shape in inputs
+                ]
+            return self._call(inputs, rows, CallNote(warmup=True, shared=shared))
+
+    def _call(
+        self, inputs: Sequence[tuple[TensorSpec, bytes, list[int]]], rows: int, note: CallNote
+    ) -> list[RowReport]:
         tensors: list[dict[str, Any]] = [
             {
                 "name": spec.name,
@@ -130,7 +146,7 @@ class HttpCaller:
             {
                 "inputs": tensors,
                 "outputs": [{"name": REPORT, "parameters": {"binary_data": True}}],
-                "parameters": {HEADWATER: msgspec.json.encode(CallNote(warmup=True)).decode()},
+                "parameters": {HEADWATER: msgspec.json.encode(note).decode()},
             }
         ).encode()
         body = b"".join((head, *(data for _, data, _ in inputs)))
@@ -148,6 +164,38 @@ class HttpCaller:
     def close(self) -> None:
         """See `Caller.close`."""
         self._connection.close()
+
+
+def _share(
+    stack: contextlib.ExitStack, signature: Signature, inputs: Sequence[tuple[TensorSpec, bytes, list[int]]], rows: int
+) -> SharedCall | None:
+    """Leave the large inputs where a gateway would; None if there are none, and the answer hasn't large ones either."""
+    large = [
+        (spec.name, data, shape)
+        for spec, data, shape in inputs
+        if spec.datatype != "BYTES" and len(data) >= SHARED_FROM_BYTES
+    ]
+    answer_bytes = batch_bytes(signature.outputs, rows)
+    if not large and answer_bytes < SHARED_FROM_BYTES:
+        return None
+    fd = os.memfd_create("headwater-warm-up", os.MFD_CLOEXEC)
+    stack.callback(os.close, fd)
+    placed: dict[str, tuple[int, list[int]]] = {}
+    end = 0
+    for name, data, shape in large:
+        placed[name] = (end, shape)
+        # Not `os.pwrite`, which takes no more than two gigabytes at once.
+        with open(fd, "wb", closefd=False) as file:
+            file.seek(end)
+            file.write(data)
+        end += aligned(len(data))
+    size_bytes = end + ANSWER_HEAD_BYTES + aligned(answer_bytes)
+    os.ftruncate(fd, size_bytes)
+    return SharedCall(f"/proc/{os.getpid()}/fd/{fd}", size_bytes, placed, end)
+
+
+def _stand_in(spec: TensorSpec, rows: int) -> tuple[TensorSpec, bytes, list[int]]:
+    return spec, bytes(rows * DATATYPES[spec.datatype].size_bytes), [rows, *[1] * len(spec.shape)]
 
 
 class FrameCaller:

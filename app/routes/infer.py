@@ -12,7 +12,7 @@ from app.disconnects import DisconnectWatch
 from app.errors import BadRequest, HeadwaterError
 from app.metrics.accounting import accept
 from app.metrics.recorder import recorder
-from app.middleware import RequestRecords
+from app.middleware import RequestRecords, internal_error
 from app.models import Models
 from app.replies import Reply, error_reply
 from app.routes.boundary import Endpoint, EndpointRoute
@@ -73,6 +73,7 @@ class InferShortcut:
         record = self._records.begin(scope)
         limits: KeyLimits | None = None
         status = 499
+        is_answered = False
         try:
             reply: ASGIApp | None
             try:
@@ -86,10 +87,14 @@ class InferShortcut:
                 reply = await self._endpoint.reply(scope, receive)
             if reply is not None:
                 assert isinstance(reply, Reply)
+                is_answered = True
                 await reply.send(scope, send, record.headers())
                 status = reply.status
-        except Exception:
-            scope["state"]["status"] = 500  # uvicorn answers
+        except Exception as error:
+            scope["state"]["status"] = 500
+            if not is_answered:
+                failure = error_reply(internal_error(scope["state"], error), scope["path"])
+                await failure.send(scope, send, record.headers())
             raise
         finally:
             if limits is not None:

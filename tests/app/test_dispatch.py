@@ -25,7 +25,7 @@ from app.errors import (
 )
 from app.routing import DeploymentRoute, ReplicaRoute, State
 from app.tensors import InferRequest, OutputWish, RawTensor
-from inference.datatypes import pack_bytes
+from inference.datatypes import pack_bytes, unpack_bytes
 from inference.report import HEADWATER, REPORT, CallNote, RowReport, Status, encode_reports
 from inference.signature import Signature, TensorSpec
 
@@ -597,6 +597,98 @@ def test_statistics_count_requests_rows_and_calls() -> None:
     run(scenario)
 
 
+# Rows of similar length
+
+
+def lengths(call: Call) -> list[int]:
+    return [len(row) for row in unpack_bytes(call.data)]
+
+
+def echo(call: Call) -> None:
+    call.give({"t": RawTensor("BYTES", tuple(call.shape), call.data)})
+
+
+def send_texts(bench: Bench, *sizes: int, **fields: Any) -> asyncio.Task[dict[str, RawTensor]]:
+    """A request with texts of these lengths."""
+    data = pack_bytes([b"a" * size for size in sizes])
+    return bench.send_tensor("t", RawTensor("BYTES", (len(sizes), 1), data), **fields)
+
+
+def test_rows_of_similar_length_go_together_if_padding_is_bounded() -> None:
+    async def scenario() -> None:
+        bench = Bench(TEXTS, max_in_flight=1, max_padding=0.25)
+        send_texts(bench, 1)
+        await settle()
+        for size in (100, 2000, 104, 1900, 101, 99, 103):
+            send_texts(bench, size)
+        await settle()
+        found: list[list[int]] = []
+        while len(bench.calls) > len(found):
+            call = bench.calls[-1]
+            found.append(lengths(call))
+            assert call.note.alone  # what the gateway keeps apart Triton must not merge
+            echo(call)
+            await settle()
+        assert found == [[1], [100, 104, 101, 99], [2000, 1900], [103]]
+
+    run(scenario)
+
+
+def test_of_a_request_with_several_rows_the_longest_counts() -> None:
+    async def scenario() -> None:
+        bench = Bench(TEXTS, max_in_flight=1, max_padding=0.25)
+        send_texts(bench, 1)
+        await settle()
+        for sizes in ((3, 100), (3,), (100,), (1000, 5, 4, 4, 2)):  # the last is of two batches
+            send_texts(bench, *sizes)
+        await settle()
+        found: list[list[int]] = []
+        while len(bench.calls) > len(found):
+            call = bench.calls[-1]
+            found.append(lengths(call))
+            echo(call)
+            await settle()
+        assert found == [[1], [3, 100, 100], [3, 2], [1000, 5, 4, 4]]
+
+    run(scenario)
+
+
+def test_otherwise_rows_go_in_order_whatever_their_length() -> None:
+    async def scenario() -> None:
+        bench = Bench(TEXTS, max_in_flight=1)
+        send_texts(bench, 1)
+        await settle()
+        for size in (100, 2000, 104, 1900, 101):
+            send_texts(bench, size)
+        await settle()
+        echo(bench.calls[0])
+        await settle()
+        assert lengths(bench.calls[1]) == [100, 2000, 104, 1900]
+        assert not bench.calls[1].note.alone
+
+    run(scenario)
+
+
+def test_a_bound_of_padding_that_changes_counts_for_what_comes() -> None:
+    async def scenario() -> None:
+        bench = Bench(TEXTS, max_in_flight=1)
+        send_texts(bench, 1)
+        await settle()
+        for size in (100, 2000):
+            send_texts(bench, size)
+        await settle()
+        bench.dispatcher.update(msgspec.structs.replace(bench.route, max_padding=0.25))
+        for size in (100, 2000):
+            send_texts(bench, size)
+        await settle()
+        for number in range(3):
+            echo(bench.calls[number])
+            await settle()
+        assert [lengths(call) for call in bench.calls] == [[1], [100, 2000], [100], [2000]]
+
+    run(scenario)
+
+
 # Admission
 
 
@@ -712,5 +804,28 @@ def test_a_deadline_counts_waiting_and_computing_together() -> None:
         now_s += 0.2
         with pytest.raises(DeadlineExceeded, match="of 10 s passed while it was computed"):
             await tasks[1]
+
+    run(scenario)
+
+
+def test_large_tensors_go_inline_to_a_replica_that_cannot_open_the_workers_memory() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        x = RawTensor("FP32", (1, 20_000), np.arange(20_000, dtype=np.float32).tobytes())
+        first = bench.send_tensor("x", x)
+        await settle()
+        assert bench.calls[0].note.shared is not None
+        assert bench.calls[0].shape == [1, 1]
+        bench.calls[0].answer([RowReport(Status.UNSHARED, "PermissionError: no")])
+        await settle()
+        second = bench.send_tensor("x", x)
+        assert bench.calls[1].note.shared is None
+        assert bench.calls[1].data == x.data
+        bench.calls[1].answer()
+        assert np.frombuffer((await first)["y"].data, np.float32)[-1] == 2 * 19_999
+        await settle()
+        assert bench.calls[2].note.shared is None
+        bench.calls[2].answer()
+        await second
 
     run(scenario)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from inference import BadInput, Model, Parameter, Tensor
 from inference.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
 from inference.runner import Runner
+from inference.shared_memory import SHARED_FROM_BYTES, SharedCall, placed_outputs
 from inference.signature import Signature
 
 
@@ -359,3 +361,32 @@ def test_an_optional_input_that_was_left_out_is_none() -> None:
 
     answers = handle(runner_of(Maybe()), Request({"x": rows(1)}), Request({"x": rows(1), "bias": rows(2)}))
     assert [answer["y"].tolist() for answer in answers] == [[[1]], [[3]]]
+
+
+def test_memory_that_cannot_be_opened_is_reported_and_nothing_called() -> None:
+    model = Echo()
+    shared = SharedCall("/proc/self/fd/1000000", 65536, {"x": (0, [2, 1])}, 64)
+    note = msgspec.json.encode(CallNote(shared=shared)).decode()
+    (answer,) = handle(runner_of(model), Request({"x": rows(0, 0)}, {HEADWATER: note}))
+    assert statuses(answer) == [Status.UNSHARED] * 2
+    assert "FileNotFoundError" in reports(answer)[0].message
+    assert model.batches == []
+
+
+def test_a_large_answer_is_left_in_shared_memory() -> None:
+    floats = SHARED_FROM_BYTES // 4
+    fd = os.memfd_create("test")
+    try:
+        os.ftruncate(fd, 3 * SHARED_FROM_BYTES)
+        os.pwrite(fd, np.full(floats, 4, np.float32).tobytes(), 0)
+        shared = SharedCall(f"/proc/self/fd/{fd}", 3 * SHARED_FROM_BYTES, {"x": (0, [1, floats])}, SHARED_FROM_BYTES)
+        note = msgspec.json.encode(CallNote(shared=shared)).decode()
+        (answer,) = handle(runner_of(Echo()), Request({"x": rows(0)}, {HEADWATER: note}))
+        left = os.pread(fd, 3 * SHARED_FROM_BYTES, 0)
+    finally:
+        os.close(fd)
+    assert statuses(answer) == [Status.OK]
+    assert answer["y"].shape == (1, 1)
+    (offset, shape) = placed_outputs(memoryview(left), SHARED_FROM_BYTES)["y"]
+    assert shape == [1, floats]
+    assert np.frombuffer(left, np.float32, floats, offset).tolist() == [8.0] * floats

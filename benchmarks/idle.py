@@ -1,0 +1,225 @@
+"""What a server costs that nobody asks anything, and what a stream costs on which nothing happens.
+
+``python -m benchmarks.idle [CONFIG] [--seconds S] [--streams N] [--part server|streams] [--smoke]``: starts the
+configuration (configs/demo.yaml), waits until it is ready, and prints for each process its share of a core, and its
+memory; the goal is gateway and supervisor together under 1 % of a core. Then opens N streams of a model that waits, and
+N of a language model between two tokens, and prints what each added to the memory of each kind of process. PSS counts
+what processes share in parts, so that its sum is right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from benchmarks.idle_model import MANY_TOKENS
+from benchmarks.servers import free_port, running
+
+DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
+RESULTS = Path(__file__).parent / "results" / "idle.json"
+ROLES = {
+    "app.worker": "gateway worker",
+    "app.guardian": "guardian",
+    "inference.replica": "replica",
+    "app serve": "supervisor",
+    "triton_python_backend_stub": "Triton's stub",
+    "tritonserver": "Triton",
+    "multiprocessing": "PyTriton's tensor store",
+}
+OURS = ("gateway worker", "supervisor")
+SETTLE_S = 3.0
+STREAM_TIMEOUT_S = 60.0
+
+
+class Use(NamedTuple):
+    """One process."""
+
+    role: str
+    deployment: str
+    cpu_s: float
+    resident_bytes: int
+    proportional_bytes: int
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", nargs="?", default=str(DEMO))
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--part", choices=("server", "streams", "both"), default="both")
+    parser.add_argument("--smoke", action="store_true")
+    options = parser.parse_args()
+    seconds, streams = (2.0, 20) if options.smoke else (options.seconds, options.streams)
+    found: dict[str, Any] = {}
+    if options.part != "streams":
+        found["server"] = _server(options.config, seconds)
+    if options.part != "server":
+        found |= _all_streams(streams)
+    if not options.smoke:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(found, indent=1))
+        print(f"raw figures: {RESULTS}")
+
+
+def _all_streams(streams: int) -> dict[str, Any]:
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "idle.yaml"
+        config.write_text(yaml.safe_dump(_stream_config(streams)))
+        with _serving(str(config)) as port:
+            for name, body in _stream_bodies().items():
+                found[name] = _streams(port, name, body, streams)
+    return found
+
+
+def _server(config: str, seconds: float) -> list[dict[str, Any]]:
+    with _serving(config):
+        time.sleep(SETTLE_S)
+        before = _uses(os.getpid())
+        began_s = time.monotonic()
+        time.sleep(seconds)
+        took_s = time.monotonic() - began_s
+        after = _uses(os.getpid())
+    print(f"{'process':<26} {'of':<12} {'CPU %':>7} {'RSS MB':>8} {'PSS MB':>8}   over {took_s:.0f} s")
+    rows = []
+    for pid, use in sorted(after.items(), key=lambda item: (item[1].deployment, item[1].role)):
+        if pid in before:
+            share = 100 * (use.cpu_s - before[pid].cpu_s) / took_s
+            rows.append({**use._asdict(), "cpu_percent": share})
+            memory = f"{_mb(use.resident_bytes)} {_mb(use.proportional_bytes)}"
+            print(f"{use.role:<26} {use.deployment:<12} {share:>7.2f} {memory}")
+    ours = sum(row["cpu_percent"] for row in rows if row["role"] in OURS)
+    print(f"gateway and supervisor: {ours:.2f} % of a core; all: {sum(row['cpu_percent'] for row in rows):.2f} %")
+    print(f"all together: {sum(row['proportional_bytes'] for row in rows) / 1e6:.0f} MB PSS\n")
+    return rows
+
+
+def _streams(port: int, name: str, body: bytes, count: int) -> dict[str, float]:
+    """What idle streams add to the memory of each role."""
+    head = f"POST /v2/models/{name}/generate_stream HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+    request = head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    with contextlib.ExitStack() as stack:
+        for _ in range(10):  # what only the first ones need
+            stack.enter_context(_open(port, request))
+        time.sleep(SETTLE_S)
+        before = _uses(os.getpid())
+        for _ in range(count):
+            stack.enter_context(_open(port, request))
+        time.sleep(SETTLE_S)
+        after = _uses(os.getpid())
+    added: dict[str, float] = {}
+    for pid, use in after.items():
+        if pid in before:
+            grown = use.proportional_bytes - before[pid].proportional_bytes
+            added[use.role] = added.get(use.role, 0) + grown / count / 1000
+    parts = ", ".join(f"{role} {size_kb:.1f}" for role, size_kb in added.items() if size_kb >= 0.1)
+    print(f"{count} idle streams of {name}: {sum(added.values()):.1f} KB each ({parts})")
+    return added
+
+
+@contextlib.contextmanager
+def _open(port: int, request: bytes) -> Iterator[None]:
+    """A stream, once it has begun."""
+    with socket.create_connection(("127.0.0.1", port), timeout=STREAM_TIMEOUT_S) as connection:
+        connection.sendall(request)
+        got = b""
+        while b"\r\n\r\n" not in got or b"data:" not in got:
+            more = connection.recv(65536)
+            if not more:
+                raise SystemExit(f"a stream ended: {got!r}")
+            got += more
+            if b" 200 " not in got[:40]:
+                raise SystemExit(f"a stream was refused: {got!r}")
+        yield
+
+
+def _stream_config(streams: int) -> dict[str, Any]:
+    more = streams + 50
+    return {
+        "server": {"max_connections": 20_000},
+        "deployments": {
+            "waiter": {
+                "model": "benchmarks.idle_model:Waiter",
+                "batching": {"max_in_flight": more, "max_queue_size": more},
+                "timeout_s": 600,
+            },
+            "stalled": {
+                "model": "lm:inference.zoo:weights/tiny_lm",
+                "options": {"engine": "benchmarks.idle_model:stalled_engine"},
+                "timeout_s": 600,
+            },
+        },
+    }
+
+
+def _stream_bodies() -> dict[str, bytes]:
+    return {
+        "waiter": json.dumps({"x": [1.0]}).encode(),
+        "stalled": json.dumps({"text_input": "def idle():", "max_tokens": MANY_TOKENS, "ignore_eos": True}).encode(),
+    }
+
+
+@contextlib.contextmanager
+def _serving(config: str) -> Iterator[int]:
+    port = free_port()
+    command = [sys.executable, "-m", "app", "serve", config, "--port", str(port)]
+    with running(command, f"http://127.0.0.1:{port}/v2/health/ready"):
+        yield port
+
+
+def _uses(root: int) -> dict[int, Use]:
+    """All descendants of a process, by id."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(entry))
+    found = {}
+    waiting = children.get(root, [])
+    while waiting:
+        pid = waiting.pop()
+        waiting += children.get(pid, [])
+        with contextlib.suppress(OSError):
+            found[pid] = _use(pid)
+    return found
+
+
+def _use(pid: int) -> Use:
+    folder = Path("/proc", str(pid))
+    command = _command(pid)
+    role = next((role for mark, role in ROLES.items() if mark in command), command[:26])
+    of = re.search(r"(?:app\.guardian|inference\.replica) (\S+)", command + _command(os.getpgid(pid)))
+    # Nanoseconds, where /proc/PID/stat has hundredths of a second.
+    cpu_ns = sum(int(task.read_text().split()[0]) for task in folder.glob("task/*/schedstat"))
+    memory = {
+        line.partition(":")[0]: int(line.split()[1]) * 1024
+        for line in folder.joinpath("smaps_rollup").read_text().splitlines()
+        if line.endswith("kB")
+    }
+    return Use(role, of[1] if of else "", cpu_ns / 1e9, memory["Rss"], memory["Pss"])
+
+
+def _command(pid: int) -> str:
+    return Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
+def _mb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:>8.1f}"
+
+
+if __name__ == "__main__":
+    main()

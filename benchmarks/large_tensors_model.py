@@ -1,0 +1,49 @@
+"""Models that cost little on a large tensor, so that its way is measured: an image in, its means or itself out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from inference import Model, Tensor
+
+__all__ = ["IMAGE_SHAPE", "ChannelMeans", "Echo"]
+
+IMAGE_SHAPE = (3, 224, 224)
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+class ChannelMeans(Model):
+    """The mean of each channel.
+
+    Inputs:
+        image: FP32 [3, 224, 224].
+
+    Outputs:
+        means: FP32 [3].
+    """
+
+    inputs = (Tensor("image", "FP32", list(IMAGE_SHAPE)),)
+    outputs = (Tensor("means", "FP32", [IMAGE_SHAPE[0]]),)
+
+    def __call__(self, image: Floats) -> dict[str, Floats]:
+        return {"means": image.mean(axis=(2, 3))}
+
+
+class Echo(Model):
+    """The image itself.
+
+    Inputs:
+        image: FP32 [3, 224, 224].
+
+    Outputs:
+        image: FP32 [3, 224, 224].
+    """
+
+    inputs = (Tensor("image", "FP32", list(IMAGE_SHAPE)),)
+    outputs = (Tensor("image", "FP32", list(IMAGE_SHAPE)),)
+
+    def __call__(self, image: Floats) -> dict[str, Floats]:
+        return {"image": image}

@@ -1,0 +1,150 @@
+"""Where the time of a start goes, and that of a replica's restart.
+
+``python -m benchmarks.start [CONFIG] [--smoke]``: runs ``check`` and then ``serve`` as ``make serve`` does
+(configs/demo.yaml), and prints which process said what when; then kills the host of a replica that has no torch, with
+SIGKILL, and prints when the next one was ready. ``--smoke``: the latter only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from benchmarks.servers import free_port
+from inference.environment import library_path
+
+DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
+LIGHT = "inference.zoo.scale:Scale"
+LIMIT_S = 300.0
+
+
+class _Server:
+    """A server whose log is read as it comes."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.began_s = time.monotonic()
+        self._lines: list[tuple[float, str]] = []
+        self._more = threading.Condition()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "app", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "LD_LIBRARY_PATH": library_path(os.environ), "PYTHONUNBUFFERED": "1"},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._more:
+                self._lines.append((time.monotonic(), line.rstrip()))
+                self._more.notify_all()
+        with self._more:
+            self._lines.append((time.monotonic(), ""))
+            self._more.notify_all()
+
+    def until(self, wanted: str, start: int = 0) -> int:
+        """Wait for a line that has this in it. Returns how many lines there are up to it."""
+        deadline_s = time.monotonic() + LIMIT_S
+        at = start
+        with self._more:
+            while True:
+                while at < len(self._lines):
+                    if wanted in self._lines[at][1]:
+                        return at + 1
+                    at += 1
+                if self.process.poll() is not None or time.monotonic() > deadline_s:
+                    raise SystemExit("\n".join(line for _, line in self._lines[-20:]))
+                self._more.wait(1)
+
+    def lines(self, start: int, end: int) -> list[tuple[float, str]]:
+        """What it has said, and when."""
+        with self._more:
+            return self._lines[start:end]
+
+    def stop(self) -> None:
+        """End it."""
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", nargs="?", default=str(DEMO))
+    parser.add_argument("--smoke", action="store_true")
+    options = parser.parse_args()
+    if not options.smoke:
+        began_s = time.monotonic()
+        subprocess.run([sys.executable, "-m", "app", "check", options.config], check=True, stdout=subprocess.DEVNULL)
+        print(f"headwater check: {time.monotonic() - began_s:.1f} s\n")
+        server = _Server(["serve", options.config, "--port", str(free_port())])
+        try:
+            end = server.until("Headwater serves at")
+            print("headwater serve, seconds since its start:")
+            _print(server.lines(0, end), server.began_s)
+        finally:
+            server.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        light = Path(folder) / "light.yaml"
+        light.write_text(f"deployments: {{scale: {{model: '{LIGHT}'}}}}\n")
+        server = _Server(["serve", str(light), "--port", str(free_port())])
+        try:
+            first = server.until("Headwater serves at")
+            began_s = time.monotonic()
+            os.kill(_host(server.process.pid), signal.SIGKILL)
+            end = server.until("ready after", first)
+            print("\na replica without torch, seconds since its host was killed:")
+            _print(server.lines(first, end), began_s)
+        finally:
+            server.stop()
+
+
+def _print(lines: list[tuple[float, str]], began_s: float) -> None:
+    for at_s, line in lines:
+        if line.startswith("{"):
+            print(f"{at_s - began_s:7.2f}  {json.loads(line)['message'][:110]}")
+
+
+def _host(root: int) -> int:
+    """The host process of the only replica under a process."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                command = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
+                parents = _parents(int(entry))
+            except (OSError, ValueError):
+                continue
+            if b"inference.replica" in command[:3] and root in parents:
+                return int(entry)
+    raise SystemExit("found no replica")
+
+
+def _parents(pid: int) -> list[int]:
+    found = []
+    while pid > 1:
+        pid = int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[1])
+        found.append(pid)
+    return found
+
+
+if __name__ == "__main__":
+    main()
