@@ -15,7 +15,7 @@ import httpx
 
 from app.errors import CommandError
 
-__all__ = ["ServerClient", "command_line", "status_table"]
+__all__ = ["ServerClient", "api_key", "command_line", "status_table", "tls_context"]
 
 CONNECT_TIMEOUT_S: Final = 5.0
 KEY_VARIABLE: Final = "HEADWATER_KEY"
@@ -40,9 +40,7 @@ class ServerClient:
     ) -> None:
         self._url = url.rstrip("/")
         self._transport = transport
-        key = environment.get(KEY_VARIABLE, "").strip()
-        if not (key.isascii() and key.isprintable()):
-            raise CommandError(f"environment variable {KEY_VARIABLE}: expected visible ASCII characters, got others")
+        key = api_key(environment)
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
     def index(self) -> list[dict[str, Any]]:
@@ -95,7 +93,7 @@ class ServerClient:
         try:
             # Not by a proxy: a command must come from the server's own machine.
             with httpx.Client(
-                timeout=timeout, verify=_verify(self._url), trust_env=False, transport=self._transport
+                timeout=timeout, verify=tls_context(self._url), trust_env=False, transport=self._transport
             ) as client:
                 response = client.request(method, self._url + path, json=body, headers=self._headers)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -118,7 +116,19 @@ class ServerClient:
         return content
 
 
-def _verify(url: str) -> ssl.SSLContext:
+def api_key(environment: Mapping[str, str] = os.environ) -> str:
+    """The API key that the environment has; empty: none.
+
+    Raises:
+        CommandError: it can't be one.
+    """
+    key = environment.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise CommandError(f"environment variable {KEY_VARIABLE}: expected visible ASCII characters, got others")
+    return key
+
+
+def tls_context(url: str) -> ssl.SSLContext:
     """Who a server has to be: on this machine anybody, for whose name no certificate is."""
     if urlsplit(url).hostname in LOOPBACK_NAMES:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

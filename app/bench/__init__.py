@@ -1,0 +1,1 @@
+"""``headwater bench``: load on a running server, and what came of it."""

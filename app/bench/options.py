@@ -1,0 +1,225 @@
+"""``headwater bench`` on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from app.bench.limits import OF_REQUESTS, OF_RUNS, read_limits
+from app.errors import CommandError
+
+__all__ = ["add_bench_command"]
+
+_T = TypeVar("_T")
+MOST_CONNECTIONS = 20_000
+MOST_PROCESSES = 64
+
+
+def add_bench_command(commands: Any) -> None:
+    """Add the command to a parser's commands."""
+    bench = commands.add_parser(
+        "bench",
+        help="put load on a running server, and measure",
+        description="Put load on a running server, and measure. Exit status: 0; 1 if requests failed, the run ended "
+        "early or nothing could be measured; 2 for options that make no sense. What the figures mean: docs/bench.md.",
+    )
+    bench.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
+    bench.add_argument("--model", metavar="NAME", help="the model; may be left out if the server has one only")
+    bench.add_argument(
+        "--mode", choices=("infer", "stream", "chat", "completions"), default="infer",
+        help="infer: whole answers; stream: /v2/.../generate_stream; chat, completions: OpenAI's streams; "
+        "default: %(default)s",
+    )  # fmt: skip
+    loop = bench.add_mutually_exclusive_group()
+    loop.add_argument(
+        "--connections", type=_listed(_whole(1, MOST_CONNECTIONS)), metavar="N[,N]",
+        help="closed loop: each connection waits for its answer; default: 1,16",
+    )  # fmt: skip
+    loop.add_argument(
+        "--rate", type=_listed(_number(0)), metavar="R[,R]",
+        help="open loop: requests/s, sent at their times whatever the server does",
+    )  # fmt: skip
+    bench.add_argument(
+        "--arrivals", choices=("poisson", "constant"), default="poisson",
+        help="of --rate: at independent times, or at equal distances; default: %(default)s",
+    )  # fmt: skip
+    bench.add_argument(
+        "--max-connections", type=_whole(1, MOST_CONNECTIONS), default=1024, metavar="N",
+        help="of --rate, at most; default: %(default)s",
+    )  # fmt: skip
+    bench.add_argument("--seconds", type=_number(0), default=5.0, metavar="S", help="of each run; default: 5")
+    bench.add_argument(
+        "--warmup", type=_number(0, inclusive=True), default=1.0, metavar="S",
+        help="before each run, not counted; default: 1",
+    )  # fmt: skip
+    bench.add_argument("--repeats", type=_whole(1, 1000), default=3, metavar="N", help="default: 3")
+    bench.add_argument(
+        "--timeout", type=_number(0), default=30.0, metavar="S",
+        help="after which a request without its whole answer counts as failed; default: 30",
+    )  # fmt: skip
+    bench.add_argument(
+        "--processes", type=_whole(1, MOST_PROCESSES), default=1, metavar="N",
+        help="of the generator, which share the load; default: 1",
+    )  # fmt: skip
+    bench.add_argument(
+        "--input", type=Path, metavar="FILE.json",
+        help="a request's body, or a list of them, sent in turn; default: made from the model's metadata",
+    )  # fmt: skip
+    bench.add_argument("--rows", type=_whole(1, 100_000), default=1, metavar="N", help="in each request; default: 1")
+    bench.add_argument(
+        "--shape", type=_shape, action="append", default=[], metavar="INPUT=D[,D]",
+        help="of a row of an input whose dimensions vary; default: 16 for each that does; may be repeated",
+    )  # fmt: skip
+    bench.add_argument("--binary", action="store_true", help="tensors as bytes instead of JSON, both ways")
+    bench.add_argument("--seed", type=_whole(0, 2**31), default=0, metavar="N", help="of inputs and times; default: 0")
+    bench.add_argument(
+        "--heads", type=_heads, action="append", metavar="A[,B]",
+        help="of a pipeline: the heads to ask for, or all; repeated: one measurement each",
+    )  # fmt: skip
+    bench.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT",
+        help="of streams of text; repeated: sent in turn; default: a few sentences",
+    )  # fmt: skip
+    bench.add_argument("--max-tokens", type=_whole(1, 1_000_000), default=64, metavar="N", help="default: %(default)s")
+    bench.add_argument(
+        "--ignore-eos", action="store_true", help="go on to --max-tokens; a field that not every server takes"
+    )
+    bench.add_argument(
+        "--slo", type=_slo, default={}, metavar="LIMIT=MS[,LIMIT=MS]",
+        help=f"goodput counts requests that meet {', '.join(OF_REQUESTS)}; {', '.join(OF_RUNS)} are met or not by a "
+        "whole run",
+    )  # fmt: skip
+    bench.add_argument(
+        "--api-key-file", type=Path, metavar="FILE",
+        help="has the API key; default: the environment variable HEADWATER_KEY",
+    )  # fmt: skip
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
+    bench.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots; needs headwater[reports]")
+    bench.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from app.bench.bodies import Wishes
+    from app.bench.load import Load
+    from app.bench.plan import Plan
+    from app.bench.run import bench
+
+    _check_together(options)
+    loads = (
+        [Load(None, rate) for rate in options.rate]
+        if options.rate
+        else [Load(connections) for connections in options.connections or (1, 16)]
+    )
+    return bench(Plan(
+        options.url.rstrip("/"), options.model, options.mode, loads, options.arrivals, options.max_connections,
+        options.seconds, options.warmup, options.repeats, options.timeout, options.processes, options.input,
+        options.heads or (None,),
+        Wishes(options.rows, dict(options.shape), options.binary, options.seed, options.prompt, options.max_tokens,
+               options.ignore_eos),
+        options.slo, _key(options.api_key_file), options.json, options.html,
+    ))  # fmt: skip
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    """Options that contradict each other.
+
+    Raises:
+        CommandError: some do.
+    """
+    if options.input is not None:
+        for name, value in (
+            ("--heads", options.heads), ("--binary", options.binary), ("--shape", options.shape),
+            ("--prompt", options.prompt), ("--ignore-eos", options.ignore_eos),
+        ):  # fmt: skip
+            if value:
+                raise CommandError(f"{name}: expected not to be given with --input, which says all of the request")
+    if options.mode in ("chat", "completions") and options.heads:
+        raise CommandError(f"--heads: expected --mode infer or stream, got {options.mode}")
+    if options.mode != "infer" and options.binary:
+        raise CommandError(f"--binary: expected --mode infer, got {options.mode}")
+    if options.mode == "infer":
+        for name in ("ttft_ms", "itl_ms", "tpot_ms"):
+            if name in options.slo:
+                raise CommandError(f"--slo: {name}: expected a mode that streams, got --mode infer")
+    if options.rate and options.processes > options.max_connections:
+        raise CommandError("--processes: expected at most as many as --max-connections")
+
+
+def _key(path: Path | None) -> str:
+    from app.server_client import api_key
+
+    if path is None:
+        return api_key()
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"--api-key-file: {path}: can't be read: {getattr(error, 'strerror', error)}") from error
+    if not key or not (key.isascii() and key.isprintable()):
+        raise CommandError(f"--api-key-file: {path}: expected one line of visible ASCII characters")
+    return key
+
+
+def _listed(read: Callable[[str], _T]) -> Callable[[str], list[_T]]:
+    """Several of what ``read`` reads, each once."""
+
+    def listed(text: str) -> list[_T]:
+        return list(dict.fromkeys(read(part) for part in text.split(",")))
+
+    return listed
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least:,} to {most:,}, got {text!r}")
+        return value
+
+    return whole
+
+
+def _number(above: float, *, inclusive: bool = False) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and (value > above or (inclusive and value == above))):
+            words = f"{above:g} or more" if inclusive else f"above {above:g}"
+            raise argparse.ArgumentTypeError(f"expected a number {words}, got {text!r}")
+        return value
+
+    return number
+
+
+def _shape(text: str) -> tuple[str, tuple[int, ...]]:
+    name, _, dims = text.rpartition("=")
+    try:
+        shape = tuple(int(dim) for dim in dims.split(",") if dim)
+    except ValueError:
+        shape = (-1,)
+    if not name or any(dim < 0 for dim in shape):
+        raise argparse.ArgumentTypeError(f"expected an input and a row's dimensions, such as x=3,224,224, got {text!r}")
+    return name, shape
+
+
+def _heads(text: str) -> tuple[str, ...] | None:
+    if text == "all":
+        return None
+    heads = tuple(text.split(","))
+    if not all(heads):
+        raise argparse.ArgumentTypeError(f"expected heads with commas between them, or all, got {text!r}")
+    return heads
+
+
+def _slo(text: str) -> dict[str, float]:
+    try:
+        return read_limits(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
