@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import app
+from app.bench.options import add_bench_command
 from app.config import Config, load_config, read_config, read_yaml
 from app.errors import CommandError, ConfigError, StartError
 from app.health import default_url, health_status
 from app.logs import set_up_logging
 from app.openapi import example_body
+from app.plan.options import add_plan_command
 from app.security.key_commands import add_key_commands
 from app.security.keys_file import keys_are_wanted
 from inference.lm.reference import is_language_model
@@ -92,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     scale.add_argument("replicas", metavar="N | MIN-MAX", type=_bounds, help="how many, or between how many it scales")
     _add_url(scale)
     scale.set_defaults(run=_scale)
+    add_bench_command(commands)
+    add_plan_command(commands, lambda options: _read(options.what, _flags(options)))
     add_key_commands(commands)
     return parser
 

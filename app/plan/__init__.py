@@ -1,0 +1,1 @@
+"""``headwater plan``: measures a deployment at several sizes, fits models of its memory and speed, and recommends."""

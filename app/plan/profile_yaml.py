@@ -1,0 +1,32 @@
+"""A profile as a file for ``headwater serve``, with its figures on top."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from app.config import Config
+
+__all__ = ["profile_yaml"]
+
+
+def profile_yaml(config: Config, name: str, section: dict[str, Any], comments: Sequence[str]) -> str:
+    """The file's text.
+
+    Args:
+        config: the one that was planned for; its other deployments are left out.
+        name: the deployment.
+        section: its section at the profile's size.
+        comments: lines of text that stand on top.
+    """
+    content: dict[str, Any] = {}
+    for part in ("server", "security"):
+        given = getattr(config, part).model_dump(mode="json", exclude_unset=True)
+        if given:
+            content[part] = given
+    content["deployments"] = {name: section}
+    head = "".join(f"# {line}".rstrip() + "\n" for line in comments)
+    body: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
+    return head + body

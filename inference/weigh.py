@@ -1,0 +1,90 @@
+"""Loads models and says how large their weights are.
+
+``python -m inference.weigh`` reads one JSON `inference.probe.Request` on its standard input, loads what it names, and
+prints one JSON `Weight`. A process of its own, for the planner; see `app.plan.weights`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from inference.device import choose_device
+from inference.lm.loading import plan_language_model
+from inference.lm.reference import is_language_model
+from inference.loader import load_model
+from inference.probe import Request
+
+__all__ = ["Weight", "main", "weigh"]
+
+
+class Weight(msgspec.Struct, frozen=True):
+    """What loading left in memory."""
+
+    bytes: int
+    how: str
+    """``tensors``: torch's tensors, counted; ``growth``: of the process's anonymous memory."""
+
+
+def weigh(request: Request) -> Weight:
+    """Load what a deployment names, and keep it until it is weighed."""
+    sys.path[:0] = [entry for entry in request.path if entry not in sys.path]
+    if request.working_dir is not None:
+        os.chdir(request.working_dir)
+    steps = (
+        [(step.model, step.options) for step in request.pipeline.steps]
+        if request.pipeline is not None
+        else [(request.model, request.options)]
+    )
+    kept: list[Any] = []
+    if is_language_model(request.model):
+        plan = plan_language_model(request.model, request.options, request.path)
+        before = _anonymous_bytes()
+        kept.append(plan.load(choose_device(request.device, uses_torch=True), lambda reason: None))
+    else:
+        models = [load_model(reference, options, request.path) for reference, options in steps]
+        device = choose_device(request.device, "torch" in sys.modules or any(one.arrays == "torch" for one in models))
+        before = _anonymous_bytes()
+        for model in models:
+            model.load(device)
+        kept += models
+    grown = max(0, _anonymous_bytes() - before)
+    tensors = _tensor_bytes()
+    return Weight(tensors, "tensors") if tensors else Weight(grown, "growth")
+
+
+def _tensor_bytes() -> int:
+    """Of all of torch's tensors that live: memory that several share counts once."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return 0
+    gc.collect()
+    sizes: dict[tuple[str, int], int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor):
+            storage = thing.untyped_storage()
+            sizes[str(thing.device), storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon:")).split()[1])
+
+
+def main() -> None:
+    """Answer the request on standard input."""
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+    # What a model prints while it is loaded must not stand before the answer.
+    with os.fdopen(os.dup(1), "wb") as output:
+        os.dup2(2, 1)
+        output.write(msgspec.json.encode(weigh(request)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""A whole plan, with a machine that behaves exactly as the models say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.config import Config, read_config
+from app.errors import CommandError
+from app.plan import planning
+from app.plan.measuring import Measured
+from app.plan.memory_model import MeasuredMemory
+from app.plan.plan_json import plan_json
+from app.plan.plan_page import plan_page
+from app.plan.plan_text import is_off, plan_text
+from app.plan.planning import Plan, Planner
+from app.plan.point import Point, grid
+from app.plan.profiles import Budget
+from app.plan.size_table import size_rows, smallest_need
+from app.plan.subject import Subject, choose_deployment, make_subject
+from app.plan.weights import Weights
+
+GIB = 2**30
+POINTS = grid([1, 8, 32], [1, 2], [1, 2])
+CONFIG = {"deployments": {"one": {"model": "my.models:Scale", "timeout_s": 5}, "two": {"model": "my.models:Other"}}}
+
+
+def config(content: dict[str, Any] | None = None) -> Config:
+    return read_config(content or CONFIG, source="test", environment={}, flags={})
+
+
+def subject(config: Config, name: str = "one") -> Subject:
+    return make_subject("models.yaml", config, name, (), cores=4, seconds=4, tokens=64, input=None)
+
+
+def machine(point: Point, gain: float = 1.0) -> Measured:
+    own = (400 << 20) + (point.rows * point.instances << 20)
+    rate = gain * min(point.calls, 2) * point.rows / (0.01 + 0.002 * point.rows)
+    connections = 2 * point.rows * point.calls
+    memory = MeasuredMemory(80 << 20, 150 << 20, own, own)
+    host = (230 << 20) + point.replicas * own
+    p50_ms = 1000 * connections / rate
+    return Measured(point, memory, host, 0, "cpu", rate, p50_ms, 2 * p50_ms, connections, float(point.rows), 0.2)
+
+
+Run = Callable[..., Plan]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Makes a plan; ``measure`` is the machine, ``verify`` runs a profile's file."""
+
+    def make(
+        measure: Callable[[Point], Measured] = machine, verify: Callable[[Point], Measured] | None = None,
+        *, budget: int = 16 * GIB, verifies: bool = True,
+    ) -> Plan:  # fmt: skip
+        def run_file(subject: Subject, point: Point, what: str, fields: Mapping[str, Any]) -> Measured:
+            served = read_config(yaml.safe_load(Path(what).read_text()), source=what, environment={}, flags={})
+            (deployment,) = served.deployments.values()
+            assert (deployment.batching.max_batch_size, deployment.instances, deployment.replicas.max) == point
+            return (verify or machine)(point)
+
+        monkeypatch.setattr(planning, "measure_point", lambda subject, point: measure(point))
+        monkeypatch.setattr(planning, "measure_server_under_load", run_file)
+        plan = Plan(subject(config()), Budget(budget), 16 * GIB, Weights(90 << 20, "tensors"))
+        Planner(plan, config(), tmp_path, "models-one", lambda line: None).run(
+            POINTS, checks=verifies, verifies=verifies
+        )
+        return plan
+
+    return make
+
+
+def test_a_plan_predicts_what_it_then_measures(run: Run, tmp_path: Path) -> None:
+    plan = run()
+    assert not plan.ended
+    assert plan.held_out is not None
+    assert plan.held_out < 1e-6
+    assert [trial.point for trial in plan.trials] == [Point(20, 2, 2), Point(64)]
+    trials = [*plan.trials, *(one.trial for one in plan.recommendations if one.trial is not None)]
+    assert len(trials) == 5
+    for trial in trials:
+        assert {one.what for one in trial.comparisons} == {"host memory", "rate"}
+        assert not any(is_off(one) for one in trial.comparisons)
+        assert trial.measured is not None
+        assert trial.predicted.p50_ms == pytest.approx(trial.measured.p50_ms)
+        assert trial.predicted.p99_ms == pytest.approx(trial.measured.p99_ms)
+    names = [f"models-one-{name}.yaml" for name in ("balanced", "memory-lean", "throughput")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    text = (tmp_path / names[0]).read_text()
+    assert "# Predicted: " in text
+    assert "# Measured:  " in text
+    assert "timeout_s: 5" in text
+    assert "two" not in yaml.safe_load(text)["deployments"]
+
+
+def test_what_is_told_is_the_same_everywhere(run: Run) -> None:
+    plan = run()
+    told = json.loads(json.dumps(plan_json(plan)))
+    assert told["complete"] is True
+    assert len(told["points"]) == 12
+    assert [one["name"] for one in told["profiles"]] == ["memory-lean", "throughput", "balanced"]
+    assert all(one["error"] == pytest.approx(0, abs=1e-6) for one in told["profiles"][0]["comparisons"])
+    assert any(one["fits"] and one["rows"] == 64 for one in told["sizes"])
+    text = plan_text(plan)
+    assert "memory-lean" in text
+    assert "predicted only" in text
+    assert "too far off" not in text
+
+
+def test_a_prediction_that_is_wrong_is_marked(run: Run) -> None:
+    plan = run(verify=lambda point: machine(point, gain=0.5))
+    text = plan_text(plan)
+    assert text.count("too far off") == 3
+    assert "+100.0%" in text
+
+
+def test_ctrl_c_in_the_sweep_still_fits_and_recommends_but_runs_nothing_more(run: Run) -> None:
+    def measure(point: Point) -> Measured:
+        if point == POINTS[5]:
+            raise KeyboardInterrupt
+        return machine(point)
+
+    plan = run(measure)
+    assert plan.ended == "stopped by hand"
+    assert len(plan.sweep.measured) == 5
+    assert not plan.trials
+    assert all(one.trial is not None and one.trial.measured is None for one in plan.recommendations)
+    told = plan_json(plan)
+    assert told["complete"] is False
+    assert told["points"][5]["error"] == "stopped by hand"
+
+
+def test_a_profile_that_does_not_run_says_why_and_the_others_do(run: Run, tmp_path: Path) -> None:
+    def verify(point: Point) -> Measured:
+        if point.replicas == 1:
+            raise CommandError("no module 'my'")
+        return machine(point)
+
+    plan = run(verify=verify)
+    errors = [one.trial.error for one in plan.recommendations if one.trial is not None]
+    assert errors == ["", "no module 'my'", ""]
+    assert "not run, no module 'my'" in (tmp_path / "models-one-throughput.yaml").read_text()
+
+
+def test_if_nothing_fits_no_file_is_written_and_the_smallest_need_is_told(run: Run, tmp_path: Path) -> None:
+    plan = run(budget=GIB // 2, verifies=False)
+    assert smallest_need(plan) == "needs 631 MiB of the machine's memory, 512 MiB may be taken"
+    assert "Nothing fits" in plan_text(plan)
+    assert all(row.excess for row in size_rows(plan))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_page_with_curves(run: Run) -> None:
+    pytest.importorskip("matplotlib", exc_type=ImportError)
+    page = plan_page(run())
+    assert page.count("<svg") == 3
+    assert "memory-lean" in page
+
+
+def test_which_deployment_is_meant() -> None:
+    with pytest.raises(CommandError, match="--deployment: expected one of one, two, got none"):
+        choose_deployment(config(), None)
+    with pytest.raises(CommandError, match="got 'three'"):
+        choose_deployment(config(), "three")
+    assert choose_deployment(config(), "two") == "two"
+    steps = {"trunk": {"model": "a:T"}, "heads": {"x": {"model": "a:H"}}, "placement": "graph"}
+    with pytest.raises(CommandError, match="placement graph"):
+        choose_deployment(config({"deployments": {"fan": {"pipeline": steps}}}), None)
+
+
+def test_tokens_that_the_context_has_no_room_for(tmp_path: Path) -> None:
+    model = {
+        "num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "max_position_embeddings": 100,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    with pytest.raises(CommandError, match="--tokens: expected at most 52"):
+        subject(config({"deployments": {"lm": {"model": f"lm:{tmp_path}"}}}), "lm")
