@@ -18,7 +18,7 @@ from benchmarks.fanout_calibration import call_ms, loaded
 from benchmarks.fanout_client import Connection, TensorBytes
 from benchmarks.fanout_models import Head, Trunk
 from benchmarks.fanout_servers import Server, headwater, pin_replica, served
-from benchmarks.peers import free_port
+from benchmarks.servers import free_port
 
 __all__ = ["Answers", "Ask", "Bare", "Layout", "Options", "client_calls", "pipeline", "pipeline_config", "router"]
 

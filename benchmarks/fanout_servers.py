@@ -19,10 +19,20 @@ from typing import Any
 
 import yaml
 
-from benchmarks.peers import free_port
+from benchmarks.servers import free_port
 from inference.environment import library_path
 
-__all__ = ["ONE_THREAD", "Server", "cpu_s", "headwater", "kill_replica", "pin_replica", "resident_bytes", "served"]
+__all__ = [
+    "ONE_THREAD",
+    "Server",
+    "cpu_s",
+    "headwater",
+    "kill_replica",
+    "pin_replica",
+    "resident_bytes",
+    "served",
+    "tree",
+]
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 240.0
@@ -75,13 +85,18 @@ def served(command: Sequence[str], port: int, folder: Path, ready_path: str = "/
 
 
 @contextlib.contextmanager
-def headwater(deployments: dict[str, Any]) -> Iterator[Server]:
-    """Run ``headwater serve`` with these deployments until the block ends; all are ready when it starts."""
+def headwater(deployments: dict[str, Any], **sections: Any) -> Iterator[Server]:
+    """Run ``headwater serve`` with these deployments until the block ends; all are ready when it starts.
+
+    Args:
+        deployments: by name.
+        sections: others of the configuration.
+    """
     with tempfile.TemporaryDirectory(prefix="hw-") as name:
         folder, port = Path(name), free_port()
         path = folder / "config.yaml"
         server = {"port": port, "runtime_dir": str(folder / "run")}
-        path.write_text(yaml.safe_dump({"server": server, "deployments": deployments}))
+        path.write_text(yaml.safe_dump({"server": server, "deployments": deployments, **sections}))
         with served([sys.executable, "-m", "app", "serve", str(path)], port, folder) as running:
             yield running
 
@@ -89,7 +104,7 @@ def headwater(deployments: dict[str, Any]) -> Iterator[Server]:
 def cpu_s(server: Server) -> float:
     """Processor time, in seconds, that a server's processes have used so far."""
     ticks = 0
-    for pid in _tree(server.pid):
+    for pid in tree(server.pid):
         with contextlib.suppress(OSError):  # it may end meanwhile
             fields = _stat(pid)
             ticks += int(fields[11]) + int(fields[12])
@@ -100,7 +115,7 @@ def resident_bytes(server: Server) -> int:
     """Memory that a server's gateway workers have."""
     pages = sum(
         int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        for pid in _tree(server.pid)
+        for pid in tree(server.pid)
         if b"app.worker" in _command(pid)
     )
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -109,9 +124,9 @@ def resident_bytes(server: Server) -> int:
 def pin_replica(server: Server, deployment: str, core: int) -> None:
     """Let all threads of a deployment's replica run on one core only; threads that they start inherit it."""
     folder = str(_replica_folder(server, deployment)).encode()
-    named = [pid for pid in _tree(server.pid) if folder in _command(pid)]
+    named = [pid for pid in tree(server.pid) if folder in _command(pid)]
     # What these started belongs to them too, though it may not be named after the folder.
-    for pid in {member for root in named for member in _tree(root)}:
+    for pid in {member for root in named for member in tree(root)}:
         with contextlib.suppress(OSError):  # it may end meanwhile
             for task in Path(f"/proc/{pid}/task").iterdir():
                 os.sched_setaffinity(int(task.name), {core})
@@ -135,7 +150,7 @@ def _replica_folder(server: Server, deployment: str) -> Path:
     return max(found, key=lambda path: int(path.name[1:]))
 
 
-def _tree(root: int) -> list[int]:
+def tree(root: int) -> list[int]:
     """A process and all that descend from it."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():

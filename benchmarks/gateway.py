@@ -1,8 +1,9 @@
 """The gateway against Triton's own HTTP in front of the same callable, and against FastAPI alone.
 
-``python -m benchmarks.gateway [--seconds S] [--repeats N] [--connections 1,16,64,256]``: prints requests/s and p50/p99,
-medians over repeats with their spread, servers interleaved; then how throughput holds up over 5,000 requests whose
-callable raises. Writes the raw figures to benchmarks/results/gateway.json.
+``python -m benchmarks.gateway [--seconds S] [--repeats N] [--connections 1,16,64,256] [--failing N] [--smoke]``: prints
+requests/s and p50/p99, medians over repeats with their spread, servers interleaved; then how throughput holds up over
+5,000 requests whose callable raises. wrk looks at the status of each answer; the values of some are verified before and
+after. Writes the raw figures to benchmarks/results/gateway.json.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.load import Load, run_wrk
-from benchmarks.peers import free_port, gateway, running
+from benchmarks.servers import free_port, gateway, running
+from benchmarks.smoke import parse_with_smoke
 
 BODY = json.dumps(
     {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 16], "data": [float(value) for value in range(16)]}]}
@@ -31,6 +33,7 @@ PATH = "/v2/models/scale/infer"
 RESULTS = Path(__file__).parent / "results" / "gateway.json"
 GATEWAY, TRITON, PLAIN = "gateway", "Triton's own HTTP", "FastAPI alone"
 POISON_CONNECTIONS = 16
+VERIFIED = 20
 
 
 def main() -> None:
@@ -39,7 +42,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--connections", default="1,16,64,256")
-    options = parser.parse_args()
+    parser.add_argument("--failing", type=int, default=5000, help="requests whose callable raises, at least")
+    options = parse_with_smoke(parser, seconds=1, repeats=1, connections="4", failing=1)
     connections = [int(text) for text in options.connections.split(",")]
     print(_machine())
     with contextlib.ExitStack() as stack:
@@ -57,10 +61,14 @@ def main() -> None:
             stack.enter_context(running([sys.executable, "-m", module, str(port)], url, BODY))
         for url in urls.values():
             _verify(url)
-            run_wrk(url, BODY, 16, 2)  # warm
+            run_wrk(url, BODY, 16, min(2, options.seconds))  # warm
         loads = _measure(urls, connections, options.seconds, options.repeats)
+        for url in urls.values():
+            _verify(url)
     _print(loads, connections)
-    poison = _poison()
+    poison = _poison(options.failing)
+    if options.smoke:
+        return
     RESULTS.parent.mkdir(exist_ok=True)
     raw = {
         name: {str(count): [asdict(load) for load in found] for count, found in by.items()}
@@ -109,8 +117,8 @@ def _ratio(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
-def _poison() -> list[float]:
-    """Throughput of 5,000 requests whose callable raises, in fifths."""
+def _poison(least: int) -> list[float]:
+    """Throughput of so many requests whose callable raises, second by second."""
     services = Path(__file__).parents[1] / "tests" / "services"
     before = os.getcwd()
     os.chdir(services)
@@ -118,14 +126,12 @@ def _poison() -> list[float]:
     try:
         with gateway("faulty:Faulty") as url:
             total = 0
-            while total < 5000:
+            while total < least:
                 load = run_wrk(f"{url}/v2/models/faulty/infer", POISON, POISON_CONNECTIONS, 1)
                 if load.status_errors != load.requests:
                     raise SystemExit(f"expected every request to fail, {load.requests - load.status_errors} did not")
                 total += load.requests
                 rates.append(load.per_s)
-            while len(rates) < 5:
-                rates.append(run_wrk(f"{url}/v2/models/faulty/infer", POISON, POISON_CONNECTIONS, 1).per_s)
     finally:
         os.chdir(before)
     print(
@@ -137,13 +143,16 @@ def _poison() -> list[float]:
 
 
 def _verify(url: str) -> None:
-    request = urllib.request.Request(url, BODY, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        content = json.load(answer)
-    expected = [2.0 * value for value in range(16)]
-    got = content["outputs"][0]["data"]
-    if got != expected:
-        raise SystemExit(f"{url}: expected {expected}, got {got}")
+    for number in range(VERIFIED):
+        values = [float(number + place) for place in range(16)]
+        body = json.loads(BODY)
+        body["inputs"][0]["data"] = values
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            got = json.load(answer)["outputs"][0]["data"]
+        expected = [2 * value for value in values]
+        if got != expected:
+            raise SystemExit(f"{url}: expected {expected}, got {got}")
 
 
 def _machine() -> str:

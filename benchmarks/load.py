@@ -1,4 +1,4 @@
-"""Load by wrk: closed loop, a number of connections, one body."""
+"""Load by wrk: closed loop, a number of connections, one body or several in turn."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +14,29 @@ __all__ = ["Load", "run_wrk"]
 
 _SCRIPT = """
 wrk.method = "POST"
-wrk.headers["Content-Type"] = "application/json"
-local file = io.open("%s", "rb")
-wrk.body = file:read("*a")
-file:close()
+%s
+local function read(number)
+  local file = io.open("%s/body" .. number, "rb")
+  local body = file:read("*a")
+  file:close()
+  return body
+end
+local count = %d
+if count == 1 then
+  wrk.body = read(0)
+else
+  local requests, turn = {}, -1
+  init = function(args)
+    wrk.init(args)
+    for number = 0, count - 1 do
+      requests[number] = wrk.format(nil, nil, nil, read(number))
+    end
+  end
+  request = function()
+    turn = (turn + 1) %% count
+    return requests[turn]
+  end
+end
 done = function(summary, latency, requests)
   io.write(string.format(
     '\\nRESULT {"requests": %%d, "seconds": %%f, "p50_ms": %%f, "p99_ms": %%f, ' ..
@@ -46,8 +66,21 @@ class Load:
         return self.requests / self.seconds
 
 
-def run_wrk(url: str, body: bytes, connections: int, seconds: float) -> Load:
-    """Send one body again and again over some connections, each waiting for its answer.
+def run_wrk(
+    url: str,
+    body: bytes | Sequence[bytes],
+    connections: int,
+    seconds: float,
+    headers: Mapping[str, str] | None = None,
+) -> Load:
+    """Send one body, or several in turn, again and again over some connections, each waiting for its answer.
+
+    Args:
+        url: where to post to.
+        body: one, or all of them.
+        connections: how many.
+        seconds: how long, whole ones.
+        headers: of the requests; none: that the body is JSON.
 
     Raises:
         RuntimeError: wrk isn't installed, or found no answer.
@@ -56,10 +89,13 @@ def run_wrk(url: str, body: bytes, connections: int, seconds: float) -> Load:
     if wrk is None:
         raise RuntimeError("wrk isn't installed; on Debian: apt-get install wrk")
     with tempfile.TemporaryDirectory() as folder:
-        payload = Path(folder) / "body"
-        payload.write_bytes(body)
+        bodies = [body] if isinstance(body, bytes) else body
+        for number, one in enumerate(bodies):
+            (Path(folder) / f"body{number}").write_bytes(one)
+        named = {"Content-Type": "application/json"} if headers is None else headers
+        lines = "\n".join(f'wrk.headers["{name}"] = "{value}"' for name, value in named.items())
         script = Path(folder) / "script.lua"
-        script.write_text(_SCRIPT % payload)
+        script.write_text(_SCRIPT % (lines, folder, len(bodies)))
         output = subprocess.run(
             [wrk, "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--timeout", "30s", "-s", script, url],
             check=True,

@@ -14,12 +14,21 @@ from typing import Any
 
 from benchmarks.fanout_report import Ratio
 from benchmarks.fanout_servers import Server, cpu_s, served
-from benchmarks.peers import free_port
+from benchmarks.servers import free_port
 from benchmarks.stream_engine import EngineAlone, Run
 from benchmarks.stream_load import Answer, Ask, Job, LoadGenerator, raw_body
 from benchmarks.stream_texts import AnswerWrong, check, check_counting, prompts
 
-__all__ = ["STEP_S", "STREAMS", "against_pytriton", "against_the_engine", "completion", "port_of"]
+__all__ = [
+    "STEP_S",
+    "STREAMS",
+    "against_pytriton",
+    "against_the_engine",
+    "ask_pytriton",
+    "bare_pytriton",
+    "completion",
+    "port_of",
+]
 
 STREAMS = 64
 STEP_S = 0.002
@@ -66,7 +75,7 @@ def against_pytriton(
         f"{what}, {name}": [] for name in asks for what in ("tokens/s", "events/s", "tokens an event", "server cores")
     }
     found["tokens/s, PyTriton"] = []
-    with _pytriton() as port:
+    with bare_pytriton() as port:
         for number in range(-1, repeats):
             for name, length in lengths.items():
                 before, started = cpu_s(server), time.perf_counter()
@@ -79,7 +88,7 @@ def against_pytriton(
                     found[f"events/s, {name}"].append(_per_s(answers) / an_event)
                     found[f"tokens an event, {name}"].append(an_event)
                     found[f"server cores, {name}"].append(cores)
-            pytriton = _ask_pytriton(port)
+            pytriton = ask_pytriton(port)
             if number >= 0:
                 found["tokens/s, PyTriton"].append(pytriton)
     ratios = []
@@ -119,7 +128,7 @@ def _per_s(answers: Sequence[Answer]) -> float:
 
 
 @contextmanager
-def _pytriton() -> Iterator[int]:
+def bare_pytriton() -> Iterator[int]:
     """PyTriton alone; its gRPC port."""
     http_port, grpc_port = free_port(), free_port()
     command = [sys.executable, "-m", "benchmarks.stream_pytriton", "serve", str(http_port), str(grpc_port)]
@@ -130,9 +139,9 @@ def _pytriton() -> Iterator[int]:
         yield grpc_port
 
 
-def _ask_pytriton(port: int) -> float:
+def ask_pytriton(port: int, tokens: int = PYTRITON_TOKENS) -> float:
     """Tokens a second."""
-    command = [sys.executable, "-m", "benchmarks.stream_pytriton", "ask", str(port), str(STREAMS), str(PYTRITON_TOKENS)]
+    command = [sys.executable, "-m", "benchmarks.stream_pytriton", "ask", str(port), str(STREAMS), str(tokens)]
     found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     if found["errors"]:
         raise AnswerWrong(f"PyTriton: {'; '.join(found['errors'])}")

@@ -1,4 +1,4 @@
-"""The servers that a benchmark compares, each in processes of its own."""
+"""Servers that benchmarks start, each in processes of its own, and free ports for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inference.environment import library_path
 
 __all__ = ["free_port", "gateway", "running"]
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0
 
 
 def free_port() -> int:
