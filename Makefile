@@ -22,13 +22,14 @@ IMAGE_ARGS ?=
 UV_VERSION := 0.13.8
 VENV := .venv
 LOCK_VENV := .venv-lock
+PEER_VENVS := .venv-peers
 BIN := $(VENV)/bin
 # -qq: pip's errors only.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help serve test lint format types bench bench-fanout bench-stream bench-neighbours bench-scaling screenshots soak chaos fuzz lock clean image base-image image-test image-suite engine
+.PHONY: help serve test lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke screenshots soak chaos fuzz lock clean image base-image image-test image-suite engine
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
@@ -57,6 +58,11 @@ types: $(VENV)/.dev  ## mypy --strict
 bench: $(VENV)/.dev  ## benchmark the gateway
 	@exec $(BIN)/python -m benchmarks.gateway $(ARGS)
 
+# What is installed for peers is nothing of ours; a peer that can't be installed is left out, and said so.
+bench-peers: $(VENV)/.dev  ## benchmark the gateway beside other servers, each installed in an environment of its own
+	@$(BIN)/python -m benchmarks.peers.environments
+	@exec $(BIN)/python -m benchmarks.peers $(ARGS)
+
 bench-fanout: $(VENV)/.dev  ## benchmark one trunk with two heads
 	@exec $(BIN)/python -m benchmarks.fanout $(ARGS)
 
@@ -81,6 +87,12 @@ fuzz: $(VENV)/.fuzz  ## give what reads requests inputs that reach new code, a m
 bench-scaling: $(VENV)/.dev  ## benchmark a step in load, up and down again
 	@exec $(BIN)/python -m benchmarks.scaling $(ARGS)
 
+bench-keys: $(VENV)/.dev  ## benchmark wrong keys beside right ones, and how soon a revoked key is refused
+	@exec $(BIN)/python -m benchmarks.keys $(ARGS)
+
+bench-smoke: $(VENV)/.dev  ## run every benchmark with tiny counts: does it run, are its answers right
+	@exec $(BIN)/python -m benchmarks.smoke $(ARGS)
+
 # A health check is part of docker's format of images, which the others make if told.
 BUILD_IMAGE = $(ENGINE) build $(if $(filter-out docker,$(ENGINE)),--format docker) $(IMAGE_ARGS)
 
@@ -102,7 +114,7 @@ engine:
 	  "(on Debian: apt-get install podman)" >&2; exit 1; }
 
 clean:  ## remove the environments, caches and build output
-	rm -rf $(VENV) $(LOCK_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOCK_VENV) $(PEER_VENVS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find app inference tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: a set-up runs again when a lock or pyproject.toml changes, and costs nothing otherwise.

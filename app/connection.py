@@ -71,6 +71,8 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
         if self._running is not None:
             self._running.lose()
+            self._running.end()
+            self._running = None
 
     def data_received(self, data: bytes) -> None:
         """Parse; then see whether a head is still incomplete."""

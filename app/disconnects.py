@@ -39,9 +39,7 @@ class DisconnectWatch:
         exchange = self._exchange
         if exchange is not None:
             self._task = exchange.task
-            exchange.on_gone = self._leave
-            if exchange.is_gone:
-                self._leave()
+            exchange.watch(self._leave)
             return
         self._task = asyncio.current_task()
         self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._start)

@@ -28,7 +28,7 @@ FIRST_EVENT_TIMEOUT_S = 0.25
 
 
 class StreamLimits(NamedTuple):
-    """What holds for every stream of a server; `app.middleware.RequestContext` puts it into the request's state."""
+    """What holds for every stream of a server; `app.middleware.RequestRecords` puts it into the request's state."""
 
     ping_s: float = 15
     """Between keep-alive comments."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -41,8 +40,6 @@ from app.security.key_check import KeyCheck, KeyRing
 from app.security.key_schema import with_keys
 
 __all__ = ["Gateway", "create_app"]
-
-logger = logging.getLogger("headwater")
 
 CORS_REQUEST_HEADERS: Final = (
     "Authorization", "Content-Type", "Inference-Header-Content-Length", "Traceparent", "X-API-Key", "X-Request-Id",
@@ -164,10 +161,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:
-    state = request.scope["state"]
-    request_id = state.get("request_id", "?")
-    logger.error("request %s failed in the gateway", request_id, exc_info=error, extra={"request_id": request_id})
-    return _response(error_reply(internal_error(state), request.url.path))
+    return _response(error_reply(internal_error(request.scope["state"], error), request.url.path))
 
 
 def _response(reply: Reply, headers: dict[str, str] | None = None) -> Response:

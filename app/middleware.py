@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -18,6 +19,8 @@ from app.replies import error_reply
 from app.tracing import Trace, current
 
 __all__ = ["MAX_HEADER_BYTES", "RequestContext", "RequestRecord", "RequestRecords", "internal_error"]
+
+logger = logging.getLogger("headwater")
 
 MAX_HEADER_BYTES: Final = 32 * 1024
 """Of a request's headers and its path together."""
@@ -94,7 +97,7 @@ class RequestRecords:
             scope: the request's.
             status: that it was answered with, unless its state has another; 499: its client went away.
         """
-        state: Mapping[str, Any] = scope["state"]
+        state: dict[str, Any] = scope["state"]
         seen = state.get("status", status)
         took_ns = time.perf_counter_ns() - record.started_ns
         leave(scope, seen, took_ns)
@@ -102,6 +105,8 @@ class RequestRecords:
             record.trace.end(scope, seen, state.get("error"))
         if self.log is not None and not (seen < 400 and state.get("is_routine")):
             self.log.write(scope, seen, took_ns / 1e9, state)
+        # Its traceback knows the state: both, and the request's body, would wait for the garbage collector.
+        state.pop("error", None)
 
     def _new_id(self) -> str:
         at = self._ids_at
@@ -141,18 +146,21 @@ class RequestContext:
             try:
                 record.check()
             except HeadersTooLarge as error:
+                scope["state"]["error"] = error
                 await error_reply(error, scope["path"])(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
-        except Exception:
+        except Exception as error:
             scope["state"]["status"] = 500
             if not status:
-                await error_reply(internal_error(scope["state"]), scope["path"])(scope, receive, send_with_id)
+                await error_reply(internal_error(scope["state"], error), scope["path"])(scope, receive, send_with_id)
             raise
         finally:
             self._records.end(record, scope, status if complete else 499)
 
 
-def internal_error(state: Mapping[str, Any]) -> CallableFailed:
-    """What a client is told of a fault of ours."""
-    return CallableFailed(f"internal error; the log has more under request id {state.get('request_id', '?')}")
+def internal_error(state: Mapping[str, Any], error: Exception) -> CallableFailed:
+    """Log a fault of ours. Returns what its client is told."""
+    request_id = state.get("request_id", "?")
+    logger.error("request %s failed in the gateway", request_id, exc_info=error, extra={"request_id": request_id})
+    return CallableFailed(f"internal error; the log has more under request id {request_id}")

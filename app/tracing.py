@@ -1,7 +1,7 @@
 """Traces: one tree of OpenTelemetry spans a request, from HTTP through queue, replica, trunk and heads.
 
 Off, nothing here imports OpenTelemetry's SDK, and a request costs one look at a variable. On, `app.worker` calls `use`;
-`app.middleware.RequestContext` begins a request's `Trace`, and what serves the request adds spans to it, afterwards
+`app.middleware.RequestRecords` begins a request's `Trace`, and what serves the request adds spans to it, afterwards
 and from times that are measured anyway.
 
 Names and attributes follow OpenTelemetry's semantic conventions for HTTP; others begin with ``headwater.``. No span

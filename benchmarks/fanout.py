@@ -1,6 +1,7 @@
 """One trunk and two heads, in five layouts: what asking for both heads costs beside asking for one.
 
-``python -m benchmarks.fanout [--rounds N] [--layouts client,router,fused,graph] [--faults] [--json FILE]``.
+``python -m benchmarks.fanout [--rounds N] [--layouts client,router,fused,graph] [--faults] [--json FILE]
+[--smoke]``.
 
 The case is a report about Triton: a trunk A with heads B and C took 86 ms as A+B, 165 ms as A+C, and 262 ms as A+B+C
 through a model that calls A and hands its features to B and C, which is more than two separate requests take. Models of
@@ -47,6 +48,7 @@ from benchmarks.fanout_layouts import Answers, Bare, Layout, Options, client_cal
 from benchmarks.fanout_models import Head, Trunk
 from benchmarks.fanout_report import Ratio, Spread, ratio_line, times_line
 from benchmarks.fanout_servers import cpu_s
+from benchmarks.smoke import parse_with_smoke
 
 KINDS = {"A+B": ("b",), "A+C": ("c",), "A+B+C": ("b", "c")}
 BOTH = "A+B+C"
@@ -85,16 +87,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--warmup-rounds", type=int, default=3)
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="those to compare with the bare callables")
+    parser.add_argument("--repeats", type=int, help="blocks of each model; default: as many as its time takes")
     parser.add_argument("--no-pin", action="store_true", help="let the graph's heads run on any core")
     parser.add_argument("--faults", action="store_true", help="measure what failures of a head do to other requests")
     parser.add_argument("--blocks", type=int, default=6, help="pairs of blocks for each fault")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
-    arguments = parser.parse_args()
+    arguments = parse_with_smoke(parser, rounds=1, warmup_rounds=0, repeats=1, faults=True, blocks=1)
     names = [name for name in arguments.layouts.split(",") if name]
     if unknown := set(names) - set(LAYOUTS):
         parser.error(f"--layouts: expected some of {', '.join(LAYOUTS)}, got {', '.join(sorted(unknown))}")
-    if arguments.rounds < 1 or arguments.blocks < 1:
-        parser.error("--rounds and --blocks: expected at least 1")
+    if min(arguments.rounds, arguments.blocks, arguments.repeats or 1) < 1:
+        parser.error("--rounds, --blocks and --repeats: expected at least 1")
     try:
         _run(names, arguments)
     except RuntimeError as error:  # a server that didn't start, an answer that is an error
@@ -104,8 +107,8 @@ def main() -> None:
 def _run(names: list[str], arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     print(_machine())
-    options = _calibrated()
-    print("calibrated: " + ", ".join(f"{name.upper()} {chosen['repeats']} blocks" for name, chosen in options.items()))
+    options = _calibrated(arguments.repeats)
+    print("models: " + ", ".join(f"{name.upper()} {chosen['repeats']} blocks" for name, chosen in options.items()))
     cores = [] if arguments.no_pin else sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         cores = []
@@ -114,7 +117,9 @@ def _run(names: list[str], arguments: argparse.Namespace) -> None:
     _compare(figures, names, options, cores, arguments.rounds, arguments.warmup_rounds)
     _print(figures)
     if arguments.faults:
-        raw_faults = measure_faults(arguments.blocks)
+        raw_faults = (
+            measure_faults(1, faults=("raise",), block_s=1) if arguments.smoke else measure_faults(arguments.blocks)
+        )
     if arguments.json is not None:
         raw = {
             "machine": _machine(),
@@ -128,15 +133,15 @@ def _run(names: list[str], arguments: argparse.Namespace) -> None:
         print(f"\nraw figures: {arguments.json}")
 
 
-def _calibrated() -> Options:
-    """The models' options."""
+def _calibrated(repeats: int | None) -> Options:
+    """The models' options; ``repeats``: so many blocks for each, whatever time that takes."""
     image = torch.from_numpy(_images(1)[0])
-    a = calibrate(lambda repeats: Trunk(repeats), {"x": image}, WANTED_MS["a"])
+    a = repeats or calibrate(lambda repeats: Trunk(repeats), {"x": image}, WANTED_MS["a"])
     features = loaded(Trunk(a))(x=image)["features"]
     options: Options = {"a": {"repeats": a, "seed": 1}}
     for seed, name in enumerate(("b", "c"), start=2):
-        repeats = calibrate(lambda repeats: Head(repeats), {"features": features}, WANTED_MS[name])
-        options[name] = {"repeats": repeats, "output": f"y_{name}", "seed": seed}
+        blocks = repeats or calibrate(lambda repeats: Head(repeats), {"features": features}, WANTED_MS[name])
+        options[name] = {"repeats": blocks, "output": f"y_{name}", "seed": seed}
     return options
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -83,11 +83,13 @@ class _Case:
         return set(given)
 
 
-def measure_faults(blocks: int) -> dict[str, Any]:
+def measure_faults(blocks: int, *, faults: Sequence[str] = FAULTS, block_s: float = BLOCK_S) -> dict[str, Any]:
     """Measure and print; returns the raw figures.
 
     Args:
         blocks: pairs of blocks for each fault.
+        faults: of `FAULTS`.
+        block_s: how long a block takes.
     """
     options = _calibrated()
     case = _Case(options)
@@ -95,11 +97,11 @@ def measure_faults(blocks: int) -> dict[str, Any]:
     print(f"{'C':<8} {'beside':<7} {'p50 ms':>8} {'p99 ms':>8} {'A+B/s':>8} {'A+B+C whole':>12} {'C omitted':>10}")
     raw: dict[str, Any] = {}
     ratios = []
-    for fault in FAULTS:
-        found = _measure(fault, options, case, blocks)
+    for fault in faults:
+        found = _measure(fault, options, case, blocks, block_s)
         raw[fault] = {name: [asdict(block) for block in of] for name, of in found.items()}
         for name, of in found.items():
-            _print(fault, name, of)
+            _print(fault, name, of, block_s)
         for percent, at_most in ((50, None), (99, P99_AT_MOST)):
             pairs = zip(found["yes"], found["no"], strict=True)
             values = [beside.percentile_ms(percent) / alone.percentile_ms(percent) for beside, alone in pairs]
@@ -121,7 +123,7 @@ def _calibrated() -> Options:
     return options
 
 
-def _measure(fault: str, options: Options, case: _Case, blocks: int) -> dict[str, list[Block]]:
+def _measure(fault: str, options: Options, case: _Case, blocks: int, block_s: float) -> dict[str, list[Block]]:
     """Blocks without (``no``) and with (``yes``) A+B+C beside."""
     chosen = dict(options)
     if fault in ("raise", "hang"):
@@ -129,12 +131,12 @@ def _measure(fault: str, options: Options, case: _Case, blocks: int) -> dict[str
     found: dict[str, list[Block]] = {"no": [], "yes": []}
     deployments = {"abc": pipeline_config("graph", chosen, on_error="omit", timeout_s=1)}
     with headwater(deployments) as server:
-        _run(server, case, WARMUP_S, beside=False)
+        _run(server, case, min(WARMUP_S, block_s), beside=False)
         for number in range(blocks):
             for name in ("no", "yes") if number % 2 == 0 else ("yes", "no"):
                 if fault == "killed" and name == "yes":
                     kill_replica(server, "abc.c")
-                block = _run(server, case, BLOCK_S, beside=name == "yes")
+                block = _run(server, case, block_s, beside=name == "yes")
                 if (fault in ("raise", "hang") and block.whole) or (fault == "none" and block.omitted):
                     raise SystemExit(f"C {fault}: {block.whole} answers with C, {block.omitted} without")
                 if fault == "killed":
@@ -196,9 +198,9 @@ def _wait_for_c(server: Server, case: _Case) -> None:
             time.sleep(0.1)
 
 
-def _print(fault: str, name: str, blocks: list[Block]) -> None:
+def _print(fault: str, name: str, blocks: list[Block], block_s: float) -> None:
     latencies = [latency for block in blocks for latency in block.latencies_ms]
     p50, p99 = np.percentile(latencies, (50, 99))
     whole, omitted = sum(block.whole for block in blocks), sum(block.omitted for block in blocks)
-    rate = len(latencies) / (BLOCK_S * len(blocks))
+    rate = len(latencies) / (block_s * len(blocks))
     print(f"{fault:<8} {name:<7} {p50:>8.2f} {p99:>8.2f} {rate:>8,.0f} {whole:>12} {omitted:>10}")

@@ -1,11 +1,11 @@
 """The slot engine against the bare batched forward of the same model, and against transformers' ways to generate.
 
 ``python -m benchmarks.lm_engine [--sizes 12,5] [--sequences 1,8,32] [--tokens N] [--prompt N] [--repeats N]
-[--device D] [--dtype D]``: prints milliseconds a step and tokens/s of decoding, medians over repeats with their spread,
-contenders interleaved. Prefill is left out: each contender is timed from the first token of all sequences on, or,
-where it doesn't say when that is, for many tokens minus for one. Set OMP_NUM_THREADS for figures to compare. The models
-are Llamas with random weights; all contenders compute `--tokens` tokens a sequence, greedily unless they say otherwise.
-Writes the raw figures to benchmarks/results/lm_engine.json.
+[--device D] [--dtype D] [--smoke]``: prints milliseconds a step and tokens/s of decoding, medians over repeats with
+their spread, contenders interleaved. Prefill is left out: each contender is timed from the first token of all sequences
+on, or, where it doesn't say when that is, for many tokens minus for one. Set OMP_NUM_THREADS for figures to compare.
+The models are Llamas with random weights; all contenders compute `--tokens` tokens a sequence, greedily unless they say
+otherwise. Writes the raw figures to benchmarks/results/lm_engine.json.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.smoke import parse_with_smoke
 from inference.lm.protocol import Sampling, SequenceRequest
 from inference.lm.slot_engine import SlotEngine
 
@@ -42,6 +43,8 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
 HEAD_DIM: Final = 64
 VOCAB_SIZE: Final = 4096
 GENERATION: Final[Any] = GenerationConfig
+TIES: Final = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+"""By how much a logit may lead, and another token be chosen: rounding depends on the shape of what is computed."""
 GREEDY: Final = Sampling(temperature=0)
 SAMPLED: Final = Sampling(temperature=0.8, top_p=0.95, seed=1)
 
@@ -60,7 +63,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--without", default="", help="contenders to leave out, by the start of their names")
-    options = parser.parse_args()
+    options = parse_with_smoke(parser, sizes="5", sequences="2", prompt=8, tokens=4, repeats=1)
     quiet()
     left_out = tuple(name for name in options.without.split(",") if name)
     contenders = {name: run for name, run in CONTENDERS.items() if not (left_out and name.startswith(left_out))}
@@ -73,6 +76,8 @@ def main() -> None:
             seconds = measure(model, count, options.prompt, options.tokens, options.repeats, contenders)
             print_table(f"{title}, {count} sequences", seconds, count)
             found[f"{title}, {count} sequences"] = seconds
+    if options.smoke:
+        return
     RESULTS.parent.mkdir(exist_ok=True)
     raw = {"machine": machine(), "options": vars(options), "seconds_a_step": found}
     RESULTS.write_text(json.dumps(raw, indent=1))
@@ -82,14 +87,55 @@ def main() -> None:
 def measure(
     model: Any, count: int, prompt: int, tokens: int, repeats: int, contenders: Mapping[str, Contender]
 ) -> dict[str, list[float]]:
-    """Seconds a step of decoding, by contender, a list entry a repeat; contenders take turns."""
+    """Seconds a step of decoding, by contender, a list entry a repeat; contenders take turns.
+
+    Raises:
+        RuntimeError: the engine's tokens aren't those of the bare forward.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    _verify(model, count, prompt, tokens)
     for run in contenders.values():  # warm
         run(model, count, prompt, 4)
     for _ in range(repeats):
         for name, run in contenders.items():
             seconds[name].append(run(model, count, prompt, tokens))
     return seconds
+
+
+@torch.inference_mode()
+def _verify(model: Any, count: int, prompt: int, tokens: int) -> None:
+    """See that the engine's tokens are those of the bare forward, up to where its best two logits are nearly equal.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    prompts = _prompts(count, prompt)
+    engine = SlotEngine(model, max_sequences=count)
+    for row, one in enumerate(prompts):
+        engine.submit(SequenceRequest(str(row), one, tokens, GREEDY))
+    got: list[list[int]] = [[] for _ in prompts]
+    while any(len(row) < tokens for row in got):
+        for event in engine.step():
+            if event.token is not None:
+                got[int(event.id)].append(event.token)
+    engine.close()
+    cache = DynamicCache(config=model.config)
+    ids = torch.tensor(prompts, device=model.device)
+    open_rows = set(range(count))
+    for place in range(tokens):
+        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        best, chosen = logits.topk(2)
+        for row in list(open_rows):
+            if got[row][place] == chosen[row, 0]:
+                continue
+            lead = float(best[row, 0] - best[row, 1])
+            if lead >= TIES[model.dtype]:
+                raise RuntimeError(
+                    f"slot engine, sequence {row}, token {place}: expected {int(chosen[row, 0])}, which leads by "
+                    f"{lead:g}, got {got[row][place]}"
+                )
+            open_rows.remove(row)  # from here on it is another text
+        ids = chosen[:, :1]
 
 
 def quiet() -> None:

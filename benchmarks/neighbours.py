@@ -1,6 +1,6 @@
 """What one saturated deployment costs another beside it.
 
-``python -m benchmarks.neighbours [--rounds N] [--seconds S] [--connections N] [--json FILE]``.
+``python -m benchmarks.neighbours [--rounds N] [--seconds S] [--connections N] [--json FILE] [--smoke]``.
 
 Two deployments of the same callable, which multiplies matrices on one thread, in batches of 8 at most; each replica is
 bound to a core of its own, gateway and clients run wherever there is room. One client asks the quiet one, one request
@@ -31,6 +31,7 @@ from benchmarks.fanout_client import Connection, RequestFailed, TensorBytes
 from benchmarks.fanout_report import Ratio, ratio_line, times_line
 from benchmarks.fanout_servers import Server, headwater, pin_replica
 from benchmarks.load import Load, run_wrk
+from benchmarks.smoke import parse_with_smoke
 from inference import Model, Tensor
 
 __all__ = ["Products"]
@@ -90,7 +91,7 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--products", type=int, default=20, help="what a batch computes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
-    options = parser.parse_args()
+    options = parse_with_smoke(parser, rounds=1, seconds=1, connections=16)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("expected two cores at least, to bind the deployments to")

@@ -7,6 +7,9 @@ the wait for a place in a batch and the way there and back. Every answer is veri
 the run with status 1, as does a deployment that doesn't reach three replicas, or doesn't come back to one.
 
     python -m benchmarks.scaling --before 5 --during 30 --after 40
+
+With ``--smoke`` it is two replicas at most, the policy is in more of a hurry, and a phase ends as soon as its replicas
+are there.
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ import numpy as np
 
 from benchmarks.fanout_client import Connection, TensorBytes
 from benchmarks.fanout_servers import Server, headwater
+from benchmarks.smoke import parse_with_smoke
 
 COMPUTE_S = 0.05
 ROWS = 4
 CONNECTIONS = 64
 MOST = 3
 SCALING = {"queue_wait_ms": 100, "up_after_s": 3, "down_after_s": 8}
+SMOKE_SCALING = {"queue_wait_ms": 100, "up_after_s": 1, "down_after_s": 1}
 MODEL = "sleeper"
 
 
@@ -87,26 +92,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for phase, seconds in (("before", 5), ("during", 30), ("after", 40)):
         parser.add_argument(f"--{phase}", type=int, default=seconds, metavar="SECONDS")
-    options = parser.parse_args()
+    options = parse_with_smoke(parser, before=1, during=90, after=90)
+    most, scaling = (2, SMOKE_SCALING) if options.smoke else (MOST, SCALING)
     deployment = {
         "model": "benchmarks.scaling_model:Sleeper",
         "options": {"seconds": COMPUTE_S},
         "batching": {"max_batch_size": ROWS},
-        "replicas": {"min": 1, "max": MOST},
-        "scaling": SCALING,
+        "replicas": {"min": 1, "max": most},
+        "scaling": scaling,
         "warmup_batch_sizes": [1],
     }
     with headwater({MODEL: deployment}) as server:
-        found, errors = _step(server, ((options.before, 1), (options.during, CONNECTIONS), (options.after, 1)))
+        phases = ((options.before, 1, 1), (options.during, CONNECTIONS, most), (options.after, 1, 1))
+        found, errors = _step(server, phases, may_end_early=options.smoke)
     counts = [line["replicas"] for line in found]
     print(f"\nerrors: {len(errors)}; replicas: at most {max(counts)}, {counts[-1]} at the end")
     for error in errors[:5]:
         print(error, file=sys.stderr)
-    sys.exit(1 if errors or max(counts) < MOST or counts[-1] > 1 else 0)
+    sys.exit(1 if errors or max(counts) < most or counts[-1] > 1 else 0)
 
 
-def _step(server: Server, phases: Sequence[tuple[int, int]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Run phases of so many seconds with so many connections; prints a line a second, and returns them."""
+def _step(
+    server: Server, phases: Sequence[tuple[int, int, int]], *, may_end_early: bool
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run phases of so many seconds with so many connections; prints a line a second, and returns them.
+
+    A phase may end early once it has as many replicas as it says.
+    """
     load = Load(server)
     lines: list[dict[str, Any]] = []
     began_s = time.monotonic()
@@ -114,7 +126,7 @@ def _step(server: Server, phases: Sequence[tuple[int, int]]) -> tuple[list[dict[
         f"{'time s':>6} {'connections':>12} {'replicas':>9} {'wait p50 ms':>12} {'wait max ms':>12} {'answers/s':>10}"
     )
     try:
-        for seconds, connections in phases:
+        for seconds, connections, wanted in phases:
             load.connections(connections)
             for _ in range(seconds):
                 last_s, first = time.monotonic(), len(load.answers)
@@ -127,6 +139,8 @@ def _step(server: Server, phases: Sequence[tuple[int, int]]) -> tuple[list[dict[
                     f"{line['max_ms']:>12.1f} {line['per_s']:>10.0f}",
                     flush=True,
                 )
+                if may_end_early and line["replicas"] == wanted:
+                    break
     finally:
         load.connections(0)
     return lines, load.errors

@@ -1,6 +1,6 @@
 """Token streams: what the engine, the way to the client, and the clients' manners cost.
 
-``python -m benchmarks.stream [--only a,b,c,d,e] [--repeats N] [--json FILE] ...``
+``python -m benchmarks.stream [--only a,b,c,d,e] [--repeats N] [--json FILE] [--smoke] ...``
 
 - **a**: the engine's step against the bare batched forward of the same model, at 1, 8 and 32 sequences; beside them
   transformers' ``generate`` on a static batch and its continuous batching (`benchmarks.lm_engine`; random weights);
@@ -33,6 +33,7 @@ from typing import Any, TypeAlias
 from benchmarks.fanout_report import Ratio, Spread, ratio_line
 from benchmarks.fanout_servers import Server, headwater
 from benchmarks.lm_engine import BARE, CONTENDERS, machine, measure, model_of, print_table, quiet, title_of
+from benchmarks.smoke import parse_with_smoke
 from benchmarks.stream_engine import MODEL, EngineAlone
 from benchmarks.stream_latency import PACE_S, first_token, stalled_reader
 from benchmarks.stream_load import LoadGenerator
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help="the parts to run, such as b,c")
     parser.add_argument("--repeats", type=int, default=5, help="of a, b and c")
     parser.add_argument("--size", default="12", help="of a's model: millions of parameters (5, 12 or 1100)")
+    parser.add_argument("--sequences", default=",".join(map(str, SEQUENCES)), help="in a; default: %(default)s")
     parser.add_argument("--decoded", type=int, default=64, help="tokens a sequence in a")
     parser.add_argument("--tokens", type=int, default=256, help="a stream in b")
     parser.add_argument("--null-tokens", type=int, default=2000, help="a stream in c")
@@ -66,7 +68,9 @@ def main() -> None:
         help="of the shipped model's engine, alone and served; default: a core is left for the way to the client",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
-    options = parser.parse_args()
+    options = parse_with_smoke(
+        parser, repeats=1, size="5", sequences="2", decoded=4, tokens=16, null_tokens=100, pairs=1, stall_s=1, stalls=1
+    )
     wanted = [part for part in options.only.split(",") if part]
     if unknown := set(wanted) - set(PARTS):
         parser.error(f"--only: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
@@ -139,12 +143,13 @@ def _a(options: argparse.Namespace) -> Figures:
     model = model_of(options.size, "cpu", "float32")
     ratios = []
     measured: dict[str, Any] = {}
-    for count in SEQUENCES:
+    counts = [int(text) for text in options.sequences.split(",")]
+    for count in counts:
         seconds = measure(model, count, 64, options.decoded, options.repeats, CONTENDERS)
         print_table(f"{title_of(model)}, {count} sequences", seconds, count)
         measured[f"seconds a step, {count} sequences"] = seconds
         values = [bare / one for bare, one in zip(seconds[BARE], seconds[SLOT_ENGINE], strict=True)]
-        goal = OF_THE_BARE_AT_LEAST if count == max(SEQUENCES) else None
+        goal = OF_THE_BARE_AT_LEAST if count == max(counts) else None
         ratios.append(Ratio(f"engine / bare forward, {count} sequences", values, at_least=goal))
     return measured, ratios
 

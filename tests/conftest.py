@@ -1,9 +1,13 @@
-"""Fixtures: one server with all test services, shared by the tests that only ask it things."""
+"""One server with all test services, shared by the tests that only ask it things; and how workers share the tests."""
 
 from __future__ import annotations
 
+import functools
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -13,6 +17,42 @@ from tests.running import Running, leftovers, segments_of, serve
 # Tests are not timed: a busy machine makes a slow example, and no failure.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+# Before torch is imported; servers inherit it. Threads that wait for each other do so in a loop, and where two workers
+# and their servers share the cores that takes several times what is computed.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+HERE = Path(__file__).parent
+SHARED_SERVER = re.compile(r"\b(?:services|demo): Running\b|\b(lm): Running\b")
+"""How a module's tests ask for a server that lasts as long as the session. Some ask for both of the first two."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that start servers first: they take long, and at the end both workers should have work."""
+    items.sort(key=lambda item: HERE / "end_to_end" not in item.path.parents)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give whole modules to xdist's workers, and those that share a server all to one: it starts once, then."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False  # the order above, rather than by number of tests
+    scheduling = LoadFileScheduling(config, log)
+    module_of = scheduling._split_scope
+    scheduling._split_scope = lambda nodeid: shared_server(config.rootpath / module_of(nodeid)) or module_of(nodeid)
+    return scheduling
+
+
+@functools.cache
+def shared_server(module: Path) -> str:
+    """Which server that outlives it a module's tests use; empty: none."""
+    found = SHARED_SERVER.search(module.read_text())
+    return "" if found is None else found[1] or "services"
+
 
 SERVED = {
     "deployments": {
@@ -29,7 +69,7 @@ SERVED = {
             "timeout_s": 20,
         },
     },
-    "server": {"max_body_bytes": 20_000_000, "body_timeout_s": 2},
+    "server": {"max_body_bytes": 20_000_000, "body_timeout_s": 5},
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ import yaml
 
 __all__ = [
     "SERVICES",
+    "Gate",
     "Raw",
     "Running",
     "in_background",
@@ -35,10 +37,14 @@ __all__ = [
 ]
 
 SERVICES = Path(__file__).parent / "services"
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 300.0
+START_EVERY_S = 0.1
+"""Between two looks at a server that starts: asking it costs what it would start with."""
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 30.0, what: str = "the condition") -> Any:
+def wait_for(
+    condition: Callable[[], Any], timeout_s: float = 30.0, what: str = "the condition", every_s: float = 0.02
+) -> Any:
     """Wait until a condition gives something true, and return that."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -47,7 +53,29 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 30.0, what: str = 
             return value
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {timeout_s:g} s for {what}")
-        time.sleep(0.02)
+        time.sleep(every_s)
+
+
+class Gate:
+    """A number that the services of `tests/services/faulty.py` wait at, rather than for a time that a test guesses.
+
+    Args:
+        folder: in which the two tell each other.
+    """
+
+    _values = itertools.count(10_000)
+
+    def __init__(self, folder: Path) -> None:
+        self.value = float(next(Gate._values))
+        self._name = str(folder / f"{self.value:.0f}")
+
+    def has_begun(self) -> bool:
+        """Whether a call waits here, or has."""
+        return Path(f"{self._name}.begun").exists()
+
+    def open(self) -> None:
+        """Let calls go on."""
+        Path(f"{self._name}.open").touch()
 
 
 class Running:
@@ -59,6 +87,8 @@ class Running:
         """Its ``runtime_dir``."""
         self.log = log
         self.url = ""
+        self.gates = log.with_name("gates")
+        """The folder of `gate`."""
         # A connection each: a test must not meet one that an earlier test left in a bad state.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.client = httpx.Client(timeout=60, limits=limits, verify=False, trust_env=False)
@@ -80,6 +110,10 @@ class Running:
         tensor = {"name": name, "datatype": datatype, "shape": shape, "data": data}
         return self.client.post(f"{self.url}/v2/models/{model}/infer", json={"inputs": [tensor], **body})
 
+    def gate(self) -> Gate:
+        """Another one."""
+        return Gate(self.gates)
+
     def raw(self) -> Raw:
         """A connection for bytes that no HTTP client would send."""
         return Raw(self.url)
@@ -88,6 +122,11 @@ class Running:
         """The model's entry in the repository index."""
         entries: list[dict[str, str]] = self.get("/v2/repository/index").json()
         return next(entry for entry in entries if entry["name"] == model)
+
+    def in_flight(self, model: str) -> int:
+        """How many requests to a model are under way, as ``/metrics`` says."""
+        line = rf'^headwater_requests_in_flight\{{[^}}]*deployment="{model}"[^}}]*\}} (\S+)'
+        return int(sum(float(value) for value in re.findall(line, self.get("/metrics").text, re.MULTILINE)))
 
     def is_ready(self, model: str | None = None) -> bool:
         """Whether the server, or one model, says it is ready."""
@@ -209,7 +248,8 @@ def serve(
         path = folder / "config.yaml"
         content = {**config, "server": {"port": 0, "runtime_dir": str(folder / "run"), **config.get("server", {})}}
         path.write_text(yaml.safe_dump(content))
-        log = folder / "log"
+        log, gates = folder / "log", folder / "gates"
+        gates.mkdir()
         with log.open("w") as output:
             process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "app", "serve", str(path), *arguments],
@@ -219,13 +259,18 @@ def serve(
                 text=True,
                 start_new_session=True,
                 # `-m` would put the services' folder first, where a module could hide one of ours.
-                env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "TEST_GATES": str(gates)},
             )
         running = Running(process, Path(content["server"]["runtime_dir"]), log)
         try:
-            running.url = wait_for(lambda: _url(running), START_TIMEOUT_S, "the server's address")
+            running.url = wait_for(lambda: _url(running), START_TIMEOUT_S, "the server's address", START_EVERY_S)
             if ready:
-                wait_for(lambda: running.is_ready() or _has_ended(running), START_TIMEOUT_S, "the server to be ready")
+                wait_for(
+                    lambda: running.is_ready() or _has_ended(running),
+                    START_TIMEOUT_S,
+                    "the server to be ready",
+                    START_EVERY_S,
+                )
             yield running
         except BaseException:
             sys.stderr.write(log.read_text()[-6000:])

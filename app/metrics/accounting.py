@@ -1,4 +1,4 @@
-"""Where every request is counted in and out: `app.middleware.RequestContext` sees each, however it ends.
+"""Where every request is counted in and out: `app.middleware.RequestRecords` sees each, however it ends.
 
 A request is accepted as soon as its deployment is known (`accept`), and from then on ends with exactly one outcome
 (`leave`): so accepted = the sum over all outcomes + in flight, for every deployment and route. What is refused before,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 
 from starlette.routing import Route
@@ -14,8 +13,6 @@ from app.middleware import internal_error
 from app.replies import error_reply
 
 __all__ = ["Endpoint", "EndpointRoute"]
-
-logger = logging.getLogger("headwater")
 
 
 class Endpoint(ABC):
@@ -35,13 +32,11 @@ class Endpoint(ABC):
             return None
         except HeadwaterError as error:
             note_error(state, error)
-            state["error"] = error
+            # A failed call's future has the error, whose traceback has the future: nobody reads it any more.
+            state["error"] = error.with_traceback(None)
             return error_reply(error, scope["path"])
-        except Exception:
-            logger.exception(
-                "request %s failed in the gateway", state["request_id"], extra={"request_id": state["request_id"]}
-            )
-            return error_reply(internal_error(state), scope["path"])
+        except Exception as error:
+            return error_reply(internal_error(state, error), scope["path"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""

@@ -36,7 +36,7 @@ async def serving(
     connection = functools.partial(BoundedConnection, head_timeout_s=timeout_s, others=Connections(limit))
     config = uvicorn.Config(
         cast(Any, application), log_config=None, lifespan="off", ws="none", timeout_keep_alive=keep_alive_s,
-        http=cast("type[asyncio.Protocol]", connection),
+        timeout_graceful_shutdown=5, http=cast("type[asyncio.Protocol]", connection),
     )  # fmt: skip
     server = uvicorn.Server(config)
     config.load()

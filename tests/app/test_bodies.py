@@ -52,9 +52,10 @@ def test_other_types_are_not(kind: str) -> None:
         read(b"{}", content_type=kind)
 
 
-def test_a_length_over_the_limit_is_refused_before_a_byte_is_read() -> None:
+@pytest.mark.parametrize("length", ["1001", "1001 ", "1001\t"])
+def test_a_length_over_the_limit_is_refused_before_a_byte_is_read(length: str) -> None:
     with pytest.raises(BodyTooLarge, match=r"expected at most 1000 bytes .*got 1001"):
-        read(content_length="1001")
+        read(content_length=length)
 
 
 def test_a_body_without_a_length_is_refused_as_soon_as_it_is_over() -> None:

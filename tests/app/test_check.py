@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -326,11 +327,13 @@ def test_shared_memory_that_replicas_may_come_to_need(monkeypatch: pytest.Monkey
 
 def test_shared_memory_of_the_store() -> None:
     batching = {"max_batch_size": 32, "max_in_flight": 2}
+    of_stream = msgspec.structs.replace(image_model(), streams=True)
     off, on, auto = (
-        shared_memory_bytes(deployment(batching=batching, tensor_store=store), image_model())
+        shared_memory_bytes(deployment(batching=batching, tensor_store=store), of_stream)
         for store in ("off", "on", "auto")
     )
     assert on == auto  # the batch is large enough
+    assert shared_memory_bytes(deployment(batching=batching), image_model()) == off  # it doesn't go through PyTriton
     assert 64 * MIB <= on - off < 65 * MIB  # the inputs' 18.4 MiB, rounded up to 32, twice
 
 

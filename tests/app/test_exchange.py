@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from app.config import Server
 from app.disconnects import DisconnectWatch
 from app.errors import ClientGone
 from app.exchange import Exchange, exchange_of
+from app.gateway import create_app
 from tests.app.serving import connect, run_with, until, until_closed
+from tests.app.test_status import served
 
 ANSWER = b"HTTP/1.1 200 OK\r\nx-a: b\r\ncontent-length: %d\r\n%b\r\n%b"
 
@@ -31,12 +36,17 @@ class Application:
         assert exchange is not None
         path = scope["path"]
         if path == "/waits":
+            self.kept.append(exchange)
             await self._wait(scope, receive)
             return
         body = exchange.take_body()
         if body is None:
             self.events.append("in pieces")
-            body = await _read(receive)
+            body = await (exchange.gather_body() if path == "/gathers" else _read(receive))
+            assert body is not None
+        if path == "/reads-and-waits":
+            await self._wait(scope, receive)
+            return
         if path == "/large":
             body = bytes(LARGE)
         headers = [(b"x-a", b"b\r\nx-c: d" if path == "/forged" else b"b")]
@@ -116,6 +126,21 @@ def test_a_body_that_is_not_here_yet_is_received(application: Application, run: 
     run(scenario)
 
 
+def test_a_body_that_is_gathered_ends_where_the_next_request_begins(
+    application: Application, run: Callable[..., None]
+) -> None:
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(b"POST /gathers HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\nabc")
+        await until(lambda: application.events == ["in pieces"])
+        writer.write(b"def" + post(b"/b", b"ghi"))
+        expected = ANSWER % (14, b"", b"/gathersabcdef") + ANSWER % (5, b"", b"/bghi")
+        assert await asyncio.wait_for(reader.readexactly(len(expected)), 10) == expected
+        writer.close()
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("end", [b"HTTP/1.0\r\n", b"HTTP/1.1\r\nConnection: close\r\n"])
 def test_the_last_answer_says_so_and_ends_the_connection(run: Callable[..., None], end: bytes) -> None:
     async def scenario(port: int) -> None:
@@ -147,6 +172,18 @@ def test_a_client_that_leaves_ends_the_work_at_once(application: Application, ru
         await until(lambda: application.events == ["waits"])
         writer.transport.abort()
         await until(lambda: application.events == ["waits", "gone"])
+        assert application.kept[0].task is None
+
+    run(scenario)
+
+
+def test_one_that_leaves_after_a_large_body_does_too(application: Application, run: Callable[..., None]) -> None:
+    async def scenario(port: int) -> None:
+        _, writer = await connect(port)
+        writer.write(post(b"/reads-and-waits", bytes(100_000)))
+        await until(lambda: "waits" in application.events)
+        writer.transport.abort()
+        await until(lambda: application.events[-1] == "gone")
 
     run(scenario)
 
@@ -161,6 +198,44 @@ def test_a_client_that_reads_late_is_waited_for(application: Application, run: C
         writer.close()
 
     run(scenario, timeout_s=20)
+
+
+TENSOR = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1,1],"data":[1]}]}'
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "status"),
+    [("unknown", b"", 404), ("m", b"{", 400), ("m", TENSOR, 500)],
+    ids=["no model", "no JSON", "a replica that fails"],
+)
+def test_what_has_failed_holds_nothing(model: str, body: bytes, status: int) -> None:
+    class Mark:
+        pass
+
+    async def ask() -> weakref.ref[Mark]:
+        sent = list[Message]()
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": body}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        mark = Mark()
+        scope = {
+            "type": "http", "method": "POST", "path": f"/v2/models/{model}/infer", "query_string": b"", "headers": [],
+            "mark": mark,
+        }  # fmt: skip
+        gateway = create_app(served(), Server(access_log=False))
+        await gateway.entry(scope, receive, send)
+        assert sent[0]["status"] == status
+        return weakref.ref(mark)
+
+    gc.disable()
+    try:
+        assert asyncio.run(ask())() is None
+    finally:
+        gc.enable()
 
 
 def test_what_is_answered_holds_nothing(application: Application, run: Callable[..., None]) -> None:

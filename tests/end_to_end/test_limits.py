@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.running import Raw, Running, in_background, resident_bytes, wait_for
+from tests.running import Gate, Raw, Running, in_background, resident_bytes, wait_for
 
 MAX_BODY_BYTES = 20_000_000  # of `services`
 MEGABYTE = 1024 * 1024
@@ -31,18 +31,22 @@ def output(answer: httpx.Response, name: str) -> list[float]:
     return data
 
 
-def is_busy(services: Running) -> bool:
-    """Whether `slow` computes: a request with hardly any time then expires in the queue."""
-    return "while it waited in the queue" in ask(services, 0.0, timeout=20_000).text
-
-
 @contextlib.contextmanager
-def busy(services: Running, seconds: float = 1.5) -> Iterator[None]:
-    """Keep the only slot of `slow` taken for so long."""
-    with in_background(lambda: ask(services, seconds)) as answers:
-        wait_for(lambda: is_busy(services), 5, "slow to be busy")
-        yield
+def busy(services: Running) -> Iterator[Gate]:
+    """Keep the only slot of `slow` taken until the gate is opened, or the block ends."""
+    gate = services.gate()
+    with in_background(lambda: ask(services, gate.value)) as answers:
+        try:
+            wait_for(gate.has_begun, what="slow to be busy")
+            yield gate
+        finally:
+            gate.open()
     assert answers[0].status_code == 200, answers[0].text
+
+
+def wait_in_flight(services: Running, count: int) -> None:
+    """Wait until `slow` has so many requests, one of which it computes."""
+    wait_for(lambda: services.in_flight("slow") == count, what=f"{count} requests in flight")
 
 
 def seen(services: Running) -> int:
@@ -84,8 +88,9 @@ def test_a_request_larger_than_a_batch_is_split_and_joined_in_order(services: Ru
 
 
 def test_requests_coalesce_while_the_replica_is_busy(services: Running) -> None:
-    with busy(services), in_background(*[lambda: ask(services, 0.0)] * 4) as answers:
-        pass
+    with busy(services) as gate, in_background(*[lambda: ask(services, 0.0)] * 4) as answers:
+        wait_in_flight(services, 5)
+        gate.open()
     assert [output(answer, "batch") for answer in answers] == [[4.0]] * 4
 
 
@@ -93,8 +98,9 @@ def test_rows_with_different_parameters_of_a_batch_never_share_a_call(services: 
     def scaled(scale: float) -> Callable[[], httpx.Response]:
         return lambda: ask(services, 0.01, scale=scale)
 
-    with busy(services), in_background(*[scaled(scale) for scale in (2.0, 3.0, 2.0, 3.0)]) as answers:
-        pass
+    with busy(services) as gate, in_background(*[scaled(scale) for scale in (2.0, 3.0, 2.0, 3.0)]) as answers:
+        wait_in_flight(services, 5)
+        gate.open()
     assert [output(answer, "y") for answer in answers] == [[pytest.approx(0.01 * scale)] for scale in (2, 3, 2, 3)]
     assert [output(answer, "batch") for answer in answers] == [[2.0]] * 4
 
@@ -103,17 +109,19 @@ def test_rows_with_different_parameters_of_their_own_share_a_call(services: Runn
     def shifted(shift: float) -> Callable[[], httpx.Response]:
         return lambda: ask(services, 0.0, shift=shift)
 
-    with busy(services), in_background(*[shifted(float(shift)) for shift in range(4)]) as answers:
-        pass
+    with busy(services) as gate, in_background(*[shifted(float(shift)) for shift in range(4)]) as answers:
+        wait_in_flight(services, 5)
+        gate.open()
     assert [output(answer, "y") for answer in answers] == [[0.0], [1.0], [2.0], [3.0]]
     assert [output(answer, "batch") for answer in answers] == [[4.0]] * 4
 
 
 def test_an_urgent_request_overtakes(services: Running) -> None:
-    with busy(services), in_background(lambda: ask(services, *[0.0] * 4, priority=9)) as patient:
-        time.sleep(0.2)  # it comes first; nothing shows from outside that it waits
+    with busy(services) as gate, in_background(lambda: ask(services, *[0.0] * 4, priority=9)) as patient:
+        wait_in_flight(services, 2)  # it comes first
         with in_background(lambda: ask(services, 0.0, priority=1)) as urgent:
-            pass
+            wait_in_flight(services, 3)
+            gate.open()
     assert output(urgent[0], "seen")[0] < output(patient[0], "seen")[0]
 
 
@@ -123,15 +131,11 @@ def test_an_urgent_request_overtakes(services: Running) -> None:
 def test_rows_that_expire_in_the_queue_are_never_computed(services: Running) -> None:
     before = seen(services)
     with busy(services):
-        started = time.monotonic()
         answer = ask(services, *[0.0] * 4, timeout=200_000)
-        assert time.monotonic() - started < 1
         assert answer.status_code == 504
         assert "deadline of 0.2 s passed while it waited in the queue" in answer.json()["error"]
-        expired = is_busy(services)
-    assert expired
-    # The row of `seen` itself, and that of `busy`; those that asked whether it is busy may have been computed or not.
-    assert seen(services) - before <= 1 + 1 + 1
+    # The row of `seen` itself, and that of `busy`.
+    assert seen(services) - before == 1 + 1
 
 
 def test_a_deadline_also_bounds_the_computing(services: Running) -> None:
@@ -150,13 +154,13 @@ def test_rows_of_a_client_that_went_away_are_never_computed(services: Running) -
             with pytest.raises(httpx.ReadTimeout):
                 services.client.post(url, json={"inputs": [tensor]}, timeout=0.2)
 
-        def whole_queue() -> httpx.Response | None:
-            answer = ask(services, *[0.0] * 8)
-            return None if answer.status_code == 429 else answer
+        def has_room() -> bool:
+            answer = ask(services, *[0.0] * 8, timeout=200_000)
+            assert answer.status_code in (429, 504), answer.text
+            return answer.status_code == 504  # it waited
 
-        # They give their places in the queue back.
-        assert output(wait_for(whole_queue, 1, "room in the queue"), "y") == [0.0] * 8
-    assert seen(services) - before <= 1 + 1 + 8 + 1
+        wait_for(has_room, what="their places in the queue")
+    assert seen(services) - before == 1 + 1
 
 
 # Bodies
@@ -235,8 +239,8 @@ def test_a_body_that_does_not_come_ends_in_408(services: Running, first: bytes) 
         connection.send(f"{HEAD}Content-Length: 1000\r\n\r\n".encode() + first)
         started = time.monotonic()
         status, _, body = connection.answer()
-        assert 1 < time.monotonic() - started < 10  # body_timeout_s: 2
-    assert (status, "within 2 s" in body.decode()) == (408, True)
+        assert 4 < time.monotonic() - started < 30  # body_timeout_s: 5
+    assert (status, "within 5 s" in body.decode()) == (408, True)
 
 
 @pytest.mark.parametrize("head", [b"POST /v2", HEAD.encode() + b"X-More: "], ids=["line", "headers"])
@@ -244,7 +248,7 @@ def test_headers_that_do_not_come_end_in_408(services: Running, head: bytes) -> 
     with services.raw() as connection:
         connection.send(head)
         status, headers, body = connection.answer()
-        assert (status, "within 2 s" in body.decode()) == (408, True)
+        assert (status, "within 5 s" in body.decode()) == (408, True)
         assert headers["connection"] == "close"
         assert connection.socket.recv(1) == b""
 

@@ -260,4 +260,4 @@ def test_a_scrape_does_not_wait_for_a_replica_that_is_stopped(server: Running) -
         }
         return counted == logged and counted["slow", "READY", "UNAVAILABLE"] == 1
 
-    wait_for(agree, 10, "log and metrics to agree")
+    wait_for(agree, 60, "log and metrics to agree")

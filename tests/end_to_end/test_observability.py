@@ -60,7 +60,7 @@ def test_every_line_is_json_and_every_request_a_trace(collector: Collector) -> N
         )
         assert refused.status_code == 400
         assert SECRET in refused.text
-        wait_for(lambda: "refused-1" in running.log.read_text(), 10, "the access log")
+        wait_for(lambda: "refused-1" in running.log.read_text(), 60, "the access log")
         assert running.stop() == 0
         log = running.log.read_text()
     lines = [json.loads(line) for line in log.splitlines() if line]

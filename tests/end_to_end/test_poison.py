@@ -118,11 +118,11 @@ def test_thousands_of_failures_leave_no_trace(services: Running) -> None:
     rates = []
     for _ in range(5):
         started = time.monotonic()
-        answers = post_all(services, [body(POISON)] * 1000, connections=32)
-        rates.append(1000 / (time.monotonic() - started))
+        answers = post_all(services, [body(POISON)] * 600, connections=32)
+        rates.append(600 / (time.monotonic() - started))
         assert {(answer.status_code, answer.text) for answer in answers} == {(500, '{"error":"ValueError: poison"}')}
 
-    print(f"failures per second: {rates[0]:.0f} in the first thousand, {rates[-1]:.0f} in the last")
+    print(f"failures per second: {rates[0]:.0f} in the first 600, {rates[-1]:.0f} in the last")
     assert log.stat().st_size == log_bytes
     assert {
         name: services.process("faulty", name) for name in ("host", "tritonserver", "stub")

@@ -105,7 +105,7 @@ def test_a_server_is_stopped_while_a_python_hangs(tmp_path: Path) -> None:
     hanging.chmod(0o755)
     with serve({"deployments": {"hangs": {**SERVICE, "python": str(hanging)}}}, ready=False) as running:
         wait_for((tmp_path / "pid").exists, 30, "the interpreter to be asked")
-        pid = wait_for(lambda: (tmp_path / "pid").read_text().strip(), 5, "its process id")
+        pid = wait_for(lambda: (tmp_path / "pid").read_text().strip(), 60, "its process id")
         assert running.stop() == 0
         assert leftovers(running.folder) == []
         assert not Path(f"/proc/{pid}").exists()

@@ -15,17 +15,20 @@ import pytest
 from tests.running import Running, in_background, leftovers, processes_of, segments_of, serve, wait_for
 
 EXIT_PROCESS = -5.0
-# What is done to which process, and within how many seconds everything in flight has its answer.
+# What is done to which process.
 WAYS = {
-    "host-killed": ("host", signal.SIGKILL, 2.0),
-    "triton-killed": ("tritonserver", signal.SIGKILL, 2.0),
-    "stub-killed": ("stub", signal.SIGKILL, 2.0),
-    "guardian-killed": ("guardian", signal.SIGKILL, 2.0),
-    "host-stopped": ("host", signal.SIGSTOP, 3.0),
-    "triton-stopped": ("tritonserver", signal.SIGSTOP, 3.0),
-    "stub-stopped": ("stub", signal.SIGSTOP, 3.0),
-    "guardian-stopped": ("guardian", signal.SIGSTOP, 3.0),
+    "host-killed": ("host", signal.SIGKILL),
+    "triton-killed": ("tritonserver", signal.SIGKILL),
+    "stub-killed": ("stub", signal.SIGKILL),
+    "guardian-killed": ("guardian", signal.SIGKILL),
+    "host-stopped": ("host", signal.SIGSTOP),
+    "triton-stopped": ("tritonserver", signal.SIGSTOP),
+    "stub-stopped": ("stub", signal.SIGSTOP),
+    "guardian-stopped": ("guardian", signal.SIGSTOP),
 }
+NOTICED_WITHIN_S = 15.0
+"""However busy the machine is; a request that nobody answers takes longer. On one that does nothing else it is 2 s for
+what is killed, and 3 s for what is stopped."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,7 @@ def mortal(folder: Path) -> Iterator[Running]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_requests_in_flight_end_soon_and_a_new_replica_comes(mortal: Running, folder: Path, way: str) -> None:
-    role, number, within_s = WAYS[way]
+    role, number = WAYS[way]
     old = mortal.replica_folder(way)
     segments = segments_of(old)
     assert segments
@@ -74,10 +77,10 @@ def test_requests_in_flight_end_soon_and_a_new_replica_comes(mortal: Running, fo
         return answer, time.monotonic()
 
     with in_background(*[ask] * 32) as answers:
-        wait_for((folder / way).exists, 10, "the first call")
+        wait_for((folder / way).exists, 60, "the first call")
         os.kill(mortal.process(way, role), number)
         killed = time.monotonic()
-        wait_for(lambda: mortal.index(way)["state"] == "UNAVAILABLE", 10, "the model to be unavailable")
+        wait_for(lambda: mortal.index(way)["state"] == "UNAVAILABLE", 60, "the model to be unavailable")
         assert mortal.index(way)["reason"]
         refused = mortal.infer(way, [0.0], shape=[1, 1])
         assert (refused.status_code, way in refused.json()["error"]) == (503, True), refused.text
@@ -85,9 +88,9 @@ def test_requests_in_flight_end_soon_and_a_new_replica_comes(mortal: Running, fo
     for answer, at in answers:
         assert answer.status_code == 503, answer.text
         assert int(answer.headers["retry-after"]) >= 1
-        assert at - killed < within_s
-    wait_for(lambda: leftovers(old, segments) == [], 10, "everything of the old replica to be gone")
-    wait_for(lambda: mortal.is_ready(way), 60, "a new replica")
+        assert at - killed < NOTICED_WITHIN_S
+    wait_for(lambda: leftovers(old, segments) == [], 60, "everything of the old replica to be gone")
+    wait_for(lambda: mortal.is_ready(way), 180, "a new replica")
     assert mortal.infer(way, [0.0], shape=[1, 1]).status_code == 200
 
 
@@ -98,7 +101,7 @@ def test_a_callable_that_ends_the_process_takes_only_its_own_replica(mortal: Run
     assert int(answer.headers["retry-after"]) >= 1
     assert "exits" in answer.json()["error"] or "replica" in answer.json()["error"]
     wait_for(lambda: "status 3" in mortal.index("exits")["reason"], what="the exit status as the reason")
-    wait_for(lambda: mortal.is_ready("exits"), 60, "a new replica")
+    wait_for(lambda: mortal.is_ready("exits"), 180, "a new replica")
     assert not old.exists()
     assert mortal.infer("exits", [1.0], shape=[1, 1]).status_code == 200
 
@@ -109,7 +112,7 @@ def test_the_other_replica_of_a_deployment_goes_on_answering(mortal: Running) ->
     hosts = [int(pid) for path in folders for pid, line in processes_of(path).items() if _is_host(line)]
     assert len(hosts) == 2
     os.kill(hosts[0], signal.SIGKILL)
-    wait_for(lambda: not folders[0].exists() or not folders[1].exists(), 10, "the killed replica's folder to be gone")
+    wait_for(lambda: not folders[0].exists() or not folders[1].exists(), 60, "the killed replica's folder to be gone")
     for _ in range(20):
         assert mortal.infer("two", [0.0], shape=[1, 1]).status_code == 200
     assert mortal.index("two")["state"] == "READY"
@@ -117,7 +120,7 @@ def test_the_other_replica_of_a_deployment_goes_on_answering(mortal: Running) ->
     def both_are_ready() -> bool:
         return sum((folder / "ready").exists() for folder in mortal.replica_folders("two")) == 2
 
-    wait_for(both_are_ready, 60, "the second replica to be back")
+    wait_for(both_are_ready, 180, "the second replica to be back")
 
 
 def _is_host(command: str) -> bool:

@@ -15,9 +15,11 @@ from tests.running import Running, leftovers, segments_of, serve, wait_for
 from tests.soak import DRAIN_S, OPEN_STREAMS, UNDER_WAY_S, growth, reload_under_load, run_cycle, soak_config
 from tests.traces import Traces
 
-CYCLES = 5
+CYCLES = 4
 RELOADS = 2
-CONNECTIONS = 16
+CONNECTIONS = 8
+UNLOADED_WITHIN_S = 30.0
+"""However busy the machine is; `make soak` has the figure for one that does nothing else."""
 GPU_CYCLES = 10
 GPU_SLACK_BYTES = 16 * 1024 * 1024
 
@@ -30,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Running]:
-    """A server as `make soak` starts it."""
-    with serve(soak_config(folder)) as running:
+    """A server as `make soak` starts it, but for the language model, which computes nothing."""
+    with serve(soak_config(folder, small=True)) as running:
         yield running
         segments = segments_of(running.folder)
         assert running.stop() == 0
@@ -42,7 +44,7 @@ def test_cycles_of_load_use_and_unload_leave_nothing(running: Running, folder: P
     """An unload takes no longer than the time to drain and a bit, streams that are open end, and nothing remains."""
     for number in range(CYCLES):
         is_busy = number % 2 == 1
-        cycle = asyncio.run(run_cycle(running, folder, is_busy=is_busy))
+        cycle = asyncio.run(run_cycle(running, folder, is_busy=is_busy, unload_within_s=UNLOADED_WITHIN_S))
         assert cycle.faults == []
         assert cycle.finished + cycle.ended == (OPEN_STREAMS + len(UNDER_WAY_S) if is_busy else 0)
         assert cycle.ended >= (len(UNDER_WAY_S) if is_busy else 0)  # these take longer than they may

@@ -1,4 +1,8 @@
-"""Pipelines for tests: a trunk and heads that count, fail, wait, end or write into their features on request."""
+"""Pipelines for tests: a trunk and heads that count, fail, wait, end or write into their features on request.
+
+They compute with numpy, or with torch if their option ``arrays`` says so, and import torch only then: a replica without
+it starts in half the time, and a pipeline in a graph has one for each step.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,15 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import torch
 
 from inference import BadInput, Model, Tensor
 
 WIDTH = 4
 GATED = 10_000.0
+Arrays: TypeAlias = Literal["numpy", "torch"]
 
 
 def note(name: str, rows: int) -> None:
@@ -31,9 +35,11 @@ class Trunk(Model):
 
     inputs = (Tensor("x", "FP32", [WIDTH]),)
     outputs = (Tensor("features", "FP32", [WIDTH]),)
-    arrays = "torch"
 
-    def __call__(self, x: torch.Tensor) -> dict[str, Any]:
+    def __init__(self, arrays: Arrays = "numpy") -> None:
+        self.arrays = arrays  # type: ignore[misc]
+
+    def __call__(self, x: Any) -> dict[str, Any]:
         note("trunk", len(x))
         asked = float(x[0, 0])
         if (x[:, 0] == 666).any():
@@ -44,9 +50,9 @@ class Trunk(Model):
         if asked == -1:
             return {"features": features[:0]}
         if asked == -2:
-            return {"features": features.to(torch.float64)}
+            return {"features": features.double() if self.arrays == "torch" else features.astype(np.float64)}
         if asked == -3:
-            return {"features": torch.cat([features, features])}
+            return {"features": features[[*range(len(features))] * 2]}
         if asked == -4:
             return {"features": features[:, :2]}
         if asked == -5:
@@ -55,7 +61,7 @@ class Trunk(Model):
 
 
 class Head(Model):
-    """``{output}`` = features + add, on numpy or torch.
+    """``{output}`` = features + add.
 
     Rows whose first feature is ``fail_on`` fail, those whose first feature is ``hang_on`` never end, those whose first
     feature is ``exit_on`` end the process. One of at least `GATED` waits for a file of that name in ``gates``.
@@ -67,7 +73,7 @@ class Head(Model):
         self,
         output: str,
         add: float = 0,
-        arrays: str = "torch",
+        arrays: Arrays = "numpy",
         fail_on: float | None = None,
         hang_on: float | None = None,
         exit_on: float | None = None,
@@ -75,7 +81,7 @@ class Head(Model):
     ) -> None:
         self.output = output
         self.add = add
-        self.arrays = arrays  # type: ignore[misc,assignment]
+        self.arrays = arrays  # type: ignore[misc]
         self.fail_on = fail_on
         self.hang_on = hang_on
         self.exit_on = exit_on
@@ -116,13 +122,13 @@ class Pieces(Model):
 
     inputs = (Tensor("features", "FP32", [WIDTH]),)
     outputs = (Tensor("piece", "FP32", [WIDTH]),)
-    arrays = "torch"
 
-    def __init__(self, count: int = 3, interval_s: float = 0) -> None:
+    def __init__(self, count: int = 3, interval_s: float = 0, arrays: Arrays = "numpy") -> None:
         self.count = count
         self.interval_s = interval_s
+        self.arrays = arrays  # type: ignore[misc]
 
-    def __call__(self, features: torch.Tensor) -> Iterator[dict[str, Any]]:
+    def __call__(self, features: Any) -> Iterator[dict[str, Any]]:
         try:
             for index in range(self.count):
                 note("piece", len(features))
@@ -165,39 +171,64 @@ class Post(Model):
         return {"doubled": piece * 2}
 
 
-class Backbone(Model):
+class Layer(Model):
+    """Some function of a linear layer, whose weights and biases its seed gives.
+
+    Attributes:
+        weight: FP32 [outputs, inputs].
+        bias: FP32 [outputs].
+    """
+
+    def __init__(self, sizes: tuple[int, int], seed: int, arrays: Arrays) -> None:
+        inputs, outputs = sizes
+        chance = np.random.default_rng(seed)
+        self.weight = (chance.standard_normal((outputs, inputs)) / inputs**0.5).astype(np.float32)
+        self.bias = chance.standard_normal(outputs).astype(np.float32)
+        self.arrays = arrays  # type: ignore[misc]
+
+    def load(self, device: str) -> None:
+        if self.arrays == "torch":
+            import torch
+
+            self._weight, self._bias = (torch.from_numpy(array).to(device) for array in (self.weight, self.bias))
+
+    def linear(self, x: Any) -> Any:
+        """The layer alone."""
+        if self.arrays == "torch":
+            return x @ self._weight.T + self._bias
+        return x @ self.weight.T + self.bias
+
+
+class Backbone(Layer):
     """hidden = tanh of a linear layer."""
 
     inputs = (Tensor("x", "FP32", [16]),)
     outputs = (Tensor("hidden", "FP32", [32]),)
-    arrays = "torch"
 
-    def load(self, device: str) -> None:
-        torch.manual_seed(0)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh()).to(device)
+    def __init__(self, arrays: Arrays = "numpy") -> None:
+        super().__init__((16, 32), 0, arrays)
 
-    def __call__(self, x: torch.Tensor) -> dict[str, Any]:
-        return {"hidden": self.layers(x)}
+    def __call__(self, x: Any) -> dict[str, Any]:
+        layer = self.linear(x)
+        return {"hidden": layer.tanh() if self.arrays == "torch" else np.tanh(layer)}
 
 
-class Classifier(Model):
+class Classifier(Layer):
     """``{output}`` = softmax of a linear layer."""
 
     inputs = (Tensor("hidden", "FP32", [32]),)
-    arrays = "torch"
 
-    def __init__(self, output: str, classes: int, seed: int) -> None:
+    def __init__(self, output: str, classes: int, seed: int, arrays: Arrays = "numpy") -> None:
+        super().__init__((32, classes), seed, arrays)
         self.output = output
-        self.classes = classes
-        self.seed = seed
         self.outputs = (Tensor(output, "FP32", [classes]),)  # type: ignore[misc]
 
-    def load(self, device: str) -> None:
-        torch.manual_seed(self.seed)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(32, self.classes), torch.nn.Softmax(dim=-1)).to(device)
-
-    def __call__(self, hidden: torch.Tensor) -> dict[str, Any]:
-        return {self.output: self.layers(hidden)}
+    def __call__(self, hidden: Any) -> dict[str, Any]:
+        layer = self.linear(hidden)
+        if self.arrays == "torch":
+            return {self.output: layer.softmax(-1)}
+        powers = np.exp(layer - layer.max(-1, keepdims=True))
+        return {self.output: powers / powers.sum(-1, keepdims=True)}
 
 
 class Wide(Model):

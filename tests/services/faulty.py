@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ BAD_INPUT = -2.0
 SYSTEM_EXIT = -3.0
 WRONG_OUTPUT = -4.0
 EXIT_PROCESS = -5.0
+GATED = 10_000.0
 
 
 class Faulty(Model):
@@ -42,6 +44,7 @@ class Faulty(Model):
 class Slow(Model):
     """Sleeps for as many seconds as the largest x of the batch says, then gives back x, scaled and shifted.
 
+    An x of at least `GATED` is a `tests.running.Gate`: the call says that it has begun, and waits until that is open.
     Also says how many rows shared the call, and how many it had computed before.
 
     Args:
@@ -62,10 +65,21 @@ class Slow(Model):
         if self.marker and x.max() > 0:
             with open(self.marker, "w"):
                 pass
-        time.sleep(float(x.max()))
+        longest = float(x.max())
+        if longest >= GATED:
+            _wait_at_gate(longest)
+        else:
+            time.sleep(longest)
         y = x * np.float32(parameters["scale"]) + np.array(parameters["shift"], np.float32)[:, None]
         counts = {"batch": len(x), "seen": seen}
         return {"y": y, **{name: np.full((len(x), 1), count, np.int32) for name, count in counts.items()}}
+
+
+def _wait_at_gate(value: float) -> None:
+    folder = Path(os.environ["TEST_GATES"])
+    (folder / f"{value:.0f}.begun").touch()
+    while not (folder / f"{value:.0f}.open").exists():
+        time.sleep(0.01)
 
 
 class FailsToLoad(Model):

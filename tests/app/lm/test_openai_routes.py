@@ -119,8 +119,8 @@ def gateway(server: Gateway) -> Iterator[Gateway]:
     server.tiny.unavailable = None
     server.tiny.opened.clear()
     yield server
-    wait_for(lambda: all(generation.is_closed for _, generation, _ in server.tiny.opened), 10, "all to be closed")
-    wait_for(lambda: server.models.streams == 0, 10, "no stream to be counted")
+    wait_for(lambda: all(generation.is_closed for _, generation, _ in server.tiny.opened), 60, "all to be closed")
+    wait_for(lambda: server.models.streams == 0, 60, "no stream to be counted")
 
 
 # Chat
@@ -446,7 +446,7 @@ def test_a_client_that_goes_away_ends_the_generation(gateway: Gateway) -> None:
         httpx.post(
             f"{gateway.url}/v1/chat/completions", json={"model": "tiny", "messages": HELLO}, timeout=httpx.Timeout(1)
         )
-    wait_for(lambda: gateway.tiny.opened[0][1].is_closed, 10, "the generation to be closed")
+    wait_for(lambda: gateway.tiny.opened[0][1].is_closed, 60, "the generation to be closed")
 
 
 def test_a_client_that_leaves_a_stream_ends_the_generation(gateway: Gateway) -> None:
@@ -457,7 +457,7 @@ def test_a_client_that_leaves_a_stream_ends_the_generation(gateway: Gateway) -> 
         assert next(lines).startswith("data: ")
         assert gateway.models.streams == 1
         assert not gateway.tiny.opened[0][1].is_closed
-    wait_for(lambda: gateway.tiny.opened[0][1].is_closed, 10, "the generation to be closed")
+    wait_for(lambda: gateway.tiny.opened[0][1].is_closed, 60, "the generation to be closed")
 
 
 def test_a_request_is_cancelled_by_its_id(gateway: Gateway) -> None:
@@ -470,7 +470,7 @@ def test_a_request_is_cancelled_by_its_id(gateway: Gateway) -> None:
         assert next(lines).startswith("data: ")
         told = httpx.post(f"{gateway.url}/v2/requests/mine%2F1/cancel")
         assert (told.status_code, told.json()) == (200, {"request_id": "mine/1", "cancelled": 2})
-    wait_for(lambda: gateway.tiny.opened[0][1].is_closed, 10, "the generation to be closed")
+    wait_for(lambda: gateway.tiny.opened[0][1].is_closed, 60, "the generation to be closed")
     gone = httpx.post(f"{gateway.url}/v2/requests/mine%2F1/cancel")
     assert gone.status_code == 404
     assert gone.json()["error"].startswith("request 'mine/1': expected the X-Request-Id of a request")

@@ -377,6 +377,26 @@ def test_without_origins_and_keys_neither_is_in_the_way() -> None:
     assert not any("access-control-allow-origin" in answer.headers for answer in answers)
 
 
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v2/models/m/infer"), ("GET", "/v2")])
+def test_a_fault_before_any_endpoint_is_answered_and_logged_with_the_requests_id(
+    gateway: Ring, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, method: str, path: str
+) -> None:
+    def fail(text: bytes) -> None:
+        raise OSError("no locks")
+
+    monkeypatch.setattr(gateway.ring, "find", fail)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(gateway.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server.example") as client:
+            return await client.request(method, path, headers={**bearer(KEYS["infer"]), "x-request-id": "r-1"})
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, answer.headers["x-request-id"]) == (500, "r-1")
+    assert "request id r-1" in answer.json()["error"]
+    assert "request r-1 failed in the gateway" in caplog.text
+
+
 def test_a_page_of_a_named_origin_may_infer(gateway: Ring) -> None:
     headers = {"origin": "https://app.example", **bearer(KEYS["infer"])}
     answer = gateway.ask("POST", "/v2/models/m/infer", headers, b"{}")
