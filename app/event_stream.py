@@ -1,22 +1,26 @@
 """An answer as server-sent events: an ASGI response over a stream of JSON texts.
 
-Source: the HTML standard's section on server-sent events; the connection's own tasks (keep-alive, noticing that the
-client went away) are sse-starlette's.
+Source: the HTML standard's section on server-sent events. The response is sse-starlette's; on a connection of ours
+(`app.exchange`) its headers only, because what it has three tasks more for, our connection and a timer do: they took
+half of the memory of a stream on which nothing happens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Message, Receive, Scope, Send
 
 from app.deadlines import TIMER_RESOLUTION_S
+from app.disconnects import DisconnectWatch
 from app.errors import CallableFailed, ClientGone, HeadwaterError
+from app.exchange import exchange_of
 from app.metrics.accounting import note_error
 
 __all__ = ["EventStream", "StreamLimits"]
@@ -36,11 +40,13 @@ class StreamLimits(NamedTuple):
     """How long one event may wait for a client that doesn't read."""
 
 
-class _Ping(ServerSentEvent):
-    """A comment of one line: with an empty line after it, some clients would see an empty event."""
+PING: Final = b": ping\n"
+"""A comment of one line: with an empty line after it, some clients would see an empty event."""
 
+
+class _Ping(ServerSentEvent):
     def encode(self) -> bytes:
-        return b": ping\n"
+        return PING
 
 
 class _End:
@@ -135,8 +141,10 @@ class EventStream:
         self._events = events
         self._ending = ending
         self._on_closed: Callable[[], None] | None = on_closed
-        self._ahead: asyncio.Queue[bytes | _End] = asyncio.Queue(1)
-        self._first: list[bytes | _End] = []
+        self._ahead: asyncio.Queue[bytes | _End | None] = asyncio.Queue(1)
+        """None stands for a comment that keeps the connection alive."""
+        self._first: list[bytes | _End | None] = []
+        self._ping: asyncio.TimerHandle | None = None
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def open(self) -> None:
@@ -167,18 +175,36 @@ class EventStream:
         limits: StreamLimits = state.get("stream_limits", StreamLimits())
 
         watch = _WriteWatch(send, limits.write_timeout_s, state)
-        response = EventSourceResponse(
-            self._frames(state),
-            ping=limits.ping_s,
-            sep="\n",
-            ping_message_factory=_Ping,
-        )
-        del response.headers["connection"]  # the server's own business
         try:
-            await response(scope, receive, watch.send)
+            if exchange_of(scope) is None:
+                response = _response(self._frames(state), limits.ping_s)
+                await response(scope, receive, watch.send)
+            else:
+                self._ping_later(limits.ping_s)
+                with contextlib.suppress(ClientGone), DisconnectWatch(scope, receive):
+                    await self._write(state, watch.send)
         finally:
+            if self._ping is not None:
+                self._ping.cancel()
             watch.close()
             await self.close()
+
+    async def _write(self, state: dict[str, Any], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _headers()})
+        async with contextlib.aclosing(self._frames(state)) as frames:
+            async for frame in frames:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _ping_later(self, every_s: float) -> None:
+        loop = asyncio.get_running_loop()
+
+        def ping() -> None:
+            if self._ahead.empty():  # otherwise there is an event to write
+                self._ahead.put_nowait(None)
+            self._ping = loop.call_later(every_s, ping)
+
+        self._ping = loop.call_later(every_s, ping)
 
     async def _read(self) -> None:
         error: Exception | None = None
@@ -191,12 +217,12 @@ class EventStream:
         if self._on_closed is not None:  # otherwise nobody does
             await self._ahead.put(_End(error))
 
-    async def _frames(self, state: dict[str, Any]) -> AsyncIterator[bytes]:
+    async def _frames(self, state: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         while True:
             event = self._first.pop() if self._first else await self._ahead.get()
             if isinstance(event, _End):
                 break
-            yield _frame(event)
+            yield PING if event is None else _frame(event)
         error = event.error
         if error is not None and not isinstance(error, HeadwaterError):
             logger.error(
@@ -209,6 +235,22 @@ class EventStream:
             state["error"] = error
         for event in self._ending(error):
             yield _frame(event)
+
+
+def _response(frames: AsyncIterable[bytes], ping_s: float) -> EventSourceResponse:
+    response = EventSourceResponse(frames, ping=ping_s, sep="\n", ping_message_factory=_Ping)
+    del response.headers["connection"]  # the server's own business
+    return response
+
+
+@functools.cache
+def _headers() -> tuple[tuple[bytes, bytes], ...]:
+    return tuple(_response(_nothing(), 0).raw_headers)
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    return
+    yield
 
 
 def _frame(event: bytes) -> bytes:

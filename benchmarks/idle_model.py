@@ -17,6 +17,7 @@ from inference.lm.protocol import Engine, EngineLimits, TokenEvent
 __all__ = ["MANY_TOKENS", "Waiter", "stalled_engine"]
 
 MANY_TOKENS = 5000
+FIRST_TOKENS = 64
 STEP_S = 0.005
 
 
@@ -39,12 +40,16 @@ class Waiter(Model):
 
 
 class _Stalled(NullEngine):
-    """Gives a sequence that wants many tokens its first one, and then none for a long time."""
+    """Gives a sequence that wants many tokens a few, of which one at least has a text, and then none."""
 
     def step(self) -> list[TokenEvent]:
         """As `Engine.step`."""
         time.sleep(STEP_S)
-        held = {id: one for id, one in self._running.items() if one.max_tokens >= MANY_TOKENS}
+        held = {
+            id: one
+            for id, one in self._running.items()
+            if one.max_tokens >= MANY_TOKENS and one.produced >= FIRST_TOKENS
+        }
         for id in held:
             del self._running[id]
         events = super().step()
