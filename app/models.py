@@ -13,6 +13,7 @@ from app.errors import BadRequest, NotFound, Unavailable
 from app.generate_codec import GenerateDecoder, GenerateEncoder
 from app.graph import GraphDispatcher
 from app.lm.dispatcher import LmDispatcher
+from app.metrics.recorder import recorder
 from app.request_codec import RequestDecoder
 from app.response_codec import ResponseEncoder
 from app.routing import DeploymentRoute, RoutingTable
@@ -32,6 +33,7 @@ class ServedModel:
         self.dispatcher = dispatcher
         self._signature: Signature | None = None
         self._codecs: tuple[RequestDecoder, ResponseEncoder] | None = None
+        self.meter = recorder().deployment(dispatcher.route.name)
         self._generate: tuple[Signature, GenerateDecoder, GenerateEncoder] | None = None
 
     @property

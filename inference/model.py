@@ -196,7 +196,7 @@ class Model:
     arrays: ClassVar[Literal["numpy", "torch"]] = "numpy"
     """How inputs arrive: numpy arrays, or torch tensors on the deployment's device. ``BYTES`` is always a numpy array
     of ``bytes`` objects. ``BF16`` arrives as float32 in numpy and as ``torch.bfloat16`` in torch. Either kind may be
-    returned."""
+    returned. The memory of an input serves other calls once `__call__` has returned: copy what you keep."""
 
     idempotent: ClassVar[bool] = True
     """Whether calling twice with the same rows does no harm. If so, the rows of a call that raises are tried again

@@ -8,7 +8,7 @@ from typing import Final
 from app.metrics.catalogue import CATALOGUE, OUTCOMES, REQUESTS, Outcome
 from app.metrics.store import Key, Store
 
-__all__ = ["ACCEPTED_AT", "Counter", "Gauge", "Histogram", "Requests"]
+__all__ = ["ACCEPTED_AT", "Counter", "Gauge", "Histogram", "Histograms", "Requests"]
 
 _OUTCOME_AT: Final = {outcome: index for index, outcome in enumerate(OUTCOMES)}
 ACCEPTED_AT: Final = len(OUTCOMES)
@@ -66,6 +66,25 @@ class Histogram:
         slots = self._slots
         slots[self._at + bisect_left(self._bounds, value)] += times
         slots[self._sum_at] += value * times
+
+
+class Histograms:
+    """Several with the same buckets, in which each request counts one number each: one call for all of them."""
+
+    __slots__ = ("_at", "_bounds", "_slots", "_sum_at")
+
+    def __init__(self, store: Store, name: str, *labels: tuple[str, ...]) -> None:
+        self._bounds = CATALOGUE[name].bounds
+        self._slots = store.slots
+        self._sum_at = len(self._bounds) + 1
+        self._at = [store.record(Key(name, one), len(self._bounds) + 2) for one in labels]
+
+    def observe(self, *values: int) -> None:
+        """Count a number in each of the first of them."""
+        slots, bounds, sum_at = self._slots, self._bounds, self._sum_at
+        for at, value in zip(self._at, values, strict=False):
+            slots[at + bisect_left(bounds, value)] += 1
+            slots[at + sum_at] += value
 
 
 class Requests:

@@ -10,11 +10,12 @@ from typing import Final
 
 from app.errors import Cancelled, HeadwaterError, ReaderTooSlow
 from app.metrics.catalogue import Outcome, Phase, Route
-from app.metrics.instruments import Counter, Gauge, Histogram, Requests
+from app.metrics.instruments import Counter, Gauge, Histogram, Histograms, Requests
 from app.metrics.store import Snapshot, Store
 
 __all__ = ["DeploymentMeter", "LanguageModelMeter", "Recorder", "outcome_of", "outcome_of_status", "recorder", "use"]
 
+PHASE_SECONDS: Final = "headwater_request_phase_seconds"
 ABORTED: Final = 499
 """What stands for the status of an answer whose client went away."""
 _BY_STATUS: Final[dict[int, Outcome]] = {429: "shed", ABORTED: "cancelled", 503: "unavailable", 504: "timeout"}
@@ -47,16 +48,11 @@ class DeploymentMeter:
         self.retries = Counter(store, "headwater_retries", name)
         self.quarantined = Counter(store, "headwater_quarantined", name)
         self.queue_rows = Gauge(store, "headwater_queue_rows", name)
-        self._queue = self._phase("queue")
-        self._batch_wait = self._phase("batch_wait")
-        self._transport = self._phase("transport")
-        self._compute = self._phase("compute")
-        self.serialise = self._phase("serialise")
+        phases: tuple[Phase, ...] = ("queue", "batch_wait", "compute", "transport")
+        self._phases = Histograms(store, PHASE_SECONDS, *((name, phase) for phase in phases))
+        self.serialise = Histogram(store, PHASE_SECONDS, name, "serialise")
         """Of requests' bodies and of answers', each request once."""
         self._heads: dict[str, tuple[Histogram, dict[Outcome, Counter]]] = {}
-
-    def _phase(self, phase: Phase) -> Histogram:
-        return Histogram(self._store, "headwater_request_phase_seconds", self._name, phase)
 
     def note_request(
         self, rows: int, waited_ns: int, batch_wait_ns: int, compute_ns: int, transport_ns: int | None
@@ -72,11 +68,10 @@ class DeploymentMeter:
                 long as its reader did.
         """
         self.rows.add(rows)
-        self._queue.observe(waited_ns - batch_wait_ns)
-        self._batch_wait.observe(batch_wait_ns)
-        self._compute.observe(compute_ns)
-        if transport_ns is not None:
-            self._transport.observe(transport_ns)
+        if transport_ns is None:
+            self._phases.observe(waited_ns - batch_wait_ns, batch_wait_ns, compute_ns)
+        else:
+            self._phases.observe(waited_ns - batch_wait_ns, batch_wait_ns, compute_ns, transport_ns)
 
     def note_call(self, rows: int, capacity_rows: int, compute_ns: int) -> None:
         """A replica has answered a call, which had room for so many rows."""

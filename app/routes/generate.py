@@ -19,7 +19,6 @@ from app.generate_codec import GenerateDecoder
 from app.lm.generate_answer import GenerateAnswer
 from app.lm.generate_request import GenerateRequest
 from app.metrics.accounting import accept
-from app.metrics.recorder import recorder
 from app.models import Models, ServedModel
 from app.replies import Reply
 from app.routes.boundary import Endpoint
@@ -57,7 +56,7 @@ class GenerateEndpoint(Endpoint):
         answered_ns = time.perf_counter_ns()
         text = await _encoded(answer.outputs, encoder.whole, request, answer)
         serialise_ns = decoded_ns - began_ns + time.perf_counter_ns() - answered_ns
-        recorder().deployment(model.route.name).serialise.observe(serialise_ns)
+        model.meter.serialise.observe(serialise_ns)
         return Reply(200, [text], [_JSON])
 
 

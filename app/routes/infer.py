@@ -11,7 +11,6 @@ from app.bodies import BodyReader
 from app.disconnects import DisconnectWatch
 from app.errors import BadRequest, HeadwaterError
 from app.metrics.accounting import accept
-from app.metrics.recorder import recorder
 from app.middleware import RequestRecords, internal_error
 from app.models import Models
 from app.replies import Reply, error_reply
@@ -133,7 +132,7 @@ class InferEndpoint(Endpoint):
         else:
             pieces, json_length = await asyncio.to_thread(encoder.encode, request, outputs, None, omitted)
         serialise_ns = decoded_ns - began_ns + time.perf_counter_ns() - answered_ns
-        recorder().deployment(model.route.name).serialise.observe(serialise_ns)
+        model.meter.serialise.observe(serialise_ns)
         scope["state"]["note"] = f"rows={request.rows}"
         if json_length is None:
             return Reply(200, pieces, [_JSON])
