@@ -13,7 +13,7 @@ from app.tensors import InferRequest, RawTensor, Scalar
 from app.triton_client import FrameRequest
 from inference.datatypes import DATATYPES
 from inference.report import HEADWATER, REPORT, CallNote, placeholder_shape
-from inference.shared_memory import SHARED_FROM_BYTES, aligned
+from inference.shared_memory import SHARED_FROM_BYTES, aligned, stand_in_shape
 from inference.signature import Signature, TensorSpec
 
 __all__ = ["encode_batch", "encode_for_frames", "encode_nothing"]
@@ -44,7 +44,7 @@ def encode_batch(
     inputs = []
     data: list[bytes | memoryview] = []
     encoded = _encode_inputs(signature, batch, note)
-    segment = None if segments is None else _share(encoded, segments, note)
+    segment = None if segments is None else _share(signature, encoded, segments, note)
     for name, datatype, shape, pieces in encoded:
         data += pieces
         size = sum(map(len, pieces))
@@ -105,7 +105,7 @@ def _encode_inputs(signature: Signature, batch: Sequence[Rows], note: CallNote) 
     return inputs
 
 
-def _share(inputs: list[_Encoded], segments: Segments, note: CallNote) -> Segment | None:
+def _share(signature: Signature, inputs: list[_Encoded], segments: Segments, note: CallNote) -> Segment | None:
     """Put the large ones of these inputs into a segment, and placeholders in their place."""
     large: dict[int, int] = {}
     for place, (_, datatype, _, pieces) in enumerate(inputs):
@@ -114,11 +114,12 @@ def _share(inputs: list[_Encoded], segments: Segments, note: CallNote) -> Segmen
     segment = segments.take(sum(map(aligned, large.values())), inputs[0][2][0])
     if segment is None:
         return None
+    specs = {spec.name: spec for spec in signature.inputs}
     for place in large:
         name, datatype, shape, pieces = inputs[place]
         segment.place(name, shape, pieces)
-        stand_in = [shape[0], *[1] * (len(shape) - 1)]
-        inputs[place] = (name, datatype, stand_in, [bytes(shape[0] * DATATYPES[datatype].size_bytes)])
+        stand_in = stand_in_shape(specs[name], shape[0])
+        inputs[place] = (name, datatype, stand_in, [bytes(math.prod(stand_in) * DATATYPES[datatype].size_bytes)])
     note.shared = segment.shared()
     return segment
 

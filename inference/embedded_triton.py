@@ -28,6 +28,7 @@ from inference.errors import ReplicaError
 from inference.frame import FRAME
 from inference.lm.wire import CONTROL
 from inference.report import REPORT
+from inference.shared_memory import bound_shape
 from inference.signature import Signature, TensorSpec
 
 __all__ = ["EmbeddedTriton", "UnixConnection"]
@@ -200,5 +201,4 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
 def _tensor(spec: TensorSpec) -> Any:
     datatype = DATATYPES[DATATYPES[spec.datatype].wire]
     dtype = object if datatype.numpy.hasobject else datatype.numpy.type
-    # Any shape: what is large is left in shared memory, and a placeholder comes. The gateway has checked the true one.
-    return Tensor(name=spec.name, dtype=dtype, shape=(-1,) * len(spec.shape), optional=spec.optional)
+    return Tensor(name=spec.name, dtype=dtype, shape=bound_shape(spec), optional=spec.optional)

@@ -23,7 +23,7 @@ from inference.model import Model
 from inference.pulse import WatchCall
 from inference.report import REPORT, RowReport, Status, encode_reports, placeholder_shape
 from inference.request import Part, TritonRequest, read_request
-from inference.shared_memory import MappedCall
+from inference.shared_memory import MappedCall, stand_in_shape
 from inference.signature import Signature
 
 __all__ = ["Runner"]
@@ -250,9 +250,10 @@ class Runner:
         outputs = dict(outcome.outputs)
         reports = outcome.reports
         if memory is not None:
-            for name in memory.leave(outputs):
-                first = (slice(None),) + (slice(1),) * (outputs[name].ndim - 1)
-                outputs[name] = np.ascontiguousarray(outputs[name][first])
+            left = memory.leave(outputs)
+            for spec in self._signature.outputs:
+                if spec.name in left:
+                    outputs[spec.name] = zeros(spec, tuple(stand_in_shape(spec, len(reports))))
         empty = {spec.name: outputs[spec.name].shape for spec in self._signature.outputs if not outputs[spec.name].size}
         if empty:
             for spec in self._signature.outputs:

@@ -13,6 +13,7 @@ In a segment stand, from ``answer_at`` on: the length (little-endian uint32) of 
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -33,13 +34,17 @@ __all__ = [
     "MappedCall",
     "SharedCall",
     "aligned",
+    "bound_shape",
     "placed_outputs",
+    "stand_in_shape",
 ]
 
 SHARED_FROM_BYTES: Final = 64 * 1024
 """A tensor from here on is left in a segment; a smaller one is faster on the way that all take."""
 ALIGNMENT: Final = 64
 """Of every tensor in a segment."""
+STAND_IN_BYTES: Final = 256
+"""What may travel of a row that is left in a segment."""
 ANSWER_HEAD_BYTES: Final = 4096
 """Room for the JSON of what an answer left."""
 
@@ -104,6 +109,20 @@ class MappedCall:
                 return set()
             self._map[at : at + _LENGTH.size + len(text)] = _LENGTH.pack(len(text)) + text
         return set(placed)
+
+
+def bound_shape(spec: TensorSpec) -> tuple[int, ...]:
+    """The shape of a row under which Triton knows a tensor: as declared, if what stands in for a large one can have it,
+    and any otherwise. The gateway and the runner check the declared one."""
+    fixed = math.prod(dim for dim in spec.shape if dim > 0)
+    if fixed * DATATYPES[spec.datatype].size_bytes <= STAND_IN_BYTES:
+        return tuple(spec.shape)
+    return (-1,) * len(spec.shape)
+
+
+def stand_in_shape(spec: TensorSpec, rows: int) -> list[int]:
+    """The shape, batch axis first, of what travels in the place of a large tensor."""
+    return [rows, *(1 if dim < 0 else dim for dim in bound_shape(spec))]
 
 
 def aligned(size_bytes: int) -> int:

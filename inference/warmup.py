@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from inference.embedded_triton import EmbeddedTriton, UnixConnection
 from inference.errors import DeclarationError, ReplicaError
 from inference.frame import decode_frame
 from inference.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
-from inference.shared_memory import ANSWER_HEAD_BYTES, SHARED_FROM_BYTES, SharedCall, aligned
+from inference.shared_memory import ANSWER_HEAD_BYTES, SHARED_FROM_BYTES, SharedCall, aligned, stand_in_shape
 from inference.signature import Signature, TensorSpec
 from inference.tensor_store import batch_bytes
 
@@ -195,7 +196,8 @@ def _share(
 
 
 def _stand_in(spec: TensorSpec, rows: int) -> tuple[TensorSpec, bytes, list[int]]:
-    return spec, bytes(rows * DATATYPES[spec.datatype].size_bytes), [rows, *[1] * len(spec.shape)]
+    shape = stand_in_shape(spec, rows)
+    return spec, bytes(math.prod(shape) * DATATYPES[spec.datatype].size_bytes), shape
 
 
 class FrameCaller:
