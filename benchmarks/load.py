@@ -27,7 +27,6 @@ if count == 1 then
 else
   local requests, turn = {}, -1
   init = function(args)
-    wrk.init(args)
     for number = 0, count - 1 do
       requests[number] = wrk.format(nil, nil, nil, read(number))
     end
