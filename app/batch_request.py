@@ -61,8 +61,13 @@ def encode_batch(
 
 
 def encode_for_frames(
-    signature: Signature, batch: Sequence[Rows], heads: Sequence[tuple[int, int]], stream: str, patience_s: float = 0
-) -> FrameRequest:
+    signature: Signature,
+    batch: Sequence[Rows],
+    heads: Sequence[tuple[int, int]],
+    stream: str,
+    patience_s: float = 0,
+    segments: Segments | None = None,
+) -> tuple[FrameRequest, Segment | None]:
     """Encode rows that may share a call of a replica that answers in frames.
 
     Args:
@@ -71,13 +76,18 @@ def encode_for_frames(
         heads: see `inference.report.CallNote.heads`.
         stream: see `inference.report.CallNote.stream`.
         patience_s: see `inference.report.CallNote.patience_s`.
+        segments: where large inputs go; None: all go inline.
+
+    Returns:
+        The request, and where the large inputs are, if there are such.
     """
     note = _note(batch)
     note.heads = list(heads)
     note.stream = stream
     note.patience_s = patience_s
     inputs = _encode_inputs(signature, batch, note)
-    return FrameRequest(inputs, msgspec.json.encode(note).decode())
+    segment = None if segments is None else _share(signature, inputs, segments, note)
+    return FrameRequest(inputs, msgspec.json.encode(note).decode()), segment
 
 
 def encode_nothing(signature: Signature) -> FrameRequest:

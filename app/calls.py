@@ -97,7 +97,7 @@ class Calls:
         parts = [_part(item) for item in batch]
         try:
             if replica.route.grpc_socket:
-                await self._answer_in_frames(cast(FrameReplicaClient, replica.client), parts, rows)
+                await self._answer_in_frames(replica, parts, rows)
             else:
                 await self._answer_whole(replica, parts, rows)
             if parts[0].losses and not replica.is_lost:
@@ -141,11 +141,7 @@ class Calls:
             raise
         if segment is not None:
             if reports[0].status is Status.UNSHARED:
-                logger.warning(
-                    "model %s: replica %s can't open the gateway's memory, so large tensors take the slower way: %s",
-                    self._name, replica.route.id, reports[0].message,
-                )  # fmt: skip
-                replica.is_sharing = False
+                self._stop_sharing(replica, reports[0].message)
                 await self._answer_whole(replica, parts, rows)
                 return
             tensors.update(segment.outputs(signature))
@@ -159,14 +155,28 @@ class Calls:
         outputs = sliced(signature, tensors, reports, rows)
         self._distribute(parts, outputs, reports, started_ns, compute_us * 1000)
 
-    async def _answer_in_frames(self, client: FrameReplicaClient, parts: list[Part], rows: int) -> None:
+    async def _answer_in_frames(self, replica: ReplicaCalls, parts: list[Part], rows: int) -> None:
         """One call of a pipeline or of a model that streams: its answer comes in frames."""
+        if parts[0].pending.signature.streams and parts[0].pending.collector.is_done:  # its client left just now
+            return
+        call = FrameCall(parts, self._segments if replica.is_sharing else None)
+        is_heard = False
+        try:
+            is_heard = await self._hear(replica, call, parts, rows)
+        finally:
+            if call.segment is not None and not is_heard:
+                call.segment.spoil()
+        if call.unshared:
+            self._stop_sharing(replica, call.unshared)
+            await self._answer_in_frames(replica, parts, rows)
+
+    async def _hear(self, replica: ReplicaCalls, call: FrameCall, parts: list[Part], rows: int) -> bool:
+        """Lead a call's frames to its requests, which may not want all. Returns whether the replica has said all."""
+        client = cast(FrameReplicaClient, replica.client)
         pending = parts[0].pending
         is_stream = pending.signature.streams
-        if is_stream and pending.collector.is_done:  # its client left just now
-            return
         started_ns = time.perf_counter_ns()
-        call = FrameCall(parts)
+        has_ended = True
         if is_stream:
             pending.stream = (client, call.name)
         compute_us = 0
@@ -185,17 +195,28 @@ class Calls:
                         part.pending.deadlines.hear()
                 for piece, data in zip(frame.pieces, pieces, strict=True):
                     call.take(piece, data)
+                if call.unshared:
+                    return False
                 if call.lost is not None:
                     raise call.lost
                 if is_stream and pending.collector.is_done and not pending.collector.succeeded:
                     # Nobody wants the rest. Who waits for its reader may be slow to say so.
                     if pending.stream is not None:
                         client.cancel(call.name)
+                    has_ended = False
                     break
         pending.stream = None
         self._statistics.note_call(rows, compute_us * 1000)
         self._meter.note_call(rows, pending.signature.max_batch_size, compute_us * 1000)
         call.end()
+        return has_ended
+
+    def _stop_sharing(self, replica: ReplicaCalls, why: str) -> None:
+        logger.warning(
+            "model %s: replica %s can't open the gateway's memory, so large tensors take the slower way: %s",
+            self._name, replica.route.id, why,
+        )  # fmt: skip
+        replica.is_sharing = False
 
     def _distribute(
         self,

@@ -12,6 +12,7 @@ from app.errors import CallableFailed, HeadwaterError, ReplicaLost
 from app.pending import Part
 from app.row_errors import row_error
 from app.row_slices import SlicedTensor
+from app.segments import Segments
 from app.tensors import RawTensor
 from inference.frame import Piece
 from inference.report import RowReport, Status
@@ -29,9 +30,10 @@ class FrameCall:
     Args:
         parts: the rows, which may share a call. The heads that they await, less those that are decided by now, are
             asked for.
+        segments: where large inputs go; None: all go inline.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], segments: Segments | None = None) -> None:
         self._parts = parts
         for part in parts:
             part.awaited.intersection_update(part.pending.collector.undecided)
@@ -39,16 +41,19 @@ class FrameCall:
         signature = parts[0].pending.signature
         self.lost: ReplicaLost | None = None
         """Set once the replica has said that it can't go on."""
+        self.unshared = ""
+        """Why the replica can't open the memory that the inputs are in; then it ran nothing."""
         self._has_heads = bool(signature.heads)
         names = [head.name for head in signature.heads] or [WHOLE]
         masks = [sum(1 << names.index(head) for head in asked) for asked in self._asked]
         self.name = f"{_WORKER}-{next(_numbers)}"
-        self.request = encode_for_frames(
+        self.request, self.segment = encode_for_frames(
             signature,
             [(part.pending.request, part.inputs, part.rows) for part in parts],
             [(mask, part.rows) for mask, part in zip(masks, parts, strict=True)],
             self.name if signature.streams else "",
             self._patience_s(),
+            segments,
         )
 
     def _patience_s(self) -> float:
@@ -68,7 +73,10 @@ class FrameCall:
         return min(left_s) / 2
 
     def take(self, piece: Piece, data: Sequence[memoryview]) -> None:
-        """Hand a piece to the requests that wanted it."""
+        """Hand a piece to the requests that wanted it, unless it says that nothing ran for want of shared memory."""
+        if self.segment is not None and piece.failures and piece.failures[0][1] == Status.UNSHARED:
+            self.unshared = piece.failures[0][2]
+            return
         if not self._has_heads:  # a model that streams is a pipeline of one step in its replica, and only there
             piece.head = WHOLE
         wanting = [part for part, asked in zip(self._parts, self._asked, strict=True) if piece.head in asked]

@@ -78,7 +78,12 @@ class FusedPipeline:
         run: BatchRun | None = None
         name = ""
         try:
-            part = read_request(self._plan.signature, request)
+            try:
+                part = read_request(self._plan.signature, request)
+            except OSError as error:  # see `inference.shared_memory`
+                report = RowReport(Status.UNSHARED, f"{type(error).__name__}: {error}")
+                yield [{FRAME: self._refusal(request, report)}]
+                return
             if part.note.cancel:
                 if part.note.cancel in self._streams:
                     self._streams[part.note.cancel].set()

@@ -1,6 +1,6 @@
 """Whether tensors go through PyTriton's shared-memory store, or inline: the store is faster for large ones only.
 
-Of a model that answers whole, large ones don't go through PyTriton at all (`inference.shared_memory`).
+Large ones mostly don't go through PyTriton at all (`inference.shared_memory`); those in frames do (`inference.frame`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from inference.signature import Signature, TensorSpec
 __all__ = ["ASSUMED_DIMENSION", "batch_bytes", "uses_store"]
 
 STORE_FROM_BYTES: Final = 128 * 1024
-"""Inputs and outputs of a full batch together."""
+"""Outputs of a full batch together."""
 ASSUMED_DIMENSION: Final = 64
 """What a dimension that varies, and the bytes of a ``BYTES`` element, are taken for."""
 
@@ -30,7 +30,7 @@ def uses_store(wanted: str, signature: Signature) -> bool:
         return wanted == "on"
     if not (signature.heads or signature.streams):
         return False
-    return batch_bytes((*signature.inputs, *signature.outputs), signature.max_batch_size) >= STORE_FROM_BYTES
+    return batch_bytes(signature.outputs, signature.max_batch_size) >= STORE_FROM_BYTES
 
 
 def batch_bytes(specs: Iterable[TensorSpec], rows: int) -> int:

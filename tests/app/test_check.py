@@ -327,14 +327,18 @@ def test_shared_memory_that_replicas_may_come_to_need(monkeypatch: pytest.Monkey
 
 def test_shared_memory_of_the_store() -> None:
     batching = {"max_batch_size": 32, "max_in_flight": 2}
-    of_stream = msgspec.structs.replace(image_model(), streams=True)
-    off, on, auto = (
-        shared_memory_bytes(deployment(batching=batching, tensor_store=store), of_stream)
-        for store in ("off", "on", "auto")
-    )
-    assert on == auto  # the batch is large enough
-    assert shared_memory_bytes(deployment(batching=batching), image_model()) == off  # it doesn't go through PyTriton
-    assert 64 * MIB <= on - off < 65 * MIB  # the inputs' 18.4 MiB, rounded up to 32, twice
+    image, logits = image_model().inputs[0], image_model().outputs[0]
+    taking = msgspec.structs.replace(image_model(), streams=True)
+    giving = msgspec.structs.replace(taking, inputs=(logits,), outputs=(image,))
+    for signature, auto_is in ((taking, "off"), (giving, "on")):  # what goes in goes past PyTriton
+        needed = {
+            store: shared_memory_bytes(deployment(batching=batching, tensor_store=store), signature)
+            for store in ("off", "on", "auto")
+        }
+        assert needed["auto"] == needed[auto_is]
+        assert 64 * MIB <= needed["on"] - needed["off"] < 65 * MIB  # the image's 18.4 MiB, rounded up to 32, twice
+    answering_whole = shared_memory_bytes(deployment(batching=batching), msgspec.structs.replace(giving, streams=False))
+    assert answering_whole == needed["off"]
 
 
 def test_every_problem_is_reported(run: Run) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import gc
 import itertools
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -32,6 +34,7 @@ from app.tensors import InferRequest, OutputWish, RawTensor
 from app.triton_client import FrameRequest
 from inference.frame import Frame, FrameTensor, Piece, StepCount, encode_frame
 from inference.report import CallNote, Status
+from inference.shared_memory import MappedCall
 from inference.signature import HeadSpec, Signature, TensorSpec
 
 FACTORS = {"a": 2.0, "b": 3.0, "c": 5.0}
@@ -911,5 +914,99 @@ def test_a_stream_whose_client_leaves_as_its_call_begins_is_not_computed() -> No
         assert reader.task.cancelled()
         assert bench.calls == []
         assert bench.dispatcher.in_flight == 0
+
+    run(scenario)
+
+
+# Large inputs
+
+
+def wide(bench: Bench, length: int = 20_000) -> InferRequest:
+    """One row that wants head `a`."""
+    request = bench.request(1, heads="a")
+    x = np.arange(length, dtype=np.float32)
+    return dataclasses.replace(request, inputs={"x": RawTensor("FP32", (1, length), x.tobytes())})
+
+
+def says(call: Call, *failures: tuple[int, int, str], is_last: bool = True) -> None:
+    """Head `a` answers the one row with 7, or so."""
+    tensors = [] if failures else [FrameTensor("out_a", "FP32", (1, 1), 4)]
+    piece = Piece("a", 1, 7, list(failures), tensors, is_last)
+    data = [] if failures else [np.float32(7).tobytes()]
+    call.answers.put_nowait(encode_frame(Frame([piece], []), data).tobytes())
+
+
+def lent(call: Call) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The input, as the replica finds it in the memory that the worker shares."""
+    assert call.note.shared is not None
+    return MappedCall(call.note.shared).input(WIDE.inputs[0])
+
+
+WIDE = msgspec.structs.replace(PIPELINE, inputs=(TensorSpec("x", "FP32", (-1,)),))
+
+
+def test_a_large_input_is_left_in_shared_memory_which_serves_the_next_call() -> None:
+    async def scenario() -> None:
+        bench = Bench(WIDE)
+        paths = []
+        for _ in range(2):
+            task = asyncio.create_task(bench.dispatcher.infer(wide(bench)))
+            await settle()
+            call = bench.calls[-1]
+            assert call.shape == [1, 1]
+            assert lent(call).tolist() == [list(range(20_000))]
+            assert call.note.shared is not None
+            paths.append(call.note.shared.path)
+            says(call)
+            call.end()
+            assert numbers(await task) == {"a": [7]}
+            await settle()
+            gc.collect()  # the finished task's frames
+        assert paths[0] == paths[1]
+
+    run(scenario)
+
+
+def test_large_inputs_go_inline_to_a_replica_that_cannot_open_the_workers_memory() -> None:
+    async def scenario() -> None:
+        bench = Bench(WIDE)
+        first = asyncio.create_task(bench.dispatcher.infer(wide(bench)))
+        await settle()
+        assert bench.calls[0].note.shared is not None
+        says(bench.calls[0], (0, int(Status.UNSHARED), "PermissionError: no"))
+        await settle()
+        second = asyncio.create_task(bench.dispatcher.infer(wide(bench)))
+        for number, task in enumerate((first, second), start=1):
+            await settle()
+            call = bench.calls[number]
+            assert call.note.shared is None
+            assert call.values.tolist() == list(range(20_000))
+            says(call)
+            call.end()
+            assert numbers(await task) == {"a": [7]}
+
+    run(scenario)
+
+
+def test_memory_of_a_stream_that_its_client_left_serves_no_other_call() -> None:
+    async def scenario() -> None:
+        bench = Bench(msgspec.structs.replace(WIDE, streams=True), max_in_flight=2)
+        reader = Reader(bench.dispatcher, wide(bench))
+        await settle()
+        (call,) = bench.calls
+        x = lent(call)  # the replica goes on with it until it hears of the end
+        reader.task.cancel()
+        await settle()
+        assert bench.replicas["m-0"].cancelled == [call.name]
+        says(call, is_last=False)  # on its way already
+        await settle()
+        assert call.is_left
+        request = wide(bench)
+        request.inputs["x"] = RawTensor("FP32", (1, 20_000), bytes(80_000))
+        Reader(bench.dispatcher, request)
+        await settle()
+        gc.collect()
+        assert lent(bench.calls[1]).tolist() == [[0] * 20_000]
+        assert x.tolist() == [list(range(20_000))]
 
     run(scenario)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from inference import BadInput, Model, Parameter, Tensor
 from inference.fused import FusedPipeline
 from inference.pace import Pace
 from inference.report import HEADWATER, RowReport, Status
+from inference.shared_memory import SharedCall
 from inference.steps import Step
 from tests.pipelines import Answer, Request, Stage, Word, ask, decoded, fused, hear, only, rows, totals
 
@@ -131,6 +133,32 @@ class TestWhoIsCalled:
         pipeline, _ = trunk_and_heads(1)
         assert totals(ask(pipeline, {"x": rows(1)}, warmup=True)) == {"trunk": (0, 0), "h0": (0, 0)}
         assert [(step.calls, step.warmups) for step in pipeline.steps.values()] == [(0, 1), (0, 1)]
+
+
+class TestMemory:
+    """Large inputs, which the gateway leaves in memory that it shares."""
+
+    def test_what_cannot_be_opened_is_reported_for_every_head_and_nothing_called(self) -> None:
+        pipeline, models = trunk_and_heads(2)
+        shared = SharedCall("/proc/self/fd/1000000", 65536, {"x": (0, [2, 1])}, 64)
+        words = only(ask(pipeline, {"x": rows(0, 0)}, shared=shared))
+        for head in ("h0", "h1"):
+            assert words[head].rows == 2
+            assert [report.status for report in words[head].failures.values()] == [Status.UNSHARED] * 2
+            assert "FileNotFoundError" in words[head].failures[0].message
+        assert models["trunk"].seen == []
+
+    def test_a_large_input_is_read_from_there(self) -> None:
+        pipeline, _ = trunk_and_heads(1)
+        x = np.arange(4, dtype=np.float32).reshape(4, 1)
+        fd = os.memfd_create("test")
+        try:
+            os.pwrite(fd, bytes(64) + x.tobytes() + bytes(65536), 0)
+            shared = SharedCall(f"/proc/self/fd/{fd}", 65536, {"x": (64, [4, 1])}, 128)
+            words = only(ask(pipeline, {"x": rows(0, 0, 0, 0)}, shared=shared))
+        finally:
+            os.close(fd)
+        assert (words["h0"].outputs["y0"] == x * 2).all()
 
 
 def _sum_and(number: int) -> Callable[..., Any]:
