@@ -1,6 +1,6 @@
-"""One trunk and two heads, in five layouts: what asking for both heads costs beside asking for one.
+"""One trunk and two heads, in six layouts: what asking for both heads costs beside asking for one.
 
-``python -m benchmarks.fanout [--rounds N] [--layouts client,router,fused,graph] [--faults] [--json FILE]
+``python -m benchmarks.fanout [--rounds N] [--layouts process,client,router,fused,graph] [--faults] [--json FILE]
 [--smoke]``.
 
 The case is a report about Triton: a trunk A with heads B and C took 86 ms as A+B, 165 ms as A+C, and 262 ms as A+B+C
@@ -10,6 +10,7 @@ image of UINT8 [3, 224, 224] (151 KB) goes in, features of FP32 [512, 14, 14] (4
 of each head. One client asks, one request at a time:
 
 - **bare**: the callables called directly in the client's process, one after the other; no faster on one core;
+- **process**: the same in a process of their own, behind a pipe: what another process costs on this machine;
 - **client**: three plain deployments of Headwater; the client carries the features from A to B and to C;
 - **router**: the report's layout, on PyTriton alone (`benchmarks.fanout_pytriton`);
 - **fused**: a pipeline of Headwater in one callable;
@@ -44,7 +45,16 @@ import torch
 
 from benchmarks.fanout_calibration import calibrate, loaded
 from benchmarks.fanout_faults import measure_faults
-from benchmarks.fanout_layouts import Answers, Bare, Layout, Options, client_calls, pipeline, router
+from benchmarks.fanout_layouts import (
+    Answers,
+    Bare,
+    Layout,
+    Options,
+    bare_process,
+    client_calls,
+    pipeline,
+    router,
+)
 from benchmarks.fanout_models import Head, Trunk
 from benchmarks.fanout_report import Ratio, Spread, ratio_line, times_line
 from benchmarks.fanout_servers import cpu_s
@@ -52,7 +62,7 @@ from benchmarks.smoke import parse_with_smoke
 
 KINDS = {"A+B": ("b",), "A+C": ("c",), "A+B+C": ("b", "c")}
 BOTH = "A+B+C"
-LAYOUTS = ("client", "router", "fused", "graph")
+LAYOUTS = ("process", "client", "router", "fused", "graph")
 WANTED_MS = {"a": 30.0, "b": 56.0, "c": 135.0}
 TOLERANCE = 1e-4
 IMAGES = 4
@@ -83,7 +93,7 @@ class Figures:
 
 def main() -> None:
     """Run it."""
-    parser = argparse.ArgumentParser(description="One trunk and two heads, in five layouts.")
+    parser = argparse.ArgumentParser(description="One trunk and two heads, in six layouts.")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--warmup-rounds", type=int, default=3)
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="those to compare with the bare callables")
@@ -149,6 +159,7 @@ def _compare(
     figures: Figures, names: list[str], options: Options, cores: list[int], rounds: int, warmup_rounds: int
 ) -> None:
     starts = {
+        "process": bare_process,
         "client": client_calls,
         "router": router,
         "fused": pipeline("fused"),
@@ -232,6 +243,10 @@ def _ratios(figures: Figures) -> list[Ratio]:
 
     if "fused" in times:
         add("fused A+B+C / bare A+B+C", times["fused"][BOTH], times["bare"][BOTH], FUSED_AT_MOST)
+    if "process" in times:
+        add("process A+B+C / bare A+B+C", times["process"][BOTH], times["bare"][BOTH])
+        if "fused" in times:
+            add("fused A+B+C / process A+B+C", times["fused"][BOTH], times["process"][BOTH])
     if "graph" in times:
         graph = times["graph"]
         add("graph A+B+C / bare max(A+B, A+C)", graph[BOTH], bare_longest, GRAPH_AT_MOST)

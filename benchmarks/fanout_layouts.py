@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,18 @@ from benchmarks.fanout_models import Head, Trunk
 from benchmarks.fanout_servers import Server, headwater, pin_replica, served
 from benchmarks.servers import free_port
 
-__all__ = ["Answers", "Ask", "Bare", "Layout", "Options", "client_calls", "pipeline", "pipeline_config", "router"]
+__all__ = [
+    "Answers",
+    "Ask",
+    "Bare",
+    "Layout",
+    "Options",
+    "bare_process",
+    "client_calls",
+    "pipeline",
+    "pipeline_config",
+    "router",
+]
 
 Answers = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
 """By head."""
@@ -47,6 +60,11 @@ class Bare:
         self._trunk = loaded(Trunk(**options["a"]))
         self._heads = {name: loaded(Head(**options[name])) for name in ("b", "c")}
 
+    def answers(self, image: np.ndarray[Any, np.dtype[np.uint8]], heads: Sequence[str]) -> Answers:
+        """Of these heads only."""
+        features = self._trunk(x=torch.from_numpy(image))["features"]
+        return {name: self._heads[name](features=features)[f"y_{name}"].numpy() for name in heads}
+
     def times_ms(self, image: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[dict[str, float], Answers]:
         """Milliseconds of each of the three calls, by ``a``, ``b`` and ``c``, and the answers."""
         times: dict[str, float] = {}
@@ -58,6 +76,43 @@ class Bare:
             assert isinstance(answer, torch.Tensor)
             answers[name] = answer.numpy()
         return times, answers
+
+
+@contextlib.contextmanager
+def bare_process(options: Options) -> Iterator[Layout]:
+    """The callables in a process of their own, behind a pipe: the least that any server has, on this machine."""
+    context = multiprocessing.get_context("spawn")
+    pipe, its_end = context.Pipe()
+    process = context.Process(target=_answer, args=(its_end, options), daemon=True)
+    process.start()
+    its_end.close()
+
+    def hear() -> Any:
+        try:
+            return pipe.recv()
+        except EOFError:
+            raise RuntimeError("process: expected an answer, but it ended") from None
+
+    def ask(image: np.ndarray[Any, np.dtype[np.uint8]], heads: Sequence[str]) -> Answers:
+        pipe.send((image, heads))
+        answers: Answers = hear()
+        return answers
+
+    with pipe:
+        hear()
+        assert process.pid is not None
+        yield Layout(ask, Server("", process.pid, Path()))
+    process.join()
+
+
+def _answer(pipe: Pipe, options: Options) -> None:
+    torch.set_num_threads(1)
+    bare = Bare(options)
+    pipe.send(None)  # ready
+    with contextlib.suppress(EOFError):
+        while True:
+            image, heads = pipe.recv()
+            pipe.send(bare.answers(image, heads))
 
 
 @contextlib.contextmanager
