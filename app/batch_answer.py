@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from app.answers import Outputs
+from app.answers import HeadAnswer, Outputs
+from app.collector import wanted_heads
 from app.errors import CallableFailed
 from app.row_slices import SlicedTensor
 from app.tensors import InferRequest, RawTensor
 from inference.report import RowReport, Status
 from inference.signature import Signature
 
-__all__ = ["no_rows", "sliced"]
+__all__ = ["no_rows", "no_rows_by_head", "sliced"]
 
 
 def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport], rows: int) -> dict[str, SlicedTensor]:
@@ -45,3 +46,10 @@ def no_rows(signature: Signature, request: InferRequest) -> Outputs:
         for spec in signature.outputs
         if spec.name in wanted
     }
+
+
+def no_rows_by_head(signature: Signature, request: InferRequest) -> Iterator[HeadAnswer]:
+    """The same in pieces, one of each wanted head."""
+    outputs = no_rows(signature, request)
+    for name, spec in wanted_heads(request, signature).items():
+        yield HeadAnswer(name, {one: outputs[one] for one in spec.outputs or outputs if one in outputs})

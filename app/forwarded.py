@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Final
+from typing import Any, Final, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
@@ -22,7 +22,8 @@ class ForwardedHeaders:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         trusted = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
-        self._reading: ASGIApp = ProxyHeadersMiddleware(app, trusted_hosts=trusted)  # type: ignore[arg-type, assignment]
+        # Uvicorn has types of its own for ASGI, which are not Starlette's.
+        self._reading = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, app), trusted_hosts=trusted))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection's scope."""

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from app.answers import Answer, HeadAnswer, Outputs
-from app.batch_answer import no_rows
+from app.batch_answer import no_rows, no_rows_by_head
 from app.collector import Collector, wanted_heads
 from app.deadlines import Deadlines
 from app.dispatch import Dispatcher
@@ -126,9 +126,8 @@ class GraphDispatcher:
         """Answer a request piece by piece; see `Dispatcher.stream`."""
         signature = self.check_ready()
         if request.rows == 0:
-            outputs = no_rows(signature, request)
-            for name, spec in wanted_heads(request, signature).items():
-                yield HeadAnswer(name, {one: outputs[one] for one in spec.outputs if one in outputs})
+            for piece in no_rows_by_head(signature, request):
+                yield piece
             return
         run = self._start(request, signature, is_stream=True)
         try:

@@ -12,8 +12,6 @@ import functools
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,10 +19,10 @@ import torch
 from pytriton.client import ModelClient
 from pytriton.decorators import batch
 from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
-from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
 
 from benchmarks.fanout_calibration import loaded
 from benchmarks.fanout_models import ANSWER, Head, Trunk
+from benchmarks.local_triton import local_triton
 from inference import Model
 
 MAX_BATCH_SIZE = 8
@@ -40,34 +38,24 @@ def main() -> None:
         "b": loaded(Head(**options["b"])),
         "c": loaded(Head(**options["c"])),
     }
-    with TemporaryDirectory() as folder:
-        config = TritonConfig(
-            http_address="127.0.0.1",
-            http_port=http_port,
-            grpc_address="127.0.0.1",
-            grpc_port=grpc_port,
-            allow_metrics=False,
-            log_file=Path(folder) / "triton.log",
-        )
-        # No token: nothing but the benchmark's own client can reach it, and checking one would cost.
-        with Triton(config=config, security_config=TritonSecurityConfig(restricted_endpoints=[])) as triton:
-            model_config = ModelConfig(max_batch_size=MAX_BATCH_SIZE, batcher=DynamicBatcher())
-            for name, model in models.items():
-                triton.bind(
-                    model_name=name,
-                    infer_func=_computing(model),
-                    inputs=[_tensor(tensor) for tensor in model.inputs],
-                    outputs=[_tensor(tensor) for tensor in model.outputs],
-                    config=model_config,
-                )
+    with local_triton(http_port, grpc_port) as triton:
+        model_config = ModelConfig(max_batch_size=MAX_BATCH_SIZE, batcher=DynamicBatcher())
+        for name, model in models.items():
             triton.bind(
-                model_name="router",
-                infer_func=_routing(f"grpc://127.0.0.1:{grpc_port}"),
-                inputs=[_tensor(models["a"].inputs[0]), Tensor(name="heads", dtype=np.bytes_, shape=(1,))],
-                outputs=[_tensor(models[head].outputs[0]) for head in "bc"],
+                model_name=name,
+                infer_func=_computing(model),
+                inputs=[_tensor(tensor) for tensor in model.inputs],
+                outputs=[_tensor(tensor) for tensor in model.outputs],
                 config=model_config,
             )
-            triton.serve()
+        triton.bind(
+            model_name="router",
+            infer_func=_routing(f"grpc://127.0.0.1:{grpc_port}"),
+            inputs=[_tensor(models["a"].inputs[0]), Tensor(name="heads", dtype=np.bytes_, shape=(1,))],
+            outputs=[_tensor(models[head].outputs[0]) for head in "bc"],
+            config=model_config,
+        )
+        triton.serve()
 
 
 def _computing(model: Model) -> Any:

@@ -6,12 +6,8 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +15,12 @@ from typing import Any
 
 import yaml
 
-from benchmarks.servers import free_port
-from inference.environment import library_path
+from benchmarks.servers import free_port, running
 
 __all__ = [
     "ONE_THREAD",
     "Server",
+    "command_of",
     "cpu_s",
     "headwater",
     "kill_replica",
@@ -35,7 +31,6 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[1]
-START_TIMEOUT_S = 240.0
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")}
 
 
@@ -56,32 +51,10 @@ def served(command: Sequence[str], port: int, folder: Path, ready_path: str = "/
     Raises:
         RuntimeError: it ended or wasn't ready in time; the message has the end of what it wrote.
     """
-    log = folder / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,  # where replicas find `benchmarks.fanout_models`
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, **ONE_THREAD, "LD_LIBRARY_PATH": library_path(os.environ)},
-        )
     url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not _is_ready(url + ready_path):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"did not start: {' '.join(command)}\n{log.read_text(errors='replace')[-3000:]}")
-            time.sleep(0.1)
-        yield Server(url, process.pid, folder)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    # Replicas find `benchmarks.fanout_models` there.
+    with running(command, url + ready_path, cwd=ROOT, environment=ONE_THREAD, log=folder / "log") as pid:
+        yield Server(url, pid, folder)
 
 
 @contextlib.contextmanager
@@ -95,10 +68,10 @@ def headwater(deployments: dict[str, Any], **sections: Any) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="hw-") as name:
         folder, port = Path(name), free_port()
         path = folder / "config.yaml"
-        server = {"port": port, "runtime_dir": str(folder / "run")}
-        path.write_text(yaml.safe_dump({"server": server, "deployments": deployments, **sections}))
-        with served([sys.executable, "-m", "app", "serve", str(path)], port, folder) as running:
-            yield running
+        listens = {"port": port, "runtime_dir": str(folder / "run")}
+        path.write_text(yaml.safe_dump({"server": listens, "deployments": deployments, **sections}))
+        with served([sys.executable, "-m", "app", "serve", str(path)], port, folder) as server:
+            yield server
 
 
 def cpu_s(server: Server) -> float:
@@ -116,7 +89,7 @@ def resident_bytes(server: Server) -> int:
     pages = sum(
         int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         for pid in tree(server.pid)
-        if b"app.worker" in _command(pid)
+        if b"app.worker" in command_of(pid)
     )
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -124,7 +97,7 @@ def resident_bytes(server: Server) -> int:
 def pin_replica(server: Server, deployment: str, core: int) -> None:
     """Let all threads of a deployment's replica run on one core only; threads that they start inherit it."""
     folder = str(_replica_folder(server, deployment)).encode()
-    named = [pid for pid in tree(server.pid) if folder in _command(pid)]
+    named = [pid for pid in tree(server.pid) if folder in command_of(pid)]
     # What these started belongs to them too, though it may not be named after the folder.
     for pid in {member for root in named for member in tree(root)}:
         with contextlib.suppress(OSError):  # it may end meanwhile
@@ -163,7 +136,8 @@ def tree(root: int) -> list[int]:
     return found
 
 
-def _command(pid: int) -> bytes:
+def command_of(pid: int) -> bytes:
+    """A process's command line, as the kernel gives it; empty if it has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
@@ -172,12 +146,3 @@ def _command(pid: int) -> bytes:
 def _stat(pid: int) -> list[str]:
     """Fields of ``/proc/PID/stat`` from the third on: what stands before may hold spaces."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _is_ready(url: str) -> bool:
-    with (
-        contextlib.suppress(urllib.error.URLError, OSError),
-        urllib.request.urlopen(url, timeout=5) as answer,
-    ):
-        return bool(answer.status == 200)
-    return False

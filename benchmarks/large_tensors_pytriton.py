@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from pytriton.decorators import batch
 from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
-from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
 
 from benchmarks.large_tensors_model import IMAGE_SHAPE, ChannelMeans, Echo
+from benchmarks.local_triton import local_triton
 
 MAX_BATCH_SIZE = 16
 
@@ -24,30 +22,21 @@ def main() -> None:
     """Serve until SIGINT."""
     port = int(sys.argv[1])
     models = {"channelmeans": (ChannelMeans(), "means", (IMAGE_SHAPE[0],)), "echo": (Echo(), "image", IMAGE_SHAPE)}
-    with TemporaryDirectory() as folder:
-        config = TritonConfig(
-            http_address="127.0.0.1",
-            http_port=port,
-            allow_grpc=False,
-            allow_metrics=False,
-            log_file=Path(folder) / "triton.log",
-        )
-        # No token: nothing but the benchmark's own client can reach it, and checking one would cost.
-        with Triton(config=config, security_config=TritonSecurityConfig(restricted_endpoints=[])) as triton:
-            for name, (model, output, shape) in models.items():
+    with local_triton(port) as triton:
+        for name, (model, output, shape) in models.items():
 
-                @batch  # type: ignore[untyped-decorator]  # PyTriton carries no types
-                def infer(image: Any, model: Any = model) -> Any:
-                    return model(image=image)
+            @batch  # type: ignore[untyped-decorator]  # PyTriton carries no types
+            def infer(image: Any, model: Any = model) -> Any:
+                return model(image=image)
 
-                triton.bind(
-                    model_name=name,
-                    infer_func=infer,
-                    inputs=[Tensor(name="image", dtype=np.float32, shape=IMAGE_SHAPE)],
-                    outputs=[Tensor(name=output, dtype=np.float32, shape=shape)],
-                    config=ModelConfig(max_batch_size=MAX_BATCH_SIZE, batcher=DynamicBatcher()),
-                )
-            triton.serve()
+            triton.bind(
+                model_name=name,
+                infer_func=infer,
+                inputs=[Tensor(name="image", dtype=np.float32, shape=IMAGE_SHAPE)],
+                outputs=[Tensor(name=output, dtype=np.float32, shape=shape)],
+                config=ModelConfig(max_batch_size=MAX_BATCH_SIZE, batcher=DynamicBatcher()),
+            )
+        triton.serve()
 
 
 if __name__ == "__main__":

@@ -11,13 +11,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from inference.environment import library_path
 
-__all__ = ["free_port", "gateway", "running"]
+__all__ = ["free_port", "gateway", "running", "stop"]
 
 START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 60.0
 
 
 def free_port() -> int:
@@ -28,29 +31,57 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], ready_url: str, body: bytes | None = None) -> Iterator[None]:
-    """Run a server until the block ends; the block starts when the URL answers 200 (to a POST, if a body is given)."""
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env={**os.environ, "LD_LIBRARY_PATH": library_path(os.environ)},
-    )
+def running(
+    command: Sequence[str],
+    ready_url: str,
+    body: bytes | None = None,
+    *,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
+) -> Iterator[int]:
+    """Run a server until the block ends; the block starts when the URL answers 200. Gives the server's process id.
+
+    Args:
+        command: that starts it.
+        ready_url: asked until then.
+        body: with which that is a POST.
+        cwd: where it runs; None: where we do.
+        environment: beside our own.
+        log: has what it writes; None: nowhere.
+
+    Raises:
+        RuntimeError: it ended or wasn't ready in time; the message has the end of its log, if it has one.
+    """
+    with (log or Path(os.devnull)).open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(environment or {}), "LD_LIBRARY_PATH": library_path(os.environ)},
+        )
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not _answers(ready_url, body):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"did not start: {' '.join(command)}")
+                said = "" if log is None else f"\n{log.read_text(errors='replace')[-3000:]}"
+                raise RuntimeError(f"did not start: {' '.join(command)}{said}")
             time.sleep(0.1)
-        yield
+        yield process.pid
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop(process)
+
+
+def stop(process: subprocess.Popen[Any]) -> None:
+    """End a server as Ctrl-C does, or kill it if that takes it too long."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ import threading
 import time
 from pathlib import Path
 
-from benchmarks.servers import free_port
+from benchmarks.fanout_servers import command_of, tree
+from benchmarks.servers import free_port, stop
 from inference.environment import library_path
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
@@ -75,12 +76,7 @@ class _Server:
 
     def stop(self) -> None:
         """End it."""
-        self.process.send_signal(signal.SIGINT)
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        stop(self.process)
         self._reader.join(10)
         assert self.process.stdout is not None
         self.process.stdout.close()
@@ -126,24 +122,10 @@ def _print(lines: list[tuple[float, str]], began_s: float) -> None:
 
 def _host(root: int) -> int:
     """The host process of the only replica under a process."""
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                command = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
-                parents = _parents(int(entry))
-            except (OSError, ValueError):
-                continue
-            if b"inference.replica" in command[:3] and root in parents:
-                return int(entry)
+    for pid in tree(root):
+        if b"inference.replica" in command_of(pid).split(b"\0")[:3]:
+            return pid
     raise SystemExit("found no replica")
-
-
-def _parents(pid: int) -> list[int]:
-    found = []
-    while pid > 1:
-        pid = int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[1])
-        found.append(pid)
-    return found
 
 
 if __name__ == "__main__":

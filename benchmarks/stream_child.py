@@ -9,8 +9,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 __all__ = ["Child"]
+
+_Child = TypeVar("_Child", bound="Child")
 
 
 class Child:
@@ -33,7 +36,7 @@ class Child:
             env={**os.environ, **(environment or {})},
         )
 
-    def __enter__(self) -> Child:
+    def __enter__(self: _Child) -> _Child:
         return self
 
     def __exit__(

@@ -48,24 +48,17 @@ class Ran(msgspec.Struct):
     """If asked for: how far the logarithm of each token's probability is above the second best's."""
 
 
-class EngineAlone:
+class EngineAlone(Child):
     """The process."""
 
     def __init__(self, threads: int, max_sequences: int) -> None:
         environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        self._child = Child("benchmarks.stream_engine", [str(threads), str(max_sequences)], environment)
-
-    def __enter__(self) -> EngineAlone:
-        self._child.__enter__()
-        return self
-
-    def __exit__(self, *caught: Any) -> None:
-        self._child.__exit__(*caught)
+        super().__init__("benchmarks.stream_engine", [str(threads), str(max_sequences)], environment)
 
     def run(self, run: Run) -> Ran:
         """A job from its start to its end."""
-        self._child.send(msgspec.json.encode(run))
-        return msgspec.json.decode(self._child.receive(), type=Ran)
+        self.send(msgspec.json.encode(run))
+        return msgspec.json.decode(self.receive(), type=Ran)
 
 
 def folder() -> Path:

@@ -11,7 +11,7 @@ import gc
 import socket
 import sys
 import time
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import uvloop
@@ -68,30 +68,23 @@ class Answer(msgspec.Struct):
     error: str = ""
 
 
-class LoadGenerator:
+class LoadGenerator(Child):
     """The process."""
 
     def __init__(self) -> None:
-        self._child = Child("benchmarks.stream_load")
-
-    def __enter__(self) -> LoadGenerator:
-        self._child.__enter__()
-        return self
-
-    def __exit__(self, *caught: Any) -> None:
-        self._child.__exit__(*caught)
+        super().__init__("benchmarks.stream_load")
 
     def begin(self, job: Job) -> None:
         """Start a job."""
-        self._child.send(msgspec.json.encode(job))
+        self.send(msgspec.json.encode(job))
 
     def has_answers(self, timeout_s: float) -> bool:
         """Wait so long for the job's end."""
-        return self._child.has_line(timeout_s)
+        return self.has_line(timeout_s)
 
     def answers(self) -> list[Answer]:
         """Wait for the job's end."""
-        return msgspec.json.decode(self._child.receive(), type=list[Answer])
+        return msgspec.json.decode(self.receive(), type=list[Answer])
 
     def run(self, job: Job) -> list[Answer]:
         """A job from its start to its end."""

@@ -15,8 +15,6 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 __all__: list[str] = []
@@ -37,33 +35,24 @@ def _serve(http_port: int, grpc_port: int) -> None:
     os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
     import numpy as np
     from pytriton.model_config import ModelConfig, Tensor
-    from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
+
+    from benchmarks.local_triton import local_triton
 
     async def count(requests: Any) -> AsyncIterator[list[dict[str, Any]]]:
         (request,) = requests
         for token in range(int(request.data["count"][0, 0])):
             yield [{"token": np.array([[token]], np.int32)}]
 
-    with TemporaryDirectory() as folder:
-        config = TritonConfig(
-            http_address="127.0.0.1",
-            http_port=http_port,
-            grpc_address="127.0.0.1",
-            grpc_port=grpc_port,
-            allow_metrics=False,
-            log_file=Path(folder) / "triton.log",
+    with local_triton(http_port, grpc_port) as triton:
+        triton.bind(
+            model_name=MODEL,
+            infer_func=count,
+            inputs=[Tensor(name="count", dtype=np.int32, shape=(1,))],
+            outputs=[Tensor(name="token", dtype=np.int32, shape=(1,))],
+            # Without the batcher: what it merges would end as one.
+            config=ModelConfig(max_batch_size=1, batcher=None, decoupled=True),
         )
-        # No token: nothing but the benchmark's own client can reach it, and checking one would cost.
-        with Triton(config=config, security_config=TritonSecurityConfig(restricted_endpoints=[])) as triton:
-            triton.bind(
-                model_name=MODEL,
-                infer_func=count,
-                inputs=[Tensor(name="count", dtype=np.int32, shape=(1,))],
-                outputs=[Tensor(name="token", dtype=np.int32, shape=(1,))],
-                # Without the batcher: what it merges would end as one.
-                config=ModelConfig(max_batch_size=1, batcher=None, decoupled=True),
-            )
-            triton.serve()
+        triton.serve()
 
 
 async def _ask(port: int, streams: int, tokens: int) -> dict[str, Any]:

@@ -7,12 +7,14 @@ What differs from `pytriton.triton.Triton`, and why:
 - Models lie in a local model store that Triton loads as it starts, rather than being sent through its load API: no
   temporary ``/tmp/folder*`` per model is left behind, and one-second polls fall away.
 - Triton sees no GPU: it holds no tensor of ours there, and would take memory pools and a context on each.
+- Several instances find each other however busy the machine is (`inference.first_instance`).
 """
 
 from __future__ import annotations
 
 import http.client
 import os
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -21,19 +23,26 @@ from typing import Any
 
 import numpy as np
 from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
+from pytriton.models import model as pytriton_model
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
 
 from inference.datatypes import DATATYPES
 from inference.errors import ReplicaError
+from inference.first_instance import make_patient, patient
 from inference.frame import FRAME
 from inference.lm.wire import CONTROL
 from inference.report import REPORT
 from inference.shared_memory import bound_shape
 from inference.signature import Signature, TensorSpec
 
-__all__ = ["EmbeddedTriton", "UnixConnection"]
+__all__ = ["EmbeddedTriton", "UnixConnection", "telling_lines"]
 
 START_TIMEOUT_S = 60.0
+TOLD_LINES = 15
+"""Of the log of a Triton that did not start."""
+_ERROR = re.compile(r"[EF]\d{4} |error: ")
+_NO_GPU = "CudaDriverHelper has not been initialized"
+"""Which it says of every machine without one."""
 # PyTriton waits for readiness without its token, so `health` alone can't be restricted; it tells nothing.
 _RESTRICTED = (
     "metadata",
@@ -45,6 +54,7 @@ _RESTRICTED = (
     "trace",
     "logging",
 )
+pytriton_model.get_config_from_handshake_server = patient(pytriton_model.get_config_from_handshake_server)
 
 
 class UnixConnection(http.client.HTTPConnection):
@@ -98,6 +108,11 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         """Where Triton's HTTP listens."""
         return self.directory / "h"
 
+    def bind(self, model_name: str, **about: Any) -> None:
+        """As PyTriton's; its instances wait for each other."""
+        super().bind(model_name=model_name, **about)
+        make_patient(self._workspace.model_store_path / model_name / "1" / "communication.py")
+
     def bind_model(
         self, signature: Signature, infer: Sequence[Callable[[list[Any]], Awaitable[list[dict[str, Any]]]]]
     ) -> None:
@@ -145,7 +160,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         """Start Triton and wait until it serves the model.
 
         Raises:
-            ReplicaError: Triton ended or was not ready in time; the message has the end of its log.
+            ReplicaError: Triton ended or was not ready in time; the message has what its log says of it.
         """
         hidden = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "none"}
         before = {name: os.environ.get(name) for name in hidden}
@@ -174,7 +189,8 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._is_ready():
             if not self._triton_server.is_alive() or time.monotonic() > deadline:
-                raise ReplicaError(f"Triton did not start; the end of its log:\n{self._log_tail()}")
+                ended = "it ended" if not self._triton_server.is_alive() else f"not ready after {START_TIMEOUT_S:g} s"
+                raise ReplicaError(f"Triton did not start ({ended}); from its log:\n{self._log_text()}")
             time.sleep(0.02)
 
     def _wait_for_models(self) -> None:
@@ -190,12 +206,21 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         finally:
             connection.close()
 
-    def _log_tail(self) -> str:
+    def _log_text(self) -> str:
         lines: list[str] = self._triton_server.logs().splitlines()
         log = self.directory / "triton.log"
         if log.exists():
             lines += log.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-15:])
+        return "\n".join(telling_lines(lines))
+
+
+def telling_lines(lines: Sequence[str]) -> list[str]:
+    """The lines of a Triton's log that say why it did not start: its errors, or else its last words.
+
+    After an error it goes on to print tables of what it was started with.
+    """
+    told = [line for line in lines if _ERROR.match(line) and _NO_GPU not in line]
+    return told[:TOLD_LINES] or list(lines[-TOLD_LINES:])
 
 
 def _tensor(spec: TensorSpec) -> Any:

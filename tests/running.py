@@ -22,6 +22,8 @@ from typing import Any
 import httpx
 import yaml
 
+from benchmarks.servers import stop
+
 __all__ = [
     "SERVICES",
     "Gate",
@@ -277,13 +279,7 @@ def serve(
             raise
         finally:
             running.client.close()
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                try:
-                    process.wait(60)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            stop(process)
 
 
 def _has_ended(running: Running) -> bool:

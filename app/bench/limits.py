@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from app.option_values import named, number
+
 if TYPE_CHECKING:  # the command line reads limits before it needs any of this
     from app.bench.asking import Sample
 
@@ -57,23 +59,16 @@ def read_limits(text: str) -> dict[str, float]:
     Raises:
         ValueError: the message says what was expected.
     """
-    limits: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, number = part.strip().partition("=")
-        if name not in (*OF_REQUESTS, *OF_RUNS):
-            raise ValueError(f"expected one of {', '.join((*OF_REQUESTS, *OF_RUNS))}, got {name!r}")
-        try:
-            value = float(number)
-        except ValueError:
-            value = math.nan
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name}: expected milliseconds above 0, such as {name}=200, got {number!r}")
-        if name in limits:
-            raise ValueError(f"{name}: expected once, got it twice")
-        limits[name] = value
-    return limits
+    return named(text, (*OF_REQUESTS, *OF_RUNS), _milliseconds)
 
 
 def request_limits(told: Mapping[str, float]) -> Limits:
     """Those that single requests have to meet."""
     return Limits(*(told[name] / 1000 if name in told else None for name in OF_REQUESTS))
+
+
+def _milliseconds(text: str) -> float:
+    value = number(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"expected milliseconds above 0, such as 200, got {text!r}")
+    return value

@@ -6,14 +6,15 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from app.bench.limits import OF_REQUESTS, OF_RUNS, read_limits
 from app.errors import CommandError
+from app.option_values import checked, listed, number, whole
+from app.reports.options import add_report_options
 
 __all__ = ["add_bench_command"]
 
-_T = TypeVar("_T")
 MOST_CONNECTIONS = 20_000
 MOST_PROCESSES = 64
 
@@ -35,11 +36,11 @@ def add_bench_command(commands: Any) -> None:
     )  # fmt: skip
     loop = bench.add_mutually_exclusive_group()
     loop.add_argument(
-        "--connections", type=_listed(_whole(1, MOST_CONNECTIONS)), metavar="N[,N]",
+        "--connections", type=listed(whole(1, MOST_CONNECTIONS)), metavar="N[,N]",
         help="closed loop: each connection waits for its answer; default: 1,16",
     )  # fmt: skip
     loop.add_argument(
-        "--rate", type=_listed(_number(0)), metavar="R[,R]",
+        "--rate", type=listed(_number(0)), metavar="R[,R]",
         help="open loop: requests/s, sent at their times whatever the server does",
     )  # fmt: skip
     bench.add_argument(
@@ -47,7 +48,7 @@ def add_bench_command(commands: Any) -> None:
         help="of --rate: at independent times, or at equal distances; default: %(default)s",
     )  # fmt: skip
     bench.add_argument(
-        "--max-connections", type=_whole(1, MOST_CONNECTIONS), default=1024, metavar="N",
+        "--max-connections", type=whole(1, MOST_CONNECTIONS), default=1024, metavar="N",
         help="of --rate, at most; default: %(default)s",
     )  # fmt: skip
     bench.add_argument("--seconds", type=_number(0), default=5.0, metavar="S", help="of each run; default: 5")
@@ -55,26 +56,26 @@ def add_bench_command(commands: Any) -> None:
         "--warmup", type=_number(0, inclusive=True), default=1.0, metavar="S",
         help="before each run, not counted; default: 1",
     )  # fmt: skip
-    bench.add_argument("--repeats", type=_whole(1, 1000), default=3, metavar="N", help="default: 3")
+    bench.add_argument("--repeats", type=whole(1, 1000), default=3, metavar="N", help="default: 3")
     bench.add_argument(
         "--timeout", type=_number(0), default=30.0, metavar="S",
         help="after which a request without its whole answer counts as failed; default: 30",
     )  # fmt: skip
     bench.add_argument(
-        "--processes", type=_whole(1, MOST_PROCESSES), default=1, metavar="N",
+        "--processes", type=whole(1, MOST_PROCESSES), default=1, metavar="N",
         help="of the generator, which share the load; default: 1",
     )  # fmt: skip
     bench.add_argument(
         "--input", type=Path, metavar="FILE.json",
         help="a request's body, or a list of them, sent in turn; default: made from the model's metadata",
     )  # fmt: skip
-    bench.add_argument("--rows", type=_whole(1, 100_000), default=1, metavar="N", help="in each request; default: 1")
+    bench.add_argument("--rows", type=whole(1, 100_000), default=1, metavar="N", help="in each request; default: 1")
     bench.add_argument(
         "--shape", type=_shape, action="append", default=[], metavar="INPUT=D[,D]",
         help="of a row of an input whose dimensions vary; default: 16 for each that does; may be repeated",
     )  # fmt: skip
     bench.add_argument("--binary", action="store_true", help="tensors as bytes instead of JSON, both ways")
-    bench.add_argument("--seed", type=_whole(0, 2**31), default=0, metavar="N", help="of inputs and times; default: 0")
+    bench.add_argument("--seed", type=whole(0, 2**31), default=0, metavar="N", help="of inputs and times; default: 0")
     bench.add_argument(
         "--heads", type=_heads, action="append", metavar="A[,B]",
         help="of a pipeline: the heads to ask for, or all; repeated: one measurement each",
@@ -83,12 +84,12 @@ def add_bench_command(commands: Any) -> None:
         "--prompt", action="append", default=[], metavar="TEXT",
         help="of streams of text; repeated: sent in turn; default: a few sentences",
     )  # fmt: skip
-    bench.add_argument("--max-tokens", type=_whole(1, 1_000_000), default=64, metavar="N", help="default: %(default)s")
+    bench.add_argument("--max-tokens", type=whole(1, 1_000_000), default=64, metavar="N", help="default: %(default)s")
     bench.add_argument(
         "--ignore-eos", action="store_true", help="go on to --max-tokens; a field that not every server takes"
     )
     bench.add_argument(
-        "--slo", type=_slo, default={}, metavar="LIMIT=MS[,LIMIT=MS]",
+        "--slo", type=checked(read_limits), default={}, metavar="LIMIT=MS[,LIMIT=MS]",
         help=f"goodput counts requests that meet {', '.join(OF_REQUESTS)}; {', '.join(OF_RUNS)} are met or not by a "
         "whole run",
     )  # fmt: skip
@@ -96,8 +97,7 @@ def add_bench_command(commands: Any) -> None:
         "--api-key-file", type=Path, metavar="FILE",
         help="has the API key; default: the environment variable HEADWATER_KEY",
     )  # fmt: skip
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
-    bench.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots; needs headwater[reports]")
+    add_report_options(bench, "a page with plots")
     bench.set_defaults(run=_bench)
 
 
@@ -162,40 +162,15 @@ def _key(path: Path | None) -> str:
     return key
 
 
-def _listed(read: Callable[[str], _T]) -> Callable[[str], list[_T]]:
-    """Several of what ``read`` reads, each once."""
-
-    def listed(text: str) -> list[_T]:
-        return list(dict.fromkeys(read(part) for part in text.split(",")))
-
-    return listed
-
-
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {least:,} to {most:,}, got {text!r}")
-        return value
-
-    return whole
-
-
 def _number(above: float, *, inclusive: bool = False) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
+    def read(text: str) -> float:
+        value = number(text)
         if not (math.isfinite(value) and (value > above or (inclusive and value == above))):
             words = f"{above:g} or more" if inclusive else f"above {above:g}"
             raise argparse.ArgumentTypeError(f"expected a number {words}, got {text!r}")
         return value
 
-    return number
+    return read
 
 
 def _shape(text: str) -> tuple[str, tuple[int, ...]]:
@@ -216,10 +191,3 @@ def _heads(text: str) -> tuple[str, ...] | None:
     if not all(heads):
         raise argparse.ArgumentTypeError(f"expected heads with commas between them, or all, got {text!r}")
     return heads
-
-
-def _slo(text: str) -> dict[str, float]:
-    try:
-        return read_limits(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from app.json_faults import at, shown
 from app.lm.chat_answer import ChatAnswer
-from app.lm.json_body import read_body
 from app.lm.sampling_fields import MAX_LOGPROBS, StreamFields, checked_integer
 from app.lm.text_plan import CHAT_ANSWER_TOKENS, Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
 from inference.lm.protocol import EngineLimits
@@ -56,15 +55,6 @@ class ChatRequest(StreamFields, kw_only=True):
     tools: None = None
     verbosity: None = None
     web_search_options: None = None
-
-    @classmethod
-    def read(cls, raw: bytes) -> ChatRequest:
-        """Decode one.
-
-        Raises:
-            BadRequest: it is none; the message names the field.
-        """
-        return read_body(raw, cls)
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> ChatAnswer:
         """What its answer looks like.

@@ -11,7 +11,6 @@ from app.errors import BadRequest
 from app.json_faults import at, shown
 from app.lm.chat_request import MAX_CHOICES
 from app.lm.completion_answer import CompletionAnswer
-from app.lm.json_body import read_body
 from app.lm.sampling_fields import MAX_LOGPROBS, StreamFields, checked_ids, checked_integer
 from app.lm.text_plan import Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
 from inference.lm.protocol import EngineLimits
@@ -37,15 +36,6 @@ class CompletionRequest(StreamFields, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
     suffix: None = None
-
-    @classmethod
-    def read(cls, raw: bytes) -> CompletionRequest:
-        """Decode one.
-
-        Raises:
-            BadRequest: it is none; the message names the field.
-        """
-        return read_body(raw, cls)
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> CompletionAnswer:
         """What its answer looks like.

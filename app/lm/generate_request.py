@@ -13,7 +13,6 @@ import msgspec
 from app.errors import BadRequest
 from app.json_faults import at, shown
 from app.lm.completion_request import DEFAULT_TOKENS
-from app.lm.json_body import read_body
 from app.lm.sampling_fields import SamplingFields, checked_integer
 from app.lm.text_plan import Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
 from app.request_parameters import MAX_UINT64
@@ -40,15 +39,6 @@ class GenerateRequest(GenerateParameters, kw_only=True):
     text_input: str
     id: str | None = None
     parameters: GenerateParameters | None = None
-
-    @classmethod
-    def read(cls, raw: bytes) -> GenerateRequest:
-        """Decode one.
-
-        Raises:
-            BadRequest: it is none; the message names the field.
-        """
-        return read_body(raw, cls)
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
         """Check the request, and make tokens of it. Takes too long for the event loop.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
 from app.errors import BadRequest
 from app.json_faults import at, key_text, shown
+from app.lm.json_body import read_body
 from app.text.stop_strings import StopFinder
 from inference.lm.protocol import SAMPLING_FIELDS, EngineLimits, Sampling
 
@@ -52,6 +53,9 @@ class TextEnd(NamedTuple):
     skip_special_tokens: bool
 
 
+_Fields = TypeVar("_Fields", bound="SamplingFields")
+
+
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields; null is as if a field weren't there. Types are checked by decoding, and values by the methods."""
 
@@ -70,6 +74,15 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+
+    @classmethod
+    def read(cls: type[_Fields], raw: bytes) -> _Fields:
+        """Decode a request's body.
+
+        Raises:
+            BadRequest: it is none; the message names the field.
+        """
+        return read_body(raw, cls)
 
     def sampling(
         self, limits: EngineLimits, *, logprobs: int | None = None, path: Callable[[str], str] = _itself

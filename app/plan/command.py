@@ -17,10 +17,10 @@ from app.machine_memory import gpu_capacities, gpu_name, host_capacity
 from app.plan.known_sizes import paper_text, read_sizes
 from app.plan.plan_json import plan_json
 from app.plan.plan_page import plan_page
-from app.plan.plan_text import is_off, plan_text
+from app.plan.plan_text import is_off, is_unsteady, plan_text
 from app.plan.planning import Plan, Planner
 from app.plan.point import Point, grid, takes_instances
-from app.plan.profiles import Budget
+from app.plan.profiles import PROFILES, Budget
 from app.plan.size_table import smallest_need
 from app.plan.subject import Subject, choose_deployment, make_subject
 from app.plan.weights import weigh_deployment
@@ -32,6 +32,8 @@ Read = Callable[[argparse.Namespace], tuple[Config, tuple[str, ...]]]
 
 SIZE_S: Final = 10.0
 """About how long a size takes besides its load, where imports are quick."""
+CHECKS: Final = 2
+"""Sizes that are predicted first and run after, at most."""
 
 
 def run(options: argparse.Namespace, read: Read) -> int:
@@ -59,8 +61,9 @@ def run(options: argparse.Namespace, read: Read) -> int:
         input=options.input,
     )  # fmt: skip
     points = _points(options, subject)
+    rounds = 0 if options.no_verify else options.rounds
+    _announce(points, subject, rounds)
     if options.dry_run:
-        _announce(points, subject)
         return 0
     out, stem = _where(options)
     for file in (options.json, options.html, out / "x"):
@@ -75,10 +78,8 @@ def run(options: argparse.Namespace, read: Read) -> int:
     except KeyboardInterrupt:
         raise CommandError("stopped by hand before anything was measured") from None
     plan = Plan(subject, budget, capacity, weights)
-    _announce(points, subject)
-    verifies = not options.no_verify
     try:
-        Planner(plan, config, out, stem, _say).run(points, checks=verifies, verifies=verifies)
+        Planner(plan, config, out, stem, _say).run(points, checks=not options.no_verify, rounds=rounds)
     finally:
         _write(plan, options)
     print(plan_text(plan))
@@ -101,9 +102,10 @@ def _points(options: argparse.Namespace, subject: Subject) -> list[Point]:
     return grid(rows, instances, options.replicas)
 
 
-def _announce(points: list[Point], subject: Subject) -> None:
+def _announce(points: list[Point], subject: Subject, rounds: int) -> None:
     listed = ", ".join(map(str, points))
-    about = len(points) * (SIZE_S + subject.seconds)
+    runs = len(points) + (CHECKS + len(PROFILES) * rounds if rounds else 0)
+    about = runs * (SIZE_S + subject.seconds)
     _say(f"{len(points)} sizes (batch × instances × replicas), about {about / 60:.0f} min or more: {listed}")
 
 
@@ -179,6 +181,10 @@ def _status(plan: Plan, *, strict: bool) -> int:
         if trial.error and not plan.ended:
             print(f"headwater: {trial.point} could not be run: {trial.error}", file=sys.stderr)
             status = 1
+        if (measured := trial.measured) is not None and is_unsteady(measured):
+            print(f"headwater: {trial.point}: its rounds differ by {measured.spread:.0%}: the machine was busy with "
+                  "something else, and its figures are not to be relied on", file=sys.stderr)  # fmt: skip
+            status = 1 if strict else status
         for one in trial.comparisons:
             if strict and is_off(one):
                 print(f"headwater: {trial.point}: {one.what}: predicted {one.error:+.1%} of what was measured",

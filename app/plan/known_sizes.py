@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from app.errors import CommandError
 from app.memory_budget import size_text
+from app.option_values import named
 from app.plan.columns import columns
 from app.plan.memory_model import MemoryModel, ReplicaTerms
 from app.plan.point import Point
@@ -37,15 +38,10 @@ def read_sizes(text: str) -> dict[str, int]:
     Raises:
         CommandError: the message says what was expected.
     """
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, given = part.strip().partition("=")
-        if name not in NAMES:
-            raise CommandError(f"--from-sizes: expected one of {', '.join(NAMES)}, got {name!r}")
-        try:
-            sizes[name] = read_size(given)
-        except ValueError as error:
-            raise CommandError(f"--from-sizes: {name}: {error}") from None
+    try:
+        sizes = named(text, NAMES, read_size)
+    except ValueError as error:
+        raise CommandError(f"--from-sizes: {error}") from None
     if "weights" not in sizes:
         raise CommandError("--from-sizes: expected weights=SIZE among them, got none")
     return sizes

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+
+import uvloop
 
 from app.bench.closed_loop import closed_loop
 from app.bench.outcomes import Outcomes
@@ -16,12 +17,11 @@ from app.plan.memory_model import MeasuredMemory
 from app.plan.point import Point, section_of
 from app.plan.process_memory import ServerMemory, descendants, mark_peaks, measure_server
 from app.plan.server import PlanServer, serve_point
-from app.plan.subject import Subject
+from app.plan.subject import WARMUP_S, Subject
 from app.process_stat import process_stat
 
 __all__ = ["Measured", "measure_point", "measure_server_under_load"]
 
-WARMUP_S: Final = 1.0
 WHOLE_MACHINE: Final = 1.0
 """What a size takes is measured, so the server itself should refuse none that the machine has room for."""
 
@@ -47,6 +47,13 @@ class Measured:
     """Of a call."""
     load_share: float
     """Of a core that the load's generator took: near 1 the rate is its own."""
+    rates: tuple[float, ...] = ()
+    """Of each round, if there were several; rate and latencies are the medians then."""
+
+    @property
+    def spread(self) -> float:
+        """How far the rates of the rounds are apart, relative to their median; 0 with one round only."""
+        return (max(self.rates) - min(self.rates)) / self.rate if self.rates and self.rate else 0.0
 
 
 def measure_point(subject: Subject, point: Point) -> Measured:
@@ -72,7 +79,7 @@ def measure_server_under_load(subject: Subject, point: Point, what: str, fields:
         mark_peaks(descendants(server.pid))
         connections = subject.connections(point)
         target = subject.target(server.url)
-        outcomes = asyncio.run(closed_loop(target, connections, subject.seconds, WARMUP_S))
+        outcomes = uvloop.run(closed_loop(target, connections, subject.seconds, WARMUP_S))
         memory = measure_server(server.pid, server.runtime_dir)
         device = _device_bytes(server, before)
         mean_rows = _mean_rows(subject, server)

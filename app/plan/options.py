@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from app.option_values import checked, listed, number, whole
 from app.plan.known_sizes import read_size
+from app.reports.options import add_report_options
 
 __all__ = ["add_plan_command"]
 
@@ -36,22 +37,22 @@ def add_plan_command(commands: Any, read: Callable[[argparse.Namespace], Any]) -
     )
     plan.add_argument("--deployment", metavar="NAME", help="which one; may be left out if there is one only")
     plan.add_argument(
-        "--batch-sizes", type=_listed(MOST_ROWS), default=(1, 8, 32), metavar="N[,N]",
+        "--batch-sizes", type=listed(whole(1, MOST_ROWS)), default=(1, 8, 32), metavar="N[,N]",
         help="rows in a call, at most; default: 1,8,32",
     )  # fmt: skip
     plan.add_argument(
-        "--sequences", type=_listed(4096), default=(1, 8, 32), metavar="N[,N]",
+        "--sequences", type=listed(whole(1, 4096)), default=(1, 8, 32), metavar="N[,N]",
         help="of a language model instead: sequences at once; default: 1,8,32",
     )  # fmt: skip
     plan.add_argument(
-        "--instances", type=_listed(MOST_REPLICAS), default=(1, 2), metavar="N[,N]",
+        "--instances", type=listed(whole(1, MOST_REPLICAS)), default=(1, 2), metavar="N[,N]",
         help="threads of a replica that compute at once; default: 1,2",
     )  # fmt: skip
     plan.add_argument(
-        "--replicas", type=_listed(MOST_REPLICAS), default=(1, 2), metavar="N[,N]", help="default: 1,2"
+        "--replicas", type=listed(whole(1, MOST_REPLICAS)), default=(1, 2), metavar="N[,N]", help="default: 1,2"
     )  # fmt: skip
     plan.add_argument(
-        "--memory", type=_size, metavar="SIZE",
+        "--memory", type=checked(read_size), metavar="SIZE",
         help="of the device that it computes on, such as 16GiB; default: what that has",
     )  # fmt: skip
     plan.add_argument(
@@ -63,22 +64,26 @@ def add_plan_command(commands: Any, read: Callable[[argparse.Namespace], Any]) -
         help="a request's body with one row, or a list of them; default: made from the model's metadata",
     )  # fmt: skip
     plan.add_argument(
-        "--tokens", type=_whole(1_000_000), default=64, metavar="N",
+        "--tokens", type=whole(1, 1_000_000), default=64, metavar="N",
         help="of a language model's answers; default: 64",
     )  # fmt: skip
     plan.add_argument(
         "--out", type=Path, metavar="FOLDER",
         help="where the three files go; default: beside CONFIG, or here if there is no file",
     )  # fmt: skip
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
-    plan.add_argument("--html", type=Path, metavar="FILE", help="write a report with curves; needs headwater[reports]")
+    add_report_options(plan, "a report with curves")
+    plan.add_argument(
+        "--rounds", type=whole(1, 100), default=3, metavar="N",
+        help="how often each recommended configuration is run, in turns with the others; default: 3",
+    )  # fmt: skip
     plan.add_argument(
         "--no-verify", action="store_true",
         help="don't run sizes that were not measured, nor the recommended configurations",
     )  # fmt: skip
     plan.add_argument(
         "--strict", action="store_true",
-        help="exit status 1 also if a memory is off by more than 10 %% of what was measured, or a speed by 15 %%",
+        help="exit status 1 also if a memory is off by more than 10 %% of what was measured, or a speed by 15 %%, or "
+        "rounds differ by that much",
     )  # fmt: skip
     plan.add_argument("--dry-run", action="store_true", help="print the sizes that would be measured, and end")
     plan.add_argument(
@@ -98,47 +103,15 @@ def _run(options: argparse.Namespace, read: Callable[[argparse.Namespace], Any])
     return run(options, read)
 
 
-def _whole(most: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = 0
-        if not 1 <= value <= most:
-            raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {most}, got {text!r}")
-        return value
-
-    return read
-
-
-def _listed(most: int) -> Callable[[str], tuple[int, ...]]:
-    one = _whole(most)
-    return lambda text: tuple(one(part) for part in text.split(","))
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 def _part(text: str) -> float:
-    value = _number(text)
+    value = number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"expected a part such as 0.2, from 0 to below 1, got {text!r}")
     return value
 
 
 def _seconds(text: str) -> float:
-    value = _number(text)
+    value = number(text)
     if not 0 < value <= MOST_SECONDS:
         raise argparse.ArgumentTypeError(f"expected seconds above 0, at most {MOST_SECONDS}, got {text!r}")
     return value
-
-
-def _size(text: str) -> int:
-    try:
-        return read_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

@@ -9,10 +9,11 @@ import app
 from app.plan.accuracy import MEMORY_TOLERANCE, RATE_TOLERANCE
 from app.plan.measuring import Measured
 from app.plan.memory_model import MemoryModel, ReplicaTerms
-from app.plan.planning import Plan, Trial
+from app.plan.planning import Plan
 from app.plan.point import Point
 from app.plan.prediction import Prediction
 from app.plan.size_table import size_rows
+from app.plan.trial import Trial
 
 __all__ = ["plan_json"]
 
@@ -31,7 +32,12 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "memory": {"machine": plan.capacity, "host_budget": plan.budget.host, "device_budget": plan.budget.device},
         "weights": {"bytes": plan.weights.bytes, "how": plan.weights.how},
         "points": [
-            {**_point(row.point), "error": row.error or None, **(_measured(row.measured) if row.measured else {})}
+            {
+                **_point(row.point),
+                "error": row.error or None,
+                "first_error": row.first_error or None,
+                **(_measured(row.measured) if row.measured else {}),
+            }
             for row in plan.sweep.rows
         ],
         "model": None if plan.predictor is None else _model(plan.predictor.memory),
@@ -46,7 +52,10 @@ def plan_json(plan: Plan) -> dict[str, Any]:
                 "name": one.profile.name,
                 "note": one.profile.note or None,
                 "file": None if one.file is None else str(one.file),
-                **({} if one.trial is None else _trial(one.trial)),
+                **({} if one.trial is None else {
+                    **_trial(one.trial),
+                    "bench": plan.subject.bench_arguments("URL", one.trial.point),
+                }),
             }
             for one in plan.recommendations
         ],
@@ -69,6 +78,8 @@ def _measured(one: Measured) -> dict[str, Any]:
         "replica_starting_bytes": round(one.memory.starting),
         "cache_bytes": one.memory.cache,
         "rate": one.rate,
+        "rates": list(one.rates) or [one.rate],
+        "spread": one.spread,
         "p50_ms": one.p50_ms,
         "p99_ms": one.p99_ms,
         "connections": one.connections,

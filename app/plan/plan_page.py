@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Final
 
 from app.memory_budget import size_text
-from app.plan.plan_text import is_off
+from app.plan.plan_text import is_off, is_unsteady
 from app.plan.planning import Plan
 from app.plan.point import Point
+from app.plan.profile_comments import spread_text
 from app.plan.size_table import size_rows
 from app.reports.page import Figure, Paragraph, Part, Section, Table, Warn, render_page
 from app.reports.plots import Curve, line_chart
@@ -38,22 +39,24 @@ def _recommended(plan: Plan) -> Section:
     flagged = []
     for one in plan.recommendations:
         if one.trial is None:
-            rows.append([one.profile.name, "-", "-", "-", "-", "-", one.profile.note])
+            rows.append([one.profile.name, "-", "-", "-", "-", "-", "-", one.profile.note])
             continue
         for comparison in one.trial.comparisons:
-            if is_off(comparison):
-                flagged.append(len(rows))
             is_rate = comparison.what == "rate"
+            measured = one.trial.measured
+            if is_off(comparison) or (is_rate and measured is not None and is_unsteady(measured)):
+                flagged.append(len(rows))
+            rounds = spread_text(measured) if is_rate and measured is not None else ""
             shown = [f"{value:.4g}" if is_rate else size_text(round(value))
                      for value in (comparison.predicted, comparison.measured)]  # fmt: skip
             rows.append([one.profile.name, str(one.trial.point), comparison.what, *shown, f"{comparison.error:+.1%}",
-                         one.profile.note])  # fmt: skip
+                         rounds, one.profile.note])  # fmt: skip
         if not one.trial.comparisons:
             predicted = one.trial.predicted
             told = size_text(predicted.need.host)
             note = one.trial.error or one.profile.note
-            rows.append([one.profile.name, str(one.trial.point), "host memory", told, "-", "-", note])
-    head = ["profile", "batch × instances × replicas", "figure", "predicted", "measured", "error", "note"]
+            rows.append([one.profile.name, str(one.trial.point), "host memory", told, "-", "-", "-", note])
+    head = ["profile", "batch × instances × replicas", "figure", "predicted", "measured", "error", "rounds", "note"]
     return Section("Recommended", [Table(head, rows, flagged=frozenset(flagged))])
 
 
@@ -138,6 +141,7 @@ def _measured(plan: Plan) -> Section:
             rows.append([*size, "-", "-", "-", "-", row.error])
         else:
             figures = [f"{one.rate:.4g}", f"{one.p50_ms:.1f}", f"{one.p99_ms:.1f}"]
-            rows.append([*size, size_text(one.host), *figures, ""])
+            again = f"at the second try; at the first: {row.first_error}" if row.first_error else ""
+            rows.append([*size, size_text(one.host), *figures, again])
     head = ["batch", "instances", "replicas", "memory", plan.subject.unit, "p50 ms", "p99 ms", "note"]
     return Section("Measured", [Table(head, rows)])

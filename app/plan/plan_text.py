@@ -5,10 +5,13 @@ from __future__ import annotations
 from app.memory_budget import size_text
 from app.plan.accuracy import MEMORY_TOLERANCE, RATE_TOLERANCE, Comparison
 from app.plan.columns import columns
-from app.plan.planning import Plan, Trial
+from app.plan.measuring import Measured
+from app.plan.planning import Plan
+from app.plan.profile_comments import spread_text
 from app.plan.size_table import size_rows, smallest_need
+from app.plan.trial import Trial
 
-__all__ = ["is_off", "model_lines", "plan_text"]
+__all__ = ["is_off", "is_unsteady", "model_lines", "plan_text"]
 
 
 def plan_text(plan: Plan) -> str:
@@ -31,6 +34,11 @@ def is_off(one: Comparison) -> bool:
     return abs(one.error) > (RATE_TOLERANCE if one.what == "rate" else MEMORY_TOLERANCE)
 
 
+def is_unsteady(one: Measured) -> bool:
+    """Whether its rounds are further apart than what is stated may be off."""
+    return one.spread > RATE_TOLERANCE
+
+
 def _sweep_lines(plan: Plan) -> list[str]:
     unit = plan.subject.unit.upper()
     rows = [("BATCH", "INSTANCES", "REPLICAS", "MEMORY", "GPU", unit, "P50 MS", "P99 MS", "ROWS/CALL", "NOTE")]
@@ -41,10 +49,11 @@ def _sweep_lines(plan: Plan) -> list[str]:
             rows.append((*size, "-", "-", "-", "-", "-", "-", row.error))
             continue
         mean = "-" if one.mean_rows != one.mean_rows else f"{one.mean_rows:.1f}"
-        note = "the load's generator was busy" if one.load_share > 0.9 else ""
+        notes = ["the load's generator was busy"] if one.load_share > 0.9 else []
+        notes += [f"at the second try; at the first: {row.first_error}"] if row.first_error else []
         rows.append((
             *size, size_text(one.host), size_text(one.device) if one.device else "-", f"{one.rate:.4g}",
-            f"{one.p50_ms:.1f}", f"{one.p99_ms:.1f}", mean, note,
+            f"{one.p50_ms:.1f}", f"{one.p99_ms:.1f}", mean, "; ".join(notes),
         ))  # fmt: skip
     return ["Measured:", columns(rows)]
 
@@ -109,14 +118,18 @@ def _profile_lines(plan: Plan) -> list[str]:
 
 
 def _trial_lines(trials: list[tuple[str, Trial]]) -> list[str]:
-    rows = [("RUN", "SIZE", "FIGURE", "PREDICTED", "MEASURED", "ERROR", "")]
+    rows = [("RUN", "SIZE", "FIGURE", "PREDICTED", "MEASURED", "ERROR", "ROUNDS", "")]
     for name, trial in trials:
         size = str(trial.point)
         for one in trial.comparisons:
             shown = (f"{one.predicted:.4g}", f"{one.measured:.4g}")
+            rounds, notes = "", ["too far off"] if is_off(one) else []
             if one.what != "rate":
                 shown = (size_text(round(one.predicted)), size_text(round(one.measured)))
-            rows.append((name, size, one.what, *shown, f"{one.error:+.1%}", "too far off" if is_off(one) else ""))
+            elif (measured := trial.measured) is not None:
+                rounds = spread_text(measured)
+                notes += ["rounds differ: not a quiet machine"] if is_unsteady(measured) else []
+            rows.append((name, size, one.what, *shown, f"{one.error:+.1%}", rounds, ", ".join(notes)))
         if trial.error:
-            rows.append((name, size, "-", "-", "-", "-", trial.error))
+            rows.append((name, size, "-", "-", "-", "-", "", trial.error))
     return ["Predicted, then run (batch × instances × replicas):", columns(rows)] if len(rows) > 1 else []

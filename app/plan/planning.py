@@ -9,51 +9,21 @@ from pathlib import Path
 
 from app.config import Config
 from app.errors import CommandError
-from app.memory_budget import size_text
-from app.plan.accuracy import Comparison, held_out_error, unseen_points
+from app.plan.accuracy import held_out_error, unseen_points
 from app.plan.measuring import Measured, measure_point, measure_server_under_load
 from app.plan.point import Point, section_of, takes_instances
-from app.plan.prediction import Prediction, Predictor, fit
-from app.plan.profile_yaml import profile_yaml
-from app.plan.profiles import PROFILES, Budget, Profile, recommend
+from app.plan.prediction import Predictor, fit
+from app.plan.profile_comments import figures, profile_comments
+from app.plan.profile_yaml import profile_yaml, served_at
+from app.plan.profiles import Budget, recommend
 from app.plan.subject import Subject
 from app.plan.sweep import Row, Sweep, run_sweep
+from app.plan.trial import Recommendation, Trial
 from app.plan.weights import Weights
 
-__all__ = ["Plan", "Planner", "Recommendation", "Trial"]
+__all__ = ["Plan", "Planner"]
 
 Progress = Callable[[str], None]
-
-
-@dataclass
-class Trial:
-    """A size that was predicted first and then run."""
-
-    point: Point
-    predicted: Prediction
-    measured: Measured | None = None
-    error: str = ""
-    """Why it could not be run."""
-
-    @property
-    def comparisons(self) -> list[Comparison]:
-        """What was predicted beside what was measured."""
-        if self.measured is None:
-            return []
-        found = [Comparison("host memory", self.predicted.need.host, self.measured.host)]
-        if self.measured.device:
-            found.append(Comparison("device memory", self.predicted.need.device, self.measured.device))
-        return [*found, Comparison("rate", self.predicted.rate, self.measured.rate)]
-
-
-@dataclass
-class Recommendation:
-    """A profile, its file, and what came of running that."""
-
-    profile: Profile
-    trial: Trial | None = None
-    """None: the profile is left out."""
-    file: Path | None = None
 
 
 @dataclass
@@ -93,13 +63,13 @@ class Planner:
         self._stem = stem
         self._progress = progress
 
-    def run(self, points: Sequence[Point], *, checks: bool, verifies: bool) -> None:
+    def run(self, points: Sequence[Point], *, checks: bool, rounds: int) -> None:
         """Do all of it; Ctrl-C ends it with what there is.
 
         Args:
             points: that are measured, the smallest first.
             checks: whether to run sizes that were not measured, to compare.
-            verifies: whether to run the profiles.
+            rounds: how often to run each profile; 0: not at all.
         """
         plan, subject = self._plan, self._plan.subject
         run_sweep(plan.sweep, points, self._measure, plan.capacity, self._tell)
@@ -116,8 +86,7 @@ class Planner:
         try:
             if checks:
                 self._check([one.point for one in measured])
-            if verifies:
-                self._verify()
+            self._verify(rounds)
         except KeyboardInterrupt:
             plan.ended = "stopped by hand"
 
@@ -125,8 +94,9 @@ class Planner:
         return measure_point(self._plan.subject, point)
 
     def _tell(self, row: Row) -> None:
-        told = row.error if row.measured is None else _told(row.measured, self._plan.subject.unit)
-        self._progress(f"{row.point}: {told}")
+        told = row.error if row.measured is None else figures(row.measured, self._plan.subject.unit)
+        again = f" (at the second try; at the first: {row.first_error})" if row.first_error else ""
+        self._progress(f"{row.point}: {told}{again}")
 
     def _recommend(self) -> None:
         plan = self._plan
@@ -159,26 +129,26 @@ class Planner:
             plan.trials.append(trial)
             self._try(trial, f"check {point}", functools.partial(self._measure, point))
 
-    def _verify(self) -> None:
-        """Run each profile's file."""
+    def _verify(self, rounds: int) -> None:
+        """Run each profile's file, all of them once, then all of them again: what else the machine does harms all."""
         subject = self._plan.subject
-        for one in self._plan.recommendations:
-            if one.trial is not None and one.file is not None:
-                measure = functools.partial(measure_server_under_load, subject, one.trial.point, str(one.file), {})
-                self._try(one.trial, one.profile.name, measure)
-                self._write(one)
+        for number in range(1, rounds + 1):
+            for one in self._plan.recommendations:
+                if one.trial is not None and one.file is not None and not one.trial.error:
+                    measure = functools.partial(measure_server_under_load, subject, one.trial.point, str(one.file), {})
+                    self._try(one.trial, f"{one.profile.name}, round {number} of {rounds}", measure)
+                    self._write(one)
 
     def _try(self, trial: Trial, title: str, measure: Callable[[], Measured]) -> None:
         try:
-            trial.measured = measure()
+            trial.rounds.append(measure())
+            told = figures(trial.rounds[-1], self._plan.subject.unit)
         except CommandError as error:
-            trial.error = str(error)
+            told = trial.error = str(error)
         except KeyboardInterrupt:
-            trial.error = "stopped by hand"
+            if not trial.rounds:
+                trial.error = "stopped by hand"
             raise
-        told = trial.error
-        if trial.measured is not None:
-            told = _told(trial.measured, self._plan.subject.unit)
         self._progress(f"{title}: {told}")
 
     def _write(self, one: Recommendation) -> None:
@@ -186,34 +156,9 @@ class Planner:
         assert one.file is not None
         subject = self._plan.subject
         section = section_of(subject.deployment, one.trial.point, subject.cores)
-        lines = _comments(one, subject)
+        lines = profile_comments(one, subject, served_at(self._config))
         try:
             one.file.parent.mkdir(parents=True, exist_ok=True)
             one.file.write_text(profile_yaml(self._config, subject.name, section, lines), encoding="utf-8")
         except OSError as error:
             raise CommandError(f"--out: {one.file} can't be written: {error.strerror}") from error
-
-
-def _told(one: Measured, unit: str) -> str:
-    device = f" and {size_text(one.device)} of the GPU's" if one.device else ""
-    return f"{size_text(one.host)}{device}, {one.rate:.4g} {unit}, p50 {one.p50_ms:.1f} ms, p99 {one.p99_ms:.1f} ms"
-
-
-def _comments(one: Recommendation, subject: Subject) -> list[str]:
-    """What stands on top of a profile's file."""
-    trial = one.trial
-    assert trial is not None
-    predicted = trial.predicted
-    device = f", {size_text(predicted.need.device)} of the GPU's" if predicted.need.device else ""
-    lines = [
-        f"{one.profile.name}: {PROFILES[one.profile.name]}. Made by `headwater plan` from {subject.what}.",
-        *([one.profile.note] if one.profile.note else []),
-        f"Predicted: {size_text(predicted.need.host)} of memory{device}, {predicted.rate:.4g} {subject.unit}, "
-        f"p50 {predicted.p50_ms:.1f} ms, p99 {predicted.p99_ms:.1f} ms.",
-    ]
-    if trial.measured is not None:
-        lines.append(f"Measured:  {_told(trial.measured, subject.unit)}.")
-        lines.append(f"Load: {trial.measured.connections} connections, a row each, for {subject.seconds:g} s.")
-    else:
-        lines.append(f"Measured:  not run{f', {trial.error}' if trial.error else ''}.")
-    return [line.replace("\n", " ") for line in lines]

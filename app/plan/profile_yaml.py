@@ -1,15 +1,26 @@
-"""A profile as a file for ``headwater serve``, with its figures on top."""
+"""A profile as a file for ``headwater serve``, and where that serves it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from app.config import Config
 
-__all__ = ["profile_yaml"]
+__all__ = ["profile_yaml", "served_at"]
+
+ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses of all interfaces, and one of them that can be asked."""
+
+
+def served_at(config: Config) -> str:
+    """The URL at which a server of this configuration can be asked on its own machine."""
+    server = config.server
+    host = ANY.get(server.host, server.host)
+    scheme = "http" if server.tls is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.port}"
 
 
 def profile_yaml(config: Config, name: str, section: dict[str, Any], comments: Sequence[str]) -> str:

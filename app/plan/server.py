@@ -76,7 +76,6 @@ def serve_point(what: str, fields: Mapping[str, Any], timeout_s: float) -> Itera
             "server.tls": None,
             "server.tracing": None,
             "server.log_format": "json",
-            "server.access_log": False,
             "security": {},
         }
         flags = [part for field, value in given.items() for part in ("--set", f"{field}={json.dumps(value)}")]

@@ -17,10 +17,12 @@ from app.plan.point import Point
 from inference.lm.reference import is_language_model
 from inference.loader import LoadError
 
-__all__ = ["Subject", "choose_deployment", "make_subject"]
+__all__ = ["WARMUP_S", "Subject", "choose_deployment", "make_subject"]
 
 MOST_CONNECTIONS: Final = 512
 """Beyond, the load itself would take a machine's time."""
+WARMUP_S: Final = 1.0
+"""Of load, before what counts."""
 PROMPT_TOKENS: Final = 48
 """More than the prompts that are sent have."""
 
@@ -86,6 +88,18 @@ class Subject:
             return Target(url, "/v1/completions", bodies, "completions", timeout_s=timeout_s)
         bodies = self._bodies("infer") or infer_bodies(Server(url).metadata(self.name), None, Wishes())
         return Target.infer(url, self.name, bodies, timeout_s=timeout_s)
+
+    def bench_arguments(self, url: str, point: Point) -> list[str]:
+        """Of ``headwater bench``, with which it puts the same load on a server."""
+        arguments = [url, "--model", self.name, "--connections", str(self.connections(point))]
+        arguments += ["--seconds", f"{self.seconds:g}", "--warmup", f"{WARMUP_S:g}"]
+        if self.is_language_model:
+            arguments += ["--mode", "completions"]
+        if self.input is not None:
+            arguments += ["--input", str(self.input)]
+        elif self.is_language_model:
+            arguments += ["--max-tokens", str(self.tokens), "--ignore-eos"]
+        return [*arguments, "--timeout", f"{self.deployment.timeout_s:g}"]
 
     def _bodies(self, kind: str) -> tuple[Body, ...]:
         return () if self.input is None else read_bodies(self.input, kind, self.name)

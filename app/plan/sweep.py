@@ -1,9 +1,9 @@
-"""Measures sizes one after the other; one that fails leaves its reason, and what was measured stays."""
+"""Measures sizes one after the other; one that fails twice leaves its reason, and what was measured stays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from app.errors import CommandError
@@ -24,7 +24,9 @@ class Row:
     point: Point
     measured: Measured | None
     error: str
-    """Why it was not measured; empty: it was."""
+    """Why it was not measured, in one line; empty: it was."""
+    first_error: str = ""
+    """Why the first try failed, where there was a second."""
 
 
 @dataclass
@@ -50,6 +52,8 @@ def run_sweep(
 ) -> None:
     """Measure each size; Ctrl-C ends it with what there is, and so does a smallest size that can't be measured.
 
+    A size that fails after others did not is tried once more: what they have in common can't be wrong.
+
     Args:
         sweep: gets what came of each.
         points: the smallest first.
@@ -60,19 +64,26 @@ def run_sweep(
     for point in points:
         row = Row(point, None, _too_large(sweep, point, capacity))
         if not row.error:
-            try:
-                row = Row(point, measure(point), "")
-            except CommandError as error:
-                row = Row(point, None, str(error))
-            except KeyboardInterrupt:
-                row = Row(point, None, "stopped by hand")
-                sweep.ended = row.error
+            row = _measured(sweep, point, measure)
+            if row.error and not sweep.ended and sweep.measured:
+                row = replace(_measured(sweep, point, measure), first_error=row.error)
         sweep.rows.append(row)
         progress(row)
         if not sweep.measured and not sweep.ended:
             sweep.ended = f"the smallest size, {point}, can't be measured: {row.error}"
         if sweep.ended:
             break
+
+
+def _measured(sweep: Sweep, point: Point, measure: Callable[[Point], Measured]) -> Row:
+    """One try."""
+    try:
+        return Row(point, measure(point), "")
+    except CommandError as error:
+        return Row(point, None, " | ".join(str(error).splitlines()))
+    except KeyboardInterrupt:
+        sweep.ended = "stopped by hand"
+        return Row(point, None, sweep.ended)
 
 
 def _too_large(sweep: Sweep, point: Point, capacity: int | None) -> str:

@@ -3,15 +3,16 @@
 A call of b rows takes about a + c × b seconds, and several are computed at once, which helps as far as there are cores.
 So each pair of instances and replicas that was measured has call times of its own: between two batch sizes that were
 measured on the line between these, beyond them on the line that fits all best. Of another pair the gain is interpolated
-by how many calls there are at once, and taken to be no more than the largest that was measured: whether more would help
-beyond that nobody has seen.
+by how many calls there are at once. Neither larger batches nor more calls than were measured are taken to give more
+than the largest rate that was: what limits beyond that nobody has seen, the gateway for one. A pair that was measured
+at one batch size only has the line of the pair that is most like it, as much slower or faster as it is at that size.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.plan.least_squares import fit_non_negative
 from app.plan.point import Point
@@ -31,7 +32,10 @@ class CallTimes:
 
     def rows_per_s(self, rows: int) -> float:
         """With calls of so many rows."""
-        return rows / self._seconds(rows)
+        rate = rows / self._seconds(rows)
+        if rows <= self.measured[-1][0]:
+            return rate
+        return min(rate, max(fewer / seconds for fewer, seconds in self.measured))
 
     def _seconds(self, rows: int) -> float:
         for (fewer, less_s), (more, more_s) in itertools.pairwise(self.measured):
@@ -69,12 +73,18 @@ def fit_throughput(points: Sequence[Point], rows_per_s: Sequence[float]) -> Thro
     """
     groups: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for point, rate in zip(points, rows_per_s, strict=True):
-        groups.setdefault((point.instances, point.replicas), []).append((point.rows, rate))
-    return ThroughputModel({pair: _call_times(measured) for pair, measured in groups.items()})
+        groups.setdefault((point.instances, point.replicas), []).append((point.rows, point.rows / rate))
+    times = {pair: _call_times(measured) for pair, measured in groups.items()}
+    lines = [pair for pair, time in times.items() if len(time.measured) > 1]
+    for pair, time in times.items():
+        if lines and pair not in lines:
+            like = times[min(lines, key=lambda line: (abs(line[0] * line[1] - pair[0] * pair[1]), line))]
+            times[pair] = replace(time, call_s=like.call_s, row_s=like.row_s)
+    return ThroughputModel(times)
 
 
 def _call_times(measured: Sequence[tuple[int, float]]) -> CallTimes:
-    times = sorted((rows, rows / rate) for rows, rate in measured)
+    times = sorted(measured)
     call_s, row_s = fit_non_negative([(1.0, float(rows)) for rows, _ in times], [seconds for _, seconds in times])
     return CallTimes(tuple(times), call_s, row_s)
 

@@ -21,18 +21,11 @@ from benchmarks.stream_child import Child
 __all__ = ["Bare"]
 
 
-class Bare:
+class Bare(Child):
     """The process."""
 
     def __init__(self, scenario: str) -> None:
-        self._child = Child("benchmarks.peers.bare", [scenario], ONE_THREAD)
-
-    def __enter__(self) -> Bare:
-        self._child.__enter__()
-        return self
-
-    def __exit__(self, *caught: Any) -> None:
-        self._child.__exit__(*caught)
+        super().__init__("benchmarks.peers.bare", [scenario], ONE_THREAD)
 
     def answers(self, messages: Sequence[Message]) -> list[dict[str, list[float]]]:
         """What is right, by output, one after the other."""
@@ -44,8 +37,8 @@ class Bare:
         return float(self._ask({"messages": list(messages), "seconds": seconds}))
 
     def _ask(self, job: dict[str, Any]) -> Any:
-        self._child.send(json.dumps(job).encode())
-        return json.loads(self._child.receive())
+        self.send(json.dumps(job).encode())
+        return json.loads(self.receive())
 
 
 def main() -> None:

@@ -20,18 +20,11 @@ __all__ = ["GrpcLoad"]
 CONNECT_TIMEOUT_S = 30.0
 
 
-class GrpcLoad:
+class GrpcLoad(Child):
     """The process."""
 
     def __init__(self) -> None:
-        self._child = Child("benchmarks.peers.grpc_load")
-
-    def __enter__(self) -> GrpcLoad:
-        self._child.__enter__()
-        return self
-
-    def __exit__(self, *caught: Any) -> None:
-        self._child.__exit__(*caught)
+        super().__init__("benchmarks.peers.grpc_load")
 
     def run(self, port: int, model: str, tensor: dict[str, Any], raw: bytes, calls: int, seconds: float) -> Load:
         """Send one tensor again and again.
@@ -49,8 +42,8 @@ class GrpcLoad:
         """
         data = base64.b64encode(raw).decode()
         job = {"port": port, "model": model, "tensor": tensor, "raw": data, "calls": calls, "seconds": seconds}
-        self._child.send(json.dumps(job).encode())
-        found = json.loads(self._child.receive())
+        self.send(json.dumps(job).encode())
+        found = json.loads(self.receive())
         if "error" in found:
             raise RuntimeError(found["error"])
         return Load(**found)

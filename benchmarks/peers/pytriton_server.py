@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from pytriton.decorators import batch
 from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
-from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
 
+from benchmarks.local_triton import local_triton
 from benchmarks.peers.work import IMAGE_SHAPE, MAX_BATCH_SIZE, work
 
 
@@ -23,25 +21,15 @@ def main() -> None:
     """Serve until SIGINT."""
     scenario, http_port, grpc_port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     infer, inputs, outputs = _bound(scenario)
-    with TemporaryDirectory() as folder:
-        config = TritonConfig(
-            http_address="127.0.0.1",
-            http_port=http_port,
-            grpc_address="127.0.0.1",
-            grpc_port=grpc_port,
-            allow_metrics=False,
-            log_file=Path(folder) / "triton.log",
+    with local_triton(http_port, grpc_port) as triton:
+        triton.bind(
+            model_name=scenario,
+            infer_func=batch(infer),
+            inputs=inputs,
+            outputs=outputs,
+            config=ModelConfig(max_batch_size=MAX_BATCH_SIZE[scenario], batcher=DynamicBatcher()),
         )
-        # No token: nothing but the benchmark's own client can reach it, and checking one would cost.
-        with Triton(config=config, security_config=TritonSecurityConfig(restricted_endpoints=[])) as triton:
-            triton.bind(
-                model_name=scenario,
-                infer_func=batch(infer),
-                inputs=inputs,
-                outputs=outputs,
-                config=ModelConfig(max_batch_size=MAX_BATCH_SIZE[scenario], batcher=DynamicBatcher()),
-            )
-            triton.serve()
+        triton.serve()
 
 
 def _bound(scenario: str) -> tuple[Callable[..., Any], list[Any], list[Any]]:

@@ -50,7 +50,7 @@ def test_they_are_read_in_milliseconds() -> None:
     ("text", "told"),
     [
         ("foo=1", "expected one of latency_ms, .*got 'foo'"),
-        ("latency_ms", "latency_ms: expected milliseconds above 0, such as latency_ms=200, got ''"),
+        ("latency_ms", "latency_ms: expected milliseconds above 0, such as 200, got ''"),
         ("latency_ms=-1", "above 0"),
         ("latency_ms=nan", "above 0"),
         ("latency_ms=inf", "above 0"),

@@ -28,6 +28,7 @@ def test_sizes_are_read() -> None:
         ("weights=4 potatoes", "weights: expected a size such as 4GiB or 512MiB, got '4 potatoes'"),
         ("weights", "weights: expected a size"),
         ("heads=1", "expected one of weights, process, row, instance, got 'heads'"),
+        ("weights=4GiB,row=1MiB,row=2MiB", "--from-sizes: row: expected once, got it twice"),
     ],
 )
 def test_sizes_that_are_none(text: str, message: str) -> None:

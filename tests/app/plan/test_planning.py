@@ -40,7 +40,8 @@ def subject(config: Config, name: str = "one") -> Subject:
 
 def machine(point: Point, gain: float = 1.0) -> Measured:
     own = (400 << 20) + (point.rows * point.instances << 20)
-    rate = gain * min(point.calls, 2) * point.rows / (0.01 + 0.002 * point.rows)
+    rows = min(point.rows, 32)  # larger batches give no more
+    rate = gain * min(point.calls, 2) * rows / (0.01 + 0.002 * rows)
     connections = 2 * point.rows * point.calls
     memory = MeasuredMemory(80 << 20, 150 << 20, own, own)
     host = (230 << 20) + point.replicas * own
@@ -57,7 +58,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     def make(
         measure: Callable[[Point], Measured] = machine, verify: Callable[[Point], Measured] | None = None,
-        *, budget: int = 16 * GIB, verifies: bool = True,
+        *, budget: int = 16 * GIB, verifies: bool = True, rounds: int = 1,
     ) -> Plan:  # fmt: skip
         def run_file(subject: Subject, point: Point, what: str, fields: Mapping[str, Any]) -> Measured:
             served = read_config(yaml.safe_load(Path(what).read_text()), source=what, environment={}, flags={})
@@ -69,7 +70,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         monkeypatch.setattr(planning, "measure_server_under_load", run_file)
         plan = Plan(subject(config()), Budget(budget), 16 * GIB, Weights(90 << 20, "tensors"))
         Planner(plan, config(), tmp_path, "models-one", lambda line: None).run(
-            POINTS, checks=verifies, verifies=verifies
+            POINTS, checks=verifies, rounds=rounds if verifies else 0
         )
         return plan
 
@@ -118,6 +119,80 @@ def test_a_prediction_that_is_wrong_is_marked(run: Run) -> None:
     text = plan_text(plan)
     assert text.count("too far off") == 3
     assert "+100.0%" in text
+
+
+def test_profiles_are_run_in_turns_and_the_median_is_stated_with_its_spread(run: Run, tmp_path: Path) -> None:
+    order: list[Point] = []
+
+    def verify(point: Point) -> Measured:
+        order.append(point)
+        return machine(point, gain=(1.0, 0.9, 1.08)[order.count(point) - 1])
+
+    plan = run(verify=verify, rounds=3)
+    assert order == [Point(8, 1, 4), Point(32), Point(4, 2, 2)] * 3
+    trial = plan.recommendations[2].trial
+    assert trial is not None
+    measured = trial.measured
+    assert measured is not None
+    assert measured.rate == machine(Point(4, 2, 2)).rate  # the one in the middle, not the mean
+    assert measured.spread == pytest.approx(0.18)
+    text = (tmp_path / "models-one-balanced.yaml").read_text()
+    assert "# Medians of 3 rounds: 400 to 480 (18%) rows/s.\n# The rounds differ that much: " in text
+    table = plan_text(plan)
+    assert table.count("rounds differ: not a quiet machine") == 3
+    assert "400 to 480 (18%)" in table
+    told = plan_json(plan)["profiles"][2]
+    assert told["measured"]["rates"] == pytest.approx([444.4, 400, 480], abs=0.1)
+    assert told["measured"]["spread"] == pytest.approx(0.18)
+
+
+def test_rounds_that_agree_are_not_marked(run: Run, tmp_path: Path) -> None:
+    plan = run(rounds=2)
+    assert "rounds differ" not in plan_text(plan)
+    text = (tmp_path / "models-one-balanced.yaml").read_text()
+    assert "Medians of 2 rounds" in text
+    assert "The rounds differ" not in text
+
+
+def test_the_load_is_told_as_the_command_that_makes_it(run: Run, tmp_path: Path) -> None:
+    plan = run()
+    text = (tmp_path / "models-one-balanced.yaml").read_text()
+    assert (
+        "#   headwater bench http://127.0.0.1:8000 --model one --connections 32 --seconds 4 --warmup 1 --timeout 5\n"
+    ) in text
+    assert plan_json(plan)["profiles"][2]["bench"][:3] == ["URL", "--model", "one"]
+
+
+def test_a_profile_that_fails_in_a_later_round_states_no_figure(run: Run, tmp_path: Path) -> None:
+    order: list[Point] = []
+
+    def verify(point: Point) -> Measured:
+        order.append(point)
+        if point.replicas == 1 and order.count(point) == 2:
+            raise CommandError("it went away")
+        return machine(point)
+
+    plan = run(verify=verify, rounds=3)
+    assert order.count(Point(32)) == 2
+    trial = plan.recommendations[1].trial
+    assert trial is not None
+    assert trial.measured is None
+    assert "no figure, since round 2 failed: it went away" in (tmp_path / "models-one-throughput.yaml").read_text()
+
+
+def test_ctrl_c_in_a_later_round_keeps_the_rounds_before(run: Run) -> None:
+    order: list[Point] = []
+
+    def verify(point: Point) -> Measured:
+        order.append(point)
+        if len(order) == 5:
+            raise KeyboardInterrupt
+        return machine(point)
+
+    plan = run(verify=verify, rounds=3)
+    assert plan.ended == "stopped by hand"
+    assert [len(one.trial.rounds) for one in plan.recommendations if one.trial is not None] == [2, 1, 1]
+    assert all(one.trial.measured is not None for one in plan.recommendations if one.trial is not None)
 
 
 def test_ctrl_c_in_the_sweep_still_fits_and_recommends_but_runs_nothing_more(run: Run) -> None:

@@ -40,6 +40,22 @@ def test_a_size_that_fails_says_why_and_the_others_are_measured() -> None:
     assert not sweep.ended
 
 
+def test_a_size_that_fails_once_is_measured_at_the_second_try_and_says_so() -> None:
+    tries: list[Point] = []
+
+    def measure(point: Point) -> Measured:
+        tries.append(point)
+        if tries == POINTS[:2]:
+            raise CommandError("Triton did not start:\nits log")
+        return measured(point)
+
+    sweep = swept(measure)
+    assert tries == [POINTS[0], POINTS[1], POINTS[1], POINTS[2]]
+    assert [row.first_error for row in sweep.rows] == ["", "Triton did not start: | its log", ""]
+    assert [row.error for row in sweep.rows] == [""] * 3
+    assert len(sweep.measured) == 3
+
+
 def test_ctrl_c_keeps_what_there_is() -> None:
     sweep = swept(failing(POINTS[1], KeyboardInterrupt()))
     assert [row.error for row in sweep.rows] == ["", "stopped by hand"]

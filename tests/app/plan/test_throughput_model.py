@@ -13,11 +13,19 @@ def rate(rows: int, gain: float = 1.0) -> float:
     return gain * rows / (0.010 + 0.002 * rows)
 
 
-def test_batches_between_and_beyond_those_measured() -> None:
-    points = [Point(rows) for rows in (1, 8, 32)]
+def test_batches_between_and_below_those_measured() -> None:
+    points = [Point(rows) for rows in (4, 8, 32)]
     model = fit_throughput(points, [rate(point.rows) for point in points])
     assert model.rows_per_s(Point(16)) == pytest.approx(rate(16))
-    assert model.rows_per_s(Point(128)) == pytest.approx(rate(128))
+    assert model.rows_per_s(Point(1)) == pytest.approx(rate(1))
+
+
+def test_larger_batches_than_were_measured_give_no_more() -> None:
+    points = [Point(1), Point(8)]
+    model = fit_throughput(points, [rate(point.rows) for point in points])
+    assert model.rows_per_s(Point(128)) == pytest.approx(rate(8))
+    slower = fit_throughput(points, [300.0, 200.0])
+    assert slower.rows_per_s(Point(128)) < 300
 
 
 def test_more_calls_at_once_gain_what_was_measured_and_no_more() -> None:
@@ -32,6 +40,14 @@ def test_more_calls_at_once_gain_what_was_measured_and_no_more() -> None:
 def test_a_single_size_predicts_itself() -> None:
     model = fit_throughput([Point(8)], [rate(8)])
     assert model.rows_per_s(Point(8)) == pytest.approx(rate(8))
+
+
+def test_a_pair_with_one_batch_size_has_the_line_of_the_pair_most_like_it() -> None:
+    points = [Point(1), Point(8), Point(8, 2, 1), Point(1, 1, 2), Point(8, 1, 2)]
+    gains = {1: 1.0, 2: 1.8}
+    model = fit_throughput(points, [rate(point.rows, gains[point.calls]) for point in points])
+    assert model.rows_per_s(Point(1, 2, 1)) == pytest.approx(rate(1, 1.8))
+    assert model.rows_per_s(Point(4, 2, 1)) == pytest.approx(rate(4, 1.8))
 
 
 def test_what_was_measured_is_predicted_as_it_was_although_no_line_fits() -> None:
