@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import IO, Any
 
+import msgspec
+
 from app.errors import HeadwaterError
 from app.logs import LogFormat, is_for_people, json_line, printable, utc
 
@@ -16,6 +18,22 @@ __all__ = ["AccessLog"]
 FLUSH_AFTER_S = 0.1
 NOTE_CHARS = 200
 _NO_FIELDS: Mapping[str, Any] = {}
+
+
+class _Line(msgspec.Struct):
+    """What is told of every request, where it isn't for people."""
+
+    time: str
+    level: str
+    logger: str
+    message: str
+    method: str
+    path: str
+    status: int
+    ms: float
+    client: str | None
+    note: str
+    request_id: str
 
 
 class AccessLog:
@@ -55,21 +73,20 @@ class AccessLog:
             )
         else:
             client = scope.get("client")
-            content = {
-                "time": utc(time.time()),
-                "level": "info",
-                "logger": "access",
-                "message": f"{method} {path} {status}",
-                "method": method,
-                "path": path,
-                "status": status,
-                "ms": round(took_s * 1000, 2),
-                "client": client[0] if client else None,
-                "note": note,
-                "request_id": state["request_id"],
-                **fields,
-            }
-            line = json_line(content) + "\n"
+            content = _Line(
+                utc(time.time()),
+                "info",
+                "access",
+                f"{method} {path} {status}",
+                method,
+                path,
+                status,
+                int(took_s * 100_000 + 0.5) / 100,  # `round` takes eight times as long
+                client[0] if client else None,
+                note,
+                state["request_id"],
+            )
+            line = json_line({**msgspec.structs.asdict(content), **fields} if fields else content) + "\n"
         if not self._lines:
             asyncio.get_running_loop().call_later(FLUSH_AFTER_S, self.flush)
         self._lines.append(line)

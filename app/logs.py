@@ -78,8 +78,12 @@ def is_for_people(log_format: LogFormat, stream: IO[str]) -> bool:
 
 def utc(time_s: float) -> str:
     """A Unix time in ISO 8601, with milliseconds."""
-    whole_ms = int(time_s * 1000)
-    return f"{_utc_seconds(whole_ms // 1000)}.{whole_ms % 1000:03d}Z"
+    return _utc_ms(int(time_s * 1000))
+
+
+@functools.lru_cache(maxsize=4)
+def _utc_ms(time_ms: int) -> str:
+    return f"{_utc_seconds(time_ms // 1000)}.{time_ms % 1000:03d}Z"
 
 
 @functools.lru_cache(maxsize=4)
@@ -92,11 +96,13 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     return {name: value for name, value in vars(record).items() if name not in _OWN}
 
 
-def json_line(content: Mapping[str, Any]) -> str:
+def json_line(content: Mapping[str, Any] | msgspec.Struct) -> str:
     """One line, whatever the texts in it hold."""
     try:
         return _JSON_ENCODER.encode(content).decode()
     except UnicodeEncodeError:  # lone surrogates, of undecodable bytes
+        if isinstance(content, msgspec.Struct):
+            content = msgspec.structs.asdict(content)
         return _JSON_ENCODER.encode({name: _sound(value) for name, value in content.items()}).decode()
 
 

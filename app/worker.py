@@ -85,8 +85,9 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
     operator = OperatorGuard(is_loopback(listener.getsockname()), has_keys=keys is not None)
     routers = [repository_routes(link.command, operator, options)]
     sampler = Sampler(models)
+    counts = Path(settings.metrics) if settings.metrics else None
+    recorder.use(Store(counts, call_soon=asyncio.get_running_loop().call_soon))
     if settings.metrics:
-        recorder.use(Store(Path(settings.metrics)))
         routers.append(metrics_routes(models, Path(settings.metrics).parent, sampler))
     routers.append(status_routes(models, Path(settings.metrics).parent if settings.metrics else None, sampler))
     if options.tracing is not None:

@@ -22,6 +22,7 @@ __all__ = ["BENCHMARKS", "parse_with_smoke"]
 
 BENCHMARKS: Final[tuple[str, ...]] = (
     "gateway",
+    "bookkeeping",
     "fanout",
     "stream",
     "neighbours",
@@ -33,6 +34,7 @@ BENCHMARKS: Final[tuple[str, ...]] = (
     "peers",
     "lm_engine",
     "zero_shot",
+    "profiles",
 )
 TIMEOUT_S: Final = 600.0
 """For one of them. Most take some seconds; machines may be slow, and a benchmark that hangs must end."""

@@ -1,14 +1,17 @@
-"""What counts: each knows its slots. To count costs a tenth of a microsecond, in a histogram a quarter."""
+"""What counts: each knows its slots. Counters write at once; what histograms are told waits for the end of the event
+loop's turn (`Store.later`), since many numbers together cost less than one by one, and requests that share a batch end
+in the same turn."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from typing import Final
 
 from app.metrics.catalogue import CATALOGUE, OUTCOMES, REQUESTS, Outcome
 from app.metrics.store import Key, Store
 
-__all__ = ["ACCEPTED_AT", "Counter", "Gauge", "Histogram", "Histograms", "Requests"]
+__all__ = ["ACCEPTED_AT", "Counter", "Gauge", "Histogram", "Requests"]
 
 _OUTCOME_AT: Final = {outcome: index for index, outcome in enumerate(OUTCOMES)}
 ACCEPTED_AT: Final = len(OUTCOMES)
@@ -47,44 +50,44 @@ class Gauge:
 class Histogram:
     """Numbers by size: a count for each bucket, the one without bound among them, and behind them the sum."""
 
-    __slots__ = ("_at", "_bounds", "_slots", "_sum_at")
+    __slots__ = ("_at", "_bounds", "_store", "_values")
 
     def __init__(self, store: Store, name: str, *labels: str) -> None:
         self._bounds = CATALOGUE[name].bounds
-        self._slots = store.slots
+        self._store = store
         self._at = store.record(Key(name, labels), len(self._bounds) + 2)
-        self._sum_at = self._at + len(self._bounds) + 1
+        self._values: list[int] = []
 
     def observe(self, value: int) -> None:
         """Count a number."""
-        slots = self._slots
-        slots[self._at + bisect_left(self._bounds, value)] += 1
-        slots[self._sum_at] += value
+        values = self._values
+        values.append(value)
+        if len(values) == 1:
+            self._store.later(self._write)
 
     def observe_times(self, value: int, times: int) -> None:
         """Count the same number several times."""
-        slots = self._slots
-        slots[self._at + bisect_left(self._bounds, value)] += times
-        slots[self._sum_at] += value * times
+        values = self._values
+        is_first = not values
+        values += [value] * times
+        if is_first:
+            self._store.later(self._write)
 
+    def observe_all(self, values: Iterable[int]) -> None:
+        """Count several numbers, at once. In order, those of a bucket are found together."""
+        slots, at, bounds = self._store.slots, self._at, self._bounds
+        values = sorted(values)
+        start = 0
+        while start < len(values):
+            bucket = bisect_left(bounds, values[start])
+            end = bisect_right(values, bounds[bucket], start) if bucket < len(bounds) else len(values)
+            slots[at + bucket] += end - start
+            start = end
+        slots[at + len(bounds) + 1] += sum(values)
 
-class Histograms:
-    """Several with the same buckets, in which each request counts one number each: one call for all of them."""
-
-    __slots__ = ("_at", "_bounds", "_slots", "_sum_at")
-
-    def __init__(self, store: Store, name: str, *labels: tuple[str, ...]) -> None:
-        self._bounds = CATALOGUE[name].bounds
-        self._slots = store.slots
-        self._sum_at = len(self._bounds) + 1
-        self._at = [store.record(Key(name, one), len(self._bounds) + 2) for one in labels]
-
-    def observe(self, *values: int) -> None:
-        """Count a number in each of the first of them."""
-        slots, bounds, sum_at = self._slots, self._bounds, self._sum_at
-        for at, value in zip(self._at, values, strict=False):
-            slots[at + bisect_left(bounds, value)] += 1
-            slots[at + sum_at] += value
+    def _write(self) -> None:
+        values, self._values = self._values, []
+        self.observe_all(values)
 
 
 class Requests:

@@ -10,7 +10,7 @@ from typing import Final
 
 from app.errors import Cancelled, HeadwaterError, ReaderTooSlow
 from app.metrics.catalogue import Outcome, Phase, Route
-from app.metrics.instruments import Counter, Gauge, Histogram, Histograms, Requests
+from app.metrics.instruments import Counter, Gauge, Histogram, Requests
 from app.metrics.store import Snapshot, Store
 
 __all__ = ["DeploymentMeter", "LanguageModelMeter", "Recorder", "outcome_of", "outcome_of_status", "recorder", "use"]
@@ -49,7 +49,9 @@ class DeploymentMeter:
         self.quarantined = Counter(store, "headwater_quarantined", name)
         self.queue_rows = Gauge(store, "headwater_queue_rows", name)
         phases: tuple[Phase, ...] = ("queue", "batch_wait", "compute", "transport")
-        self._phases = Histograms(store, PHASE_SECONDS, *((name, phase) for phase in phases))
+        self._phases = [Histogram(store, PHASE_SECONDS, name, phase) for phase in phases]
+        self._answered: list[tuple[int, int, int, int, int]] = []
+        """Requests: rows, and time in each of these phases."""
         self.serialise = Histogram(store, PHASE_SECONDS, name, "serialise")
         """Of requests' bodies and of answers', each request once."""
         self._heads: dict[str, tuple[Histogram, dict[Outcome, Counter]]] = {}
@@ -67,11 +69,24 @@ class DeploymentMeter:
             transport_ns: the rest of the time until its answer was here; None: the answer is a stream, and took as
                 long as its reader did.
         """
-        self.rows.add(rows)
         if transport_ns is None:
-            self._phases.observe(waited_ns - batch_wait_ns, batch_wait_ns, compute_ns)
-        else:
-            self._phases.observe(waited_ns - batch_wait_ns, batch_wait_ns, compute_ns, transport_ns)
+            self.rows.add(rows)
+            for phase, took_ns in zip(
+                self._phases, (waited_ns - batch_wait_ns, batch_wait_ns, compute_ns), strict=False
+            ):
+                phase.observe(took_ns)
+            return
+        answered = self._answered
+        answered.append((rows, waited_ns - batch_wait_ns, batch_wait_ns, compute_ns, transport_ns))
+        if len(answered) == 1:
+            self._store.later(self._write_answered)
+
+    def _write_answered(self) -> None:
+        answered, self._answered = self._answered, []
+        rows, *phases = zip(*answered, strict=True)
+        self.rows.add(sum(rows))
+        for phase, took_ns in zip(self._phases, phases, strict=True):
+            phase.observe_all(took_ns)
 
     def note_call(self, rows: int, capacity_rows: int, compute_ns: int) -> None:
         """A replica has answered a call, which had room for so many rows."""

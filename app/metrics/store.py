@@ -8,6 +8,9 @@ how many slots are used, slot 1 whose process it is. Behind them come records, e
 A key is the JSON of a series' name and the values of its labels. Records are appended and never moved, and a record can
 be read as soon as slot 0 covers it: what a process wrote before it was killed is whole. A reader takes the slots in
 ascending order.
+
+Numbers of which a process has many may wait for the end of the event loop's turn, and are then written together
+(`Store.later`): who is killed in between takes those with it, and no others.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import json
 import logging
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -56,9 +59,17 @@ class Store:
     Args:
         path: of the file, as `create` makes it; None: memory that nobody else sees.
         pid: of the process that counts; default: this one.
+        call_soon: of the event loop that counts, which then writes once a turn what may wait; None: all is written as
+            it is counted.
     """
 
-    def __init__(self, path: Path | None = None, *, pid: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        pid: int | None = None,
+        call_soon: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
         self._fd = -1
         if path is None:
             mapped = mmap.mmap(-1, SIZE_BYTES)
@@ -70,6 +81,8 @@ class Store:
         self.slots = memoryview(mapped).cast("q")
         self._records: dict[Key, int] = {}
         self._is_full = False
+        self._call_soon = call_soon
+        self._waiting: list[Callable[[], None]] = []
         self.slots[_PID] = os.getpid() if pid is None else pid
         self.slots[_USED] = _HEAD_SLOTS
 
@@ -100,8 +113,24 @@ class Store:
             found = self._records[key] = self._append(key, numbers)
         return found
 
+    def later(self, write: Callable[[], None]) -> None:
+        """Have numbers written at the end of this turn of the event loop; at once, where there is none."""
+        if self._call_soon is None:
+            write()
+            return
+        if not self._waiting:
+            self._call_soon(self.write)
+        self._waiting.append(write)
+
+    def write(self) -> None:
+        """Write what waits."""
+        waiting, self._waiting = self._waiting, []
+        for write in waiting:
+            write()
+
     def close(self) -> None:
         """Let the file go; nothing may be counted any more."""
+        self.write()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -139,6 +168,7 @@ class Store:
 
     def snapshot(self) -> Snapshot:
         """What it says now."""
+        self.write()
         return _snapshot(self.slots)
 
 

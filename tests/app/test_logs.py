@@ -120,6 +120,15 @@ class TestAccessLog:
             "status": 400, "ms": 12.3, "client": "10.0.0.1", "note": "tokens=3+4", "request_id": "r1", "trace_id": "t",
         }  # fmt: skip
 
+    def test_a_line_of_nothing_but_what_every_request_has(self) -> None:
+        line = json.loads(access_lines({}))
+        assert TIME.match(line.pop("time"))
+        assert line == {
+            "level": "info", "logger": "access", "message": "POST /v2/x 400", "method": "POST", "path": "/v2/x",
+            "status": 400, "ms": 12.3, "client": "10.0.0.1", "note": "", "request_id": "r1",
+        }  # fmt: skip
+        assert json.loads(access_lines({"note": "a\udcff"}))["note"] == "a\\udcff"
+
     def test_for_people(self) -> None:
         line = access_lines({"note": "streamed", "log_fields": {"trace_id": "t"}}, human=True)
         assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3}Z POST /v2/x 400 12\.3 ms streamed r1 trace_id=t\n", line)

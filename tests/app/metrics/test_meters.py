@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -89,6 +90,29 @@ class TestPhases:
         assert phase("queue") == phase("compute") == (0, 0)
         assert counted("headwater_rows", "m") == [0]
         assert counted("headwater_batch_rows", "m")[0] == 1  # the replica had it, all the same
+
+    def test_requests_that_share_a_batch_are_counted_together(self) -> None:
+        async def scenario() -> None:
+            asked: list[object] = []
+
+            def call_soon(write: Callable[[], None]) -> None:
+                asked.append(asyncio.get_running_loop().call_soon(write))
+
+            use(Store(call_soon=call_soon))
+            bench = Bench(max_in_flight=1)
+            tasks = [bench.send(1.0), bench.send(2.0, 3.0)]
+            await settle()
+            bench.calls[0].answer()
+            for task in tasks:
+                await task
+            assert len(asked) == 2  # for the call, and a turn later for its requests
+
+        run(scenario)
+        for name in ("queue", "batch_wait", "compute", "transport"):
+            assert phase(name)[0] == 2
+        assert phase("compute")[1] == 2 * sum(counted("headwater_compute_seconds", "m"))
+        assert counted("headwater_rows", "m") == [3]
+        assert counted("headwater_batch_rows", "m")[-1] == 3
 
     def test_calls_that_triton_merged_computed_once(self) -> None:
         async def scenario() -> None:

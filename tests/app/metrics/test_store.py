@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import timeit
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,10 @@ while True:
 def path(tmp_path: Path) -> Path:
     Store.create(tmp_path / "counts")
     return tmp_path / "counts"
+
+
+def written(store: Store) -> list[int]:
+    return list(store.slots[: store.slots[0]])
 
 
 def test_another_process_sees_what_was_counted_at_once(path: Path) -> None:
@@ -85,6 +90,36 @@ def test_a_histogram_counts_each_number_in_the_bucket_that_it_fits(values: list[
     assert sum(buckets) == len(values)
     for index, bound in enumerate(CATALOGUE["headwater_batch_rows"].bounds):
         assert sum(buckets[: index + 1]) == sum(value <= bound for value in values)
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 3)), max_size=30), max_size=5))
+def test_what_is_told_in_one_turn_is_written_at_its_end(turns: list[list[tuple[int, int]]]) -> None:
+    at_end: list[Callable[[], None]] = []
+    at_once, in_turns = Store(), Store(call_soon=at_end.append)
+    histograms = [Histogram(store, "headwater_batch_rows", "m") for store in (at_once, in_turns)]
+    for turn in turns:
+        before = written(at_once)
+        for value, times in turn:
+            for histogram in histograms:
+                if times == 1:
+                    histogram.observe(value)
+                else:
+                    histogram.observe_times(value, times)
+        assert written(in_turns) == before
+        assert len(at_end) == bool(turn)  # however much it is told
+        while at_end:
+            at_end.pop()()
+        assert written(in_turns) == written(at_once)
+
+
+def test_who_asks_the_process_itself_is_told_what_waits(path: Path) -> None:
+    store = Store(path, call_soon=lambda write: None)
+    Histogram(store, "headwater_batch_rows", "m").observe(3)
+    Requests(store, "m", "infer").accept()
+    key = Key("headwater_batch_rows", ("m",))
+    assert not any(read_store(path).records[key])
+    assert read_store(path).records[Key(REQUESTS, ("m", "infer"))][ACCEPTED_AT] == 1  # waits for nothing
+    assert store.snapshot().records[key][-1] == read_store(path).records[key][-1] == 3
 
 
 def test_it_grows(path: Path) -> None:

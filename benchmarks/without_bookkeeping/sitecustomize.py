@@ -1,0 +1,35 @@
+"""Leaves out a gateway worker's bookkeeping: with this folder on PYTHONPATH, Python runs this as it starts.
+
+Only in workers; `benchmarks.bookkeeping` sees by a scrape that nothing is counted. What is replaced is what a request
+for a tensor model passes.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def _nothing(*arguments: Any) -> None:
+    """Instead."""
+
+
+if "app.worker" in sys.orig_argv:
+    from app import connections, dispatch, middleware
+    from app.metrics import instruments, recorder
+    from app.routes import infer
+
+    for owner, names in (
+        (instruments.Counter, ("add",)),
+        (instruments.Histogram, ("observe", "observe_all")),
+        (instruments.Requests, ("accept", "end")),
+        (recorder.DeploymentMeter, ("note_request", "note_call")),
+        (infer, ("accept",)),
+        (middleware, ("leave", "current")),
+        (dispatch, ("add_model",)),
+        (connections.Connections, ("begin", "end")),
+    ):
+        for name in names:
+            if not hasattr(owner, name):
+                raise AttributeError(f"{owner!r}: expected {name}, which is to be left out")
+            setattr(owner, name, _nothing)
