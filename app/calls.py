@@ -182,23 +182,16 @@ class Calls:
         compute_us = 0
         async with contextlib.aclosing(client.frames(call.name, call.request)) as frames:
             async for raw in frames:
-                frame, pieces = decode_frame(raw)
-                for count in frame.counts:
-                    self._statistics.note_step(count)
-                    compute_us += count.compute_us
-                    for part in parts:
-                        if part.pending.trace is not None:
-                            part.pending.trace.step(count.step, count.compute_us)
-                for part in parts:
-                    part.pending.note_call(started_ns, compute_us * 1000)
-                    if part.pending.deadlines is not None:
-                        part.pending.deadlines.hear()
-                for piece, data in zip(frame.pieces, pieces, strict=True):
-                    call.take(piece, data)
+                compute_us = self._take(call, parts, raw, started_ns, compute_us)
+                del raw  # the next one may be long in coming
                 if call.unshared:
                     return False
+                if is_stream:
+                    call.release()
                 if call.lost is not None:
                     raise call.lost
+                if call.is_said and not is_stream:  # what is left is Triton's end, a millisecond later
+                    break
                 if is_stream and pending.collector.is_done and not pending.collector.succeeded:
                     # Nobody wants the rest. Who waits for its reader may be slow to say so.
                     if pending.stream is not None:
@@ -210,6 +203,23 @@ class Calls:
         self._meter.note_call(rows, pending.signature.max_batch_size, compute_us * 1000)
         call.end()
         return has_ended
+
+    def _take(self, call: FrameCall, parts: list[Part], raw: bytes, started_ns: int, compute_us: int) -> int:
+        """Lead one of a call's frames to its requests. Returns what the call computed by now, in microseconds."""
+        frame, pieces = decode_frame(raw)
+        for count in frame.counts:
+            self._statistics.note_step(count)
+            compute_us += count.compute_us
+            for part in parts:
+                if part.pending.trace is not None:
+                    part.pending.trace.step(count.step, count.compute_us)
+        for part in parts:
+            part.pending.note_call(started_ns, compute_us * 1000)
+            if part.pending.deadlines is not None:
+                part.pending.deadlines.hear()
+        for piece, data in zip(frame.pieces, pieces, strict=True):
+            call.take(piece, data)
+        return compute_us
 
     def _stop_sharing(self, replica: ReplicaCalls, why: str) -> None:
         logger.warning(

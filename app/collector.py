@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from typing import Final, Protocol
 
@@ -52,7 +51,7 @@ class Collector:
     """
 
     __slots__ = (
-        "_answers", "_has_answer", "_has_error", "_loop", "_meter", "_news", "_started_s", "future", "heads",
+        "_answers", "_has_answer", "_has_error", "_loop", "_meter", "_reader", "_started_s", "future", "heads",
         "is_stream", "undecided",
     )  # fmt: skip
 
@@ -60,10 +59,11 @@ class Collector:
         self._meter = meter
         self._loop = asyncio.get_running_loop()
         self._started_s = self._loop.time()
-        self._answers: deque[HeadAnswer] = deque()
+        self._answers: list[HeadAnswer] = []  # not a deque, which takes ten times the memory, and is seldom long
         self._has_answer = False
         self._has_error = False
-        self._news: asyncio.Event | None = asyncio.Event() if is_stream else None
+        self._reader: asyncio.Future[None] | None = None
+        """Of a stream: set while one waits for the next piece."""
         self.heads = heads
         self.is_stream = is_stream
         self.undecided = dict(heads)
@@ -150,15 +150,25 @@ class Collector:
         Raises:
             HeadwaterError: the request failed as a whole.
         """
-        assert self._news is not None
-        while True:
-            while self._answers:
-                yield self._answers.popleft()
+        while (piece := await self.next_piece()) is not None:
+            yield piece
+
+    async def next_piece(self) -> HeadAnswer | None:
+        """The next piece, or None behind the last one.
+
+        Raises:
+            HeadwaterError: the request failed as a whole.
+        """
+        while not self._answers:
             if self.is_done:
                 self.future.result()
-                return
-            self._news.clear()
-            await self._news.wait()
+                return None
+            self._reader = self._loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        return self._answers.pop(0)
 
     def _take(self, answer: HeadAnswer) -> None:
         if answer.error is None:
@@ -169,8 +179,8 @@ class Collector:
         self._tell()
 
     def _tell(self) -> None:
-        if self._news is not None:
-            self._news.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def close(self) -> None:
         """Nobody waits for it any more."""

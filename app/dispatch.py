@@ -11,7 +11,7 @@ import msgspec
 
 from app.admission import Admission, WaitingRoom
 from app.answers import Answer, HeadAnswer
-from app.batch_answer import no_rows
+from app.batch_answer import no_rows, no_rows_by_head
 from app.batch_request import encode_nothing
 from app.batching import DEFAULT_WEIGHTS, Item
 from app.calls import Calls
@@ -236,14 +236,14 @@ class Dispatcher:
         """
         signature = self.check_ready()
         if request.rows == 0:
-            for name, spec in wanted_heads(request, signature).items():
-                outputs = no_rows(signature, request)
-                yield HeadAnswer(name, {one: outputs[one] for one in spec.outputs or outputs if one in outputs})
+            for piece in no_rows_by_head(signature, request):
+                yield piece
             return
         pending = self._take_in(request, signature, is_stream=True)
         try:
-            async for piece in pending.collector.pieces():
-                yield piece
+            while (one := await pending.collector.next_piece()) is not None:
+                yield one
+                del one  # the next one may be long in coming
         finally:
             self._leave(pending)
 

@@ -2,7 +2,7 @@
 
 Source: the HTML standard's section on server-sent events. The response is sse-starlette's; on a connection of ours
 (`app.exchange`) its headers only, because what it has three tasks more for, our connection and a timer do: they took
-half of the memory of a stream on which nothing happens.
+half of the memory of a stream on which nothing happens. For the same reason nothing here is made before it is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from app.deadlines import TIMER_RESOLUTION_S
 from app.disconnects import DisconnectWatch
 from app.errors import CallableFailed, ClientGone, HeadwaterError
-from app.exchange import exchange_of
+from app.exchange import Exchange, exchange_of
 from app.metrics.accounting import note_error
 
 __all__ = ["EventStream", "StreamLimits"]
@@ -49,15 +49,10 @@ class _Ping(ServerSentEvent):
         return PING
 
 
-class _End:
-    """What the reading task leaves behind the last event."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self.error = error
-
-
 class _WriteWatch:
-    """Cuts a client off that takes nothing for too long. One timer a stream: one an event would cost a tenth of it.
+    """Cuts a client off that takes nothing for too long.
+
+    One timer in that time at most: one an event would cost a tenth of it. None while nothing is sent.
 
     Args:
         send: of the response.
@@ -65,6 +60,8 @@ class _WriteWatch:
         state: of the request; its ``abort`` drops the connection, with what it still has to send: closing it in order
             would wait for the client, too.
     """
+
+    __slots__ = ("_is_late", "_limit_s", "_loop", "_send", "_sending", "_since_s", "_state", "_task", "_timer")
 
     def __init__(self, send: Send, limit_s: float, state: dict[str, Any]) -> None:
         self._send = send
@@ -77,7 +74,7 @@ class _WriteWatch:
         """When the first of them began to be sent."""
         self._task: asyncio.Task[Any] | None = None
         self._is_late = False
-        self._timer = self._loop.call_later(limit_s, self._look)
+        self._timer: asyncio.TimerHandle | None = None
 
     async def send(self, message: Message) -> None:
         """Send a message.
@@ -87,6 +84,8 @@ class _WriteWatch:
         """
         if not self._sending:
             self._since_s, self._task = self._loop.time(), asyncio.current_task()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._limit_s, self._look)
         self._sending += 1
         try:
             await self._send(message)
@@ -101,12 +100,14 @@ class _WriteWatch:
 
     def close(self) -> None:
         """The response is over."""
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _look(self) -> None:
-        left_s = self._limit_s
-        if self._sending:
-            left_s += self._since_s - self._loop.time()
+        self._timer = None
+        if not self._sending:  # the next message makes another
+            return
+        left_s = self._since_s + self._limit_s - self._loop.time()
         if left_s > TIMER_RESOLUTION_S:
             self._timer = self._loop.call_later(left_s, self._look)
             return
@@ -123,14 +124,15 @@ class _WriteWatch:
 class EventStream:
     """A response whose events are computed while it is sent.
 
-    One task reads the events, one ahead of the client; however the response ends, that task is cancelled, and with it
-    what computes them.
+    However the response ends, what computes the events is closed.
 
     Args:
         events: JSON texts. Whatever it raises ends the stream.
         ending: the events that end the stream, after an error or (None) without one.
         on_closed: called once, when the last event is written or the stream is left.
     """
+
+    __slots__ = ("_ending", "_events", "_first", "_has_ended", "_on_closed", "_ping", "_pinging")
 
     def __init__(
         self,
@@ -141,11 +143,12 @@ class EventStream:
         self._events = events
         self._ending = ending
         self._on_closed: Callable[[], None] | None = on_closed
-        self._ahead: asyncio.Queue[bytes | _End | None] = asyncio.Queue(1)
-        """None stands for a comment that keeps the connection alive."""
-        self._first: list[bytes | _End | None] = []
+        self._first: asyncio.Task[bytes | None] | None = None
+        """Computes the first event, until that is read."""
+        self._has_ended = False
         self._ping: asyncio.TimerHandle | None = None
-        self._reader = asyncio.get_running_loop().create_task(self._read())
+        self._pinging: asyncio.Task[None] | None = None
+        """Sends a comment to a client that reads nothing just now."""
 
     async def open(self) -> None:
         """Wait for the first event, but not long.
@@ -153,17 +156,22 @@ class EventStream:
         Raises:
             Exception: what the events raised, if that came first.
         """
-        with contextlib.suppress(asyncio.TimeoutError):
-            self._first.append(await asyncio.wait_for(self._ahead.get(), FIRST_EVENT_TIMEOUT_S))
-        if self._first and isinstance(self._first[0], _End) and self._first[0].error is not None:
-            raise self._first[0].error
+        self._first = first = asyncio.get_running_loop().create_task(self._compute())
+        await asyncio.wait([first], timeout=FIRST_EVENT_TIMEOUT_S)
+        if first.done() and (error := first.exception()) is not None:
+            raise error
 
     async def close(self) -> None:
         """End what computes the events; may be called more than once."""
         on_closed, self._on_closed = self._on_closed, None
+        first, self._first = self._first, None
         try:
-            self._reader.cancel()
-            await asyncio.wait([self._reader])
+            if first is not None:
+                first.cancel()
+                await asyncio.wait([first])
+                if not first.cancelled():
+                    first.exception()  # nobody else reads it
+            await self._events.aclose()
         finally:
             if on_closed is not None:
                 on_closed()
@@ -173,57 +181,67 @@ class EventStream:
         state: dict[str, Any] = scope["state"]
         state.setdefault("note", "streamed")
         limits: StreamLimits = state.get("stream_limits", StreamLimits())
+        exchange = exchange_of(scope)
 
         watch = _WriteWatch(send, limits.write_timeout_s, state)
         try:
-            if exchange_of(scope) is None:
+            if exchange is None:
                 response = _response(self._frames(state), limits.ping_s)
                 await response(scope, receive, watch.send)
             else:
-                self._ping_later(limits.ping_s)
+                self._ping_later(exchange, watch, limits.ping_s)
                 with contextlib.suppress(ClientGone), DisconnectWatch(scope, receive):
-                    await self._write(state, watch.send)
+                    # Before it there is only what the connection itself watches: an answer that is complete.
+                    await send({"type": "http.response.start", "status": 200, "headers": _headers()})
+                    await self._write(exchange, watch, state)
         finally:
-            if self._ping is not None:
-                self._ping.cancel()
+            for one in (self._ping, self._pinging):
+                if one is not None:
+                    one.cancel()
             watch.close()
             await self.close()
 
-    async def _write(self, state: dict[str, Any], send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _headers()})
-        async with contextlib.aclosing(self._frames(state)) as frames:
-            async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _ping_later(self, every_s: float) -> None:
-        loop = asyncio.get_running_loop()
-
-        def ping() -> None:
-            if self._ahead.empty():  # otherwise there is an event to write
-                self._ahead.put_nowait(None)
-            self._ping = loop.call_later(every_s, ping)
-
-        self._ping = loop.call_later(every_s, ping)
-
-    async def _read(self) -> None:
-        error: Exception | None = None
-        try:
-            async with contextlib.aclosing(self._events) as events:
-                async for event in events:
-                    await self._ahead.put(event)
-        except Exception as raised:  # told to whoever reads the events
-            error = raised
-        if self._on_closed is not None:  # otherwise nobody does
-            await self._ahead.put(_End(error))
+    async def _write(self, exchange: Exchange, watch: _WriteWatch, state: dict[str, Any]) -> None:
+        while frame := await self._next_frame(state):
+            if not exchange.write_piece(frame):
+                await watch.send(_body(frame))
+            del frame  # the next one may be long in coming
+        if self._ping is not None:
+            self._ping.cancel()  # behind the end there must be none
+        await watch.send(_body(b"", more=False))
 
     async def _frames(self, state: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-        while True:
-            event = self._first.pop() if self._first else await self._ahead.get()
-            if isinstance(event, _End):
-                break
-            yield PING if event is None else _frame(event)
-        error = event.error
+        while frame := await self._next_frame(state):
+            yield frame
+
+    def _ping_later(self, exchange: Exchange, watch: _WriteWatch, every_s: float) -> None:
+        self._ping = asyncio.get_running_loop().call_later(every_s, self._write_ping, exchange, watch, every_s)
+
+    def _write_ping(self, exchange: Exchange, watch: _WriteWatch, every_s: float) -> None:
+        if not exchange.write_piece(PING) and (self._pinging is None or self._pinging.done()):
+            self._pinging = asyncio.get_running_loop().create_task(watch.send(_body(PING)))
+        self._ping_later(exchange, watch, every_s)
+
+    async def _compute(self) -> bytes | None:
+        return await anext(self._events, None)
+
+    async def _next_frame(self, state: dict[str, Any]) -> bytes:
+        """The next event, or those that end the stream, as it is sent; empty behind them."""
+        if self._has_ended:
+            return b""
+        error: Exception | None = None
+        try:
+            if self._first is None:
+                event = await anext(self._events, None)
+            else:
+                event = await self._first
+                self._first = None
+        except Exception as raised:
+            error = raised
+        else:
+            if event is not None:
+                return _frame(event)
+        self._has_ended = True
         if error is not None and not isinstance(error, HeadwaterError):
             logger.error(
                 "request %s failed in the gateway", state["request_id"],
@@ -232,9 +250,8 @@ class EventStream:
             error = CallableFailed(f"internal error; the log has more under request id {state['request_id']}")
         if error is not None:
             note_error(state, error)
-            state["error"] = error
-        for event in self._ending(error):
-            yield _frame(event)
+            state["error"] = error.with_traceback(None)  # which knows this frame, and this frame the error
+        return b"".join(map(_frame, self._ending(error)))
 
 
 def _response(frames: AsyncIterable[bytes], ping_s: float) -> EventSourceResponse:
@@ -251,6 +268,10 @@ def _headers() -> tuple[tuple[bytes, bytes], ...]:
 async def _nothing() -> AsyncIterator[bytes]:
     return
     yield
+
+
+def _body(piece: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": piece, "more_body": more}
 
 
 def _frame(event: bytes) -> bytes:

@@ -14,6 +14,7 @@ from app.row_errors import row_error
 from app.row_slices import SlicedTensor
 from app.segments import Segments
 from app.tensors import RawTensor
+from app.triton_client import FrameRequest
 from inference.frame import Piece
 from inference.report import RowReport, Status
 
@@ -44,6 +45,7 @@ class FrameCall:
         self.unshared = ""
         """Why the replica can't open the memory that the inputs are in; then it ran nothing."""
         self._has_heads = bool(signature.heads)
+        self._unsaid = set[str]().union(*self._asked)
         names = [head.name for head in signature.heads] or [WHOLE]
         masks = [sum(1 << names.index(head) for head in asked) for asked in self._asked]
         self.name = f"{_WORKER}-{next(_numbers)}"
@@ -79,6 +81,8 @@ class FrameCall:
             return
         if not self._has_heads:  # a model that streams is a pipeline of one step in its replica, and only there
             piece.head = WHOLE
+        if piece.is_last:
+            self._unsaid.discard(piece.head)
         wanting = [part for part, asked in zip(self._parts, self._asked, strict=True) if piece.head in asked]
         rows = sum(part.rows for part in wanting)
         wrong = {piece.rows, *(tensor.shape[0] for tensor in piece.tensors)} - {rows}
@@ -99,6 +103,18 @@ class FrameCall:
         broken = [report for report in failures.values() if report.status is Status.BROKEN]
         if broken:  # what has not been said, another may say
             self.lost = ReplicaLost(f"the replica's device failed: {broken[0].message}")
+
+    def release(self) -> None:
+        """Let go of the inputs of a stream that has begun, which isn't tried again: it may last, and they be large."""
+        self.request = FrameRequest([], self.request.note)
+        for part in self._parts:
+            part.inputs = {}
+            part.pending.request.inputs.clear()
+
+    @property
+    def is_said(self) -> bool:
+        """Whether the replica has said all that was asked. Its call ends later, with an empty answer of Triton's."""
+        return not self._unsaid
 
     def end(self) -> None:
         """The replica has said all: a head that is still awaited has failed."""

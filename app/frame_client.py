@@ -29,12 +29,35 @@ _FINAL: Final = "triton_final_response"
 
 
 class _Call:
-    """What a call has got and not yet read: frames, then its end, which is an error or None."""
+    """What a call has got and not yet read: frames, then its end, which is an error or None.
+
+    A queue of asyncio's takes 3 KB, which streams on which nothing happens have for hours.
+    """
+
+    __slots__ = ("_answers", "_reader", "is_sent")
 
     def __init__(self) -> None:
-        self.answers: asyncio.Queue[bytes | HeadwaterError | None] = asyncio.Queue()
+        self._answers: list[bytes | HeadwaterError | None] = []
+        self._reader: asyncio.Future[None] | None = None
+        """Set while one waits for the next."""
         self.is_sent = False
         """Whether the replica may have had it."""
+
+    def put(self, answer: bytes | HeadwaterError | None) -> None:
+        """Take in the next."""
+        self._answers.append(answer)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> bytes | HeadwaterError | None:
+        """Wait for the next."""
+        while not self._answers:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        return self._answers.pop(0)
 
 
 class FrameClient:
@@ -71,11 +94,13 @@ class FrameClient:
             raise ReplicaUnreachable("the replica ended")
         call = self._calls[name] = _Call()
         self._outgoing.put_nowait(self._message(name, request))
+        del request  # its tensors are in the message
         try:
-            while (answer := await call.answers.get()) is not None:
+            while (answer := await call.get()) is not None:
                 if isinstance(answer, HeadwaterError):
                     raise answer
                 yield answer
+                del answer  # the next one may be long in coming
         finally:
             del self._calls[name]
 
@@ -126,19 +151,20 @@ class FrameClient:
             if message.error_message:
                 logger.debug("model %s, call %s: %s", self._model, response.id, message.error_message)
         elif message.error_message:
-            call.answers.put_nowait(refusal(message.error_message))
+            call.put(refusal(message.error_message))
         else:
+            call.is_sent = True
             for raw in response.raw_output_contents:
-                call.answers.put_nowait(raw)
+                call.put(raw)
             if response.parameters[_FINAL].bool_param:
-                call.answers.put_nowait(None)
+                call.put(None)
 
     def _end(self) -> None:
         if self._is_ended:
             return
         self._is_ended = True
         for call in self._calls.values():
-            call.answers.put_nowait(
+            call.put(
                 ReplicaLost("the replica ended while it had the request")
                 if call.is_sent
                 else ReplicaUnreachable("the replica ended")

@@ -25,7 +25,7 @@ from app.middleware import RequestContext, RequestRecords, internal_error
 from app.models import Models
 from app.openapi import openapi_schema
 from app.replies import Reply, error_reply
-from app.routes.boundary import EndpointRoute
+from app.routes.boundary import EndpointRoute, EndpointShortcut
 from app.routes.cancel import CancelEndpoint
 from app.routes.docs import docs_routes
 from app.routes.embeddings import EmbeddingsEndpoint
@@ -72,8 +72,24 @@ def create_app(
     if records is None:
         log = AccessLog(log_format=server.log_format, payloads=server.log_payloads) if server.access_log else None
         records = RequestRecords(log, StreamLimits(server.stream_ping_s, server.write_timeout_s))
+    generate = GenerateEndpoint(models, reader)
+    generate_stream = GenerateStreamEndpoint(models, reader)
+    routes = [
+        EndpointRoute("/v2/models/{model}/infer", infer, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/versions/{version}/infer", infer, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/generate", generate, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/versions/{version}/generate", generate, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/generate_stream", generate_stream, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/versions/{version}/generate_stream", generate_stream, methods=["POST"]),
+        # An id may have slashes in it.
+        EndpointRoute("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models), methods=["POST"]),
+        EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest), methods=["POST"]),
+        EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest), methods=["POST"]),
+        EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader), methods=["POST"]),
+    ]
+    gateway.router.routes[:0] = routes  # which answers other methods
     check: KeyCheck | None = None
-    entry = gateway.entry
+    entry: ASGIApp = EndpointShortcut(gateway.entry, routes)
     if keys is not None:
         entry = check = KeyCheck(entry, keys)
     if cors_origins:
@@ -90,21 +106,6 @@ def create_app(
     gateway.add_exception_handler(HTTPException, _on_http_error)
     gateway.add_exception_handler(Exception, _on_exception)
 
-    generate = GenerateEndpoint(models, reader)
-    generate_stream = GenerateStreamEndpoint(models, reader)
-    gateway.router.routes[:0] = [
-        EndpointRoute("/v2/models/{model}/infer", infer, methods=["POST"]),
-        EndpointRoute("/v2/models/{model}/versions/{version}/infer", infer, methods=["POST"]),
-        EndpointRoute("/v2/models/{model}/generate", generate, methods=["POST"]),
-        EndpointRoute("/v2/models/{model}/versions/{version}/generate", generate, methods=["POST"]),
-        EndpointRoute("/v2/models/{model}/generate_stream", generate_stream, methods=["POST"]),
-        EndpointRoute("/v2/models/{model}/versions/{version}/generate_stream", generate_stream, methods=["POST"]),
-        # An id may have slashes in it.
-        EndpointRoute("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models), methods=["POST"]),
-        EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest), methods=["POST"]),
-        EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest), methods=["POST"]),
-        EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader), methods=["POST"]),
-    ]
     gateway.include_router(health_routes(models))
     gateway.include_router(metadata_routes(models, reader))
     gateway.include_router(openai_model_routes(models))

@@ -4,7 +4,8 @@
 configuration (configs/demo.yaml), waits until it is ready, and prints for each process its share of a core, and its
 memory; the goal is gateway and supervisor together under 1 % of a core. Then opens N streams of a model that waits, and
 N of a language model between two tokens, and prints what each added to the memory of each kind of process. PSS counts
-what processes share in parts, so that its sum is right.
+what processes share in parts, so that its sum is right; of a stream only what is of no file counts, since the share in
+those changes with every other process that has them open.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Use(NamedTuple):
     cpu_s: float
     resident_bytes: int
     proportional_bytes: int
+    anonymous_bytes: int
+    """Of the latter, what is of no file."""
 
 
 def main() -> None:
@@ -76,11 +79,11 @@ def main() -> None:
 
 def _all_streams(streams: int) -> dict[str, Any]:
     found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "idle.yaml"
-        config.write_text(yaml.safe_dump(_stream_config(streams)))
-        with _serving(str(config)) as port:
-            for name, body in _stream_bodies().items():
+    for name, body in _stream_bodies().items():
+        with tempfile.TemporaryDirectory() as folder:
+            config = Path(folder) / "idle.yaml"
+            config.write_text(yaml.safe_dump(_stream_config(name, streams)))
+            with _serving(str(config)) as port:  # one that has had no others, whose memory would do for these
                 found[name] = _streams(port, name, body, streams)
     return found
 
@@ -123,7 +126,7 @@ def _streams(port: int, name: str, body: bytes, count: int) -> dict[str, float]:
     added: dict[str, float] = {}
     for pid, use in after.items():
         if pid in before:
-            grown = use.proportional_bytes - before[pid].proportional_bytes
+            grown = use.anonymous_bytes - before[pid].anonymous_bytes
             added[use.role] = added.get(use.role, 0) + grown / count / 1000
     parts = ", ".join(f"{role} {size_kb:.1f}" for role, size_kb in added.items() if size_kb >= 0.1)
     print(f"{count} idle streams of {name}: {sum(added.values()):.1f} KB each ({parts})")
@@ -146,23 +149,21 @@ def _open(port: int, request: bytes) -> Iterator[None]:
         yield
 
 
-def _stream_config(streams: int) -> dict[str, Any]:
+def _stream_config(name: str, streams: int) -> dict[str, Any]:
     more = streams + 50
-    return {
-        "server": {"max_connections": 20_000},
-        "deployments": {
-            "waiter": {
-                "model": "benchmarks.idle_model:Waiter",
-                "batching": {"max_in_flight": more, "max_queue_size": more},
-                "timeout_s": 600,
-            },
-            "stalled": {
-                "model": "lm:inference.zoo:weights/tiny_lm",
-                "options": {"engine": "benchmarks.idle_model:stalled_engine"},
-                "timeout_s": 600,
-            },
+    deployments = {
+        "waiter": {
+            "model": "benchmarks.idle_model:Waiter",
+            "batching": {"max_in_flight": more, "max_queue_size": more},
+            "timeout_s": 600,
+        },
+        "stalled": {
+            "model": "lm:inference.zoo:weights/tiny_lm",
+            "options": {"engine": "benchmarks.idle_model:stalled_engine"},
+            "timeout_s": 600,
         },
     }
+    return {"server": {"max_connections": 20_000}, "deployments": {name: deployments[name]}}
 
 
 def _stream_bodies() -> dict[str, bytes]:
@@ -210,7 +211,7 @@ def _use(pid: int) -> Use:
         for line in folder.joinpath("smaps_rollup").read_text().splitlines()
         if line.endswith("kB")
     }
-    return Use(role, of[1] if of else "", cpu_ns / 1e9, memory["Rss"], memory["Pss"])
+    return Use(role, of[1] if of else "", cpu_ns / 1e9, memory["Rss"], memory["Pss"], memory["Pss_Anon"])
 
 
 def _command(pid: int) -> str:

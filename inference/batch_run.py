@@ -18,7 +18,7 @@ from inference.request import Part
 from inference.steps import Given, Made, Step
 from inference.values import copied, rows_of, settled
 
-__all__ = ["BatchRun"]
+__all__ = ["BatchRun", "Cancellation"]
 
 MAX_MESSAGE_CHARS = 2000
 
@@ -36,6 +36,15 @@ class _Result(NamedTuple):
     """By row of the batch."""
 
 
+class Cancellation:
+    """Says whether a stream shall end. An event of asyncio's takes much more memory, and nobody waits for it."""
+
+    __slots__ = ("is_set",)
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+
 class BatchRun:
     """Runs one batch, and says in frames what comes of it.
 
@@ -48,6 +57,11 @@ class BatchRun:
     Raises:
         DeclarationError: the wanted heads are given for another number of rows.
     """
+
+    __slots__ = (
+        "_ancestors", "_counts", "_needed", "_part", "_plan", "_results", "_spoilers", "_steps", "_unanswered",
+        "_wanted",
+    )  # fmt: skip
 
     def __init__(
         self, plan: Plan, ancestors: Mapping[str, frozenset[str]], steps: Mapping[str, Step], part: Part
@@ -103,7 +117,7 @@ class BatchRun:
         if ready:
             yield self._framed(ready)
 
-    async def stream(self, turn: asyncio.Lock, cancelled: asyncio.Event) -> AsyncGenerator[Array, None]:
+    async def stream(self, turn: asyncio.Lock, cancelled: Cancellation) -> AsyncGenerator[Array, None]:
         """Run the steps up to the one that streams, then those that follow from it for each of its yields.
 
         A head has its end once a row of it fails; the others go on.
@@ -117,7 +131,7 @@ class BatchRun:
             step for step in self._plan.steps if step is not source and source.name in self._plan.needed([step.name])
         ]
         async with turn:
-            if cancelled.is_set():
+            if cancelled.is_set:
                 return
             for planned in self._plan.steps:
                 if self._needed[planned.name] and planned is not source and planned not in after:
@@ -137,7 +151,7 @@ class BatchRun:
             started_s = time.perf_counter()
             async for made in results:
                 took_s = time.perf_counter() - started_s
-                if cancelled.is_set():
+                if cancelled.is_set:
                     return
                 self._take(source.name, made, took_s, rows, failures)
                 yield self._framed(await self._follow(source.name, made, took_s, after, turn))
@@ -145,6 +159,7 @@ class BatchRun:
                     return
                 if self._part.note.warmup:  # one is enough, of what may have no end
                     break
+                del made  # the next one may be long in coming
                 started_s = time.perf_counter()
         yield self._framed([(Piece(head, len(self._wanted[head]), 0), []) for head in self._unanswered])
 

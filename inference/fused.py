@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from inference.arrays import Array
-from inference.batch_run import BatchRun
+from inference.batch_run import BatchRun, Cancellation
 from inference.errors import DeclarationError
 from inference.frame import FRAME, Frame, Piece, encode_frame
 from inference.model import Model
@@ -65,8 +65,8 @@ class FusedPipeline:
         }  # fmt: skip
         self._turn = asyncio.Lock()
         self._pace = Pace(wait_for_next_s)
-        self._streams: dict[str, asyncio.Event] = {}
-        """Set if the stream of that name shall end."""
+        self._streams: dict[str, Cancellation] = {}
+        """By name, of those that run."""
 
     async def handle(self, requests: Sequence[TritonRequest]) -> AsyncIterator[list[dict[str, Array]]]:
         """Answer one Triton request in frames.
@@ -86,12 +86,12 @@ class FusedPipeline:
                 return
             if part.note.cancel:
                 if part.note.cancel in self._streams:
-                    self._streams[part.note.cancel].set()
+                    self._streams[part.note.cancel].is_set = True
                 return
             run = BatchRun(self._plan, self._ancestors, self.steps, part)
             if self._plan.signature.streams:
                 name = part.note.stream
-                frames = run.stream(self._turn, self._streams.setdefault(name, asyncio.Event()))
+                frames = run.stream(self._turn, self._streams.setdefault(name, Cancellation()))
             else:
                 frames = run.batch(self._turn, self._pace)
             async with contextlib.aclosing(frames):

@@ -52,7 +52,7 @@ class Given(NamedTuple):
     """Those of the inputs whose memory other steps read too."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Made:
     """What a step made of its rows."""
 
@@ -169,7 +169,6 @@ class Step:
 
         try:
             while True:
-                made = Made()
                 try:
                     if results is None:
                         self._count(given, Made(), is_retry=False)
@@ -177,14 +176,17 @@ class Step:
                         results = self._results(arguments, own)
                     with self._watching(watched):
                         piece = await anext(results)
+                    made = Made()
                     _join(made, [piece])
+                    del piece  # the next one may be long in coming
                 except StopAsyncIteration:
                     return
                 except BaseException as error:
-                    made.failures = dict.fromkeys(rows, self._report(error))
+                    made = Made(failures=dict.fromkeys(rows, self._report(error)))
                 yield made
                 if made.failures:
                     return
+                del made
         finally:
             if results is not None:
                 await self._close(results)
@@ -204,6 +206,7 @@ class Step:
                     if result is end:
                         return
                     yield own(result)
+                    del result
             finally:
                 with self._watch():
                     await iterator.aclose()

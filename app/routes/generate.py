@@ -93,6 +93,7 @@ class GenerateStreamEndpoint(Endpoint):
                     text = await _encoded(piece.outputs, encoder.piece, request, piece)
                     statuses[piece.head] = piece.status
                     yield text
+                    del piece, text  # the next ones may be long in coming
 
         self._models.streams += 1
         stream = EventStream(events(), ending, self._on_closed)

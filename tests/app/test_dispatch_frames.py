@@ -747,6 +747,25 @@ def test_a_stream_that_goes_silent_fails_and_is_cancelled() -> None:
     run(scenario)
 
 
+def test_a_stream_that_has_begun_holds_its_inputs_no_more() -> None:
+    async def scenario() -> None:
+        bench = Bench(STREAMING)
+        request = bench.request(1, heads="a")
+        reader = Reader(bench.dispatcher, request)
+        await settle()
+        (call,) = bench.calls
+        assert list(request.inputs) == ["x"]
+        call.say(call.piece("a", is_last=False))
+        await settle()
+        assert request.inputs == {}
+        call.say(call.piece("a", is_last=False))
+        call.say(call.piece("a"))
+        await reader.task
+        assert len(reader.pieces) == 3
+
+    run(scenario)
+
+
 def test_a_stream_that_is_not_read_is_cut_off_and_cancelled() -> None:
     async def scenario() -> None:
         bench = Bench(STREAMING)
@@ -914,6 +933,31 @@ def test_a_stream_whose_client_leaves_as_its_call_begins_is_not_computed() -> No
         assert reader.task.cancelled()
         assert bench.calls == []
         assert bench.dispatcher.in_flight == 0
+
+    run(scenario)
+
+
+def test_a_call_is_over_once_all_is_said_and_not_when_a_request_has_enough() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_in_flight=1)
+        hasty = bench.send(1, heads="a", timeout_us=1000)
+        await settle()
+        with pytest.raises(DeadlineExceeded):
+            await hasty
+        second = bench.send(2, heads="ab")
+        await settle()
+        assert len(bench.calls) == 1  # the replica still computes
+        bench.calls[0].answer("a")
+        await settle()
+        bench.calls[1].answer("a")
+        third = bench.send(3, heads="b")
+        await settle()
+        assert len(bench.calls) == 2
+        bench.calls[1].answer("b")
+        assert numbers(await second) == expected([2], "ab")
+        await settle()
+        bench.calls[2].answer("b")  # none of them has ended
+        assert numbers(await third) == expected([3], "b")
 
     run(scenario)
 

@@ -26,7 +26,7 @@ class Clock:
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
         self.due.append((self.now_s + delay_s, callback))
-        return cast("asyncio.TimerHandle", None)
+        return cast("asyncio.TimerHandle", self)
 
     def go(self, until_s: float) -> None:
         """Let time pass."""
@@ -58,9 +58,7 @@ class Stream:
         if can_abort:
             self.state["abort"] = lambda: self.aborted.append(self.clock.now_s)
         self.watch = _WriteWatch(self.client.send, 10, self.state)
-        self.watch._timer.cancel()
         self.watch._loop = cast("asyncio.AbstractEventLoop", self.clock)
-        self.clock.call_later(10, self.watch._look)
 
     async def send(self) -> asyncio.Task[None]:
         task = asyncio.create_task(self.watch.send(MESSAGE))

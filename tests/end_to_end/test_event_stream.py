@@ -227,7 +227,7 @@ def test_heads_arrive_each_as_it_finishes(gateway: Gateway, pipeline: Fake) -> N
             "time_ms": 0.5,
             "c": 3,
         }
-        assert pipeline.given == 1
+        wait_for(lambda: pipeline.given == 1)
         gateway.call(pipeline.go.set)
         rest = [json.loads(line.removeprefix("data: ")) for line in lines if line]
     assert [event.get("head") for event in rest] == ["a", None]
@@ -390,6 +390,46 @@ def test_a_reader_that_is_slow_blocks_the_work_and_is_cut_off(gateway: Gateway, 
     assert gateway.log[-1]["status"] == 499
     assert "took nothing" in gateway.log[-1]["note"]
     wait_for(lambda: gateway.models.is_idle)
+
+
+def test_a_client_that_reads_nothing_is_cut_off_though_nothing_more_is_said(gateway: Gateway, streaming: Fake) -> None:
+    gateway.limit(StreamLimits(ping_s=0.05, write_timeout_s=0.2))
+
+    async def script(fake: Fake, request: InferRequest) -> AsyncIterator[HeadAnswer]:
+        values = np.full(4_000_000, 0.123456, np.float32)  # more than the system takes for it
+        yield HeadAnswer("", {"y": RawTensor("FP32", (1, len(values)), values.tobytes())})
+        await fake.go.wait()
+
+    streaming.script = script
+    body = b'{"x": 1}'
+    with Raw(gateway.url) as connection:
+        head = f"POST /v2/models/s/generate_stream HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.send(head.encode() + body)
+        wait_for(lambda: gateway.log, what="the stream to be cut off")
+        assert streaming.left.is_set()
+    assert gateway.log[-1]["status"] == 499
+    assert "took nothing" in gateway.log[-1]["note"]
+
+
+def test_a_stream_on_which_nothing_happens_has_one_task(gateway: Gateway, pipeline: Fake) -> None:
+    def tasks() -> int:
+        counted: list[int] = []
+        gateway.call(lambda: counted.append(len(asyncio.all_tasks(gateway.loop))))
+        wait_for(lambda: counted)
+        return counted[0]
+
+    with contextlib.ExitStack() as streams:
+
+        def open_one() -> None:
+            lines = streams.enter_context(gateway.post(pipeline, both)).iter_lines()
+            streams.callback(lines.close)  # httpx closes the connection with its iterator
+            next(lines)
+
+        open_one()
+        one = tasks()
+        for _ in range(3):
+            open_one()
+        assert tasks() == one + 3
 
 
 def test_a_streaming_model_gives_any_number_of_results(gateway: Gateway, streaming: Fake) -> None:
