@@ -107,7 +107,8 @@ image-test: engine  ## run the image: health, an inference, a stream, signals, r
 
 image-suite: engine  ## run the tests inside the image
 	$(BUILD_IMAGE) --build-arg IMAGE=$(IMAGE) -f docker/tests.Dockerfile -t $(IMAGE)-tests .
-	$(ENGINE) run --rm --shm-size=1g $(RUN_ARGS) $(IMAGE)-tests $(TESTS) $(ARGS)
+	$(ENGINE) run --rm --shm-size=1g --pids-limit -1 $(RUN_ARGS) $(IMAGE)-tests \
+	  -n $(TEST_JOBS) --dist loadfile $(TESTS) $(ARGS)
 
 engine:
 	@test -n "$(ENGINE)" || { echo "make: found neither docker (with its daemon), podman nor buildah. Install one" \
