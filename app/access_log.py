@@ -11,7 +11,7 @@ from typing import IO, Any
 import msgspec
 
 from app.errors import HeadwaterError
-from app.logs import LogFormat, is_for_people, json_line, printable, utc
+from app.logs import LogFormat, is_for_people, json_line, printable, utc, written_whole
 
 __all__ = ["AccessLog"]
 
@@ -49,7 +49,7 @@ class AccessLog:
     def __init__(
         self, stream: IO[str] | None = None, log_format: LogFormat = "auto", *, payloads: bool = False
     ) -> None:
-        self._stream = stream or sys.stderr
+        self._stream = written_whole(stream or sys.stderr)
         self._is_human = is_for_people(log_format, self._stream)
         self._payloads = payloads
         self._lines: list[str] = []

@@ -159,24 +159,25 @@ class Calls:
         """One call of a pipeline or of a model that streams: its answer comes in frames."""
         if parts[0].pending.signature.streams and parts[0].pending.collector.is_done:  # its client left just now
             return
-        call = FrameCall(parts, self._segments if replica.is_sharing else None)
-        is_heard = False
+        # A stream would keep open files for as long as it lasts, here and in the replica.
+        is_sharing = replica.is_sharing and not parts[0].pending.signature.streams
+        call = FrameCall(parts, self._segments if is_sharing else None)
         try:
-            is_heard = await self._hear(replica, call, parts, rows)
-        finally:
-            if call.segment is not None and not is_heard:
+            await self._hear(replica, call, parts, rows)
+        except BaseException:
+            if call.segment is not None:
                 call.segment.spoil()
+            raise
         if call.unshared:
             self._stop_sharing(replica, call.unshared)
             await self._answer_in_frames(replica, parts, rows)
 
-    async def _hear(self, replica: ReplicaCalls, call: FrameCall, parts: list[Part], rows: int) -> bool:
-        """Lead a call's frames to its requests, which may not want all. Returns whether the replica has said all."""
+    async def _hear(self, replica: ReplicaCalls, call: FrameCall, parts: list[Part], rows: int) -> None:
+        """Lead a call's frames to its requests, as far as these want them."""
         client = cast(FrameReplicaClient, replica.client)
         pending = parts[0].pending
         is_stream = pending.signature.streams
         started_ns = time.perf_counter_ns()
-        has_ended = True
         if is_stream:
             pending.stream = (client, call.name)
         compute_us = 0
@@ -185,7 +186,7 @@ class Calls:
                 compute_us = self._take(call, parts, raw, started_ns, compute_us)
                 del raw  # the next one may be long in coming
                 if call.unshared:
-                    return False
+                    return
                 if is_stream:
                     call.release()
                 if call.lost is not None:
@@ -196,13 +197,11 @@ class Calls:
                     # Nobody wants the rest. Who waits for its reader may be slow to say so.
                     if pending.stream is not None:
                         client.cancel(call.name)
-                    has_ended = False
                     break
         pending.stream = None
         self._statistics.note_call(rows, compute_us * 1000)
         self._meter.note_call(rows, pending.signature.max_batch_size, compute_us * 1000)
         call.end()
-        return has_ended
 
     def _take(self, call: FrameCall, parts: list[Part], raw: bytes, started_ns: int, compute_us: int) -> int:
         """Lead one of a call's frames to its requests. Returns what the call computed by now, in microseconds."""

@@ -167,8 +167,8 @@ class EventStream:
         first, self._first = self._first, None
         try:
             if first is not None:
-                first.cancel()
-                await asyncio.wait([first])
+                if first.cancel():  # otherwise nothing is waited for: whoever is cancelled here would leave events open
+                    await asyncio.wait([first])
                 if not first.cancelled():
                     first.exception()  # nobody else reads it
             await self._events.aclose()
@@ -189,10 +189,10 @@ class EventStream:
                 response = _response(self._frames(state), limits.ping_s)
                 await response(scope, receive, watch.send)
             else:
-                self._ping_later(exchange, watch, limits.ping_s)
                 with contextlib.suppress(ClientGone), DisconnectWatch(scope, receive):
                     # Before it there is only what the connection itself watches: an answer that is complete.
                     await send({"type": "http.response.start", "status": 200, "headers": _headers()})
+                    self._ping_later(exchange, watch, limits.ping_s)
                     await self._write(exchange, watch, state)
         finally:
             for one in (self._ping, self._pinging):

@@ -6,6 +6,7 @@ A record's ``extra`` become fields: ``logger.info("...", extra={"request_id": id
 from __future__ import annotations
 
 import functools
+import io
 import logging
 import sys
 import time
@@ -23,6 +24,7 @@ __all__ = [
     "printable",
     "set_up_logging",
     "utc",
+    "written_whole",
 ]
 
 LogFormat = Literal["auto", "human", "json"]
@@ -65,10 +67,21 @@ class _Json(logging.Formatter):
 
 def set_up_logging(log_format: LogFormat = "auto", level: int = logging.INFO) -> None:
     """Send the log to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(written_whole(sys.stderr))
     handler.setFormatter(_Human() if is_for_people(log_format, sys.stderr) else _Json())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the supervisor says what there is to say
+
+
+def written_whole(stream: IO[str]) -> IO[str]:
+    """The same stream, or one to the same file of which no write is cut short.
+
+    PYTHONUNBUFFERED, usual in containers, leaves out what repeats a write that was interrupted half-way. One is that
+    waits for whoever reads the log, and uvloop's io_uring can interrupt it.
+    """
+    if not isinstance(stream, io.TextIOWrapper) or not isinstance(stream.buffer, io.RawIOBase):
+        return stream
+    return open(stream.fileno(), "w", encoding=stream.encoding, errors=stream.errors, closefd=False)
 
 
 def is_for_people(log_format: LogFormat, stream: IO[str]) -> bool:

@@ -106,7 +106,8 @@ class Segments:
         self._timer: asyncio.TimerHandle | None = None
 
     def take(self, inputs_bytes: int, rows: int) -> Segment | None:
-        """A segment for a call; None if neither what it takes nor what it is expected to give is large.
+        """A segment for a call; None if neither what it takes nor what it is expected to give is large, or there is no
+        room for another.
 
         Args:
             inputs_bytes: of all inputs that would be placed in it, each `aligned`.
@@ -116,7 +117,12 @@ class Segments:
         if not inputs_bytes and answer_bytes < SHARED_FROM_BYTES:
             return None
         needed = inputs_bytes + ANSWER_HEAD_BYTES + answer_bytes + SLACK_BYTES
-        file = self._free_one(needed) or _File(max(SMALLEST_BYTES, 1 << (needed - 1).bit_length()))
+        file = self._free_one(needed)
+        if file is None:
+            try:
+                file = _File(max(SMALLEST_BYTES, 1 << (needed - 1).bit_length()))
+            except OSError:  # too many open files, or no memory: what goes inline needs neither
+                return None
         file.used_s = time.monotonic()
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(KEPT_FOR_S, self._trim)

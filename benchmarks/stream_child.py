@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar
 
-__all__ = ["Child"]
+__all__ = ["Child", "give_back"]
 
 _Child = TypeVar("_Child", bound="Child")
 
@@ -82,3 +82,13 @@ class Child:
             if not pieces[-1]:
                 raise RuntimeError(f"{self._module} ended; it says above why")
         return b"".join(pieces)
+
+
+def give_back(line: bytes) -> None:
+    """In the process: say what it made of the job.
+
+    Not through ``sys.stdout``, which PYTHONUNBUFFERED makes a bare file: the end of uvloop's io_uring interrupts a
+    write that waits for the reader, and what it had not written then would be lost.
+    """
+    with open(1, "wb", closefd=False) as output:
+        output.write(line + b"\n")

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.stream_child import Child
+from benchmarks.stream_child import Child, give_back
 from inference.lm.null_engine import NullEngine
 from inference.lm.protocol import Engine, EngineLimits, Sampling, SequenceRequest
 
@@ -98,8 +98,7 @@ def main() -> None:
             )
         else:
             ran = _run(engine, run.prompts, run)
-        sys.stdout.buffer.write(msgspec.json.encode(ran) + b"\n")
-        sys.stdout.buffer.flush()
+        give_back(msgspec.json.encode(ran))
 
 
 def _run(engine: Engine, prompts: list[list[int]], run: Run) -> Ran:

@@ -16,7 +16,7 @@ from typing import cast
 import msgspec
 import uvloop
 
-from benchmarks.stream_child import Child
+from benchmarks.stream_child import Child, give_back
 
 __all__ = ["Answer", "Ask", "Job", "LoadGenerator", "raw_body"]
 
@@ -266,8 +266,7 @@ def main() -> None:
     """Do jobs until the input ends."""
     for line in sys.stdin.buffer:
         answers = uvloop.run(_run(msgspec.json.decode(line, type=Job)))
-        sys.stdout.buffer.write(msgspec.json.encode(answers) + b"\n")
-        sys.stdout.buffer.flush()
+        give_back(msgspec.json.encode(answers))
 
 
 def raw_body(body: dict[str, object]) -> msgspec.Raw:

@@ -8,13 +8,15 @@ ARG PIP_CERT
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 USER root
 WORKDIR /src
+# Some tests are what a user with curl does.
+RUN command -v curl >/dev/null || \
+    (apt-get update && apt-get install -y --no-install-recommends curl && rm -rf /var/lib/apt/lists/*)
 COPY requirements-dev.lock ./
 RUN pip install --quiet -r requirements-dev.lock
 COPY . .
 RUN chown headwater:headwater /src
 USER headwater
-# The tests choose their own addresses, and build environments of their own.
-ENV HEADWATER_SERVER__HOST=127.0.0.1
 HEALTHCHECK NONE
-ENTRYPOINT ["python3", "-m", "pytest", "-p", "no:cacheprovider"]
+# The tests choose their own addresses, and build environments of their own.
+ENTRYPOINT ["env", "-u", "HEADWATER_SERVER__HOST", "python3", "-m", "pytest", "-p", "no:cacheprovider"]
 CMD ["tests"]

@@ -43,6 +43,8 @@ TOLD_LINES = 15
 _ERROR = re.compile(r"[EF]\d{4} |error: ")
 _NO_GPU = "CudaDriverHelper has not been initialized"
 """Which it says of every machine without one."""
+_NO_INSTANCE = "Failed to create instance"
+"""Which it says at once, to go on waiting for the other instances, which wait for the one that failed."""
 # PyTriton waits for readiness without its token, so `health` alone can't be restricted; it tells nothing.
 _RESTRICTED = (
     "metadata",
@@ -188,9 +190,11 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
     def _wait_for_server(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._is_ready():
+            if _NO_INSTANCE in "".join(lines := self._log_lines()):
+                raise ReplicaError(_not_started("an instance failed", lines))
             if not self._triton_server.is_alive() or time.monotonic() > deadline:
                 ended = "it ended" if not self._triton_server.is_alive() else f"not ready after {START_TIMEOUT_S:g} s"
-                raise ReplicaError(f"Triton did not start ({ended}); from its log:\n{self._log_text()}")
+                raise ReplicaError(_not_started(ended, self._log_lines()))
             time.sleep(0.02)
 
     def _wait_for_models(self) -> None:
@@ -206,12 +210,16 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         finally:
             connection.close()
 
-    def _log_text(self) -> str:
+    def _log_lines(self) -> list[str]:
         lines: list[str] = self._triton_server.logs().splitlines()
         log = self.directory / "triton.log"
         if log.exists():
             lines += log.read_text(errors="replace").splitlines()
-        return "\n".join(telling_lines(lines))
+        return lines
+
+
+def _not_started(why: str, lines: Sequence[str]) -> str:
+    return f"Triton did not start ({why}); from its log:\n" + "\n".join(telling_lines(lines))
 
 
 def telling_lines(lines: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["make_patient", "patient"]
 
 
-def patient(ask: Any, timeout_s: float = 60.0, pause_s: float = 0.02) -> Any:
+def patient(ask: Any, timeout_s: float = 30.0, pause_s: float = 0.02) -> Any:
     """Something that asks as ``ask`` does, again and again until it is answered.
 
     Its text is copied into a script that has none of our modules.
@@ -48,6 +48,7 @@ def make_patient(script: Path) -> None:
         OSError: it isn't there, or can't be written.
     """
     name = "get_config_from_handshake_server"
+    script.chmod(0o644)  # a copy has the mode of what it was made from, which may be for reading only
     with script.open("a", encoding="utf-8") as file:
         file.write("\n\n# From here on Headwater's: inference/first_instance.py.\nfrom typing import Any\n\n\n")
         file.write(f"{inspect.getsource(patient)}\n\n{name} = patient({name})\n")

@@ -1,6 +1,7 @@
 """Whether tensors go through PyTriton's shared-memory store, or inline: the store is faster for large ones only.
 
-Large ones mostly don't go through PyTriton at all (`inference.shared_memory`); those in frames do (`inference.frame`).
+Large ones mostly don't go through PyTriton at all (`inference.shared_memory`); those in frames (`inference.frame`) and
+those that streams take do.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from inference.signature import Signature, TensorSpec
 __all__ = ["ASSUMED_DIMENSION", "batch_bytes", "uses_store"]
 
 STORE_FROM_BYTES: Final = 128 * 1024
-"""Outputs of a full batch together."""
+"""What goes through PyTriton of a full batch."""
 ASSUMED_DIMENSION: Final = 64
 """What a dimension that varies, and the bytes of a ``BYTES`` element, are taken for."""
 
@@ -30,7 +31,8 @@ def uses_store(wanted: str, signature: Signature) -> bool:
         return wanted == "on"
     if not (signature.heads or signature.streams):
         return False
-    return batch_bytes(signature.outputs, signature.max_batch_size) >= STORE_FROM_BYTES
+    taken = [spec for spec in signature.inputs if signature.streams or spec.datatype == "BYTES"]
+    return batch_bytes((*taken, *signature.outputs), signature.max_batch_size) >= STORE_FROM_BYTES
 
 
 def batch_bytes(specs: Iterable[TensorSpec], rows: int) -> int:

@@ -126,7 +126,10 @@ class Store:
         """Write what waits."""
         waiting, self._waiting = self._waiting, []
         for write in waiting:
-            write()
+            try:
+                write()
+            except Exception:  # the others' numbers are sound, and would never be written
+                logger.exception("some numbers can't be counted")
 
     def close(self) -> None:
         """Let the file go; nothing may be counted any more."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.fanout_servers import ONE_THREAD
 from benchmarks.peers.work import MAX_BATCH_SIZE, Message, work
-from benchmarks.stream_child import Child
+from benchmarks.stream_child import Child, give_back
 
 __all__ = ["Bare"]
 
@@ -59,8 +59,7 @@ def main() -> None:
                 todo.batch([rows[(done + index) % len(rows)] for index in range(size)])
                 done += size
             found = done / (time.perf_counter() - started)
-        sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
-        sys.stdout.buffer.flush()
+        give_back(json.dumps(found).encode())
 
 
 def _row(todo: Any, scenario: str, message: Message) -> Any:

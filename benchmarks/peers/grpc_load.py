@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from benchmarks.load import Load
-from benchmarks.stream_child import Child
+from benchmarks.stream_child import Child, give_back
 
 __all__ = ["GrpcLoad"]
 CONNECT_TIMEOUT_S = 30.0
@@ -92,8 +92,7 @@ def main() -> None:
             found = asyncio.run(_run(json.loads(line)))
         except grpc.RpcError as error:
             found = {"error": f"{error.code().name}: {error.details()}"}
-        sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
-        sys.stdout.buffer.flush()
+        give_back(json.dumps(found).encode())
 
 
 if __name__ == "__main__":

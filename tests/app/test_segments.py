@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 from collections.abc import Awaitable, Callable
 
@@ -208,3 +209,16 @@ def test_segments_end_with_their_owner() -> None:
     run(scenario)
     gc.collect()
     assert not opens(shared[0])
+
+
+def test_without_room_for_another_file_all_goes_inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def scenario(segments: Segments) -> None:
+        kept = segments.take(2 * SHARED_FROM_BYTES, 1)
+        assert kept is not None
+        monkeypatch.setattr("app.segments.os.memfd_create", no_room)
+        assert segments.take(2 * SHARED_FROM_BYTES, 1) is None
+
+    run(scenario)

@@ -193,3 +193,18 @@ def test_counting_costs_microseconds_at_most() -> None:
     requests = Requests(store, "m", "infer")
     took_s = min(timeit.repeat(requests.accept, number=10_000, repeat=5))
     assert took_s / 10_000 < 5e-6  # measured: 0.2; a system call, or a lock between processes, would take more
+
+
+def test_numbers_that_cannot_be_written_keep_no_others_from_it(caplog: pytest.LogCaptureFixture) -> None:
+    turns: list[Callable[[], None]] = []
+    store = Store(call_soon=turns.append)
+    name = "headwater_request_phase_seconds"
+    wrong, right = (Histogram(store, name, "m", phase) for phase in ("queue", "compute"))
+    wrong.observe("a second")  # type: ignore[arg-type]
+    for _ in range(3):
+        right.observe(1)
+        turns.pop()()
+    buckets = len(CATALOGUE[name].bounds) + 1
+    at = store.record(Key(name, ("m", "compute")), buckets + 1)
+    assert sum(store.slots[at : at + buckets]) == 3
+    assert "can't be counted" in caplog.text
