@@ -25,6 +25,9 @@ logger = logging.getLogger("headwater")
 REPLICA_END_TIMEOUT_S: Final = 20.0
 """How long a replica may take from being told to end until its guardian has ended, too; then it is killed."""
 REPLICA_KILL_TIMEOUT_S: Final = 10.0
+KILLED_TIMEOUT_S: Final = 5.0
+"""How long the processes of replicas that have ended may take to be gone."""
+KILLED_POLL_S: Final = 0.02
 LONG_START_S: Final = 60.0
 """A start that takes longer waits for something else than a core, and other starts don't wait for it any more."""
 FIRST_MEASURED_RETRY_S: Final = 0.2
@@ -220,10 +223,18 @@ class ReplicaStarter:
             if one.replica.reason not in ("", "stopped", "stopped before it was ready"):
                 retired.warnings.append(f"replica {one.replica.id}: {one.replica.reason}")
         try:
-            retired.leftovers += [f"process {pid}" for pid in await asyncio.to_thread(group_members, groups)]
+            retired.leftovers += [f"process {pid}" for pid in await _remaining(groups)]
         except OSError as error:
             retired.leftovers.append(f"perhaps processes, which can't be listed: {error}")
         return retired
+
+
+async def _remaining(groups: Collection[int]) -> list[int]:
+    """The processes of these groups that don't end, though they were killed: the system takes its time for that."""
+    deadline = time.monotonic() + KILLED_TIMEOUT_S
+    while (pids := await asyncio.to_thread(group_members, groups)) and time.monotonic() < deadline:
+        await asyncio.sleep(KILLED_POLL_S)
+    return pids
 
 
 async def _measure(groups: Collection[int]) -> GroupMemory:
