@@ -232,7 +232,7 @@ class ReplicaStarter:
 async def _remaining(groups: Collection[int]) -> list[int]:
     """The processes of these groups that don't end, though they were killed: the system takes its time for that."""
     deadline = time.monotonic() + KILLED_TIMEOUT_S
-    while (pids := await asyncio.to_thread(group_members, groups)) and time.monotonic() < deadline:
+    while (pids := await asyncio.to_thread(group_members, groups)) and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(KILLED_POLL_S)
     return pids
 
