@@ -364,6 +364,14 @@ def test_silence_is_broken_by_comments(gateway: Gateway, pipeline: Fake) -> None
     assert [line for line in rest if line.startswith("data: ")][-1].count('"final":true') == 1
 
 
+def ask_and_wait_to_be_cut_off(gateway: Gateway, connection: Raw) -> None:
+    """Ask for a stream of `s`, and read nothing."""
+    body = b'{"x": 1}'
+    head = f"POST /v2/models/s/generate_stream HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.send(head.encode() + body)
+    wait_for(lambda: gateway.log, what="the stream to be cut off")
+
+
 def test_a_reader_that_is_slow_blocks_the_work_and_is_cut_off(gateway: Gateway, streaming: Fake) -> None:
     # A comment that is due while the event waits doesn't prolong it.
     gateway.limit(StreamLimits(ping_s=0.4, write_timeout_s=0.5))
@@ -374,11 +382,8 @@ def test_a_reader_that_is_slow_blocks_the_work_and_is_cut_off(gateway: Gateway, 
             yield HeadAnswer("", {"y": RawTensor("FP32", (1, 20_000), data)})
 
     streaming.script = script
-    body = b'{"x": 1}'
     with Raw(gateway.url) as connection:
-        head = f"POST /v2/models/s/generate_stream HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.send(head.encode() + body)
-        wait_for(lambda: gateway.log, what="the stream to be cut off")
+        ask_and_wait_to_be_cut_off(gateway, connection)
         assert streaming.left.is_set()
         assert 0 < streaming.given < 100
         received = b""
@@ -401,11 +406,8 @@ def test_a_client_that_reads_nothing_is_cut_off_though_nothing_more_is_said(gate
         await fake.go.wait()
 
     streaming.script = script
-    body = b'{"x": 1}'
     with Raw(gateway.url) as connection:
-        head = f"POST /v2/models/s/generate_stream HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.send(head.encode() + body)
-        wait_for(lambda: gateway.log, what="the stream to be cut off")
+        ask_and_wait_to_be_cut_off(gateway, connection)
         assert streaming.left.is_set()
     assert gateway.log[-1]["status"] == 499
     assert "took nothing" in gateway.log[-1]["note"]
