@@ -87,13 +87,13 @@ def encode_for_frames(
     note.patience_s = patience_s
     inputs = _encode_inputs(signature, batch, note)
     segment = None if segments is None else _share(signature, inputs, segments, note)
-    return FrameRequest(inputs, msgspec.json.encode(note).decode()), segment
+    return FrameRequest(inputs, note), segment
 
 
 def encode_nothing(signature: Signature) -> FrameRequest:
     """A request that asks a replica that answers in frames for nothing: to end a stream that there isn't."""
     inputs = [(spec.name, *_placeholder(spec, 1)) for spec in signature.inputs if not spec.optional]
-    return FrameRequest(inputs, msgspec.json.encode(CallNote(cancel="-")).decode())
+    return FrameRequest(inputs, CallNote(cancel="-"))
 
 
 def _encode_inputs(signature: Signature, batch: Sequence[Rows], note: CallNote) -> list[_Encoded]:

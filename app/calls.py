@@ -16,7 +16,7 @@ from app.collector import WHOLE
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from app.frame_call import FrameCall
 from app.metrics.recorder import DeploymentMeter
-from app.pending import Part
+from app.pending import Part, Pending
 from app.replica_calls import ReplicaCalls
 from app.row_errors import row_error
 from app.row_slices import SlicedTensor
@@ -198,6 +198,8 @@ class Calls:
                     if pending.stream is not None:
                         client.cancel(call.name)
                     break
+                if is_stream and pending.collector.is_full:
+                    await _wait_for_reader(pending)
         pending.stream = None
         self._statistics.note_call(rows, compute_us * 1000)
         self._meter.note_call(rows, pending.signature.max_batch_size, compute_us * 1000)
@@ -249,6 +251,15 @@ class Calls:
                 pending.note_call(started_ns, compute_ns)
                 part.decide(WHOLE, found)
             start = end
+
+
+async def _wait_for_reader(pending: Pending) -> None:
+    """Hold a stream up whose reader is behind: what isn't taken here, the replica doesn't go on to make."""
+    if pending.deadlines is not None:
+        pending.deadlines.hold()
+    await pending.collector.room()
+    if pending.deadlines is not None:
+        pending.deadlines.hear()
 
 
 def _part(item: Item) -> Part:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Final, Protocol
 
 from app.answers import Answer, HeadAnswer, Outputs
-from app.errors import HeadwaterError, ReaderTooSlow
+from app.errors import HeadwaterError
 from app.tensors import InferRequest
 from inference.signature import HeadSpec, Signature
 
@@ -16,8 +16,8 @@ __all__ = ["WHOLE", "Collector", "wanted_heads"]
 WHOLE: Final = ""
 """Stands for the head of a model that has none."""
 
-PIECES_LIMIT: Final = 256
-"""Of a stream, so many pieces may wait for its reader."""
+PIECES_LIMIT: Final = 16
+"""Of a stream, so many pieces may wait for its reader before it is not asked for more."""
 
 _PLAIN: Final = {WHOLE: HeadSpec(WHOLE, ())}
 
@@ -51,8 +51,8 @@ class Collector:
     """
 
     __slots__ = (
-        "_answers", "_has_answer", "_has_error", "_loop", "_meter", "_reader", "_started_s", "future", "heads",
-        "is_stream", "undecided",
+        "_answers", "_has_answer", "_has_error", "_loop", "_meter", "_reader", "_room", "_started_s", "future",
+        "heads", "is_stream", "undecided",
     )  # fmt: skip
 
     def __init__(self, heads: Mapping[str, HeadSpec], *, is_stream: bool, meter: HeadMeter | None = None) -> None:
@@ -64,6 +64,8 @@ class Collector:
         self._has_error = False
         self._reader: asyncio.Future[None] | None = None
         """Of a stream: set while one waits for the next piece."""
+        self._room: asyncio.Future[None] | None = None
+        """Of a stream: set while one waits for its reader."""
         self.heads = heads
         self.is_stream = is_stream
         self.undecided = dict(heads)
@@ -112,11 +114,21 @@ class Collector:
     def add(self, head: str, outputs: Outputs) -> None:
         """Take in a result of a head that has more to come."""
         if head in self.undecided and not self.is_done:
-            if len(self._answers) >= PIECES_LIMIT:
-                self._answers.clear()
-                self.fail(ReaderTooSlow(f"the stream is cut off: {PIECES_LIMIT} results wait for its reader"))
-                return
             self._take(HeadAnswer(head, outputs, None, self.took_ms()))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the reader of a stream is behind, and more to come."""
+        return len(self._answers) >= PIECES_LIMIT and not self.future.done()
+
+    async def room(self) -> None:
+        """Wait for the reader, or for the end."""
+        while self.is_full:
+            self._room = self._loop.create_future()
+            try:
+                await self._room
+            finally:
+                self._room = None
 
     def fail(self, error: HeadwaterError) -> None:
         """The request fails as a whole."""
@@ -168,7 +180,9 @@ class Collector:
                 await self._reader
             finally:
                 self._reader = None
-        return self._answers.pop(0)
+        answer = self._answers.pop(0)
+        self._make_room()
+        return answer
 
     def _take(self, answer: HeadAnswer) -> None:
         if answer.error is None:
@@ -181,6 +195,11 @@ class Collector:
     def _tell(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        if self._room is not None and not self._room.done() and not self.is_full:
+            self._room.set_result(None)
 
     def close(self) -> None:
         """Nobody waits for it any more."""
@@ -189,6 +208,7 @@ class Collector:
                 self._meter.leave_head(head)
         self.undecided.clear()
         self.future.cancel()
+        self._make_room()
 
     def took_ms(self) -> float:
         """Since the request was taken in."""

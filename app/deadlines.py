@@ -46,6 +46,7 @@ class Deadlines:
         self._first_s = self._timeout_s
         self._heard_s: float | None = None
         """When the last piece of a stream came."""
+        self._is_held = False
         self._timer = self._loop.call_later(self._timeout_s, self._expire)
         self._head_timers: list[asyncio.TimerHandle] = []
         if WHOLE in collector.heads:  # the only one
@@ -64,6 +65,11 @@ class Deadlines:
     def hear(self) -> None:
         """Note that a piece of the stream came."""
         self._heard_s = self._loop.time()
+        self._is_held = False
+
+    def hold(self) -> None:
+        """Note that the stream waits for its reader: until it is heard of again, its silence is not the replica's."""
+        self._is_held = True
 
     def close(self) -> None:
         """Forget them, and whoever is called by them."""
@@ -75,7 +81,7 @@ class Deadlines:
 
     def _expire(self) -> None:
         if self._is_idle_limit and self._heard_s is not None:
-            left_s = self._heard_s + self._timeout_s - self._loop.time()
+            left_s = self._timeout_s if self._is_held else self._heard_s + self._timeout_s - self._loop.time()
             if left_s > TIMER_RESOLUTION_S:
                 self._timer = self._loop.call_later(left_s, self._expire)
                 return

@@ -10,7 +10,6 @@
     ├── NotFound                   404  unknown model or route
     ├── MethodNotAllowed           405
     ├── BodyTooSlow                408
-    ├── ReaderTooSlow              408  the client doesn't read its stream
     ├── Conflict                   409
     │   └── NoRoom                      the memory budget doesn't allow another replica
     ├── Cancelled                  409  someone cancelled the request by its id
@@ -58,7 +57,6 @@ __all__ = [
     "Quarantined",
     "QueueFull",
     "RateLimited",
-    "ReaderTooSlow",
     "ReplicaLost",
     "ReplicaUnreachable",
     "ScopeMissing",
@@ -136,14 +134,6 @@ class MethodNotAllowed(HeadwaterError):
 
 class BodyTooSlow(HeadwaterError):
     """The body did not arrive in time."""
-
-    status = 408
-    kind = "invalid_request_error"
-    may_quote = False
-
-
-class ReaderTooSlow(HeadwaterError):
-    """The client doesn't read its stream as fast as it comes."""
 
     status = 408
     kind = "invalid_request_error"

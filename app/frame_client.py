@@ -7,6 +7,7 @@ fraction of what a call of its own does.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncGenerator
 from typing import Any, Final
@@ -16,7 +17,8 @@ import msgspec
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
-from app.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
+from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
+from app.stream_channel import StreamChannel, Taken
 from app.triton_client import FrameRequest, refusal
 from inference.report import HEADWATER, CallNote
 
@@ -26,6 +28,11 @@ logger = logging.getLogger("headwater.frames")
 
 _OPTIONS: Final = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 _FINAL: Final = "triton_final_response"
+_CHANNEL: Final = "channel-"
+"""How the names of calls begin that open a channel, or say something of it."""
+_POST: Final = "-post"
+"""How they end if they say something of it."""
+_numbers = itertools.count()
 
 
 class _Call:
@@ -34,14 +41,18 @@ class _Call:
     A queue of asyncio's takes 3 KB, which streams on which nothing happens have for hours.
     """
 
-    __slots__ = ("_answers", "_reader", "is_sent")
+    __slots__ = ("_answers", "_reader", "has_answer", "is_sent", "taken")
 
-    def __init__(self) -> None:
+    def __init__(self, taken: Taken | None = None) -> None:
         self._answers: list[bytes | HeadwaterError | None] = []
         self._reader: asyncio.Future[None] | None = None
         """Set while one waits for the next."""
         self.is_sent = False
         """Whether the replica may have had it."""
+        self.has_answer = False
+        """Whether frames came as an answer to it."""
+        self.taken = taken
+        """Of a call whose frames come over the channel."""
 
     def put(self, answer: bytes | HeadwaterError | None) -> None:
         """Take in the next."""
@@ -78,8 +89,11 @@ class FrameClient:
         self._outgoing: asyncio.Queue[pb.ModelInferRequest] = asyncio.Queue()
         self._is_connected = False
         self._is_ended = False
-        self._nothing = FrameRequest([], "")
+        self._nothing = FrameRequest([], CallNote())
         """What asks for nothing: a message that cancels must have inputs, too."""
+        self._streams: StreamChannel | None = None
+        """The channel that streams go over, once there was one."""
+        self._channel_name = ""
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
         self._closing: asyncio.Task[None] | None = None
 
@@ -92,13 +106,19 @@ class FrameClient:
         """See `FrameReplicaClient.frames`."""
         if self._is_ended:
             raise ReplicaUnreachable("the replica ended")
-        call = self._calls[name] = _Call()
+        is_stream = bool(request.note.stream)
+        if is_stream:
+            channel = self._streams = self._streams or self._open_channel()
+            request.note.channel = channel.note
+        call = self._calls[name] = _Call(Taken() if is_stream else None)
         self._outgoing.put_nowait(self._message(name, request))
         del request  # its tensors are in the message
         try:
             while (answer := await call.get()) is not None:
                 if isinstance(answer, HeadwaterError):
                     raise answer
+                if call.taken is not None and call.taken.add(len(answer)):
+                    channel.note_taken(name, call.taken)
                 yield answer
                 del answer  # the next one may be long in coming
         finally:
@@ -107,8 +127,7 @@ class FrameClient:
     def cancel(self, name: str) -> None:
         """See `FrameReplicaClient.cancel`."""
         if not self._is_ended:
-            note = msgspec.json.encode(CallNote(cancel=name)).decode()
-            self._outgoing.put_nowait(self._message(f"cancel-{name}", FrameRequest(self._nothing.inputs, note)))
+            self._say(f"cancel-{name}", CallNote(cancel=name))
 
     def close(self) -> None:
         """See `FrameReplicaClient.close`."""
@@ -147,7 +166,9 @@ class FrameClient:
     def _take(self, message: Any) -> None:
         response = message.infer_response
         call = self._calls.get(response.id)
-        if call is None:  # nobody waits for it, or not any more
+        if response.id.startswith(_CHANNEL):
+            self._hear_channel(message)
+        elif call is None:  # nobody waits for it, or not any more
             if message.error_message:
                 logger.debug("model %s, call %s: %s", self._model, response.id, message.error_message)
         elif message.error_message:
@@ -155,9 +176,53 @@ class FrameClient:
         else:
             call.is_sent = True
             for raw in response.raw_output_contents:
+                call.has_answer = True
                 call.put(raw)
-            if response.parameters[_FINAL].bool_param:
+            # One whose frames come over the channel ends there, unless it was refused before.
+            if response.parameters[_FINAL].bool_param and (call.taken is None or call.has_answer):
                 call.put(None)
+
+    def _open_channel(self) -> StreamChannel:
+        name = f"{_CHANNEL}{next(_numbers)}"
+        channel = StreamChannel(lambda note: self._say(name + _POST, CallNote(channel=note)))
+        self._say(name, CallNote(channel=channel.opening()))
+        self._channel_name = name
+        return channel
+
+    def _hear_channel(self, message: Any) -> None:
+        """The replica answers what was said of the channel: with a parcel, or the end of a call."""
+        response = message.infer_response
+        channel = self._streams
+        is_post = response.id == self._channel_name + _POST
+        if channel is None or not (is_post or response.id == self._channel_name):  # a former one
+            return
+        try:
+            for raw in response.raw_output_contents:
+                for name, frame in channel.open_parcel(raw):
+                    call = self._calls.get(name)
+                    if call is not None:
+                        call.put(frame)
+        except ValueError as error:
+            self._drop_channel(CallableFailed(f"model `{self._model}`: {error}"))
+            return
+        if message.error_message:
+            self._drop_channel(refusal(message.error_message))
+        elif response.parameters[_FINAL].bool_param:
+            if is_post:
+                channel.end_post()
+            else:
+                self._drop_channel(ReplicaLost("the replica closed the channel that the stream went over"))
+
+    def _drop_channel(self, error: HeadwaterError) -> None:
+        """It can't be used any more: its streams end, and the next one opens another."""
+        self._streams = None
+        for call in self._calls.values():
+            if call.taken is not None:
+                call.put(error.again())
+
+    def _say(self, name: str, note: CallNote) -> None:
+        """Send a message that asks for nothing."""
+        self._outgoing.put_nowait(self._message(name, FrameRequest(self._nothing.inputs, note)))
 
     def _end(self) -> None:
         if self._is_ended:
@@ -172,7 +237,7 @@ class FrameClient:
 
     def _message(self, name: str, request: FrameRequest) -> pb.ModelInferRequest:
         message = pb.ModelInferRequest(model_name=self._model, id=name)
-        message.parameters[HEADWATER].string_param = request.note
+        message.parameters[HEADWATER].string_param = msgspec.json.encode(request.note).decode()
         # Otherwise the end of an answer is no message of its own.
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         for spec, datatype, shape, pieces in request.inputs:

@@ -16,6 +16,7 @@ import msgspec
 
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from app.tensors import RawTensor
+from inference.report import CallNote
 
 __all__ = ["FrameReplicaClient", "FrameRequest", "ReplicaClient", "TritonClient", "refusal"]
 
@@ -25,8 +26,8 @@ class FrameRequest(msgspec.Struct):
 
     inputs: list[tuple[str, str, list[int], list[bytes | memoryview]]]
     """Name, datatype, shape with the batch axis, and bytes in pieces."""
-    note: str
-    """The hidden parameter: JSON of an `inference.report.CallNote`."""
+    note: CallNote
+    """What the hidden parameter says."""
 
 
 class ReplicaClient(Protocol):
@@ -66,7 +67,7 @@ class FrameReplicaClient(Protocol):
         ...
 
     def frames(self, name: str, request: FrameRequest) -> AsyncGenerator[bytes, None]:
-        """One call.
+        """One call. A stream, by its note, waits for whoever doesn't take what it says.
 
         Args:
             name: of the call, unique among all.

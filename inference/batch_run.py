@@ -44,6 +44,10 @@ class Cancellation:
     def __init__(self) -> None:
         self.is_set = False
 
+    def set(self) -> None:
+        """The stream shall end."""
+        self.is_set = True
+
 
 class BatchRun:
     """Runs one batch, and says in frames what comes of it.

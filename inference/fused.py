@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from inference.arrays import Array
@@ -17,8 +17,9 @@ from inference.pace import Pace
 from inference.pipeline import Plan, PlannedStep
 from inference.pulse import WatchCall
 from inference.report import RowReport, Status
-from inference.request import TritonRequest, read_request
+from inference.request import Part, TritonRequest, read_request
 from inference.steps import Handover, Step
+from inference.stream_channel import ChannelStream, StreamChannels
 
 __all__ = ["FusedPipeline"]
 
@@ -67,48 +68,76 @@ class FusedPipeline:
         self._pace = Pace(wait_for_next_s)
         self._streams: dict[str, Cancellation] = {}
         """By name, of those that run."""
+        self._channels = StreamChannels()
 
-    async def handle(self, requests: Sequence[TritonRequest]) -> AsyncIterator[list[dict[str, Array]]]:
-        """Answer one Triton request in frames.
+    async def handle(self, requests: Sequence[TritonRequest]) -> AsyncGenerator[list[dict[str, Array]], None]:
+        """Answer one Triton request: in frames, with a channel's parcels, or with nothing; its note says which."""
+        (request,) = requests  # the model is bound without Triton's batcher
+        try:
+            part = read_request(self._plan.signature, request)
+        except (DeclarationError, OSError) as error:
+            # Only a client that talks to Triton directly gets here, or it is as `inference.shared_memory` says.
+            is_unshared = isinstance(error, OSError)
+            message = f"{type(error).__name__}: {error}" if is_unshared else str(error)
+            report = RowReport(Status.UNSHARED if is_unshared else Status.BAD_INPUT, message)
+            rows = max((len(array) for array in request.data.values()), default=0)
+            yield [{FRAME: self._refusal(rows, report)}]
+            return
+        answers = self._answers(part)
+        if answers is not None:
+            async with contextlib.aclosing(answers):
+                async for answer in answers:
+                    yield [{FRAME: answer}]
+
+    def _answers(self, part: Part) -> AsyncGenerator[Array, None] | None:
+        """What a request is answered with; None: nothing."""
+        note = part.note
+        if note.cancel:
+            if note.cancel in self._streams:
+                self._streams[note.cancel].set()
+            return None
+        if note.channel is None:
+            return self._frames(part, Cancellation())
+        if note.channel.opens:
+            return self._channels.open(note.channel)
+        if not note.stream:
+            self._channels.acknowledge(note.channel)
+            return None
+        # The request ends now, and with it the memory that its tensors are in.
+        part = part._replace(inputs={name: array.copy() for name, array in part.inputs.items()})
+        stream = ChannelStream(note.stream)
+        self._channels.start(note.channel, stream, self._frames(part, stream))
+        return None
+
+    async def _frames(self, part: Part, cancelled: Cancellation) -> AsyncGenerator[Array, None]:
+        """A request's frames.
 
         No exception leaves it: PyTriton would answer with a traceback, and log it. Whatever is not foreseen becomes the
         failure of all rows of those heads that have not answered yet.
         """
-        (request,) = requests  # the model is bound without Triton's batcher
+        name = part.note.stream
         run: BatchRun | None = None
-        name = ""
         try:
-            try:
-                part = read_request(self._plan.signature, request)
-            except OSError as error:  # see `inference.shared_memory`
-                report = RowReport(Status.UNSHARED, f"{type(error).__name__}: {error}")
-                yield [{FRAME: self._refusal(request, report)}]
-                return
-            if part.note.cancel:
-                if part.note.cancel in self._streams:
-                    self._streams[part.note.cancel].is_set = True
-                return
             run = BatchRun(self._plan, self._ancestors, self.steps, part)
             if self._plan.signature.streams:
-                name = part.note.stream
-                frames = run.stream(self._turn, self._streams.setdefault(name, Cancellation()))
+                self._streams[name] = cancelled
+                frames = run.stream(self._turn, cancelled)
             else:
                 frames = run.batch(self._turn, self._pace)
             async with contextlib.aclosing(frames):
                 async for frame in frames:
-                    yield [{FRAME: frame}]
-        except DeclarationError as error:  # only a client that talks to Triton directly gets here
-            yield [{FRAME: self._refusal(request, RowReport(Status.BAD_INPUT, str(error)))}]
+                    yield frame
+        except DeclarationError as error:  # as in `handle`
+            yield self._refusal(part.rows, RowReport(Status.BAD_INPUT, str(error)))
         except Exception as error:
             logger.exception("a batch failed between the steps")
             report = RowReport(Status.RAISED, f"internal error: {type(error).__name__}")
-            yield [{FRAME: self._refusal(request, report) if run is None else run.failed(report)}]
+            yield self._refusal(part.rows, report) if run is None else run.failed(report)
         finally:
             self._streams.pop(name, None)
 
-    def _refusal(self, request: TritonRequest, report: RowReport) -> Array:
+    def _refusal(self, rows: int, report: RowReport) -> Array:
         """A frame that says the same of all rows of all heads."""
-        rows = max((len(array) for array in request.data.values()), default=0)
         failures = [(row, int(report.status), report.message) for row in range(rows)]
         pieces = [Piece(head, rows, 0, failures) for head in self._heads]
         return encode_frame(Frame(pieces, []), [])

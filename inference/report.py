@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
+from inference.parcel import ChannelNote
 from inference.shared_memory import SharedCall
 
 __all__ = [
@@ -99,6 +100,8 @@ class CallNote(msgspec.Struct, omit_defaults=True):
     """Names a streaming request, so that it can be cancelled."""
     cancel: str = ""
     """Asks to end the stream of that name; whatever else the call carries is ignored."""
+    channel: ChannelNote | None = None
+    """Of the worker, through which the stream's frames go; in a call that asks for no stream, what it says of it."""
     shared: SharedCall | None = None
     """Where its large tensors are, if they don't travel."""
 

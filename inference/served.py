@@ -25,6 +25,7 @@ from inference.pipeline import PipelineSpec, StepSpec, make_plan
 from inference.pulse import WatchCall
 from inference.runner import Runner
 from inference.signature import Signature
+from inference.switching import switch_soon
 
 if TYPE_CHECKING:
     from inference.embedded_triton import EmbeddedTriton
@@ -128,6 +129,8 @@ def load_served(
         return Served(signature, models, device, runners)
     if spec.pipeline is None:
         _check_instances(spec, models[spec.name], streams=True)
+    if plan.signature.streams:
+        switch_soon()
     # A model that streams is no pipeline to anybody outside.
     signature = plan.signature if spec.pipeline is not None else msgspec.structs.replace(plan.signature, heads=())
     return Served(signature, models, device, FusedPipeline(plan, models, device, on_broken, watch))

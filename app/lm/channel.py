@@ -42,6 +42,7 @@ from inference.lm.wire import (
     decode_frame,
     encode_message,
 )
+from inference.report import CallNote
 
 __all__ = ["NOTHING", "Channel", "call_name", "control_request"]
 
@@ -68,7 +69,7 @@ def call_name() -> str:
 def control_request(message: Message) -> FrameRequest:
     """The call that carries a message."""
     raw = encode_message(message)
-    return FrameRequest([(CONTROL, "UINT8", [1, len(raw)], [raw])], "")
+    return FrameRequest([(CONTROL, "UINT8", [1, len(raw)], [raw])], CallNote())
 
 
 NOTHING: Final = control_request(Post(""))

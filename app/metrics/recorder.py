@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from app.errors import Cancelled, HeadwaterError, ReaderTooSlow
+from app.errors import Cancelled, HeadwaterError
 from app.metrics.catalogue import Outcome, Phase, Route
 from app.metrics.instruments import Counter, Gauge, Histogram, Requests
 from app.metrics.store import Snapshot, Store
@@ -23,7 +23,7 @@ _BY_STATUS: Final[dict[int, Outcome]] = {429: "shed", ABORTED: "cancelled", 503:
 
 def outcome_of(error: HeadwaterError) -> Outcome:
     """The outcome of a request that ended with an error."""
-    if isinstance(error, (Cancelled, ReaderTooSlow)):
+    if isinstance(error, Cancelled):
         return "cancelled"
     return outcome_of_status(error.status)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from inference.device import choose_device
 from inference.handshake import ReplicaSpec
@@ -13,15 +13,12 @@ from inference.lm.loading import lm_signature, plan_language_model
 from inference.lm.protocol import Engine
 from inference.lm.step_watch import MAX_STEP_S
 from inference.signature import Signature
+from inference.switching import switch_soon
 
 if TYPE_CHECKING:
     from inference.embedded_triton import EmbeddedTriton
 
 __all__ = ["ServedLanguageModel", "load_language_model"]
-
-SWITCH_INTERVAL_S: Final = 0.0005
-"""For how long a thread may keep the interpreter from another one. Python's own 5 ms is half a step of a small model:
-the engine would wait for it with each answer that leaves."""
 
 
 class ServedLanguageModel:
@@ -84,6 +81,6 @@ def load_language_model(
         sys.modules["torch"].set_num_threads(spec.threads)
     progress(f"loading on {device}")
     engine = plan.load(device, on_broken)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    switch_soon()
     signature = lm_signature(spec.name, plan.folder, engine.limits)
     return ServedLanguageModel(signature, engine, device, on_broken, plan.max_step_s)

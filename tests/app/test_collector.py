@@ -10,7 +10,7 @@ import pytest
 
 from app.answers import HeadAnswer, Outputs
 from app.collector import PIECES_LIMIT, WHOLE, Collector, wanted_heads
-from app.errors import CallableFailed, DeadlineExceeded, QueueFull, ReaderTooSlow, ReplicaLost
+from app.errors import CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost
 from app.tensors import InferRequest, RawTensor
 from inference.signature import HeadSpec, Signature, TensorSpec
 
@@ -210,15 +210,46 @@ def test_pieces_that_came_before_the_failure_are_still_given() -> None:
     run(scenario)
 
 
-def test_a_stream_that_nobody_reads_is_cut_off() -> None:
-    async def scenario() -> None:
-        collector = stream(a="fail")
-        for _ in range(PIECES_LIMIT):
-            collector.add("a", outputs("a"))
-        assert not collector.is_done
+def full() -> Collector:
+    """A stream that has as many pieces as may wait for its reader."""
+    collector = stream(a="fail")
+    for _ in range(PIECES_LIMIT):
+        assert not collector.is_full
         collector.add("a", outputs("a"))
-        with pytest.raises(ReaderTooSlow, match=f"{PIECES_LIMIT} results wait"):  # which are dropped
-            await anext(collector.pieces())
+    assert collector.is_full
+    return collector
+
+
+def test_a_stream_that_nobody_reads_has_no_room_until_its_reader_goes_on() -> None:
+    async def scenario() -> None:
+        collector = full()
+        waiting = asyncio.create_task(collector.room())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        pieces = collector.pieces()
+        await anext(pieces)
+        await waiting
+        for _ in range(PIECES_LIMIT - 1):  # none is lost
+            await anext(pieces)
+        assert not collector.is_done
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [Collector.close, lambda one: one.fail(ReplicaLost("gone")), lambda one: one.decide("a", outputs("a"))],
+    ids=["left", "failed", "said"],
+)
+def test_a_stream_that_is_over_holds_nobody_up(end: Callable[[Collector], None]) -> None:
+    async def scenario() -> None:
+        collector = full()
+        waiting = asyncio.create_task(collector.room())
+        await asyncio.sleep(0)
+        end(collector)
+        await asyncio.wait_for(waiting, 10)
+        if not collector.future.cancelled():
+            collector.future.exception()
 
     run(scenario)
 

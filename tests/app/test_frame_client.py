@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,13 +20,14 @@ from tritonclient.grpc import service_pb2_grpc as pb_grpc
 from app.errors import CallableFailed, ReplicaLost, ReplicaUnreachable
 from app.frame_client import FrameClient
 from app.triton_client import FrameRequest
+from inference.parcel import PARCEL_WINDOW, STREAM_WINDOW, ChannelNote, Entry, encode_parcel
 from inference.report import HEADWATER, CallNote
 
-NOTHING = FrameRequest([("x", "FP32", [1, 1], [bytes(4)])], '{"cancel":"-"}')
+NOTHING = FrameRequest([("x", "FP32", [1, 1], [bytes(4)])], CallNote(cancel="-"))
 
 
-def request(text: str = "{}") -> FrameRequest:
-    return FrameRequest([("x", "FP32", [2, 1], [b"abcd", memoryview(b"efgh")])], text)
+def request(note: CallNote | None = None) -> FrameRequest:
+    return FrameRequest([("x", "FP32", [2, 1], [b"abcd", memoryview(b"efgh")])], note or CallNote())
 
 
 def frame(call: str, data: bytes) -> Any:
@@ -116,10 +118,10 @@ def call(client: FrameClient, name: str, asked: FrameRequest | None = None) -> a
 
 def test_a_call_is_a_message_and_its_frames_come_until_the_final_one() -> None:
     async def scenario(client: FrameClient, triton: Triton) -> None:
-        task = call(client, "one", request('{"stream":"s"}'))
+        task = call(client, "one", request(CallNote(patience_s=1.5)))
         message = await triton.next()
         assert (message.model_name, message.id) == ("m", "one")
-        assert message.parameters[HEADWATER].string_param == '{"stream":"s"}'
+        assert message.parameters[HEADWATER].string_param == '{"patience_s":1.5}'
         assert message.parameters["triton_enable_empty_final_response"].bool_param
         (x,) = message.inputs
         assert (x.name, x.datatype, list(x.shape)) == ("x", "FP32", [2, 1])
@@ -225,7 +227,7 @@ def test_opening_connects_before_the_first_call_and_drops_the_answer() -> None:
     async def scenario(client: FrameClient, triton: Triton) -> None:
         client.open(NOTHING)
         message = await triton.next()
-        assert message.parameters[HEADWATER].string_param == NOTHING.note
+        assert message.parameters[HEADWATER].string_param == '{"cancel":"-"}'
         assert list(message.raw_input_contents) == [bytes(4)]
         triton.say(refused(message.id, "I don't like it"), final(message.id))
         task = call(client, "one")
@@ -291,5 +293,123 @@ def test_a_call_that_was_not_sent_when_the_client_closes_never_reached_the_repli
         client.close()
         with pytest.raises(ReplicaUnreachable):
             await task
+
+    run(scenario)
+
+
+STREAM = CallNote(stream="one")
+
+
+def noted(message: Any) -> CallNote:
+    """What a message says."""
+    return msgspec.json.decode(message.parameters[HEADWATER].string_param, type=CallNote)
+
+
+def parcel(channel: str, *entries: Entry) -> Any:
+    return frame(channel, encode_parcel(entries).tobytes())
+
+
+def test_streams_go_over_one_channel_and_a_call_of_its_own_goes_beside_it() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        client.open(NOTHING)
+        await triton.next()
+        streams = [call(client, name, request(CallNote(stream=name))) for name in ("one", "two")]
+        opening, one, two = [await triton.next() for _ in range(3)]
+        channel = noted(opening).channel
+        assert channel is not None
+        assert (channel.pid, channel.opens) == (os.getpid(), True)
+        assert [one.name for one in opening.inputs] == ["x"]  # every message must have inputs
+        for message in (one, two):
+            told = noted(message).channel
+            assert told == ChannelNote(channel.pid, channel.number)
+        plain = call(client, "three")
+        await triton.next()
+        triton.say(final("one"), final("two"))  # they are asked for: that isn't their end
+        triton.say(parcel(opening.id, ("one", b"1"), ("two", b"2"), ("one", b"11"), ("nobody", b"?"), ("one", None)))
+        triton.say(frame("three", b"3"), final("three"))
+        assert await streams[0] == [b"1", b"11"]
+        assert await plain == [b"3"]
+        assert not streams[1].done()
+        triton.say(parcel(opening.id, ("two", None)))
+        assert await streams[1] == [b"2"]
+
+    run(scenario)
+
+
+def test_what_readers_take_and_what_came_is_acknowledged() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        client.open(NOTHING)
+        await triton.next()
+        async with contextlib.aclosing(client.frames("one", request(STREAM))) as frames:
+            first = asyncio.ensure_future(anext(frames))
+            opening = await triton.next()
+            await triton.next()
+            triton.say(parcel(opening.id, *[("one", b"12") for _ in range(STREAM_WINDOW)]))
+            await first
+            for _ in range(STREAM_WINDOW // 2 - 1):
+                await anext(frames)
+            post = await triton.next()
+            told = noted(post).channel
+            assert told is not None
+            assert told.taken == {"one": (STREAM_WINDOW // 2, STREAM_WINDOW)}
+            assert told.parcels == 1
+            for _ in range(PARCEL_WINDOW):
+                triton.say(parcel(opening.id))
+            triton.say(final(post.id))
+            told = noted(await triton.next()).channel
+            assert told is not None
+            assert told.parcels > 1
+            assert not told.taken
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (lambda channel: final(channel), ReplicaLost),
+        (lambda channel: refused(channel, "no"), CallableFailed),
+        (lambda channel: refused(f"{channel}-post", "no"), CallableFailed),
+        (lambda channel: frame(channel, b"no parcel"), CallableFailed),
+    ],
+    ids=["closed", "refused", "post refused", "garbage"],
+)
+def test_a_channel_that_breaks_ends_its_streams_and_the_next_one_opens_another(
+    answer: Callable[[str], Any], error: type[Exception]
+) -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        streams = [call(client, name, request(CallNote(stream=name))) for name in ("one", "two")]
+        plain = call(client, "three")
+        opening = await triton.next()
+        for _ in range(3):
+            await triton.next()
+        triton.say(answer(opening.id))
+        for stream in streams:
+            with pytest.raises(error):
+                await stream
+        again = call(client, "four", request(CallNote(stream="four")))
+        other, message = await triton.next(), await triton.next()
+        before, told, after = noted(opening).channel, noted(other).channel, noted(message).channel
+        assert before is not None
+        assert told is not None
+        assert after is not None
+        assert before.number < told.number == after.number
+        triton.say(parcel(opening.id, ("four", b"late")), final(opening.id), parcel(other.id, ("four", None)))
+        triton.say(final("three"))
+        assert await again == await plain == []
+
+    run(scenario)
+
+
+def test_a_stream_that_is_refused_ends_with_that() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        streams = [call(client, name, request(CallNote(stream=name))) for name in ("one", "two")]
+        for _ in range(3):
+            await triton.next()
+        triton.say(refused("one", "no such input"))
+        triton.say(frame("two", b"a frame that says why"), final("two"))
+        with pytest.raises(CallableFailed, match="no such input"):
+            await streams[0]
+        assert await streams[1] == [b"a frame that says why"]
 
     run(scenario)

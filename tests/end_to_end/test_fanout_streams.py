@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.asking import Pipeline, events_in
@@ -14,6 +17,8 @@ from tests.services.fanout import GATED
 
 PLACEMENTS = ["fused", "graph"]
 ENDLESS = 1_000_000
+WIDE = 400
+"""Results of 80 KB: many more than buffers take."""
 BREAKS = 500.0
 """A row after whose first piece `Pieces` fails."""
 
@@ -72,6 +77,11 @@ def server(folder: Path) -> Iterator[Running]:
         "endless": pieces(folder, "endless", **endless),
         "async": async_pieces(folder, "async"),
         "async-endless": async_pieces(folder, "async-endless", **endless),
+        "wide": {
+            "model": "fanout:WidePieces",
+            "options": {"count": WIDE, "width": 20_000},
+            "environment": {"FANOUT_LOG": str(folder / "wide")},
+        },
     }
     with serve({"deployments": deployments}) as running:
         yield running
@@ -191,6 +201,40 @@ def test_a_client_that_leaves_ends_the_generator(server: Running, folder: Path, 
         next(events_in(response))
     wait_for(lambda: pipeline.calls()["closed"] == 2, 60, "the next one to be closed")
     assert 2 <= count < ENDLESS
+
+
+@pytest.mark.parametrize("name", ["endless", "async-endless"])
+def test_a_worker_that_is_killed_takes_its_streams_with_it(server: Running, folder: Path, name: str) -> None:
+    pipeline = pipeline_of(server, folder, name)
+    with pipeline.stream(1) as response:
+        events = events_in(response)
+        next(events)
+        for worker in server.workers():
+            os.kill(worker, signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            list(events)
+    wait_for(lambda: pipeline.calls()["closed"] == 1, 60, "the generator to be closed")
+    wait_for(lambda: bool(server.workers()) and server.is_ready(name), 60, "another worker")
+    with pipeline.stream(1) as response:
+        next(events_in(response))
+
+
+def test_a_client_that_stops_reading_holds_its_own_stream_up_and_loses_nothing(server: Running, folder: Path) -> None:
+    pipeline, other = pipeline_of(server, folder, "wide"), pipeline_of(server, folder, "pieces")
+    counts = [-1]
+
+    def stands_still() -> bool:
+        assert len(list(events_in(other.generate(1)))) == 4
+        counts.append(pipeline.calls()["piece"])
+        return counts[-1] == counts[-2] > 0
+
+    with pipeline.stream(1) as response:
+        wait_for(stands_still, 60, "the model to be held up")
+        assert counts[-1] < WIDE
+        *events, end = events_in(response)
+        assert [set(event["piece"]) for event in events] == [{index} for index in range(WIDE)]
+        assert end["final"]
+    assert pipeline.calls()["piece"] == WIDE
 
 
 def test_an_async_generator_streams(server: Running, folder: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference import BadInput, Model, Parameter, Tensor
+from inference.frame import FRAME, decode_frame
 from inference.fused import FusedPipeline
 from inference.pace import Pace
-from inference.report import HEADWATER, RowReport, Status
+from inference.parcel import ChannelNote, decode_parcel
+from inference.report import HEADWATER, CallNote, RowReport, Status
 from inference.shared_memory import SharedCall
 from inference.steps import Step
 from tests.pipelines import Answer, Request, Stage, Word, ask, decoded, fused, hear, only, rows, totals
@@ -301,7 +305,7 @@ class TestFrames:
         async def leave() -> list[Answer]:
             frames = pipeline.handle([Request({"x": rows(1)})])
             await anext(frames)
-            await frames.aclose()  # type: ignore[attr-defined]
+            await frames.aclose()
             return [answer async for answer in hear(pipeline, {"x": rows(1)})]
 
         assert len(only(asyncio.run(asyncio.wait_for(leave(), 30)))) == 2
@@ -663,7 +667,7 @@ class TestStreams:
             frames = pipeline.handle([Request({"x": rows(1)})])
             await anext(frames)
             await anext(frames)
-            await frames.aclose()  # type: ignore[attr-defined]
+            await frames.aclose()
 
         asyncio.run(leave())
         assert counter.closed.is_set()
@@ -763,6 +767,68 @@ class TestStreams:
 
         answers = ask(fused({**models, "stream": Honest()}, ["beside", "stream"]), {"x": rows(1)})
         assert [word.outputs["piece"].tolist() for word in pieces_of(answers, "stream")[:-1]] == [[[3]], [[4]], [[5]]]
+
+    def test_a_stream_that_goes_over_a_channel_answers_there_and_not_its_call(self) -> None:
+        counter = Counter()
+        pipeline, _ = self.pipeline(counter)
+        direct = [frame.tobytes() for frame in asyncio.run(_frames(pipeline, rows(1), stream="before"))]
+
+        async def over_a_channel() -> list[bytes | None]:
+            channel = ChannelNote(os.getpid(), 1)
+            opening = msgspec.structs.replace(channel, opens=True)
+            parcels = pipeline.handle([_noted(rows(0), channel=opening)])
+            x = rows(1)
+            assert await _frames(pipeline, x, stream="s", channel=channel) == []
+            x[:] = -1  # as what PyTriton hands over is used again when the call has ended
+            assert await _frames(pipeline, rows(0), channel=msgspec.structs.replace(channel, parcels=1)) == []
+            heard: list[bytes | None] = []
+            async with contextlib.aclosing(parcels):
+                while None not in heard:
+                    (answer,) = await anext(parcels)
+                    heard += [raw for name, raw in decode_parcel(answer[FRAME].tobytes()) if name == "s"]
+            return heard
+
+        heard = asyncio.run(over_a_channel())
+        assert heard[-1] is None
+        assert [_values(raw) for raw in heard[:-1] if raw is not None] == [_values(raw) for raw in direct]
+
+    @BOTH
+    def test_a_stream_over_a_channel_is_cancelled_by_its_name(self, kind: type[Counter]) -> None:
+        counter = kind(10**9)
+        pipeline, _ = self.pipeline(counter)
+
+        async def cancel() -> None:
+            channel = ChannelNote(os.getpid(), 1)
+            opening = msgspec.structs.replace(channel, opens=True)
+            async with contextlib.aclosing(pipeline.handle([_noted(rows(0), channel=opening)])) as parcels:
+                await _frames(pipeline, rows(1), stream="s", channel=channel)
+                await anext(parcels)
+                await _frames(pipeline, rows(0), cancel="s")
+                while not any(
+                    raw is None for _, raw in decode_parcel((await anext(parcels))[0][FRAME].tobytes())
+                ):  # pragma: no branch
+                    pass
+
+        asyncio.run(asyncio.wait_for(cancel(), 30))
+        assert counter.closed.is_set()
+
+
+def _noted(x: Array, **note: Any) -> Request:
+    return Request({"x": x}, {HEADWATER: msgspec.json.encode(CallNote(**note)).decode()})
+
+
+async def _frames(pipeline: FusedPipeline, x: Array, **note: Any) -> list[Array]:
+    """What a call is answered with."""
+    return [answer[FRAME] async for (answer,) in pipeline.handle([_noted(x, **note)])]
+
+
+def _values(raw: bytes) -> list[tuple[str, int, bool, list[bytes]]]:
+    """What a frame says, less the times."""
+    frame, data = decode_frame(raw)
+    return [
+        (piece.head, piece.rows, piece.is_last, [bytes(one) for one in views])
+        for piece, views in zip(frame.pieces, data, strict=True)
+    ]
 
 
 def _raise() -> None:

@@ -160,6 +160,22 @@ class AsyncPieces(Model):
             note("closed", len(x))
 
 
+class WidePieces(Model):
+    """Yields rows of its number, as fast as they are taken."""
+
+    inputs = (Tensor("x", "FP32", [WIDTH]),)
+    outputs = (Tensor("piece", "INT32", [-1]),)
+
+    def __init__(self, count: int, width: int) -> None:
+        self.count = count
+        self.width = width
+
+    def __call__(self, x: np.ndarray[Any, Any]) -> Iterator[dict[str, Any]]:
+        for index in range(self.count):
+            note("piece", len(x))
+            yield {"piece": np.full((len(x), self.width), index, np.int32)}
+
+
 class Post(Model):
     """doubled = piece * 2"""
 

@@ -25,6 +25,7 @@ from inference.lm.wire import (
     decode_message,
     encode_frame,
 )
+from inference.report import CallNote
 from inference.signature import LanguageModelSpec, Signature, TensorSpec
 
 UNKNOWN = "channel: there is none of the name"
@@ -101,7 +102,7 @@ class Replica:
         if self.is_gone:
             raise ReplicaUnreachable("the replica ended")
         ((input, datatype, shape, (raw,)),) = request.inputs
-        assert (input, datatype, shape, request.note) == ("control", "UINT8", [1, len(raw)], "")
+        assert (input, datatype, shape, request.note) == ("control", "UINT8", [1, len(raw)], CallNote())
         assert name not in self.names
         self.names.append(name)
         message = decode_message(raw)

@@ -24,7 +24,6 @@ from app.errors import (
     HeadwaterError,
     Quarantined,
     QueueFull,
-    ReaderTooSlow,
     ReplicaLost,
     Unavailable,
 )
@@ -283,7 +282,6 @@ def test_routes_are_named_by_their_patterns_and_never_by_what_a_client_made_up()
         (QueueFull, "shed"),
         (Cancelled, "cancelled"),
         (ClientGone, "cancelled"),
-        (ReaderTooSlow, "cancelled"),
         (CallableFailed, "failed"),
         (Unavailable, "unavailable"),
         (ReplicaLost, "unavailable"),

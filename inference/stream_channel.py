@@ -1,0 +1,224 @@
+"""The channels of a replica whose model streams, and the streams that go over them (`inference.parcel`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import AsyncGenerator
+from typing import Final
+
+from inference.arrays import Array
+from inference.batch_run import Cancellation
+from inference.parcel import (
+    PARCEL_BYTES,
+    PARCEL_WINDOW,
+    STREAM_WINDOW,
+    STREAM_WINDOW_BYTES,
+    ChannelNote,
+    Entry,
+    encode_parcel,
+)
+
+__all__ = ["ChannelStream", "StreamChannels"]
+
+PARCEL_EVERY_S: Final = 0.002
+"""A parcel costs about a millisecond of CPU on its way: after one, what is said gathers for so long."""
+
+logger = logging.getLogger(__name__)
+
+
+class ChannelStream(Cancellation):
+    """A stream that goes over a channel, and how far its reader has got."""
+
+    __slots__ = ("_room", "bytes", "frames", "name", "taken_bytes", "taken_frames")
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.frames = self.bytes = 0
+        """Said by now."""
+        self.taken_frames = self.taken_bytes = 0
+        self._room: asyncio.Future[None] | None = None
+        """Set while it waits for its reader."""
+
+    def set(self) -> None:
+        """See `Cancellation.set`."""
+        super().set()
+        self._wake()
+
+    def take(self, frames: int, size_bytes: int) -> None:
+        """Its reader has taken so much by now."""
+        self.taken_frames, self.taken_bytes = frames, size_bytes
+        if not self.is_full:
+            self._wake()
+
+    async def room(self) -> None:
+        """Wait until the next frame may be made, or nobody wants it."""
+        while self.is_full and not self.is_set:
+            self._room = asyncio.get_running_loop().create_future()
+            try:
+                await self._room
+            finally:
+                self._room = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its reader is as far behind as it may be."""
+        return (
+            self.frames - self.taken_frames >= STREAM_WINDOW or self.bytes - self.taken_bytes >= STREAM_WINDOW_BYTES
+        )  # fmt: skip
+
+    def _wake(self) -> None:
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+
+class _Channel:
+    """One worker's, by the number that it gave. Everything happens in one event loop.
+
+    It is there as soon as anything of it comes, and keeps what it shall send until it is opened.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.streams: dict[str, ChannelStream] = {}
+        self.is_closed = False
+        self._on_close = contextlib.ExitStack()
+        self._entries: list[Entry] = []
+        self._sent = 0
+        """Parcels."""
+        self._acknowledged = 0
+        self._news = asyncio.Event()
+
+    def watch(self, pid: int) -> None:
+        """Close it when that process ends. Nothing else says so: PyTriton drops Triton's cancellation."""
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError as error:
+            if error.errno == errno.ESRCH:
+                self.close()
+            else:
+                logger.warning(
+                    "the end of gateway worker %d can't be noticed, its streams would run on: %s", pid, error
+                )
+            return
+        loop = asyncio.get_running_loop()
+        self._on_close.callback(os.close, fd)
+        self._on_close.callback(loop.remove_reader, fd)
+        loop.add_reader(fd, self.close)
+
+    def add(self, stream: str, frame: Array | None) -> None:
+        """Send a frame of a stream, or its end."""
+        if not self.is_closed:
+            self._entries.append((stream, None if frame is None else frame.reshape(-1).data))
+            self._news.set()
+
+    def acknowledge(self, note: ChannelNote) -> None:
+        """The worker says what it has got."""
+        self._acknowledged = max(self._acknowledged, min(note.parcels, self._sent))
+        self._news.set()
+        for name, (frames, size_bytes) in note.taken.items():
+            stream = self.streams.get(name)
+            if stream is not None:
+                stream.take(frames, size_bytes)
+
+    async def parcels(self) -> AsyncGenerator[Array, None]:
+        """What is to be sent, until the channel is closed."""
+        loop = asyncio.get_running_loop()
+        not_before_s = 0.0
+        while not self.is_closed:
+            if self._entries and self._sent - self._acknowledged < PARCEL_WINDOW:
+                if (left_s := not_before_s - loop.time()) > 0:
+                    await asyncio.sleep(left_s)
+                self._sent += 1
+                yield self._parcel()
+                not_before_s = loop.time() + PARCEL_EVERY_S
+            else:
+                self._news.clear()
+                await self._news.wait()
+
+    def close(self) -> None:
+        """Nobody is at its other end: its streams are cancelled."""
+        self._on_close.close()
+        self.is_closed = True
+        self._entries = []
+        self._news.set()
+        for stream in self.streams.values():
+            stream.set()
+
+    def _parcel(self) -> Array:
+        count = size_bytes = 0
+        for _, frame in self._entries:
+            count += 1
+            size_bytes += 0 if frame is None else len(frame)
+            if size_bytes >= PARCEL_BYTES:
+                break
+        entries, self._entries = self._entries[:count], self._entries[count:]
+        return encode_parcel(entries)
+
+
+class StreamChannels:
+    """All of one replica: one for each gateway worker."""
+
+    def __init__(self) -> None:
+        self._channels: dict[int, _Channel] = {}
+        """By the worker's process."""
+        self._relays: set[asyncio.Task[None]] = set()
+
+    def open(self, note: ChannelNote) -> AsyncGenerator[Array, None]:
+        """A channel's parcels, until it is closed."""
+        return self._channel(note).parcels()
+
+    def acknowledge(self, note: ChannelNote) -> None:
+        """See `inference.parcel.ChannelNote`."""
+        self._channel(note).acknowledge(note)
+
+    def start(self, note: ChannelNote, stream: ChannelStream, frames: AsyncGenerator[Array, None]) -> None:
+        """Send a stream's frames as it makes them.
+
+        Args:
+            note: names the channel.
+            stream: that is asked for.
+            frames: what it says.
+        """
+        task = asyncio.get_running_loop().create_task(_relay(self._channel(note), stream, frames))
+        self._relays.add(task)
+        task.add_done_callback(self._relays.discard)
+
+    def _channel(self, note: ChannelNote) -> _Channel:
+        """The one that is meant, or one that is closed in place of a former one."""
+        channel = self._channels.get(note.pid)
+        if channel is not None and channel.number == note.number:
+            return channel
+        new = _Channel(note.number)
+        if channel is not None and channel.number > note.number:
+            new.close()
+            return new
+        if channel is not None:
+            channel.close()
+        for pid in [pid for pid, one in self._channels.items() if one.is_closed]:
+            del self._channels[pid]
+        new.watch(note.pid)
+        self._channels[note.pid] = new
+        return new
+
+
+async def _relay(channel: _Channel, stream: ChannelStream, frames: AsyncGenerator[Array, None]) -> None:
+    channel.streams[stream.name] = stream
+    if channel.is_closed:
+        stream.set()
+    try:
+        async with contextlib.aclosing(frames):
+            async for frame in frames:
+                stream.frames += 1
+                stream.bytes += frame.size
+                channel.add(stream.name, frame)
+                del frame  # the next one may be long in coming
+                if stream.is_full:
+                    await stream.room()
+    finally:
+        channel.add(stream.name, None)
+        del channel.streams[stream.name]
