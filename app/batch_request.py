@@ -92,7 +92,8 @@ def encode_for_frames(
 
 def encode_nothing(signature: Signature) -> FrameRequest:
     """A request that asks a replica that answers in frames for nothing: to end a stream that there isn't."""
-    inputs = [(spec.name, *_placeholder(spec, 1)) for spec in signature.inputs if not spec.optional]
+    required = [spec for spec in signature.inputs if not spec.optional]
+    inputs = [(spec.name, *_neutral(spec, stand_in_shape(spec, 1))) for spec in required]
     return FrameRequest(inputs, CallNote(cancel="-"))
 
 
@@ -135,9 +136,13 @@ def _share(signature: Signature, inputs: list[_Encoded], segments: Segments, not
 
 
 def _placeholder(spec: TensorSpec, rows: int) -> tuple[str, list[int], list[bytes | memoryview]]:
+    """What travels in the place of a tensor without elements."""
+    return _neutral(spec, placeholder_shape(rows, spec.shape))
+
+
+def _neutral(spec: TensorSpec, shape: list[int]) -> tuple[str, list[int], list[bytes | memoryview]]:
     """Neutral values: datatype, shape and bytes."""
     datatype = DATATYPES[spec.datatype]
-    shape = placeholder_shape(rows, spec.shape)
     return datatype.wire, shape, [bytes((datatype.size_bytes or 4) * math.prod(shape))]  # BYTES: empty ones
 
 

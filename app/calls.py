@@ -12,7 +12,7 @@ from typing import cast
 from app.batch_answer import sliced
 from app.batch_request import encode_batch
 from app.batching import Item
-from app.collector import WHOLE
+from app.collector import PIECES_LIMIT, PIECES_LIMIT_BYTES, WHOLE
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from app.frame_call import FrameCall
 from app.metrics.recorder import DeploymentMeter
@@ -184,6 +184,7 @@ class Calls:
         async with contextlib.aclosing(client.frames(call.name, call.request)) as frames:
             async for raw in frames:
                 compute_us = self._take(call, parts, raw, started_ns, compute_us)
+                size_bytes = len(raw)
                 del raw  # the next one may be long in coming
                 if call.unshared:
                     return
@@ -193,13 +194,13 @@ class Calls:
                     raise call.lost
                 if call.is_said and not is_stream:  # what is left is Triton's end, a millisecond later
                     break
+                if is_stream:
+                    await _wait_for_reader(pending, size_bytes)
                 if is_stream and pending.collector.is_done and not pending.collector.succeeded:
                     # Nobody wants the rest. Who waits for its reader may be slow to say so.
                     if pending.stream is not None:
                         client.cancel(call.name)
                     break
-                if is_stream and pending.collector.is_full:
-                    await _wait_for_reader(pending)
         pending.stream = None
         self._statistics.note_call(rows, compute_us * 1000)
         self._meter.note_call(rows, pending.signature.max_batch_size, compute_us * 1000)
@@ -253,11 +254,19 @@ class Calls:
             start = end
 
 
-async def _wait_for_reader(pending: Pending) -> None:
-    """Hold a stream up whose reader is behind: what isn't taken here, the replica doesn't go on to make."""
+async def _wait_for_reader(pending: Pending, size_bytes: int) -> None:
+    """Hold a stream up whose reader is behind: what isn't taken here, the replica doesn't go on to make.
+
+    Args:
+        pending: its request.
+        size_bytes: of its last result, and probably of its next one.
+    """
+    limit = max(1, min(PIECES_LIMIT, PIECES_LIMIT_BYTES // size_bytes))
+    if not pending.collector.is_full(limit):
+        return
     if pending.deadlines is not None:
         pending.deadlines.hold()
-    await pending.collector.room()
+    await pending.collector.room(limit)
     if pending.deadlines is not None:
         pending.deadlines.hear()
 

@@ -18,6 +18,8 @@ WHOLE: Final = ""
 
 PIECES_LIMIT: Final = 16
 """Of a stream, so many pieces may wait for its reader before it is not asked for more."""
+PIECES_LIMIT_BYTES: Final = 1024 * 1024
+"""The same in bytes; one that is larger waits alone."""
 
 _PLAIN: Final = {WHOLE: HeadSpec(WHOLE, ())}
 
@@ -116,14 +118,13 @@ class Collector:
         if head in self.undecided and not self.is_done:
             self._take(HeadAnswer(head, outputs, None, self.took_ms()))
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the reader of a stream is behind, and more to come."""
-        return len(self._answers) >= PIECES_LIMIT and not self.future.done()
+    def is_full(self, limit: int = PIECES_LIMIT) -> bool:
+        """Whether so many pieces of a stream wait for its reader, and more are to come."""
+        return len(self._answers) >= limit and not self.future.done()
 
-    async def room(self) -> None:
-        """Wait for the reader, or for the end."""
-        while self.is_full:
+    async def room(self, limit: int = PIECES_LIMIT) -> None:
+        """Wait until fewer pieces wait for the reader, or for the end."""
+        while self.is_full(limit):
             self._room = self._loop.create_future()
             try:
                 await self._room
@@ -198,7 +199,7 @@ class Collector:
         self._make_room()
 
     def _make_room(self) -> None:
-        if self._room is not None and not self._room.done() and not self.is_full:
+        if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
     def close(self) -> None:

@@ -187,7 +187,8 @@ class Dispatcher:
         client = self._connect(self.route.name, replica)
         self._replicas[replica.id] = ReplicaCalls(replica, client)
         if replica.grpc_socket and self.route.signature is not None:
-            cast(FrameReplicaClient, client).open(encode_nothing(self.route.signature))
+            signature = self.route.signature
+            cast(FrameReplicaClient, client).open(encode_nothing(signature), streams=signature.streams)
 
     def check_ready(self, *, is_step: bool = False) -> Signature:
         """The signature, if requests can be taken now.

@@ -41,7 +41,7 @@ class _Call:
     A queue of asyncio's takes 3 KB, which streams on which nothing happens have for hours.
     """
 
-    __slots__ = ("_answers", "_reader", "has_answer", "is_sent", "taken")
+    __slots__ = ("_answers", "_reader", "has_answer", "is_accepted", "is_sent", "taken")
 
     def __init__(self, taken: Taken | None = None) -> None:
         self._answers: list[bytes | HeadwaterError | None] = []
@@ -51,6 +51,8 @@ class _Call:
         """Whether the replica may have had it."""
         self.has_answer = False
         """Whether frames came as an answer to it."""
+        self.is_accepted = False
+        """Whether the replica has had it for certain."""
         self.taken = taken
         """Of a call whose frames come over the channel."""
 
@@ -91,16 +93,19 @@ class FrameClient:
         self._is_ended = False
         self._nothing = FrameRequest([], CallNote())
         """What asks for nothing: a message that cancels must have inputs, too."""
-        self._streams: StreamChannel | None = None
-        """The channel that streams go over, once there was one."""
+        self._stream_channel: StreamChannel | None = None
+        """What streams go over, if one is open."""
         self._channel_name = ""
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
         self._closing: asyncio.Task[None] | None = None
 
-    def open(self, nothing: FrameRequest) -> None:
+    def open(self, nothing: FrameRequest, *, streams: bool = False) -> None:
         """See `FrameReplicaClient.open`."""
         self._nothing = nothing
-        self._outgoing.put_nowait(self._message("open", nothing))
+        if streams:
+            self._stream_channel = self._open_channel()
+        else:
+            self._outgoing.put_nowait(self._message("open", nothing))
 
     async def frames(self, name: str, request: FrameRequest) -> AsyncGenerator[bytes, None]:
         """See `FrameReplicaClient.frames`."""
@@ -108,7 +113,7 @@ class FrameClient:
             raise ReplicaUnreachable("the replica ended")
         is_stream = bool(request.note.stream)
         if is_stream:
-            channel = self._streams = self._streams or self._open_channel()
+            channel = self._stream_channel = self._stream_channel or self._open_channel()
             request.note.channel = channel.note
         call = self._calls[name] = _Call(Taken() if is_stream else None)
         self._outgoing.put_nowait(self._message(name, request))
@@ -179,8 +184,10 @@ class FrameClient:
                 call.has_answer = True
                 call.put(raw)
             # One whose frames come over the channel ends there, unless it was refused before.
-            if response.parameters[_FINAL].bool_param and (call.taken is None or call.has_answer):
-                call.put(None)
+            if response.parameters[_FINAL].bool_param:
+                call.is_accepted = True
+                if call.taken is None or call.has_answer:
+                    call.put(None)
 
     def _open_channel(self) -> StreamChannel:
         name = f"{_CHANNEL}{next(_numbers)}"
@@ -192,7 +199,7 @@ class FrameClient:
     def _hear_channel(self, message: Any) -> None:
         """The replica answers what was said of the channel: with a parcel, or the end of a call."""
         response = message.infer_response
-        channel = self._streams
+        channel = self._stream_channel
         is_post = response.id == self._channel_name + _POST
         if channel is None or not (is_post or response.id == self._channel_name):  # a former one
             return
@@ -201,6 +208,7 @@ class FrameClient:
                 for name, frame in channel.open_parcel(raw):
                     call = self._calls.get(name)
                     if call is not None:
+                        call.is_accepted = True
                         call.put(frame)
         except ValueError as error:
             self._drop_channel(CallableFailed(f"model `{self._model}`: {error}"))
@@ -215,9 +223,13 @@ class FrameClient:
 
     def _drop_channel(self, error: HeadwaterError) -> None:
         """It can't be used any more: its streams end, and the next one opens another."""
-        self._streams = None
+        self._stream_channel = None
         for call in self._calls.values():
-            if call.taken is not None:
+            if call.taken is None:
+                continue
+            if call.is_accepted and isinstance(error, ReplicaUnreachable):  # it was by a message of the channel only
+                call.put(ReplicaLost("the replica ended while it had the request"))
+            else:
                 call.put(error.again())
 
     def _say(self, name: str, note: CallNote) -> None:

@@ -58,11 +58,13 @@ class ReplicaClient(Protocol):
 class FrameReplicaClient(Protocol):
     """What the gateway needs of a replica that answers in frames (`inference.frame`)."""
 
-    def open(self, nothing: FrameRequest) -> None:
+    def open(self, nothing: FrameRequest, *, streams: bool = False) -> None:
         """Make the way to the replica ready, so that the first call needn't. Comes before any other method, once.
 
         Args:
             nothing: a request that asks for nothing; what comes back is dropped, an error too.
+            streams: whether calls will be streams. The replica then ends those that this process had there by a former
+                client.
         """
         ...
 

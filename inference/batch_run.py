@@ -18,7 +18,7 @@ from inference.request import Part
 from inference.steps import Given, Made, Step
 from inference.values import copied, rows_of, settled
 
-__all__ = ["BatchRun", "Cancellation"]
+__all__ = ["BatchRun", "StreamControl"]
 
 MAX_MESSAGE_CHARS = 2000
 
@@ -36,17 +36,20 @@ class _Result(NamedTuple):
     """By row of the batch."""
 
 
-class Cancellation:
-    """Says whether a stream shall end. An event of asyncio's takes much more memory, and nobody waits for it."""
+class StreamControl:
+    """What a stream that runs and whoever asked for it know of each other."""
 
-    __slots__ = ("is_set",)
+    __slots__ = ("has_turn", "is_cancelled")
 
     def __init__(self) -> None:
-        self.is_set = False
+        self.is_cancelled = False
+        """Whether it shall end."""
+        self.has_turn = False
+        """Whether all others wait for it: then it must wait for nobody."""
 
-    def set(self) -> None:
-        """The stream shall end."""
-        self.is_set = True
+    def cancel(self) -> None:
+        """Nobody wants more of it."""
+        self.is_cancelled = True
 
 
 class BatchRun:
@@ -121,21 +124,22 @@ class BatchRun:
         if ready:
             yield self._framed(ready)
 
-    async def stream(self, turn: asyncio.Lock, cancelled: Cancellation) -> AsyncGenerator[Array, None]:
+    async def stream(self, turn: asyncio.Lock, control: StreamControl) -> AsyncGenerator[Array, None]:
         """Run the steps up to the one that streams, then those that follow from it for each of its yields.
 
         A head has its end once a row of it fails; the others go on.
 
         Args:
             turn: held while steps run, but not while the one that streams computes its next yield.
-            cancelled: if it is set, the stream ends without a word.
+            control: of the stream; if it is cancelled, it ends without a word.
         """
         source = next(step for step in self._plan.steps if step.signature.streams)
         after = [
             step for step in self._plan.steps if step is not source and source.name in self._plan.needed([step.name])
         ]
         async with turn:
-            if cancelled.is_set:
+            control.has_turn = True
+            if control.is_cancelled:
                 return
             for planned in self._plan.steps:
                 if self._needed[planned.name] and planned is not source and planned not in after:
@@ -150,12 +154,13 @@ class BatchRun:
                 return
             given, rows, failures = await self._given(self._steps[source.name], is_private=True)
             self._keep({wire.step for step in after for wire in step.wires})
+        control.has_turn = False
         self._count(source.name, 0 if given.is_warmup else 1, 0, 0.0)
         async with contextlib.aclosing(self._steps[source.name].iterate(given)) as results:
             started_s = time.perf_counter()
             async for made in results:
                 took_s = time.perf_counter() - started_s
-                if cancelled.is_set:
+                if control.is_cancelled:
                     return
                 self._take(source.name, made, took_s, rows, failures)
                 yield self._framed(await self._follow(source.name, made, took_s, after, turn))

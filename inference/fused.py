@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from inference.arrays import Array
-from inference.batch_run import BatchRun, Cancellation
+from inference.batch_run import BatchRun, StreamControl
 from inference.errors import DeclarationError
 from inference.frame import FRAME, Frame, Piece, encode_frame
 from inference.model import Model
@@ -66,7 +66,7 @@ class FusedPipeline:
         }  # fmt: skip
         self._turn = asyncio.Lock()
         self._pace = Pace(wait_for_next_s)
-        self._streams: dict[str, Cancellation] = {}
+        self._streams: dict[str, StreamControl] = {}
         """By name, of those that run."""
         self._channels = StreamChannels()
 
@@ -94,10 +94,10 @@ class FusedPipeline:
         note = part.note
         if note.cancel:
             if note.cancel in self._streams:
-                self._streams[note.cancel].set()
+                self._streams[note.cancel].cancel()
             return None
         if note.channel is None:
-            return self._frames(part, Cancellation())
+            return self._frames(part, StreamControl())
         if note.channel.opens:
             return self._channels.open(note.channel)
         if not note.stream:
@@ -109,7 +109,7 @@ class FusedPipeline:
         self._channels.start(note.channel, stream, self._frames(part, stream))
         return None
 
-    async def _frames(self, part: Part, cancelled: Cancellation) -> AsyncGenerator[Array, None]:
+    async def _frames(self, part: Part, control: StreamControl) -> AsyncGenerator[Array, None]:
         """A request's frames.
 
         No exception leaves it: PyTriton would answer with a traceback, and log it. Whatever is not foreseen becomes the
@@ -120,8 +120,8 @@ class FusedPipeline:
         try:
             run = BatchRun(self._plan, self._ancestors, self.steps, part)
             if self._plan.signature.streams:
-                self._streams[name] = cancelled
-                frames = run.stream(self._turn, cancelled)
+                self._streams[name] = control
+                frames = run.stream(self._turn, control)
             else:
                 frames = run.batch(self._turn, self._pace)
             async with contextlib.aclosing(frames):

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from typing import Final
 
 from inference.arrays import Array
-from inference.batch_run import Cancellation
+from inference.batch_run import StreamControl
 from inference.parcel import (
     PARCEL_BYTES,
     PARCEL_WINDOW,
@@ -30,7 +30,7 @@ PARCEL_EVERY_S: Final = 0.002
 logger = logging.getLogger(__name__)
 
 
-class ChannelStream(Cancellation):
+class ChannelStream(StreamControl):
     """A stream that goes over a channel, and how far its reader has got."""
 
     __slots__ = ("_room", "bytes", "frames", "name", "taken_bytes", "taken_frames")
@@ -44,9 +44,9 @@ class ChannelStream(Cancellation):
         self._room: asyncio.Future[None] | None = None
         """Set while it waits for its reader."""
 
-    def set(self) -> None:
-        """See `Cancellation.set`."""
-        super().set()
+    def cancel(self) -> None:
+        """See `StreamControl.cancel`."""
+        super().cancel()
         self._wake()
 
     def take(self, frames: int, size_bytes: int) -> None:
@@ -57,7 +57,7 @@ class ChannelStream(Cancellation):
 
     async def room(self) -> None:
         """Wait until the next frame may be made, or nobody wants it."""
-        while self.is_full and not self.is_set:
+        while self.is_full and not self.is_cancelled:
             self._room = asyncio.get_running_loop().create_future()
             try:
                 await self._room
@@ -129,16 +129,19 @@ class _Channel:
         """What is to be sent, until the channel is closed."""
         loop = asyncio.get_running_loop()
         not_before_s = 0.0
-        while not self.is_closed:
-            if self._entries and self._sent - self._acknowledged < PARCEL_WINDOW:
-                if (left_s := not_before_s - loop.time()) > 0:
+        try:
+            while not self.is_closed:
+                if not self._entries or self._sent - self._acknowledged >= PARCEL_WINDOW:
+                    self._news.clear()
+                    await self._news.wait()
+                elif (left_s := not_before_s - loop.time()) > 0:
                     await asyncio.sleep(left_s)
-                self._sent += 1
-                yield self._parcel()
-                not_before_s = loop.time() + PARCEL_EVERY_S
-            else:
-                self._news.clear()
-                await self._news.wait()
+                else:
+                    self._sent += 1
+                    yield self._parcel()
+                    not_before_s = loop.time() + PARCEL_EVERY_S
+        finally:  # also after one that could not be sent
+            self.close()
 
     def close(self) -> None:
         """Nobody is at its other end: its streams are cancelled."""
@@ -147,7 +150,7 @@ class _Channel:
         self._entries = []
         self._news.set()
         for stream in self.streams.values():
-            stream.set()
+            stream.cancel()
 
     def _parcel(self) -> Array:
         count = size_bytes = 0
@@ -209,7 +212,7 @@ class StreamChannels:
 async def _relay(channel: _Channel, stream: ChannelStream, frames: AsyncGenerator[Array, None]) -> None:
     channel.streams[stream.name] = stream
     if channel.is_closed:
-        stream.set()
+        stream.cancel()
     try:
         async with contextlib.aclosing(frames):
             async for frame in frames:
@@ -217,8 +220,10 @@ async def _relay(channel: _Channel, stream: ChannelStream, frames: AsyncGenerato
                 stream.bytes += frame.size
                 channel.add(stream.name, frame)
                 del frame  # the next one may be long in coming
-                if stream.is_full:
+                if stream.is_full and not stream.has_turn:
                     await stream.room()
+                    if stream.is_cancelled:  # and the next one might be long in coming
+                        break
     finally:
         channel.add(stream.name, None)
         del channel.streams[stream.name]

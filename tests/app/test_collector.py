@@ -214,9 +214,9 @@ def full() -> Collector:
     """A stream that has as many pieces as may wait for its reader."""
     collector = stream(a="fail")
     for _ in range(PIECES_LIMIT):
-        assert not collector.is_full
+        assert not collector.is_full()
         collector.add("a", outputs("a"))
-    assert collector.is_full
+    assert collector.is_full()
     return collector
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.answers import Answer, HeadAnswer
-from app.collector import PIECES_LIMIT
+from app.collector import PIECES_LIMIT, PIECES_LIMIT_BYTES
 from app.dispatch import Dispatcher
 from app.errors import (
     BadRequest,
@@ -119,7 +119,7 @@ class Replica:
         self.calls: list[Call] = []
         self.cancelled: list[str] = []
 
-    def open(self, nothing: FrameRequest) -> None:
+    def open(self, nothing: FrameRequest, *, streams: bool = False) -> None:
         self.opened.append(nothing)
 
     async def frames(self, name: str, request: FrameRequest) -> AsyncGenerator[bytes, None]:
@@ -791,6 +791,50 @@ def test_a_stream_that_is_not_read_is_held_up_and_its_silence_is_not_the_replica
     run(scenario)
 
 
+def test_large_results_of_a_stream_wait_one_at_a_time() -> None:
+    async def scenario() -> None:
+        bench = Bench(STREAMING)
+        pieces = bench.dispatcher.stream(bench.request(1, heads="a"))
+        first = asyncio.ensure_future(anext(pieces))
+        await settle()
+        (call,) = bench.calls
+        raw = bytes(PIECES_LIMIT_BYTES + 1)
+        head = Piece("a", 1, 0, [], [FrameTensor("out_a", "UINT8", (1, len(raw)), len(raw))], is_last=False)
+        large = encode_frame(Frame([head], []), [raw]).tobytes()
+        for _ in range(10):
+            call.answers.put_nowait(large)
+        await first
+        for left in range(8, 3, -1):
+            await settle()
+            assert call.answers.qsize() == left
+            await anext(pieces)
+        await pieces.aclose()  # type: ignore[attr-defined]
+
+    run(scenario)
+
+
+def test_a_stream_that_ends_while_it_is_held_up_is_cancelled_at_once() -> None:
+    async def scenario() -> None:
+        bench = Bench(STREAMING)
+        pieces = bench.dispatcher.stream(bench.request(1, heads="a"))
+        first = asyncio.ensure_future(anext(pieces))
+        await settle()
+        (call,) = bench.calls
+        for _ in range(PIECES_LIMIT + 1):
+            call.say(call.piece("a", is_last=False))
+        await first
+        await settle()
+        assert not call.is_left
+        (fail,) = bench.dispatcher.under_way(None)
+        fail(Unavailable("it is unloaded"))
+        await settle()
+        assert bench.replicas["m-0"].cancelled == [call.name]  # though the model says nothing more
+        assert call.is_left
+        await pieces.aclose()
+
+    run(scenario)
+
+
 def test_a_stream_that_is_left_while_it_is_held_up_is_cancelled() -> None:
     async def scenario() -> None:
         bench = Bench(STREAMING)
@@ -872,6 +916,7 @@ def test_a_replicas_stream_is_opened_before_the_first_request() -> None:
                 TensorSpec("t", "BYTES", (1,)),
                 TensorSpec("h", "BF16", (3,)),
                 TensorSpec("o", "FP32", (1,), optional=True),
+                TensorSpec("i", "FP32", (3, 1024, 1024)),
             ),
         )
         bench = Bench(signature)
@@ -880,6 +925,7 @@ def test_a_replicas_stream_is_opened_before_the_first_request() -> None:
             ("x", "FP32", [1, 1, 2], [bytes(8)]),
             ("t", "BYTES", [1, 1], [bytes(4)]),
             ("h", "UINT16", [1, 3], [bytes(6)]),
+            ("i", "FP32", [1, 1, 1, 1], [bytes(4)]),  # every acknowledgement has them
         ]
         note = nothing.note
         assert note.cancel

@@ -413,3 +413,37 @@ def test_a_stream_that_is_refused_ends_with_that() -> None:
         assert await streams[1] == [b"a frame that says why"]
 
     run(scenario)
+
+
+def test_streams_of_a_replica_that_ends_in_good_order_are_lost_if_it_had_them() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        names = ("accepted", "answered", "unknown")
+        streams = [call(client, name, request(CallNote(stream=name))) for name in names]
+        opening = await triton.next()
+        for _ in names:
+            await triton.next()
+        triton.say(final("accepted"), parcel(opening.id, ("answered", b"1")))
+        triton.say(refused(f"{opening.id}-post", "Request for unknown model: 'm' is not found"))
+        for stream, error in zip(streams, (ReplicaLost, ReplicaLost, ReplicaUnreachable), strict=True):
+            with pytest.raises(ReplicaLost) as caught:
+                await stream
+            assert type(caught.value) is error
+
+    run(scenario)
+
+
+def test_opening_for_streams_opens_the_channel() -> None:
+    async def scenario(client: FrameClient, triton: Triton) -> None:
+        client.open(NOTHING, streams=True)
+        opening = await triton.next()
+        told = noted(opening).channel
+        assert told is not None
+        assert told.opens
+        task = call(client, "one", request(STREAM))
+        asked = noted(await triton.next()).channel
+        assert asked is not None
+        assert asked.number == told.number
+        triton.say(parcel(opening.id, ("one", None)))
+        assert await task == []
+
+    run(scenario)

@@ -20,7 +20,7 @@ from inference import BadInput, Model, Parameter, Tensor
 from inference.frame import FRAME, decode_frame
 from inference.fused import FusedPipeline
 from inference.pace import Pace
-from inference.parcel import ChannelNote, decode_parcel
+from inference.parcel import STREAM_WINDOW_BYTES, ChannelNote, decode_parcel
 from inference.report import HEADWATER, CallNote, RowReport, Status
 from inference.shared_memory import SharedCall
 from inference.steps import Step
@@ -811,6 +811,31 @@ class TestStreams:
 
         asyncio.run(asyncio.wait_for(cancel(), 30))
         assert counter.closed.is_set()
+
+    def test_a_stream_that_waits_for_its_reader_holds_no_other_up(self) -> None:
+        width = STREAM_WINDOW_BYTES // 4 + 1
+        models: dict[str, Any] = {
+            "pre": Stage(doubled, ["x"], "f"),
+            "wide": Stage(lambda f: f.expand(-1, width).contiguous(), ["f"], "w"),
+            "stream": Counter(),
+        }
+        models["wide"].outputs = (Tensor("w", "FP32", [width]),)
+        pipeline = fused(models, ["wide", "stream"])
+
+        async def two() -> None:
+            channel = ChannelNote(os.getpid(), 1)
+            opening = msgspec.structs.replace(channel, opens=True)
+            async with contextlib.aclosing(pipeline.handle([_noted(rows(0), channel=opening)])) as parcels:
+                # Its first head alone is more than may be on its way, and nobody takes it.
+                await _frames(pipeline, rows(1), stream="first", channel=channel)
+                await _frames(pipeline, rows(1), stream="second", channel=channel, heads=[(2, 1)])
+                ended: set[str] = set()
+                while "second" not in ended:
+                    (answer,) = await anext(parcels)
+                    ended |= {name for name, raw in decode_parcel(answer[FRAME].tobytes()) if raw is None}
+                assert ended == {"second"}
+
+        asyncio.run(asyncio.wait_for(two(), 30))
 
 
 def _noted(x: Array, **note: Any) -> Request:

@@ -81,7 +81,7 @@ class Replica:
     def channel(self) -> ReplicaChannel:
         return self.channels[-1]
 
-    def open(self, nothing: FrameRequest) -> None:
+    def open(self, nothing: FrameRequest, *, streams: bool = False) -> None:
         self.opened.append(nothing)
 
     def cancel(self, name: str) -> None:

@@ -27,7 +27,7 @@ class HostClient:
     def __init__(self, host: EngineHost) -> None:
         self._host = host
 
-    def open(self, nothing: FrameRequest) -> None:
+    def open(self, nothing: FrameRequest, *, streams: bool = False) -> None:
         (self.nothing,) = (nothing,)
 
     def cancel(self, name: str) -> None:
