@@ -170,6 +170,7 @@ class Unary(Rounds):
         self, one: Running, count: int, seconds: float, number: int | None, is_grpc: bool = False
     ) -> Callable[[], None]:
         bodies, headers = self._bodies[one.name]
+        seconds *= self._scenario.longer
 
         def measure() -> None:
             before = cpu_s(one.server)
@@ -196,7 +197,7 @@ class Unary(Rounds):
         return self._grpc.run(one.grpc_port, self._name, described, raw, count, seconds)
 
     def _run_bare(self, number: int) -> None:
-        rate = self._bare.per_s(self._scenario.messages, self._options.seconds)
+        rate = self._bare.per_s(self._scenario.messages, self._options.seconds * self._scenario.longer)
         self.figures.append(Figure(self._name, max(self._counts), BARE, number, rate))
 
 

@@ -41,6 +41,8 @@ class Scenario:
     connections: Sequence[int]
     ours_only: Sequence[int] = ()
     """More connections, at which only Headwater is measured."""
+    longer: int = 1
+    """Loads last so many times as long, where an answer takes seconds."""
 
     @property
     def bodies(self) -> list[bytes]:
@@ -60,7 +62,8 @@ def scenario(name: str) -> Scenario:
         draw.shuffle(lengths)
         words = _STORY.split()
         texts = [" ".join(draw.choices(words, k=length)) for length in lengths]
-        return Scenario(name, [_message("text", "BYTES", [1, 1], [text], ["embedding"]) for text in texts], (64,))
+        messages = [_message("text", "BYTES", [1, 1], [text], ["embedding"]) for text in texts]
+        return Scenario(name, messages, (64,), longer=1 if name == "text" else 4)
     if name == "fanout":
         outputs = ["logits", "digit", "odd_probability", "reconstruction", "anomaly_score"]
         images = [[float(draw.randint(0, 16)) for _ in range(64)] for _ in range(16)]
