@@ -278,11 +278,15 @@ class BatchQueue:
 
     def next_is_full(self) -> bool:
         """Whether the next batch would be full."""
-        if self.rows < self.max_batch_size:
+        return self.next_has(self.max_batch_size)
+
+    def next_has(self, rows: int) -> bool:
+        """Whether the next batch would have so many rows, of at most a full batch."""
+        if self.rows < rows:
             return False
         one = self._active[0] if len(self._active) == 1 else min(self._active, key=_start)
         one.pass_over()
-        return self._lanes[one.arrivals[0].key].rows >= self.max_batch_size
+        return self._lanes[one.arrivals[0].key].rows >= rows
 
     def oldest_s(self) -> float:
         """When the oldest item arrived; the queue must not be empty."""

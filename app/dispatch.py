@@ -40,6 +40,10 @@ logger = logging.getLogger("headwater.dispatch")
 
 LOST_RETRY_S = 2.0
 """A replica that ended is out of the table within this time."""
+GOOD_PART = 4
+"""A busy replica gets no call of less than a batch divided by this,"""
+GOOD_ROWS = 8
+"""nor of fewer rows than this: small batches are filled."""
 
 Connect = Callable[[str, ReplicaRoute], "ReplicaClient | FrameReplicaClient"]
 
@@ -419,7 +423,7 @@ class Dispatcher:
                 break
             if not self._streams:
                 is_busy = replica.calls >= self.route.instances
-                if (is_busy and not queue.next_is_full()) or (
+                if (is_busy and not queue.next_has(self._worth_a_call(replica))) or (
                     self.route.max_queue_delay_ms and not self._delay_is_over()
                 ):
                     self._gathering.run()
@@ -448,6 +452,15 @@ class Dispatcher:
             ):
                 best = replica
         return best
+
+    def _worth_a_call(self, replica: ReplicaCalls) -> int:
+        """How many rows a replica that is busy gets: a batch, or else as many as it has, and a good part of a batch.
+
+        Where as many connections as a batch has rows ask again and again, one half is computed while the other half's
+        answers and next requests are on their way; waiting for a full batch they would do both together, in turns.
+        """
+        full = self._queue.max_batch_size
+        return min(full, max(full // GOOD_PART, GOOD_ROWS, replica.rows))
 
     def _delay_is_over(self) -> bool:
         """Whether the first rows have waited for company as long as they should; if not, looks again when they have."""

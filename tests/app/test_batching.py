@@ -271,6 +271,8 @@ def test_the_next_batch_is_full_only_of_its_own_key() -> None:
     queue = filled(item("a", 3), item("b", 3))
     queue.push(item("b", 1))
     assert not queue.next_is_full()
+    assert queue.next_has(3)
+    assert not queue.next_has(4)
     queue.push(item("a", 1))
     assert queue.next_is_full()
 

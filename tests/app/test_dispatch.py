@@ -232,6 +232,27 @@ def test_a_busy_replica_gets_another_call_when_a_batch_is_full() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("full", "has", "least"),
+    [(64, 1, 16), (64, 20, 20), (64, 64, 64), (32, 1, 8), (16, 1, 8), (8, 1, 8), (4, 1, 4)],
+)
+def test_a_busy_replica_gets_as_many_rows_as_it_has_and_no_few_ones(full: int, has: int, least: int) -> None:
+    async def scenario() -> None:
+        bench = Bench(msgspec.structs.replace(NUMBERS, max_batch_size=full), max_in_flight=2)
+        for value in range(has):
+            bench.send(value)
+        await settle()
+        for value in range(least - 1):
+            bench.send(value)
+        await settle()
+        assert [call.rows for call in bench.calls] == [has]
+        bench.send(0)
+        await settle()
+        assert [call.rows for call in bench.calls] == [has, least]
+
+    run(scenario)
+
+
 def test_rows_wait_for_company_as_long_as_the_delay_says() -> None:
     async def scenario() -> None:
         bench = Bench(max_queue_delay_ms=60_000)
