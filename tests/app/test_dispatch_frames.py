@@ -9,7 +9,7 @@ import gc
 import itertools
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -766,20 +766,29 @@ def test_a_stream_that_has_begun_holds_its_inputs_no_more() -> None:
     run(scenario)
 
 
+async def unread(bench: Bench, count: int, frame: bytes | None = None) -> tuple[Call, AsyncGenerator[HeadAnswer, None]]:
+    """A stream whose model says so many pieces, or such frames, and whose reader has taken one of them."""
+    pieces = cast("AsyncGenerator[HeadAnswer, None]", bench.dispatcher.stream(bench.request(1, heads="a")))
+    first = asyncio.ensure_future(anext(pieces))
+    await settle()
+    (call,) = bench.calls
+    for _ in range(count):
+        if frame is None:
+            call.say(call.piece("a", is_last=False))
+        else:
+            call.answers.put_nowait(frame)
+    await first
+    await settle()
+    return call, pieces
+
+
 def test_a_stream_that_is_not_read_is_held_up_and_its_silence_is_not_the_replica_s() -> None:
     async def scenario() -> None:
-        bench = Bench(STREAMING, timeout_s=0.1)
-        pieces = bench.dispatcher.stream(bench.request(1, heads="a"))
-        first = asyncio.ensure_future(anext(pieces))
-        await settle()
-        (call,) = bench.calls
-        for _ in range(3 * PIECES_LIMIT):
-            call.say(call.piece("a", is_last=False))
-        await first
-        await settle()
+        bench = Bench(STREAMING, timeout_s=0.5)
+        call, pieces = await unread(bench, 3 * PIECES_LIMIT)
         left = call.answers.qsize()
         assert 0 < left < 3 * PIECES_LIMIT  # what isn't taken
-        await asyncio.sleep(0.25)  # more than two deadlines
+        await asyncio.sleep(1.1)  # more than two deadlines
         assert call.answers.qsize() == left
         for _ in range(3 * PIECES_LIMIT - 1):
             assert numbers(await anext(pieces)) == expected([1], "a")
@@ -794,21 +803,15 @@ def test_a_stream_that_is_not_read_is_held_up_and_its_silence_is_not_the_replica
 def test_large_results_of_a_stream_wait_one_at_a_time() -> None:
     async def scenario() -> None:
         bench = Bench(STREAMING)
-        pieces = bench.dispatcher.stream(bench.request(1, heads="a"))
-        first = asyncio.ensure_future(anext(pieces))
-        await settle()
-        (call,) = bench.calls
         raw = bytes(PIECES_LIMIT_BYTES + 1)
         head = Piece("a", 1, 0, [], [FrameTensor("out_a", "UINT8", (1, len(raw)), len(raw))], is_last=False)
         large = encode_frame(Frame([head], []), [raw]).tobytes()
-        for _ in range(10):
-            call.answers.put_nowait(large)
-        await first
+        call, pieces = await unread(bench, 10, large)
         for left in range(8, 3, -1):
             await settle()
             assert call.answers.qsize() == left
             await anext(pieces)
-        await pieces.aclose()  # type: ignore[attr-defined]
+        await pieces.aclose()
 
     run(scenario)
 
@@ -816,14 +819,7 @@ def test_large_results_of_a_stream_wait_one_at_a_time() -> None:
 def test_a_stream_that_ends_while_it_is_held_up_is_cancelled_at_once() -> None:
     async def scenario() -> None:
         bench = Bench(STREAMING)
-        pieces = bench.dispatcher.stream(bench.request(1, heads="a"))
-        first = asyncio.ensure_future(anext(pieces))
-        await settle()
-        (call,) = bench.calls
-        for _ in range(PIECES_LIMIT + 1):
-            call.say(call.piece("a", is_last=False))
-        await first
-        await settle()
+        call, pieces = await unread(bench, PIECES_LIMIT + 1)
         assert not call.is_left
         (fail,) = bench.dispatcher.under_way(None)
         fail(Unavailable("it is unloaded"))
@@ -838,15 +834,8 @@ def test_a_stream_that_ends_while_it_is_held_up_is_cancelled_at_once() -> None:
 def test_a_stream_that_is_left_while_it_is_held_up_is_cancelled() -> None:
     async def scenario() -> None:
         bench = Bench(STREAMING)
-        pieces = bench.dispatcher.stream(bench.request(1, heads="a"))
-        first = asyncio.ensure_future(anext(pieces))
-        await settle()
-        (call,) = bench.calls
-        for _ in range(2 * PIECES_LIMIT):
-            call.say(call.piece("a", is_last=False))
-        await first
-        await settle()
-        await pieces.aclose()  # type: ignore[attr-defined]
+        call, pieces = await unread(bench, 2 * PIECES_LIMIT)
+        await pieces.aclose()
         await settle()
         assert bench.replicas["m-0"].cancelled == [call.name]
         assert call.is_left

@@ -99,6 +99,12 @@ def start(channels: StreamChannels, source: Source, **fields: Any) -> None:
     channels.start(note(**fields), source.stream, source.frames())
 
 
+def opened() -> tuple[StreamChannels, Listener]:
+    """A replica's channels, and who has opened this process's."""
+    channels = StreamChannels()
+    return channels, Listener(channels, note(opens=True))
+
+
 async def close(channels: StreamChannels, *listeners: Listener) -> None:
     """As a worker does that opens another channel, and ends."""
     other = Listener(channels, note(number=10**6))
@@ -123,8 +129,7 @@ def test_what_is_said_before_the_channel_is_open_and_after_comes_in_order() -> N
 
 def test_a_stream_waits_for_its_reader_and_the_others_do_not() -> None:
     async def scenario() -> None:
-        channels = StreamChannels()
-        listener = Listener(channels, note(opens=True))
+        channels, listener = opened()
         stalled, read = Source(10**6), Source(3 * STREAM_WINDOW)
         start(channels, stalled)
         start(channels, read)
@@ -145,8 +150,7 @@ def test_a_stream_waits_for_its_reader_and_the_others_do_not() -> None:
 
 def test_a_stream_of_large_frames_waits_sooner() -> None:
     async def scenario() -> None:
-        channels = StreamChannels()
-        listener = Listener(channels, note(opens=True))
+        channels, listener = opened()
         source = Source(100, size=STREAM_WINDOW_BYTES // 4)
         start(channels, source)
         await until(lambda: len(listener.of(source)) == 4)
@@ -159,8 +163,7 @@ def test_a_stream_of_large_frames_waits_sooner() -> None:
 
 def test_a_channel_waits_for_its_worker_and_gathers_meanwhile() -> None:
     async def scenario() -> None:
-        channels = StreamChannels()
-        listener = Listener(channels, note(opens=True))
+        channels, listener = opened()
         while len(listener.parcels) < PARCEL_WINDOW:
             start(channels, Source(1))
             await asyncio.sleep(0.001)
@@ -198,8 +201,7 @@ def test_no_parcel_is_much_larger_than_it_may_be() -> None:
 @pytest.mark.parametrize("is_held", [True, False], ids=["held up", "running"])
 def test_a_stream_that_is_cancelled_ends_even_while_it_waits(is_held: bool) -> None:
     async def scenario() -> None:
-        channels = StreamChannels()
-        listener = Listener(channels, note(opens=True))
+        channels, listener = opened()
         source = Source(10**9)
         start(channels, source)
         if is_held:
