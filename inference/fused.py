@@ -75,11 +75,11 @@ class FusedPipeline:
         (request,) = requests  # the model is bound without Triton's batcher
         try:
             part = read_request(self._plan.signature, request)
-        except (DeclarationError, OSError) as error:
-            # Only a client that talks to Triton directly gets here, or it is as `inference.shared_memory` says.
-            is_unshared = isinstance(error, OSError)
-            message = f"{type(error).__name__}: {error}" if is_unshared else str(error)
-            report = RowReport(Status.UNSHARED if is_unshared else Status.BAD_INPUT, message)
+        except Exception as error:  # none leaves it, see `_frames`
+            if isinstance(error, OSError):  # see `inference.shared_memory`
+                report = RowReport(Status.UNSHARED, f"{type(error).__name__}: {error}")
+            else:
+                report = _report_of(error)
             rows = max((len(array) for array in request.data.values()), default=0)
             yield [{FRAME: self._refusal(rows, report)}]
             return
@@ -127,11 +127,8 @@ class FusedPipeline:
             async with contextlib.aclosing(frames):
                 async for frame in frames:
                     yield frame
-        except DeclarationError as error:  # as in `handle`
-            yield self._refusal(part.rows, RowReport(Status.BAD_INPUT, str(error)))
         except Exception as error:
-            logger.exception("a batch failed between the steps")
-            report = RowReport(Status.RAISED, f"internal error: {type(error).__name__}")
+            report = _report_of(error)
             yield self._refusal(part.rows, report) if run is None else run.failed(report)
         finally:
             self._streams.pop(name, None)
@@ -141,6 +138,14 @@ class FusedPipeline:
         failures = [(row, int(report.status), report.message) for row in range(rows)]
         pieces = [Piece(head, rows, 0, failures) for head in self._heads]
         return encode_frame(Frame(pieces, []), [])
+
+
+def _report_of(error: Exception) -> RowReport:
+    """Why rows fail that no step has failed on."""
+    if isinstance(error, DeclarationError):  # only a client that talks to Triton directly gets here
+        return RowReport(Status.BAD_INPUT, str(error))
+    logger.error("a batch failed between the steps", exc_info=error)
+    return RowReport(Status.RAISED, f"internal error: {type(error).__name__}")
 
 
 def _handovers(plan: Plan, producer: PlannedStep) -> list[Handover]:

@@ -871,6 +871,20 @@ class TestNothingLeaves:
 
         return asyncio.run(gather())
 
+    def test_an_unforeseen_error_while_a_request_is_read_fails_its_rows(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        pipeline, _ = trunk_and_heads(1)
+
+        def unforeseen(*_: Any) -> Any:
+            raise ValueError("a bug of ours")
+
+        monkeypatch.setattr("inference.fused.read_request", unforeseen)
+        words = only(ask(pipeline, {"x": rows(1, 2)}))
+        report = RowReport(Status.RAISED, "internal error: ValueError")
+        assert words["h0"].failures == {0: report, 1: report}
+        assert "a bug of ours" in caplog.text
+
     def test_an_unforeseen_error_fails_all_rows_of_the_heads_that_have_not_answered(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
