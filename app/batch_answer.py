@@ -11,8 +11,8 @@ from app.collector import wanted_heads
 from app.errors import CallableFailed
 from app.row_slices import SlicedTensor
 from app.tensors import InferRequest, RawTensor
-from inference.report import RowReport, Status
 from inference.signature import Signature
+from inference.wire.report import RowReport, Status
 
 __all__ = ["no_rows", "no_rows_by_head", "sliced"]
 

@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 
 from app.segments import Segment, Segments
-from app.tensors import InferRequest, RawTensor, Scalar
+from app.tensors import InferRequest, RawTensor
 from app.triton_client import FrameRequest
 from inference.datatypes import DATATYPES
-from inference.report import HEADWATER, REPORT, CallNote, placeholder_shape
-from inference.shared_memory import SHARED_FROM_BYTES, aligned, stand_in_shape
+from inference.model import Scalar
 from inference.signature import Signature, TensorSpec
+from inference.wire.report import HEADWATER, REPORT, CallNote, placeholder_shape
+from inference.wire.shared_memory import SHARED_FROM_BYTES, aligned, stand_in_shape
 
 __all__ = ["encode_batch", "encode_for_frames", "encode_nothing"]
 
@@ -33,7 +34,7 @@ def encode_batch(
     Args:
         signature: the model's.
         batch: the rows.
-        is_alone: see `inference.report.CallNote.alone`.
+        is_alone: see `inference.wire.report.CallNote.alone`.
         segments: where large tensors go; None: all go inline.
 
     Returns:
@@ -73,9 +74,9 @@ def encode_for_frames(
     Args:
         signature: the model's.
         batch: the rows.
-        heads: see `inference.report.CallNote.heads`.
-        stream: see `inference.report.CallNote.stream`.
-        patience_s: see `inference.report.CallNote.patience_s`.
+        heads: see `inference.wire.report.CallNote.heads`.
+        stream: see `inference.wire.report.CallNote.stream`.
+        patience_s: see `inference.wire.report.CallNote.patience_s`.
         segments: where large inputs go; None: all go inline.
 
     Returns:

@@ -23,8 +23,8 @@ from app.row_slices import SlicedTensor
 from app.segments import Segments
 from app.statistics import Statistics
 from app.triton_client import FrameReplicaClient, ReplicaClient
-from inference.frame import decode_frame
-from inference.report import REPORT, RowReport, Status, decode_reports
+from inference.wire.frame import decode_frame
+from inference.wire.report import REPORT, RowReport, Status, decode_reports
 
 __all__ = ["Calls"]
 

@@ -29,7 +29,7 @@ from inference.environment import Problem
 from inference.errors import DeclarationError
 from inference.pipeline import make_plan
 from inference.signature import Signature
-from inference.tensor_store import ASSUMED_DIMENSION, batch_bytes, uses_store
+from inference.wire.tensor_store import ASSUMED_DIMENSION, batch_bytes, uses_store
 
 __all__ = [
     "address_problems",
@@ -85,7 +85,7 @@ def check(config_path: Path | None, *, as_json: bool, flags: Mapping[str, Any] |
         joined, found = _joined(served, signatures)
         problems += found
         deployments = [_summary(name, one, (signatures | joined).get(name), pythons) for name, one in served.items()]
-        problems += _shared_memory(_needed(computed, signatures))
+        problems += free_shared_memory_problems(needed_shared_memory_bytes(computed, signatures))
         problems += address_problems(config.server.host, config.server.port)
         problems += runtime_dir_problems(config.server, computed)
         problems += tracing_problems(config.server)
@@ -231,24 +231,24 @@ def shared_memory_problems(needed_bytes: int, free_bytes: int, total_bytes: int)
 def region_problems(deployments: Iterable[Deployment]) -> list[Problem]:
     """Whether what every replica takes of /dev/shm when it starts fits, with the fewest replicas that there may be."""
     needed = sum(TRITON_REGION_BYTES * one.instances * one.replicas.min for one in deployments)
-    return _shared_memory(needed)
+    return free_shared_memory_problems(needed)
 
 
 def shared_memory_warnings(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> list[Problem]:
     """Whether /dev/shm is as large as the replicas may come to need, whoever has how much of it now."""
     space = os.statvfs(SHARED_MEMORY)
     total = space.f_blocks * space.f_frsize
-    return shared_memory_problems(_needed(deployments, signatures), total, total)
+    return shared_memory_problems(needed_shared_memory_bytes(deployments, signatures), total, total)
 
 
-def _shared_memory(needed_bytes: int) -> list[Problem]:
+def free_shared_memory_problems(needed_bytes: int) -> list[Problem]:
     if not SHARED_MEMORY.is_dir():
         return [Problem("shared memory", f"there is no {SHARED_MEMORY}", f"mount a tmpfs at {SHARED_MEMORY}")]
     space = os.statvfs(SHARED_MEMORY)
     return shared_memory_problems(needed_bytes, space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize)
 
 
-def _needed(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> int:
+def needed_shared_memory_bytes(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> int:
     return sum(shared_memory_bytes(one, signatures.get(name)) for name, one in deployments.items())
 
 

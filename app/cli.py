@@ -157,9 +157,9 @@ def _serve(options: argparse.Namespace) -> int:
     set_up_logging(config.server.log_format)
     asks_for_keys = keys_are_wanted(config.security.keys_file)
     announce = (
-        _log_what_is_served
+        log_what_is_served
         if config.server.log_format == "json"
-        else functools.partial(_announce, asks_for_keys=asks_for_keys)
+        else functools.partial(print_what_is_served, asks_for_keys=asks_for_keys)
     )
     return asyncio.run(Supervisor(config, user_paths, announce).run())
 
@@ -207,7 +207,9 @@ def _section(given: str) -> str:
         raise ConfigError(f"{given}: expected what JSON can say: {error}") from error
 
 
-def _announce(url: str, served: list[tuple[str, Signature | None, str]], *, asks_for_keys: bool = False) -> None:
+def print_what_is_served(
+    url: str, served: list[tuple[str, Signature | None, str]], *, asks_for_keys: bool = False
+) -> None:
     """Print what is served, with a line to paste for each."""
     if any(signature is not None for _, signature, _ in served):
         print(f"\nHeadwater serves at {url}   (docs: {url}/docs)\n")
@@ -237,7 +239,7 @@ def _announce(url: str, served: list[tuple[str, Signature | None, str]], *, asks
     sys.stdout.flush()
 
 
-def _log_what_is_served(url: str, served: list[tuple[str, Signature | None, str]]) -> None:
+def log_what_is_served(url: str, served: list[tuple[str, Signature | None, str]]) -> None:
     """The same where every line is to be JSON, with nothing to paste."""
     logger = logging.getLogger("headwater")
     for name, signature, reason in served:

@@ -98,12 +98,12 @@ class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
     """In hexadecimal digits."""
 
 
-_DOWN: Final = msgspec.json.Decoder(RoutingTable | Drain | CommandAnswer | Ping | Quarantined)
-_UP: Final = msgspec.json.Decoder(Command | Drained | Pong | Quarantined | LoadReport)
+DOWNWARD: Final = msgspec.json.Decoder(RoutingTable | Drain | CommandAnswer | Ping | Quarantined)
+UPWARD: Final = msgspec.json.Decoder(Command | Drained | Pong | Quarantined | LoadReport)
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
-def _line(message: msgspec.Struct) -> bytes:
+def encode_line(message: msgspec.Struct) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
 
@@ -135,7 +135,7 @@ class ControlServer:
     def publish(self, table: RoutingTable) -> None:
         """Send the table to every worker, and to those that come later."""
         self._table = table
-        line = _line(table)
+        line = encode_line(table)
         for writer in self._writers:
             writer.write(line)
 
@@ -150,7 +150,7 @@ class ControlServer:
             future: asyncio.Future[Drained] = asyncio.get_running_loop().create_future()
             self._drains[number] = writer, future
             waiting.append(future)
-            writer.write(_line(Drain(number, model, timeout_s, replicas)))
+            writer.write(encode_line(Drain(number, model, timeout_s, replicas)))
         if not waiting:
             return Drained()
         done, late = await asyncio.wait(waiting, timeout=timeout_s + DRAIN_GRACE_S)
@@ -178,7 +178,7 @@ class ControlServer:
             found[self._pids[writer]] = unanswered
             self._unanswered[writer] = unanswered + 1
             if not unanswered:
-                writer.write(_line(Ping()))
+                writer.write(encode_line(Ping()))
         return found
 
     async def finish(self) -> None:
@@ -199,9 +199,9 @@ class ControlServer:
         self._writers.add(writer)
         self._pids[writer] = _peer(writer)
         try:
-            writer.write(_line(self._table))
+            writer.write(encode_line(self._table))
             while line := await reader.readline():
-                self._take(_UP.decode(line), writer)
+                self._take(UPWARD.decode(line), writer)
         except ConnectionError:
             pass
         except (ValueError, msgspec.MsgspecError) as error:  # the worker ends without us, and another takes its place
@@ -228,7 +228,7 @@ class ControlServer:
             return
         if isinstance(message, Quarantined):
             for other in self._writers - {writer}:
-                other.write(_line(message))
+                other.write(encode_line(message))
             return
         if isinstance(message, Drained):
             _, future = self._drains.pop(message.id, (None, None))
@@ -249,7 +249,7 @@ class ControlServer:
             text = f"model `{command.model}`: {command.action} failed in the supervisor; its log has more"
             answer = CommandAnswer(command.id, 500, {"error": text})
         if writer in self._writers:
-            writer.write(_line(answer))
+            writer.write(encode_line(answer))
 
 
 class SupervisorLink:
@@ -277,7 +277,7 @@ class SupervisorLink:
         reader, self._writer = await asyncio.open_unix_connection(path, limit=MAX_MESSAGE_BYTES)
         try:
             while line := await reader.readline():
-                message = _DOWN.decode(line)
+                message = DOWNWARD.decode(line)
                 if isinstance(message, RoutingTable):
                     yield message
                 elif isinstance(message, CommandAnswer):
@@ -285,7 +285,7 @@ class SupervisorLink:
                     if future is not None and not future.done():
                         future.set_result(message)
                 elif isinstance(message, Ping):
-                    self._writer.write(_line(Pong()))
+                    self._writer.write(encode_line(Pong()))
                 elif isinstance(message, Quarantined):
                     self._on_quarantined(message.model, bytes.fromhex(message.fingerprint))
                 else:
@@ -302,17 +302,17 @@ class SupervisorLink:
             answers, self._answers = self._answers, {}
             for future in answers.values():
                 if not future.done():
-                    future.set_exception(_gone())
+                    future.set_exception(supervisor_gone())
 
     def report(self, load: LoadReport) -> None:
         """Tell the supervisor of the load here."""
         if self._writer is not None:
-            self._writer.write(_line(load))
+            self._writer.write(encode_line(load))
 
     def tell_quarantined(self, model: str, mark: bytes) -> None:
         """Tell the other workers of a request that took two replicas down."""
         if self._writer is not None:
-            self._writer.write(_line(Quarantined(model, mark.hex())))
+            self._writer.write(encode_line(Quarantined(model, mark.hex())))
 
     async def command(self, action: str, model: str, arguments: Mapping[str, Any] | None = None) -> CommandAnswer:
         """Have the supervisor do something, and wait for what comes of it.
@@ -326,11 +326,11 @@ class SupervisorLink:
             Unavailable: the supervisor is gone.
         """
         if self._writer is None:
-            raise _gone()
+            raise supervisor_gone()
         number = next(self._numbers)
         future: asyncio.Future[CommandAnswer] = asyncio.get_running_loop().create_future()
         self._answers[number] = future
-        self._writer.write(_line(Command(number, action, model, dict(arguments or {}))))
+        self._writer.write(encode_line(Command(number, action, model, dict(arguments or {}))))
         try:
             return await future
         finally:
@@ -343,7 +343,7 @@ class SupervisorLink:
             logger.exception("model %s: draining failed in the gateway", order.model)
             drained = Drained()
         if self._writer is not None:
-            self._writer.write(_line(msgspec.structs.replace(drained, id=order.id)))
+            self._writer.write(encode_line(msgspec.structs.replace(drained, id=order.id)))
 
 
 def _peer(writer: asyncio.StreamWriter) -> int:
@@ -353,5 +353,5 @@ def _peer(writer: asyncio.StreamWriter) -> int:
     return pid
 
 
-def _gone() -> Unavailable:
+def supervisor_gone() -> Unavailable:
     return Unavailable("the supervisor is gone: the server is stopping")

@@ -15,8 +15,8 @@ from app.row_slices import SlicedTensor
 from app.segments import Segments
 from app.tensors import RawTensor
 from app.triton_client import FrameRequest
-from inference.frame import Piece
-from inference.report import RowReport, Status
+from inference.wire.frame import Piece
+from inference.wire.report import RowReport, Status
 
 __all__ = ["FrameCall"]
 

@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2_grpc as pb_grpc
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from app.stream_channel import StreamChannel, Taken
 from app.triton_client import FrameRequest, refusal
-from inference.report import HEADWATER, CallNote
+from inference.wire.report import HEADWATER, CallNote
 
 __all__ = ["FrameClient"]
 

@@ -38,7 +38,8 @@ _BAD_OUTPUT: Final = re.compile(
     r"(?:row \d+: )?output '(?P<name>[^']+)': expected \w+ \[(?P<asked>\d+)[^]]*\], "
     r"got (?P<datatype>\w+) \[(?P<rows>\d+)(?P<shape>[^]]*)\](?:: \d+ rows went in)?\Z"
 )
-"""How `inference.arrays.wire` tells of an output that isn't as declared, in a call with perhaps some of the rows."""
+"""How `inference.wire.arrays.wire` tells of an output that isn't as declared, in a call with perhaps some of the
+rows."""
 
 
 def step_deployment(pipeline: str, step: PlannedStep) -> str:

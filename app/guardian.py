@@ -44,7 +44,7 @@ class Guardian:
 
     Args:
         directory: the replica's folder; removed at the end.
-        status_fd: where status lines go (see `inference.handshake.ReplicaStatus`).
+        status_fd: where status lines go (see `inference.wire.handshake.ReplicaStatus`).
         command_fd: read end of the supervisor's command pipe.
         arguments: the replica's command line.
     """

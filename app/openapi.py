@@ -79,7 +79,7 @@ def example_body(signature: Signature) -> dict[str, Any] | None:
         if spec.name in row:
             if not DATATYPES[spec.datatype].json:
                 return None
-            flat, shape = _flatten(row[spec.name])
+            flat, shape = flat_values(row[spec.name])
             inputs.append({"name": spec.name, "datatype": spec.datatype, "shape": [1, *shape], "data": flat})
     body: dict[str, Any] = {"inputs": inputs}
     in_json = [spec.name for spec in signature.outputs if DATATYPES[spec.datatype].json]
@@ -91,7 +91,7 @@ def example_body(signature: Signature) -> dict[str, Any] | None:
     return body
 
 
-def _flatten(value: Any) -> tuple[list[Any], list[int]]:
+def flat_values(value: Any) -> tuple[list[Any], list[int]]:
     shape = []
     flat = [value]
     while isinstance(flat[0], (list, tuple)):

@@ -20,8 +20,8 @@ from app.config import Deployment
 from app.routing import LAST_LINES, ReplicaRoute
 from app.sweep import Journal, sweep_replica
 from inference.environment import library_path
-from inference.handshake import ReplicaSpec, ReplicaStatus
 from inference.signature import Signature
+from inference.wire.handshake import ReplicaSpec, ReplicaStatus
 
 __all__ = ["GUARDIAN_LOST", "ReplicaProcess"]
 

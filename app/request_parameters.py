@@ -11,9 +11,9 @@ from typing import Any, Final
 from app.errors import BadRequest
 from app.heads import HEADS, HeadChoice
 from app.json_faults import at, key_text, shown
-from app.tensors import InferRequest, Scalar
+from app.tensors import InferRequest
 from inference.errors import DeclarationError
-from inference.model import Parameter
+from inference.model import Parameter, Scalar
 from inference.signature import Signature
 
 __all__ = ["MAX_UINT64", "RequestParameters", "boolean", "integer", "unsupported"]

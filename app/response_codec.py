@@ -13,8 +13,9 @@ import orjson
 from app.answers import HeadAnswer
 from app.errors import CallableFailed
 from app.json_values import checked_size, flat_json
-from app.tensors import InferRequest, RawTensor, Scalar
+from app.tensors import InferRequest, RawTensor
 from inference.datatypes import DATATYPES, Datatype
+from inference.model import Scalar
 from inference.signature import Signature
 
 __all__ = ["ResponseEncoder", "omission_parameters"]

@@ -7,7 +7,7 @@ from typing import Final
 
 from app.errors import BadRequest, CallableFailed, HeadwaterError, ReplicaLost, Unavailable
 from app.routing import LAST_LINES, DeploymentRoute, State
-from inference.report import RowReport, Status
+from inference.wire.report import RowReport, Status
 
 __all__ = ["RETRY_AFTER_LOST_S", "row_error", "unavailable"]
 

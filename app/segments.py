@@ -1,6 +1,6 @@
 """Memory that a gateway worker shares with the replicas of a deployment, for a call's large tensors.
 
-See `inference.shared_memory` for what it is for and how it is laid out.
+See `inference.wire.shared_memory` for what it is for and how it is laid out.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 
 from app.tensors import RawTensor
 from inference.datatypes import DATATYPES
-from inference.shared_memory import ANSWER_HEAD_BYTES, SHARED_FROM_BYTES, SharedCall, aligned, placed_outputs
 from inference.signature import Signature
+from inference.wire.shared_memory import ANSWER_HEAD_BYTES, SHARED_FROM_BYTES, SharedCall, aligned, placed_outputs
 
 __all__ = ["Segment", "Segments"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from inference.frame import StepCount
+from inference.wire.frame import StepCount
 
 __all__ = ["Statistics"]
 

@@ -1,4 +1,4 @@
-"""A gateway worker's side of a channel: the frames of all its streams in one replica (`inference.parcel`)."""
+"""A gateway worker's side of a channel: the frames of all its streams in one replica (`inference.wire.parcel`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from inference.parcel import (
-    PARCEL_WINDOW,
-    STREAM_WINDOW,
-    STREAM_WINDOW_BYTES,
-    ChannelNote,
-    decode_parcel,
-)
+from inference.wire.parcel import PARCEL_WINDOW, STREAM_WINDOW, STREAM_WINDOW_BYTES, ChannelNote, decode_parcel
 
 __all__ = ["StreamChannel", "Taken"]
 

@@ -16,7 +16,7 @@ import msgspec
 
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from app.tensors import RawTensor
-from inference.report import CallNote
+from inference.wire.report import CallNote
 
 __all__ = ["FrameReplicaClient", "FrameRequest", "ReplicaClient", "TritonClient", "refusal"]
 
@@ -56,7 +56,7 @@ class ReplicaClient(Protocol):
 
 
 class FrameReplicaClient(Protocol):
-    """What the gateway needs of a replica that answers in frames (`inference.frame`)."""
+    """What the gateway needs of a replica that answers in frames (`inference.wire.frame`)."""
 
     def open(self, nothing: FrameRequest, *, streams: bool = False) -> None:
         """Make the way to the replica ready, so that the first call needn't. Comes before any other method, once.

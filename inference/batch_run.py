@@ -8,15 +8,15 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from inference.arrays import Array, zeros
 from inference.errors import DeclarationError
-from inference.frame import Frame, FrameTensor, Piece, StepCount, encode_frame, tensor_bytes
 from inference.pace import Pace
 from inference.pipeline import INPUT, Plan, PlannedStep
-from inference.report import RowReport, Status
 from inference.request import Part
 from inference.steps import Given, Made, Step
 from inference.values import copied, rows_of, settled
+from inference.wire.arrays import Array, zeros
+from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, encode_frame, tensor_bytes
+from inference.wire.report import RowReport, Status
 
 __all__ = ["BatchRun", "StreamControl"]
 

@@ -29,11 +29,11 @@ from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonS
 from inference.datatypes import DATATYPES
 from inference.errors import ReplicaError
 from inference.first_instance import make_patient, patient
-from inference.frame import FRAME
-from inference.lm.wire import CONTROL
-from inference.report import REPORT
-from inference.shared_memory import bound_shape
 from inference.signature import Signature, TensorSpec
+from inference.wire.frame import FRAME
+from inference.wire.lm import CONTROL
+from inference.wire.report import REPORT
+from inference.wire.shared_memory import bound_shape
 
 __all__ = ["EmbeddedTriton", "UnixConnection", "telling_lines"]
 
@@ -135,7 +135,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
     def bind_frames(
         self, signature: Signature, infer: Callable[[list[Any]], AsyncIterator[list[dict[str, Any]]]]
     ) -> None:
-        """Bind one callable that answers each request with any number of frames (`inference.frame`)."""
+        """Bind one callable that answers each request with any number of frames (`inference.wire.frame`)."""
         self.bind(
             model_name=signature.name,
             infer_func=infer,
@@ -148,7 +148,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
     def bind_control(
         self, signature: Signature, infer: Callable[[list[Any]], AsyncIterator[list[dict[str, Any]]]]
     ) -> None:
-        """Bind one callable that answers the messages of `inference.lm.wire` with its frames."""
+        """Bind one callable that answers the messages of `inference.wire.lm` with its frames."""
         self.bind(
             model_name=signature.name,
             infer_func=infer,

@@ -8,18 +8,18 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from inference.arrays import Array
 from inference.batch_run import BatchRun, StreamControl
 from inference.errors import DeclarationError
-from inference.frame import FRAME, Frame, Piece, encode_frame
 from inference.model import Model
 from inference.pace import Pace
 from inference.pipeline import Plan, PlannedStep
 from inference.pulse import WatchCall
-from inference.report import RowReport, Status
 from inference.request import Part, TritonRequest, read_request
 from inference.steps import Handover, Step
 from inference.stream_channel import ChannelStream, StreamChannels
+from inference.wire.arrays import Array
+from inference.wire.frame import FRAME, Frame, Piece, encode_frame
+from inference.wire.report import RowReport, Status
 
 __all__ = ["FusedPipeline"]
 
@@ -76,7 +76,7 @@ class FusedPipeline:
         try:
             part = read_request(self._plan.signature, request)
         except Exception as error:  # none leaves it, see `_frames`
-            if isinstance(error, OSError):  # see `inference.shared_memory`
+            if isinstance(error, OSError):  # see `inference.wire.shared_memory`
                 report = RowReport(Status.UNSHARED, f"{type(error).__name__}: {error}")
             else:
                 report = _report_of(error)

@@ -117,7 +117,7 @@ def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str]
 
 def problem_of(error: BaseException, title: str, doing: str) -> Problem:
     """An exception of the user's code as a problem: its class, its message, and the line that it comes from."""
-    where = _line(error)
+    where = line_of(error)
     if isinstance(error, DeclarationError):
         return Problem(title, f"{error}{f' ({where})' if where else ''}", "correct the declaration")
     # The message of a SyntaxError repeats the file; its `msg` is the bare one.
@@ -139,7 +139,7 @@ def _missing_module(title: str, wanted: str, error: ModuleNotFoundError) -> Prob
             f"there is no module {missing!r}; looked in {here} and in the installed packages",
             f"start Headwater in the folder that holds {missing!r}, install it, or correct the name",
         )
-    where = _line(error)
+    where = line_of(error)
     return Problem(
         title,
         f"{wanted} imports {missing!r}, which is not installed{f' ({where})' if where else ''}",
@@ -175,7 +175,7 @@ def _file(module: ModuleType) -> str:
     return getattr(module, "__file__", None) or module.__name__
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     """``file:line`` of the innermost frame in the user's own code; of any code but ours if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"

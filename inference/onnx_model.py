@@ -10,11 +10,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from inference.arrays import Array, as_objects
 from inference.environment import Problem
 from inference.errors import BadInput, BadOutput, DeclarationError
 from inference.loader import LoadError
 from inference.model import Model, Tensor
+from inference.wire.arrays import Array, as_objects
 
 __all__ = ["OnnxModel", "open_model"]
 

@@ -23,11 +23,11 @@ import msgspec
 from inference import garbage
 from inference.environment import package_versions, require
 from inference.errors import ModelError
-from inference.handshake import ReplicaSpec, ReplicaStatus
 from inference.heap import keep_freed_memory
 from inference.pulse import PULSE_FILE, Pulse, WatchCall
 from inference.signature import Signature
-from inference.tensor_store import uses_store
+from inference.wire.handshake import ReplicaSpec, ReplicaStatus
+from inference.wire.tensor_store import uses_store
 
 __all__ = ["main"]
 

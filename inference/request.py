@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from inference.arrays import Array
 from inference.errors import DeclarationError
-from inference.report import HEADWATER, CallNote
-from inference.shared_memory import MappedCall
 from inference.signature import Signature
+from inference.wire.arrays import Array
+from inference.wire.report import HEADWATER, CallNote
+from inference.wire.shared_memory import MappedCall
 
 __all__ = ["Part", "TritonRequest", "read_request"]
 

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from inference.arrays import Array, argument, wire, zeros
 from inference.device import breaks_device
 from inference.errors import BadInput, BadOutput, DeclarationError
 from inference.failure_log import FailureLog, text_of
 from inference.model import Model
 from inference.pulse import WatchCall
-from inference.report import REPORT, RowReport, Status, encode_reports, placeholder_shape
 from inference.request import Part, TritonRequest, read_request
-from inference.shared_memory import MappedCall, stand_in_shape
 from inference.signature import Signature
+from inference.wire.arrays import Array, argument, wire, zeros
+from inference.wire.report import REPORT, RowReport, Status, encode_reports, placeholder_shape
+from inference.wire.shared_memory import MappedCall, stand_in_shape
 
 __all__ = ["Runner"]
 
@@ -88,7 +88,7 @@ class Runner:
                 failures[index] = (rows, RowReport(Status.BAD_INPUT, str(error)))
                 parts.append(None)
                 continue
-            except OSError as error:  # see `inference.shared_memory`
+            except OSError as error:  # see `inference.wire.shared_memory`
                 rows = len(next(iter(request.data.values())))
                 failures[index] = (rows, RowReport(Status.UNSHARED, f"{type(error).__name__}: {error}"))
                 parts.append(None)

@@ -16,7 +16,6 @@ import msgspec
 from inference.device import choose_device
 from inference.errors import DeclarationError
 from inference.fused import FusedPipeline
-from inference.handshake import ReplicaSpec
 from inference.lm.reference import is_language_model
 from inference.lm.served_lm import ServedLanguageModel, load_language_model
 from inference.loader import load_model
@@ -26,6 +25,7 @@ from inference.pulse import WatchCall
 from inference.runner import Runner
 from inference.signature import Signature
 from inference.switching import switch_soon
+from inference.wire.handshake import ReplicaSpec
 
 if TYPE_CHECKING:
     from inference.embedded_triton import EmbeddedTriton

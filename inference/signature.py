@@ -95,7 +95,7 @@ class Signature(msgspec.Struct, frozen=True):
     streams: bool = False
     """Whether it answers a request with any number of results rather than one."""
     language_model: LanguageModelSpec | None = None
-    """Of a language model, whose replica speaks `inference.lm.wire`."""
+    """Of a language model, whose replica speaks `inference.wire.lm`."""
 
     def example_row(self) -> dict[str, Any]:
         """One row by input name, as nested lists: the model's own example, filled up with neutral values."""

@@ -11,16 +11,16 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from inference.arrays import Array, argument, wire
 from inference.device import breaks_device
 from inference.errors import BadInput, BadOutput, ModelError
 from inference.failure_log import FailureLog, text_of
 from inference.model import Model
 from inference.pipeline import INPUT, PlannedStep
 from inference.pulse import WatchCall
-from inference.report import RowReport, Status
 from inference.signature import TensorSpec
 from inference.values import checked, converted, copied, joined, overlaps, refuses_writes, rows_of, settled, version_of
+from inference.wire.arrays import Array, argument, wire
+from inference.wire.report import RowReport, Status
 
 __all__ = ["Given", "Handover", "Made", "Step"]
 

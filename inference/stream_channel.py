@@ -1,4 +1,4 @@
-"""The channels of a replica whose model streams, and the streams that go over them (`inference.parcel`)."""
+"""The channels of a replica whose model streams, and the streams that go over them (`inference.wire.parcel`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import os
 from collections.abc import AsyncGenerator
 from typing import Final
 
-from inference.arrays import Array
 from inference.batch_run import StreamControl
-from inference.parcel import (
+from inference.wire.arrays import Array
+from inference.wire.parcel import (
     PARCEL_BYTES,
     PARCEL_WINDOW,
     STREAM_WINDOW,
@@ -176,7 +176,7 @@ class StreamChannels:
         return self._channel(note).parcels()
 
     def acknowledge(self, note: ChannelNote) -> None:
-        """See `inference.parcel.ChannelNote`."""
+        """See `inference.wire.parcel.ChannelNote`."""
         self._channel(note).acknowledge(note)
 
     def start(self, note: ChannelNote, stream: ChannelStream, frames: AsyncGenerator[Array, None]) -> None:

@@ -11,12 +11,22 @@ from typing import Any, Literal
 
 import numpy as np
 
-from inference.arrays import NAMES, as_objects
 from inference.errors import BadOutput
 from inference.pipeline import tensor_text
 from inference.signature import TensorSpec
+from inference.wire.arrays import NAMES, as_objects
 
-__all__ = ["checked", "converted", "copied", "joined", "overlaps", "refuses_writes", "rows_of", "settled", "version_of"]
+__all__ = [
+    "checked",
+    "converted",
+    "copied",
+    "joined",
+    "overlaps",
+    "refuses_writes",
+    "rows_of",
+    "settled",
+    "version_of",
+]
 
 
 def checked(spec: TensorSpec, value: Any, rows: int, *, where: str, source: str) -> Any:

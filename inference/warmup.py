@@ -15,11 +15,11 @@ import numpy as np
 from inference.datatypes import DATATYPES, float32_to_bf16, pack_bytes
 from inference.embedded_triton import EmbeddedTriton, UnixConnection
 from inference.errors import DeclarationError, ReplicaError
-from inference.frame import decode_frame
-from inference.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
-from inference.shared_memory import ANSWER_HEAD_BYTES, SHARED_FROM_BYTES, SharedCall, aligned, stand_in_shape
 from inference.signature import Signature, TensorSpec
-from inference.tensor_store import batch_bytes
+from inference.wire.frame import decode_frame
+from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
+from inference.wire.shared_memory import ANSWER_HEAD_BYTES, SHARED_FROM_BYTES, SharedCall, aligned, stand_in_shape
+from inference.wire.tensor_store import batch_bytes
 
 __all__ = ["Caller", "FrameCaller", "HttpCaller", "batch_sizes", "example_rows", "warm_up"]
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from inference import Model, Tensor
 from inference.datatypes import DATATYPES, unpack_bytes
-from inference.frame import FRAME, StepCount, decode_frame
 from inference.fused import FusedPipeline
 from inference.pipeline import INPUT, PipelineSpec, StepSpec, make_plan
-from inference.report import HEADWATER, CallNote, RowReport, Status
 from inference.signature import Signature
+from inference.wire.frame import FRAME, StepCount, decode_frame
+from inference.wire.report import HEADWATER, CallNote, RowReport, Status
 
 __all__ = ["Answer", "Request", "Stage", "Word", "ask", "fused", "hear", "only", "rows", "totals"]
 

@@ -1,4 +1,4 @@
-"""A gateway worker's channel to one replica's engine: its sequences, and what both sides say (`inference.lm.wire`)."""
+"""A gateway worker's channel to one replica's engine: its sequences, and what both sides say (`inference.wire.lm`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from app.lm.statistics import FinishRate, LmStatistics
 from app.lm.token_slot import SequenceOwner, TokenSlot
 from app.row_errors import RETRY_AFTER_LOST_S
 from app.triton_client import FrameReplicaClient, FrameRequest
-from inference.lm.wire import (
+from inference.wire.lm import (
     CONTROL,
     LEASE_S,
     RENEW_S,
@@ -42,7 +42,7 @@ from inference.lm.wire import (
     decode_frame,
     encode_message,
 )
-from inference.report import CallNote
+from inference.wire.report import CallNote
 
 __all__ = ["NOTHING", "Channel", "call_name", "control_request"]
 

@@ -28,8 +28,8 @@ from app.row_errors import RETRY_AFTER_LOST_S, unavailable
 from app.tensors import InferRequest
 from app.tracing import add_generation
 from app.triton_client import FrameReplicaClient
-from inference.lm.wire import CancelRequest, Load, decode_frame
 from inference.signature import Signature
+from inference.wire.lm import CancelRequest, Load, decode_frame
 
 if TYPE_CHECKING:
     from app.lm.language_text import LanguageText

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from app.errors import ContractBroken, HeadwaterError
 from app.lm.generation import SequenceSpec, Tokens
-from inference.lm.wire import SequenceEvent, Submit
+from inference.wire.lm import SequenceEvent, Submit
 
 if TYPE_CHECKING:
     from app.lm.channel import Channel

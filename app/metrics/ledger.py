@@ -24,7 +24,17 @@ from app.metrics.catalogue import CATALOGUE, OUTCOMES, REQUESTS
 from app.metrics.instruments import ACCEPTED_AT
 from app.metrics.store import Key, Store, read_store
 
-__all__ = ["ENDED", "STATE", "SUPERVISOR", "WORKER_PREFIX", "Ended", "Ledger", "StateGauges", "add_up", "read_message"]
+__all__ = [
+    "ENDED",
+    "STATE",
+    "SUPERVISOR",
+    "WORKER_PREFIX",
+    "Ended",
+    "Ledger",
+    "StateGauges",
+    "add_up",
+    "read_message",
+]
 
 logger = logging.getLogger("headwater.metrics")
 

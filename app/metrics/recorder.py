@@ -13,7 +13,15 @@ from app.metrics.catalogue import Outcome, Phase, Route
 from app.metrics.instruments import Counter, Gauge, Histogram, Requests
 from app.metrics.store import Snapshot, Store
 
-__all__ = ["DeploymentMeter", "LanguageModelMeter", "Recorder", "outcome_of", "outcome_of_status", "recorder", "use"]
+__all__ = [
+    "DeploymentMeter",
+    "LanguageModelMeter",
+    "Recorder",
+    "outcome_of",
+    "outcome_of_status",
+    "recorder",
+    "use",
+]
 
 PHASE_SECONDS: Final = "headwater_request_phase_seconds"
 ABORTED: Final = 499

@@ -18,7 +18,15 @@ from typing import Final
 
 from app.process_stat import process_stat
 
-__all__ = ["ProcessMemory", "ServerMemory", "add_up", "descendants", "mark_peaks", "measure_server", "parse_smaps"]
+__all__ = [
+    "ProcessMemory",
+    "ServerMemory",
+    "add_up",
+    "descendants",
+    "mark_peaks",
+    "measure_server",
+    "parse_smaps",
+]
 
 _MAPPING: Final = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ (\S+) (\d+) *(.*)")
 SHARED_MEMORY: Final = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")

@@ -19,9 +19,10 @@ from app.metrics.accounting import accept
 from app.models import Models
 from app.replies import Reply
 from app.routes.boundary import Endpoint
-from app.tensors import InferRequest, OutputWish, RawTensor, Scalar
+from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import pack_bytes
 from inference.errors import DeclarationError
+from inference.model import Scalar
 from inference.signature import EmbeddingSpec, Signature
 
 __all__ = ["EmbeddingsEndpoint"]

@@ -15,7 +15,7 @@ __all__ = ["SecuritySection", "TlsSection"]
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:\d{1,5})?\Z|https?://\[[0-9a-f:.]+\](:\d{1,5})?\Z")
 
 
-def _expand(value: object) -> object:
+def _expanded(value: object) -> object:
     return Path(value).expanduser() if isinstance(value, str) else value
 
 
@@ -26,7 +26,7 @@ def _check_origin(value: str) -> str:
     return value
 
 
-OwnPath = Annotated[Path, BeforeValidator(_expand), AfterValidator(Path.absolute)]
+OwnPath = Annotated[Path, BeforeValidator(_expanded), AfterValidator(Path.absolute)]
 """A relative path starts in the folder in which Headwater is started: gateway workers run in another."""
 Origin = Annotated[str, AfterValidator(_check_origin)]
 

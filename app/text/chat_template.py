@@ -98,13 +98,15 @@ class ChatTemplate:
             try:
                 return (template or self._templates["default"]).render(values)
             except Refused as error:
-                raise _bad(f"the model's chat template refuses the conversation: {error}") from error
+                raise _bad_template(f"the model's chat template refuses the conversation: {error}") from error
             except _FAULTS as error:
                 kind = type(error).__name__
-                raise _bad(f"the model's chat template can't render the conversation: {kind}: {error}") from error
+                raise _bad_template(
+                    f"the model's chat template can't render the conversation: {kind}: {error}"
+                ) from error
 
 
-def _bad(message: str) -> BadRequest:
+def _bad_template(message: str) -> BadRequest:
     text = message if len(message) <= 500 else f"{message[:500]}..."
     return BadRequest(f"messages: {text}", field="messages")
 

@@ -1,4 +1,4 @@
-"""Steps an engine, and answers gateway workers on their channels (`inference.lm.wire`) with what it makes."""
+"""Steps an engine, and answers gateway workers on their channels (`inference.wire.lm`) with what it makes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from inference.arrays import Array
 from inference.device import breaks_device
 from inference.failure_log import FailureLog, text_of
-from inference.frame import FRAME
 from inference.lm.errors import EngineFull, RequestRejected
 from inference.lm.host_channel import HostChannel, HostSequence
 from inference.lm.protocol import Engine, SequenceRequest
 from inference.lm.step_watch import MAX_STEP_S, StepWatch
 from inference.lm.wait import Wait
-from inference.lm.wire import (
+from inference.request import TritonRequest
+from inference.wire.arrays import Array
+from inference.wire.frame import FRAME
+from inference.wire.lm import (
     CONTROL,
     LEASE_S,
     CancelRequest,
@@ -36,7 +37,6 @@ from inference.lm.wire import (
     decode_message,
     encode_frame,
 )
-from inference.request import TritonRequest
 
 __all__ = ["IDLE_CHANNEL_S", "MOST_PENDING_TOKENS", "EngineHost"]
 
@@ -106,7 +106,7 @@ class EngineHost:
         try:
             message = _read(request)
         except (msgspec.MsgspecError, ValueError) as error:
-            yield _packed(self._refusal(f"{CONTROL}: expected a message of inference.lm.wire: {text_of(error)}"))
+            yield _packed(self._refusal(f"{CONTROL}: expected a message of inference.wire.lm: {text_of(error)}"))
             return
         try:
             if isinstance(message, Open):

@@ -7,7 +7,7 @@ from typing import Final
 
 from inference.lm.protocol import TokenEvent
 from inference.lm.wait import Wait
-from inference.lm.wire import Ending, Load, SequenceEvent, StepFrame, Submit
+from inference.wire.lm import Ending, Load, SequenceEvent, StepFrame, Submit
 
 __all__ = ["HostChannel", "HostSequence"]
 

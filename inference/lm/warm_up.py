@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from inference.embedded_triton import EmbeddedTriton
 from inference.errors import ReplicaError
-from inference.handshake import ReplicaSpec
 from inference.lm.protocol import EngineLimits, Sampling
-from inference.lm.wire import CONTROL, RENEW_S, Message, Open, Post, StepFrame, Submit, decode_frame, encode_message
 from inference.signature import Signature
 from inference.warmup import batch_sizes
+from inference.wire.handshake import ReplicaSpec
+from inference.wire.lm import CONTROL, RENEW_S, Message, Open, Post, StepFrame, Submit, decode_frame, encode_message
 
 __all__ = ["counts", "submits", "warm_up"]
 

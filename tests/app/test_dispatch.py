@@ -26,8 +26,8 @@ from app.errors import (
 from app.routing import DeploymentRoute, ReplicaRoute, State
 from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import pack_bytes, unpack_bytes
-from inference.report import HEADWATER, REPORT, CallNote, RowReport, Status, encode_reports
 from inference.signature import Signature, TensorSpec
+from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, encode_reports
 
 NUMBERS = Signature(
     name="m",

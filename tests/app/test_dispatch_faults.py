@@ -16,8 +16,8 @@ from app.errors import CallableFailed, DeadlineExceeded, Quarantined, QueueFull,
 from app.models import Models
 from app.routing import ReplicaRoute, RoutingTable
 from app.tensors import RawTensor
-from inference.frame import Piece
-from inference.report import CallNote, RowReport, Status
+from inference.wire.frame import Piece
+from inference.wire.report import CallNote, RowReport, Status
 from tests.app import test_dispatch_frames as frames
 from tests.app.test_dispatch import NUMBERS, Bench, Call, numbers, run, settle
 

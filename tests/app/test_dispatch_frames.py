@@ -32,10 +32,10 @@ from app.errors import (
 from app.routing import DeploymentRoute, ReplicaRoute, State
 from app.tensors import InferRequest, OutputWish, RawTensor
 from app.triton_client import FrameRequest
-from inference.frame import Frame, FrameTensor, Piece, StepCount, encode_frame
-from inference.report import CallNote, Status
-from inference.shared_memory import MappedCall
 from inference.signature import HeadSpec, Signature, TensorSpec
+from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, encode_frame
+from inference.wire.report import CallNote, Status
+from inference.wire.shared_memory import MappedCall
 
 FACTORS = {"a": 2.0, "b": 3.0, "c": 5.0}
 """What each head multiplies with; head `a` answers `out_a`, and so on."""

@@ -20,8 +20,8 @@ from tritonclient.grpc import service_pb2_grpc as pb_grpc
 from app.errors import CallableFailed, ReplicaLost, ReplicaUnreachable
 from app.frame_client import FrameClient
 from app.triton_client import FrameRequest
-from inference.parcel import PARCEL_WINDOW, STREAM_WINDOW, ChannelNote, Entry, encode_parcel
-from inference.report import HEADWATER, CallNote
+from inference.wire.parcel import PARCEL_WINDOW, STREAM_WINDOW, ChannelNote, Entry, encode_parcel
+from inference.wire.report import HEADWATER, CallNote
 
 NOTHING = FrameRequest([("x", "FP32", [1, 1], [bytes(4)])], CallNote(cancel="-"))
 

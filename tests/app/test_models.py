@@ -19,9 +19,9 @@ from app.models import Models
 from app.routes.metadata import metadata_routes
 from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.tensors import InferRequest, OutputWish, RawTensor
-from inference.lm.wire import Load
 from inference.pipeline import PipelineSpec, StepSpec, make_plan
 from inference.signature import Signature, TensorSpec
+from inference.wire.lm import Load
 from tests.app.lm.stand_in import Replica, event, route_of, spec
 
 

@@ -14,9 +14,9 @@ import pytest
 from app.batch_request import encode_batch
 from app.segments import Segment, Segments
 from app.tensors import InferRequest, OutputWish, RawTensor
-from inference.report import HEADWATER, CallNote
-from inference.shared_memory import SHARED_FROM_BYTES, MappedCall, SharedCall
 from inference.signature import Signature, TensorSpec
+from inference.wire.report import HEADWATER, CallNote
+from inference.wire.shared_memory import SHARED_FROM_BYTES, MappedCall, SharedCall
 
 SIGNATURE = Signature(
     name="m",

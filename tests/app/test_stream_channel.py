@@ -17,8 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.stream_channel import StreamChannel, Taken
-from inference.parcel import PARCEL_BYTES, PARCEL_WINDOW, STREAM_WINDOW, STREAM_WINDOW_BYTES, ChannelNote, decode_parcel
 from inference.stream_channel import ChannelStream, StreamChannels
+from inference.wire.parcel import (
+    PARCEL_BYTES,
+    PARCEL_WINDOW,
+    STREAM_WINDOW,
+    STREAM_WINDOW_BYTES,
+    ChannelNote,
+    decode_parcel,
+)
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 numbers = itertools.count()

@@ -31,8 +31,8 @@ from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.sections import TracingSection
 from app.tensors import InferRequest
 from app.tracing import Tracing, add_model, current, exporting, use
-from inference.frame import StepCount
 from inference.lm.null_engine import NullEngine
+from inference.wire.frame import StepCount
 from tests.app import test_dispatch_frames as frames
 from tests.app import test_graph as graph
 from tests.app.lm import test_routes_with_engine as lm

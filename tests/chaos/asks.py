@@ -14,7 +14,16 @@ import numpy as np
 from tests.chaos.reply import Reply
 from tests.services.chaotic import NOT_A_NUMBER, RAISE, WRONG_DTYPE
 
-__all__ = ["DEADLINE_S", "PIECES", "PROMPTS", "Ask", "References", "make_ask", "reference_asks", "reference_text"]
+__all__ = [
+    "DEADLINE_S",
+    "PIECES",
+    "PROMPTS",
+    "Ask",
+    "References",
+    "make_ask",
+    "reference_asks",
+    "reference_text",
+]
 
 DEADLINE_S: Final = 10.0
 """``timeout_s`` of all deployments, and what requests to the language model ask for in all."""

@@ -23,7 +23,7 @@ from hypothesis.extra import numpy as npst
 from tritonclient.utils import InferenceServerException
 
 from inference.datatypes import DATATYPES, pack_bytes
-from inference.report import REPORT
+from inference.wire.report import REPORT
 from tests.forwarding import forward
 from tests.running import Running
 

@@ -79,7 +79,9 @@ def test_two_deployments_answer_each_under_its_own_python(other: Path, monkeypat
         segments = segments_of(running.folder)
         assert running.stop() == 0
         assert leftovers(running.folder, segments) == []
-    assert (Path(__file__).parents[2] / "inference" / "replica.py").exists()  # what was linked to is not swept
+    assert (
+        Path(__file__).parents[2] / "inference" / "replica" / "__main__.py"
+    ).exists()  # what was linked to is not swept
 
 
 def test_a_python_without_pytriton_fails_alone_and_says_what_to_install(bare: Path) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from inference import frame as frames
-from inference.lm import wire
-from inference.report import CallReport, decode_reports, encode_reports
+from inference.wire import frame as frames
+from inference.wire import lm as wire
+from inference.wire.report import CallReport, decode_reports, encode_reports
 from tests.fuzz.draw import Draw
 
 __all__ = ["frame", "lm_wire", "report"]

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference import BadInput, Model, Parameter, Tensor
-from inference.frame import FRAME, decode_frame
 from inference.fused import FusedPipeline
 from inference.pace import Pace
-from inference.parcel import STREAM_WINDOW_BYTES, ChannelNote, decode_parcel
-from inference.report import HEADWATER, CallNote, RowReport, Status
-from inference.shared_memory import SharedCall
 from inference.steps import Step
+from inference.wire.frame import FRAME, decode_frame
+from inference.wire.parcel import STREAM_WINDOW_BYTES, ChannelNote, decode_parcel
+from inference.wire.report import HEADWATER, CallNote, RowReport, Status
+from inference.wire.shared_memory import SharedCall
 from tests.pipelines import Answer, Request, Stage, Word, ask, decoded, fused, hear, only, rows, totals
 
 Array = np.ndarray[Any, Any]

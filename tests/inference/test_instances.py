@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from inference.errors import DeclarationError
-from inference.handshake import ReplicaSpec
 from inference.served import Served, load_served
+from inference.wire.handshake import ReplicaSpec
 
 SERVICES = str(Path(__file__).parents[1] / "services")
 

@@ -16,13 +16,13 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from inference.arrays import Array
 from inference.errors import BadInput, BadOutput, ReplicaError
 from inference.loader import LoadError, load_model
 from inference.model import Model
 from inference.onnx_model import OnnxModel, open_model
 from inference.runner import Runner
 from inference.signature import Signature, TensorSpec
+from inference.wire.arrays import Array
 from inference.zoo.export_digit_head import ONNX_FILE, digit_head
 
 FLOAT = TensorProto.FLOAT

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from inference import BadInput, Model, Parameter, Tensor
-from inference.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
 from inference.runner import Runner
-from inference.shared_memory import SHARED_FROM_BYTES, SharedCall, placed_outputs
 from inference.signature import Signature
+from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
+from inference.wire.shared_memory import SHARED_FROM_BYTES, SharedCall, placed_outputs
 
 
 @dataclass

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from inference import BadInput, Model, Tensor
 from inference.fused import FusedPipeline
-from inference.report import RowReport, Status
 from inference.steps import Given, Made, Step
+from inference.wire.report import RowReport, Status
 from tests.pipelines import Stage, ask, fused, only, rows, totals
 
 Array = np.ndarray[Any, Any]

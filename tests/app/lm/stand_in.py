@@ -1,4 +1,4 @@
-"""A replica that speaks `inference.lm.wire` in this process, and says what the test has it say."""
+"""A replica that speaks `inference.wire.lm` in this process, and says what the test has it say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from app.lm.generation import SequenceSpec
 from app.routing import DeploymentRoute, ReplicaRoute, State
 from app.triton_client import FrameRequest
 from inference.lm.protocol import EngineLimits
-from inference.lm.wire import (
+from inference.signature import LanguageModelSpec, Signature, TensorSpec
+from inference.wire.lm import (
     CancelRequest,
     Ending,
     Load,
@@ -25,8 +26,7 @@ from inference.lm.wire import (
     decode_message,
     encode_frame,
 )
-from inference.report import CallNote
-from inference.signature import LanguageModelSpec, Signature, TensorSpec
+from inference.wire.report import CallNote
 
 UNKNOWN = "channel: there is none of the name"
 LIMITS = EngineLimits(max_sequences=4, max_waiting=8, context_length=64, cache_tokens=256, vocab_size=100)

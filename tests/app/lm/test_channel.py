@@ -26,7 +26,7 @@ from app.lm.request_run import RequestRun
 from app.lm.statistics import FinishRate, LmStatistics
 from app.metrics.recorder import recorder
 from inference.lm.protocol import Sampling
-from inference.lm.wire import Ending, Load, Open, Post, SequenceEvent
+from inference.wire.lm import Ending, Load, Open, Post, SequenceEvent
 from tests.app.lm.stand_in import UNKNOWN, Replica, event, run, settle, spec, until
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from app import dispatch
 from app.errors import (
     BadRequest,
     CallableFailed,
@@ -30,8 +29,8 @@ from app.lm.dispatcher import LmDispatcher
 from app.lm.generation import Generation
 from app.load_report import Moment
 from app.routing import State
-from inference.lm.wire import CancelRequest, Load, Open, Post, decode_message
 from inference.signature import LanguageModelSpec
+from inference.wire.lm import CancelRequest, Load, Open, Post, decode_message
 from tests.app.lm.stand_in import LIMITS, SIGNATURE, Bench, Replica, event, route_of, run, settle, spec, until
 
 
@@ -226,7 +225,7 @@ def test_a_load_of_long_ago_keeps_nothing_from_a_replica(monkeypatch: pytest.Mon
 
 def test_a_replica_that_was_lost_but_stays_in_the_table_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher_module, "LOST_RETRY_S", 0.01)
-    assert dispatch.LOST_RETRY_S > 1
+    assert LOST_RETRY_S > 1
 
     async def scenario() -> None:
         bench = Bench()

@@ -35,8 +35,8 @@ from app.metrics.totals import merged
 from app.models import Models
 from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.tensors import RawTensor
-from inference.report import RowReport, Status
 from inference.signature import Signature, TensorSpec
+from inference.wire.report import RowReport, Status
 from tests.app.test_dispatch import NUMBERS, Call
 
 REPORTS = {0: Status.OK, 1: Status.RAISED, 2: Status.BAD_INPUT, 3: Status.BAD_OUTPUT}

@@ -14,8 +14,8 @@ from app.gathering import GatherClock
 from app.metrics.instruments import Histogram
 from app.metrics.recorder import recorder, use
 from app.metrics.store import Key, Store
-from inference.report import RowReport, Status
 from inference.signature import HeadSpec
+from inference.wire.report import RowReport, Status
 from tests.app.test_dispatch import Bench, run, settle
 
 HEADS = {"topic": HeadSpec("topic", ("t",), on_error="omit"), "mood": HeadSpec("mood", ("m",), on_error="omit")}

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.arrays import Array
-from inference.frame import FRAME
 from inference.lm.engine_host import EngineHost
 from inference.lm.null_engine import Fault, FaultyEngine, NullEngine
 from inference.lm.protocol import EngineLimits, SequenceRequest, TokenEvent
-from inference.lm.wire import (
+from inference.wire.arrays import Array
+from inference.wire.frame import FRAME
+from inference.wire.lm import (
     CONTROL,
     CancelRequest,
     Message,
@@ -908,7 +908,7 @@ def test_a_number_twice_ends_the_channel() -> None:
 def test_what_is_no_message_is_answered_so(data: bytes | None) -> None:
     async def test(host: EngineHost) -> None:
         (frame,) = [frame async for frame in _frames(host, data)]
-        assert frame.closed.startswith("control: expected a message of inference.lm.wire: ")
+        assert frame.closed.startswith("control: expected a message of inference.wire.lm: ")
 
     hosted(NullEngine(LIMITS), test)
 

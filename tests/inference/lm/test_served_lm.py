@@ -18,7 +18,6 @@ import pytest
 
 from app.sweep import Journal, segments_mapped_by, sweep_replica
 from inference.environment import library_path
-from inference.handshake import ReplicaSpec, ReplicaStatus
 from inference.lm.loading import SlotOptions, lm_signature, plan_language_model
 from inference.lm.null_engine import NullEngine
 from inference.lm.protocol import EngineLimits, SequenceRequest
@@ -27,6 +26,7 @@ from inference.lm.slot_engine import SlotEngine
 from inference.lm.warm_up import counts, submits
 from inference.loader import LoadError
 from inference.signature import Signature
+from inference.wire.handshake import ReplicaSpec, ReplicaStatus
 from tests.running import processes_of
 
 TINY = "lm:inference.zoo:weights/tiny_lm"

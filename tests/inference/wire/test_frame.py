@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.datatypes import DATATYPES, pack_bytes
-from inference.frame import Frame, FrameTensor, Piece, StepCount, decode_frame, encode_frame, tensor_bytes
 from inference.signature import TensorSpec
+from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, decode_frame, encode_frame, tensor_bytes
 
 shapes = st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple)
 numbers = st.integers(0, 2**40)

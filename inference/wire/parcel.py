@@ -3,7 +3,7 @@
 A stream that is a call of its own stays open in PyTriton, its stub and Triton, which takes 32 KB, and each of its
 frames is a response, which takes a millisecond of CPU. So a worker opens one call, its channel, and what its streams
 say while a response is on its way goes with the next one, a parcel: MessagePack of `Entry` tuples in the one output
-`inference.frame.FRAME`. The call that asks for a stream is answered by nothing but its end.
+`inference.wire.frame.FRAME`. The call that asks for a stream is answered by nothing but its end.
 
 Nothing is unbounded, though PyTriton's queue of responses is: the worker says how many parcels it has got, and how much
 its readers have taken of each stream (`ChannelNote`). Beyond the windows here the replica waits: the channel with what

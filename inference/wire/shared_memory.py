@@ -23,9 +23,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from inference.arrays import Array
 from inference.datatypes import DATATYPES
 from inference.signature import TensorSpec
+from inference.wire.arrays import Array
 
 __all__ = [
     "ALIGNMENT",

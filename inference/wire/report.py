@@ -21,8 +21,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from inference.parcel import ChannelNote
-from inference.shared_memory import SharedCall
+from inference.wire.parcel import ChannelNote
+from inference.wire.shared_memory import SharedCall
 
 __all__ = [
     "HEADWATER",
@@ -57,7 +57,8 @@ class Status(enum.IntEnum):
     BROKEN = 4
     """The replica can't go on (a CUDA context is poisoned); it ends and is replaced."""
     UNSHARED = 5
-    """The replica can't open the memory that the call's tensors are in (`inference.shared_memory`); nothing ran."""
+    """The replica can't open the memory that the call's tensors are in (`inference.wire.shared_memory`); nothing
+    ran."""
 
 
 class RowReport(NamedTuple):

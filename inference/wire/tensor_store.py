@@ -1,7 +1,7 @@
 """Whether tensors go through PyTriton's shared-memory store, or inline: the store is faster for large ones only.
 
-Large ones mostly don't go through PyTriton at all (`inference.shared_memory`); those in frames (`inference.frame`) and
-those that streams take do.
+Large ones mostly don't go through PyTriton at all (`inference.wire.shared_memory`); those in frames
+(`inference.wire.frame`) and those that streams take do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a gateway worker and a replica's engine say to each other: channels, and the packed answers that travel on them.
 
 A replica binds one decoupled model. Every request to it carries one `Message` in the input `CONTROL`, UINT8 [1, size];
-every response carries one `StepFrame` in the output `inference.frame.FRAME`, UINT8 [1, size]. Both are MessagePack.
+every response carries one `StepFrame` in the output `inference.wire.frame.FRAME`, UINT8 [1, size]. Both are
+MessagePack.
 
 - `Open` makes a channel, which belongs to one gateway worker; its request is answered for as long as the channel lives.
   The first frame has no events and says that the channel is there. Then one frame an engine step, with the tokens of

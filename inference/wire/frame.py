@@ -14,11 +14,20 @@ from typing import Annotated, Any, Final
 import msgspec
 import numpy as np
 
-from inference.arrays import Array
 from inference.datatypes import pack_bytes
 from inference.signature import TensorSpec
+from inference.wire.arrays import Array
 
-__all__ = ["FRAME", "Frame", "FrameTensor", "Piece", "StepCount", "decode_frame", "encode_frame", "tensor_bytes"]
+__all__ = [
+    "FRAME",
+    "Frame",
+    "FrameTensor",
+    "Piece",
+    "StepCount",
+    "decode_frame",
+    "encode_frame",
+    "tensor_bytes",
+]
 
 FRAME: Final = "headwater_frame"
 
@@ -43,7 +52,7 @@ class Piece(msgspec.Struct, array_like=True):
     compute_us: int
     """Microseconds that its step took."""
     failures: list[tuple[int, int, str]] = []
-    """Row among these rows, `inference.report.Status`, message. The tensors hold zeros there."""
+    """Row among these rows, `inference.wire.report.Status`, message. The tensors hold zeros there."""
     tensors: list[FrameTensor] = []
     """Empty if every row failed."""
     is_last: bool = True

@@ -86,7 +86,9 @@ def test_no_folder_there(here: Path) -> None:
 def test_no_package_there() -> None:
     assert "there is no package 'no_such_package'" in failure("lm:no_such_package:weights")
     assert "there is no package 'no_such.package'" in failure("lm:no_such.package:weights")
-    assert "expected a package, which is a folder, got the module 'inference.frame'" in failure("lm:inference.frame:x")
+    assert "expected a package, which is a folder, got the module 'inference.wire.frame'" in failure(
+        "lm:inference.wire.frame:x"
+    )
 
 
 def test_a_package_above_it_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

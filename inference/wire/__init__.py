@@ -1,0 +1,1 @@
+"""What a gateway and a replica exchange: frames, reports, handshake, shared memory."""
