@@ -25,8 +25,7 @@ from app.pipeline_config import Pipeline
 from app.security.keys_file import known_keys
 from app.security.tls import Certificate
 from app.sweep import SHARED_MEMORY
-from inference.environment import Problem
-from inference.errors import DeclarationError
+from inference.errors import DeclarationError, Problem
 from inference.pipeline import make_plan
 from inference.signature import Signature
 from inference.wire.tensor_store import ASSUMED_DIMENSION, batch_bytes, uses_store

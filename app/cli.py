@@ -25,7 +25,7 @@ from app.openapi import example_body
 from app.plan.options import add_plan_command
 from app.security.key_commands import add_key_commands
 from app.security.keys_file import keys_are_wanted
-from inference.lm.reference import is_language_model
+from inference.reference import is_language_model
 from inference.signature import Signature
 
 __all__ = ["main"]

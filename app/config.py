@@ -37,7 +37,7 @@ from app.sections import (
     WarmupBatchSizes,
 )
 from app.security.sections import SecuritySection, TlsSection
-from inference.lm.reference import is_language_model
+from inference.reference import is_language_model
 
 __all__ = ["Batching", "Config", "Deployment", "Server", "load_config", "read_config", "read_yaml"]
 

@@ -12,7 +12,7 @@ from app.overlay import FIELD, check_allowed, lay_over, parse_overlay
 from app.replica_host import Host
 from app.replica_set import ReplicaSet
 from app.sections import ReplicaBounds
-from inference.lm.reference import is_language_model
+from inference.reference import is_language_model
 
 __all__ = ["Deployments", "Kept", "config_of"]
 

@@ -13,7 +13,8 @@ from types import TracebackType
 import msgspec
 
 from app.interpreter import find_interpreter, foreign_environment, stage_package
-from inference.environment import Problem, library_path
+from inference.environment import library_path
+from inference.errors import Problem
 
 __all__ = ["PROCESS_TIMEOUT_S", "ModelSide", "last_line"]
 

@@ -26,8 +26,8 @@ from app.sections import (
     WarmupBatchSizes,
 )
 from inference.errors import DeclarationError
-from inference.lm.reference import is_language_model
 from inference.pipeline import INPUT, PipelineSpec, StepSpec, check_names
+from inference.reference import is_language_model
 from inference.signature import EmbeddingSpec
 
 __all__ = ["EmbeddingMap", "Pipeline", "Step"]

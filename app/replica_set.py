@@ -22,7 +22,7 @@ from app.replica_starter import FIRST_MEASURED_RETRY_S, ReplicaStarter
 from app.retired import Retired
 from app.routing import DeploymentRoute, State
 from app.sections import ReplicaBounds
-from inference.lm.reference import is_language_model
+from inference.reference import is_language_model
 from inference.signature import Signature
 
 __all__ = [

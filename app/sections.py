@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from inference.lm.reference import is_language_model, parse_reference
+from inference.reference import is_language_model, parse_reference
 
 __all__ = [
     "AllowLoad",

@@ -43,8 +43,8 @@ from app.security.limits import LimitFiles
 from app.security.sections import SecuritySection
 from app.security.tls import Certificate
 from app.worker_settings import WorkerSettings
-from inference import garbage
-from inference.heap import keep_freed_memory
+from inference import tuning as garbage
+from inference.tuning import keep_freed_memory
 
 __all__ = ["main"]
 
@@ -52,7 +52,7 @@ logger = logging.getLogger("headwater")
 
 DRAIN_POLL_S = 0.02
 GARBAGE_ALLOCATIONS = 10_000
-"""See `inference.garbage`. Python's own 700 is fewer than what the requests under way hold: a collection ran for every
+"""See `inference.tuning`. Python's own 700 is fewer than what the requests under way hold: a collection ran for every
 few requests. They free what they held without it."""
 LAST_ANSWERS_TIMEOUT_S = 2
 """How long clients may take to read the answers that are ready when the server stops."""

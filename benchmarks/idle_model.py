@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from inference import Model, Tensor
+from inference.engine import Engine, EngineLimits, TokenEvent
 from inference.lm.null_engine import NullEngine
-from inference.lm.protocol import Engine, EngineLimits, TokenEvent
 
 __all__ = ["MANY_TOKENS", "Waiter", "stalled_engine"]
 

@@ -28,7 +28,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.smoke import parse_with_smoke
-from inference.lm.protocol import Sampling, SequenceRequest
+from inference.engine import Sampling, SequenceRequest
 from inference.lm.slot_engine import SlotEngine
 
 __all__ = ["BARE", "CONTENDERS", "machine", "measure", "model_of", "print_table", "quiet", "title_of"]

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from benchmarks.stream_child import Child, give_back
+from inference.engine import Engine, EngineLimits, Sampling, SequenceRequest
 from inference.lm.null_engine import NullEngine
-from inference.lm.protocol import Engine, EngineLimits, Sampling, SequenceRequest
 
 __all__ = ["MODEL", "VOCAB_SIZE", "EngineAlone", "Ran", "Run", "folder", "null"]
 

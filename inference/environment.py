@@ -7,6 +7,7 @@ their metadata, and lets the dynamic loader itself say what PyTriton's stub woul
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -17,38 +18,29 @@ import runpy
 import subprocess
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from inference.errors import ReplicaError
+from inference.errors import DeclarationError, Problem, ReplicaError
 
-__all__ = ["Problem", "library_path", "package_versions", "problems", "require", "versions"]
+__all__ = ["library_path", "package_versions", "problem_of", "problems", "require", "versions"]
+
 
 OLDEST_PYTHON: Final = (3, 10)
+
 NEWEST_PYTHON: Final = (3, 12)
+
 PROCESS_TIMEOUT_S: Final = 30.0
 """For each of the small processes that look at something on our behalf; initializing many GPUs takes seconds."""
 
 _PYTHON: Final = f"{sys.version_info.major}.{sys.version_info.minor}"
+
 _LIBPYTHON: Final = f"libpython{_PYTHON}.so.1.0"
+
 _LOADER_CACHE: Final = Path("/etc/ld.so.cache")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that keeps Headwater from serving."""
-
-    title: str
-    """What it is about, in a few words."""
-    reason: str
-    """What was expected, and what was found."""
-    mend: str
-    """What to do about it."""
-
-    def __str__(self) -> str:
-        return f"{self.title}: {self.reason}; {self.mend}"
 
 
 def library_path(environ: Mapping[str, str]) -> str:
@@ -347,3 +339,35 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def problem_of(error: BaseException, title: str, doing: str) -> Problem:
+    """An exception of the user's code as a problem: its class, its message, and the line that it comes from."""
+    where = line_of(error)
+    if isinstance(error, DeclarationError):
+        return Problem(title, f"{error}{f' ({where})' if where else ''}", "correct the declaration")
+    # The message of a SyntaxError repeats the file; its `msg` is the bare one.
+    text = str(error.msg if isinstance(error, SyntaxError) else error)
+    raised = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    at = f" at {where}" if where else ""
+    return Problem(title, f"{doing} raised {raised}{at}", f"correct {where or 'the model'}")
+
+
+_RAISED_BY: Final = frozenset((__file__, str(Path(__file__).parent / "runtime" / "loader.py")))
+
+
+def line_of(error: BaseException) -> str:
+    """``file:line`` of the innermost frame in the user's own code; of any code but ours if there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in _RAISED_BY and not frame.filename.startswith("<")
+    ]
+    # Headwater itself may be installed where libraries are; a declaration is checked there, not made there.
+    ours = str(Path(__file__).parent / "model.py")
+    users = [frame for frame in frames if not frame.filename.startswith(libraries) and frame.filename != ours]
+    frame = next(reversed(users or frames), None)
+    return f"{frame.filename}:{frame.lineno}" if frame else ""

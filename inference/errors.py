@@ -9,7 +9,11 @@
     └── ReplicaError             the replica can't start or go on; its message is for the operator
 """
 
-__all__ = ["BadInput", "BadOutput", "DeclarationError", "ModelError", "ReplicaError"]
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["BadInput", "BadOutput", "DeclarationError", "LoadError", "ModelError", "Problem", "ReplicaError"]
 
 
 class ModelError(Exception):
@@ -33,3 +37,27 @@ class BadOutput(ModelError):
 
 class ReplicaError(ModelError):
     """The replica can't start or go on."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that keeps Headwater from serving."""
+
+    title: str
+    """What it is about, in a few words."""
+    reason: str
+    """What was expected, and what was found."""
+    mend: str
+    """What to do about it."""
+
+    def __str__(self) -> str:
+        return f"{self.title}: {self.reason}; {self.mend}"
+
+
+class LoadError(ReplicaError):
+    """A model can't be imported or constructed."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+        """The same in parts."""

@@ -5,27 +5,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-import sysconfig
-import traceback
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from inference.environment import Problem
-from inference.errors import DeclarationError, ReplicaError
+from inference.environment import line_of, problem_of
+from inference.errors import LoadError, Problem
 from inference.model import Model
 
-__all__ = ["LoadError", "construct", "import_for", "load_class", "load_model", "problem_of", "wrong_options"]
-
-
-class LoadError(ReplicaError):
-    """A model can't be imported or constructed."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(str(problem))
-        self.problem = problem
-        """The same in parts."""
+__all__ = ["construct", "import_for", "load_class", "load_model", "wrong_options"]
 
 
 def load_class(reference: str) -> type[Model]:
@@ -115,18 +103,6 @@ def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str]
     return construct(load_class(reference), options)
 
 
-def problem_of(error: BaseException, title: str, doing: str) -> Problem:
-    """An exception of the user's code as a problem: its class, its message, and the line that it comes from."""
-    where = line_of(error)
-    if isinstance(error, DeclarationError):
-        return Problem(title, f"{error}{f' ({where})' if where else ''}", "correct the declaration")
-    # The message of a SyntaxError repeats the file; its `msg` is the bare one.
-    text = str(error.msg if isinstance(error, SyntaxError) else error)
-    raised = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    at = f" at {where}" if where else ""
-    return Problem(title, f"{doing} raised {raised}{at}", f"correct {where or 'the model'}")
-
-
 def _missing_module(title: str, wanted: str, error: ModuleNotFoundError) -> Problem:
     missing = error.name or ""
     if wanted == missing or wanted.startswith(f"{missing}."):
@@ -173,20 +149,3 @@ def _models_of(module: ModuleType) -> list[str]:
 
 def _file(module: ModuleType) -> str:
     return getattr(module, "__file__", None) or module.__name__
-
-
-def line_of(error: BaseException) -> str:
-    """``file:line`` of the innermost frame in the user's own code; of any code but ours if there is none."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and not frame.filename.startswith("<")
-    ]
-    # Headwater itself may be installed where libraries are; a declaration is checked there, not made there.
-    ours = str(Path(__file__).parent / "model.py")
-    users = [frame for frame in frames if not frame.filename.startswith(libraries) and frame.filename != ours]
-    frame = next(reversed(users or frames), None)
-    return f"{frame.filename}:{frame.lineno}" if frame else ""

@@ -10,9 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from inference.environment import Problem
-from inference.errors import BadInput, BadOutput, DeclarationError
-from inference.loader import LoadError
+from inference.errors import BadInput, BadOutput, DeclarationError, LoadError, Problem
 from inference.model import Model, Tensor
 from inference.wire.arrays import Array, as_objects
 

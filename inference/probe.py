@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 
 from inference.device import choose_device
-from inference.environment import Problem
-from inference.errors import DeclarationError, ReplicaError
+from inference.environment import problem_of
+from inference.errors import DeclarationError, LoadError, Problem, ReplicaError
 from inference.lm.loading import lm_signature, plan_language_model
-from inference.lm.reference import is_language_model
-from inference.loader import LoadError, load_model, problem_of
+from inference.loader import load_model
 from inference.pipeline import PipelineSpec, make_plan
+from inference.reference import is_language_model
 from inference.signature import Signature
 
 __all__ = ["Finding", "Request", "main", "probe"]
@@ -52,7 +52,7 @@ class Finding(msgspec.Struct, frozen=True):
     """Of a pipeline: this one is of a step, and more of the same name follow."""
     signature: Signature | None = None
     problems: tuple[dict[str, str], ...] = ()
-    """Each an `inference.environment.Problem`."""
+    """Each an `inference.errors.Problem`."""
 
 
 def probe(request: Request) -> Iterator[Finding]:

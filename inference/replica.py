@@ -20,12 +20,12 @@ from pathlib import Path
 
 import msgspec
 
-from inference import garbage
+from inference import tuning as garbage
 from inference.environment import package_versions, require
 from inference.errors import ModelError
-from inference.heap import keep_freed_memory
 from inference.pulse import PULSE_FILE, Pulse, WatchCall
 from inference.signature import Signature
+from inference.tuning import keep_freed_memory
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
 from inference.wire.tensor_store import uses_store
 

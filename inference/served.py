@@ -16,15 +16,15 @@ import msgspec
 from inference.device import choose_device
 from inference.errors import DeclarationError
 from inference.fused import FusedPipeline
-from inference.lm.reference import is_language_model
 from inference.lm.served_lm import ServedLanguageModel, load_language_model
 from inference.loader import load_model
 from inference.model import Model
 from inference.pipeline import PipelineSpec, StepSpec, make_plan
 from inference.pulse import WatchCall
+from inference.reference import is_language_model
 from inference.runner import Runner
 from inference.signature import Signature
-from inference.switching import switch_soon
+from inference.tuning import switch_soon
 from inference.wire.handshake import ReplicaSpec
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from inference.engine import EngineLimits
 from inference.errors import DeclarationError
-from inference.lm.protocol import EngineLimits
 from inference.model import Embedding, Model, Parameter, Tensor
 
 __all__ = ["EmbeddingSpec", "HeadSpec", "LanguageModelSpec", "ParameterSpec", "Signature", "TensorSpec"]

@@ -16,9 +16,9 @@ import msgspec
 
 from inference.device import choose_device
 from inference.lm.loading import plan_language_model
-from inference.lm.reference import is_language_model
 from inference.loader import load_model
 from inference.probe import Request
+from inference.reference import is_language_model
 
 __all__ = ["Weight", "main", "weigh"]
 

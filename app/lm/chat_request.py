@@ -13,7 +13,7 @@ from app.json_faults import at, shown
 from app.lm.chat_answer import ChatAnswer
 from app.lm.sampling_fields import MAX_LOGPROBS, StreamFields, checked_integer
 from app.lm.text_plan import CHAT_ANSWER_TOKENS, Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
-from inference.lm.protocol import EngineLimits
+from inference.engine import EngineLimits
 
 if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
     from app.lm.language_text import LanguageText

@@ -16,7 +16,7 @@ from app.lm.completion_request import DEFAULT_TOKENS
 from app.lm.sampling_fields import SamplingFields, checked_integer
 from app.lm.text_plan import Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
 from app.request_parameters import MAX_UINT64
-from inference.lm.protocol import EngineLimits
+from inference.engine import EngineLimits
 
 if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
     from app.lm.language_text import LanguageText

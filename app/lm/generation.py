@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from inference.lm.protocol import Sampling
+from inference.engine import Sampling
 
 __all__ = ["Generation", "SequenceSpec", "Tokens"]
 

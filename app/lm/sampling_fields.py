@@ -11,7 +11,7 @@ from app.errors import BadRequest
 from app.json_faults import at, key_text, shown
 from app.lm.json_body import read_body
 from app.text.stop_strings import StopFinder
-from inference.lm.protocol import SAMPLING_FIELDS, EngineLimits, Sampling
+from inference.engine import SAMPLING_FIELDS, EngineLimits, Sampling
 
 __all__ = [
     "MAX_LOGPROBS",

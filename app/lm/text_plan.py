@@ -12,7 +12,7 @@ from app.json_faults import at
 from app.lm.generation import SequenceSpec
 from app.lm.sampling_fields import TextEnd
 from app.lm.text_stream import TextStream
-from inference.lm.protocol import EngineLimits, Sampling
+from inference.engine import EngineLimits, Sampling
 
 if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
     from app.text.token_texts import TokenTexts

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from app.config import Deployment
-from inference.lm.reference import find_folder
+from inference.reference import find_folder
 
 __all__ = ["CacheShape", "cache_shape"]
 
@@ -53,7 +53,7 @@ def cache_shape(deployment: Deployment, search: Sequence[str]) -> CacheShape | N
 
     Args:
         deployment: whose ``model`` is ``lm:...``.
-        search: as `inference.lm.reference.find_folder`.
+        search: as `inference.reference.find_folder`.
 
     Raises:
         LoadError: its folder isn't there.

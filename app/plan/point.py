@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from app.config import Deployment
-from inference.lm.reference import is_language_model
+from inference.reference import is_language_model
 
 __all__ = ["Point", "grid", "section_of", "takes_instances", "threads_of"]
 

@@ -14,8 +14,8 @@ from app.config import Config, Deployment
 from app.errors import CommandError
 from app.plan.cache_size import CacheShape, cache_shape
 from app.plan.point import Point
-from inference.lm.reference import is_language_model
-from inference.loader import LoadError
+from inference.errors import LoadError
+from inference.reference import is_language_model
 
 __all__ = ["WARMUP_S", "Subject", "choose_deployment", "make_subject"]
 

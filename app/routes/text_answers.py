@@ -20,7 +20,7 @@ from app.models import Models
 from app.replies import Reply
 from app.security.key_check import owned_id
 from app.security.limits import KeyLimits
-from inference.lm.protocol import EngineLimits
+from inference.engine import EngineLimits
 
 if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
     from app.lm.language_text import LanguageText

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from inference.lm.errors import EngineFull, RequestRejected, RequestTooLong
-from inference.lm.protocol import SAMPLING_FIELDS, EngineLimits, Sampling, SequenceRequest
+from inference.engine import (
+    SAMPLING_FIELDS,
+    EngineFull,
+    EngineLimits,
+    RequestRejected,
+    RequestTooLong,
+    Sampling,
+    SequenceRequest,
+)
 
 __all__ = ["Admission"]
 

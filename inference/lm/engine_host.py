@@ -14,10 +14,9 @@ import msgspec
 import numpy as np
 
 from inference.device import breaks_device
+from inference.engine import Engine, EngineFull, RequestRejected, SequenceRequest
 from inference.failure_log import FailureLog, text_of
-from inference.lm.errors import EngineFull, RequestRejected
 from inference.lm.host_channel import HostChannel, HostSequence
-from inference.lm.protocol import Engine, SequenceRequest
 from inference.lm.step_watch import MAX_STEP_S, StepWatch
 from inference.lm.wait import Wait
 from inference.request import TritonRequest

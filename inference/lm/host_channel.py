@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from inference.lm.protocol import TokenEvent
+from inference.engine import TokenEvent
 from inference.lm.wait import Wait
 from inference.wire.lm import Ending, Load, SequenceEvent, StepFrame, Submit
 

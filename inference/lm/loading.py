@@ -11,12 +11,13 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from inference.environment import Problem
+from inference.engine import Engine, EngineLimits
+from inference.environment import problem_of
+from inference.errors import LoadError, Problem
 from inference.lm.model_folder import CONFIG, checked_json, checked_model
-from inference.lm.protocol import Engine, EngineLimits
-from inference.lm.reference import find_folder
 from inference.lm.step_watch import MAX_STEP_S
-from inference.loader import LoadError, import_for, problem_of, wrong_options
+from inference.loader import import_for, wrong_options
+from inference.reference import find_folder
 from inference.signature import LanguageModelSpec, Signature, TensorSpec
 
 __all__ = ["LmPlan", "SlotOptions", "lm_signature", "plan_language_model"]
@@ -28,7 +29,7 @@ TOKENIZER: Final = "tokenizer.json"
 GIVEN: Final = ("device", "on_broken")
 """Keyword arguments that an engine of the user's gets besides its options."""
 CALLED_WITH: Final = "(folder, *, device, on_broken, **options)"
-SEE_ENGINE: Final = "see inference.lm.protocol.Engine for what an engine is"
+SEE_ENGINE: Final = "see inference.engine.Engine for what an engine is"
 
 
 class SlotOptions(msgspec.Struct, frozen=True):

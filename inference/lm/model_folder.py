@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from inference.environment import Problem
-from inference.errors import ReplicaError
+from inference.errors import LoadError, Problem, ReplicaError
 from inference.failure_log import text_of
-from inference.loader import LoadError
 
 __all__ = ["CONFIG", "WEIGHTS", "checked_json", "checked_model", "context_length_of"]
 

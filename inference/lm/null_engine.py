@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from inference.engine import Engine, EngineLimits, Finish, SequenceRequest, TokenEvent
 from inference.lm.admission import Admission
-from inference.lm.protocol import Engine, EngineLimits, Finish, SequenceRequest, TokenEvent
 
 __all__ = ["FaultyEngine", "NullEngine"]
 

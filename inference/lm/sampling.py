@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from inference.lm.protocol import Sampling
+from inference.engine import Sampling
 
 __all__ = ["Choice", "Sampler", "choose", "filtered"]
 

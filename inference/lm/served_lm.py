@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from inference.device import choose_device
+from inference.engine import Engine
 from inference.lm.engine_host import EngineHost
 from inference.lm.loading import lm_signature, plan_language_model
-from inference.lm.protocol import Engine
 from inference.lm.step_watch import MAX_STEP_S
 from inference.signature import Signature
-from inference.switching import switch_soon
+from inference.tuning import switch_soon
 from inference.wire.handshake import ReplicaSpec
 
 if TYPE_CHECKING:

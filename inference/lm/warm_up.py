@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from inference.embedded_triton import EmbeddedTriton
+from inference.engine import EngineLimits, Sampling
 from inference.errors import ReplicaError
-from inference.lm.protocol import EngineLimits, Sampling
 from inference.signature import Signature
 from inference.warmup import batch_sizes
 from inference.wire.handshake import ReplicaSpec

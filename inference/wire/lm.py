@@ -18,7 +18,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from inference.lm.protocol import Sampling, TokenId
+from inference.engine import Sampling, TokenId
 
 __all__ = [
     "CONTROL",
@@ -49,12 +49,12 @@ RENEW_S: Final = 2.0
 """How often a worker with sequences under way says that it is there."""
 
 Ending: TypeAlias = Literal["stop", "length", "cancelled", "error", "full", "rejected"]
-"""Why a sequence ended: as `inference.lm.protocol.Finish`; ``full``: the engine's queue is; ``rejected``: it can't ever
+"""Why a sequence ended: as `inference.engine.Finish`; ``full``: the engine's queue is; ``rejected``: it can't ever
 be served. The last three have a text in `SequenceEvent.error`."""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A sequence to generate; the fields are those of `inference.lm.protocol.SequenceRequest`."""
+    """A sequence to generate; the fields are those of `inference.engine.SequenceRequest`."""
 
     number: int
     """Names it within its channel; never used twice."""

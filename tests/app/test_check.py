@@ -27,7 +27,7 @@ from app.check import (
     shared_memory_warnings,
 )
 from app.config import Deployment, Server
-from inference.environment import Problem
+from inference.errors import Problem
 from inference.signature import HeadSpec, Signature, TensorSpec
 
 ROOT = Path(__file__).parents[2]

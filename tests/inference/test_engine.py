@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from inference.lm.protocol import Sampling, SequenceRequest, TokenEvent
+from inference.engine import Sampling, SequenceRequest, TokenEvent
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from inference import Model
-from inference.errors import ReplicaError
-from inference.loader import LoadError, construct, load_class
+from inference.errors import LoadError, ReplicaError
+from inference.loader import construct, load_class
 
 ROOT = Path(__file__).parents[2]
 GOOD = """

@@ -16,8 +16,8 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from inference.errors import BadInput, BadOutput, ReplicaError
-from inference.loader import LoadError, load_model
+from inference.errors import BadInput, BadOutput, LoadError, ReplicaError
+from inference.loader import load_model
 from inference.model import Model
 from inference.onnx_model import OnnxModel, open_model
 from inference.runner import Runner

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import inference.zoo
-from inference.lm.reference import LmReference, find_folder, is_language_model, parse_reference
-from inference.loader import LoadError
+from inference.errors import LoadError
+from inference.reference import LmReference, find_folder, is_language_model, parse_reference
 
 ZOO = Path(inference.zoo.__file__).parent
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+from inference.engine import Engine, EngineLimits, SequenceRequest, TokenEvent
 from inference.lm.null_engine import FaultyEngine, NullEngine
-from inference.lm.protocol import Engine, EngineLimits, SequenceRequest, TokenEvent
 
 FAULTS: Final = {11: "repeat", 12: "skip", 13: "history", 14: "error", 15: "raise"}
 """What is wrong with a sequence, by the first token of its prompt; with others, nothing is."""

@@ -13,7 +13,7 @@ from app.errors import HeadwaterError, NotFound
 from app.lm.generation import SequenceSpec, Tokens
 from app.lm.language_text import LanguageText
 from app.routing import DeploymentRoute, State
-from inference.lm.protocol import EngineLimits
+from inference.engine import EngineLimits
 from inference.signature import LanguageModelSpec, Signature, TensorSpec
 
 FOLDER = Path(inference.zoo.__file__).parent / "weights" / "tiny_lm"

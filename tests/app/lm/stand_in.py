@@ -11,7 +11,7 @@ from app.lm.dispatcher import LmDispatcher
 from app.lm.generation import SequenceSpec
 from app.routing import DeploymentRoute, ReplicaRoute, State
 from app.triton_client import FrameRequest
-from inference.lm.protocol import EngineLimits
+from inference.engine import EngineLimits
 from inference.signature import LanguageModelSpec, Signature, TensorSpec
 from inference.wire.lm import (
     CancelRequest,

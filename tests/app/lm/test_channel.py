@@ -25,7 +25,7 @@ from app.lm.generation import SequenceSpec, Tokens
 from app.lm.request_run import RequestRun
 from app.lm.statistics import FinishRate, LmStatistics
 from app.metrics.recorder import recorder
-from inference.lm.protocol import Sampling
+from inference.engine import Sampling
 from inference.wire.lm import Ending, Load, Open, Post, SequenceEvent
 from tests.app.lm.stand_in import UNKNOWN, Replica, event, run, settle, spec, until
 

@@ -12,7 +12,7 @@ from app.errors import BadRequest
 from app.lm.chat_request import ChatRequest
 from app.lm.language_text import LanguageText
 from app.lm.text_plan import TextPlan
-from inference.lm.protocol import SAMPLING_FIELDS, EngineLimits, Sampling
+from inference.engine import SAMPLING_FIELDS, EngineLimits, Sampling
 from tests.app.lm.scripted import LIMITS, tiny_text
 
 HELLO = [{"role": "user", "content": "hi"}]

@@ -16,9 +16,9 @@ from app.gateway import create_app
 from app.lm.dispatcher import LmDispatcher
 from app.models import Models
 from app.routing import RoutingTable
+from inference.engine import Engine, EngineLimits
 from inference.lm.engine_host import EngineHost
 from inference.lm.null_engine import NullEngine
-from inference.lm.protocol import Engine, EngineLimits
 from inference.signature import LanguageModelSpec
 from tests.app.lm.scripted import FOLDER, tiny_text
 from tests.app.lm.stand_in import SIGNATURE, route_of, until

@@ -14,9 +14,9 @@ from app.errors import BadRequest, Cancelled, ContractBroken, QueueFull, Unavail
 from app.lm.dispatcher import LmDispatcher
 from app.lm.generation import Generation
 from app.triton_client import FrameRequest
+from inference.engine import Engine, EngineLimits
 from inference.lm.engine_host import EngineHost
 from inference.lm.null_engine import FaultyEngine, NullEngine
-from inference.lm.protocol import Engine, EngineLimits
 from inference.wire.frame import FRAME
 from tests.app.lm.stand_in import route_of, spec, until
 

@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference.engine import (
+    SAMPLING_FIELDS,
+    EngineFull,
+    EngineLimits,
+    RequestRejected,
+    RequestTooLong,
+    Sampling,
+    SequenceRequest,
+)
 from inference.lm.admission import Admission
-from inference.lm.errors import EngineFull, RequestRejected, RequestTooLong
-from inference.lm.protocol import SAMPLING_FIELDS, EngineLimits, Sampling, SequenceRequest
 
 LIMITS = EngineLimits(max_sequences=4, max_waiting=3, context_length=100, cache_tokens=200, vocab_size=10)
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference.engine import EngineLimits, SequenceRequest, TokenEvent
 from inference.lm.engine_host import EngineHost
 from inference.lm.null_engine import Fault, FaultyEngine, NullEngine
-from inference.lm.protocol import EngineLimits, SequenceRequest, TokenEvent
 from inference.wire.arrays import Array
 from inference.wire.frame import FRAME
 from inference.wire.lm import (

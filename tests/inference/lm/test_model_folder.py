@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import inference.zoo
+from inference.errors import LoadError
 from inference.lm.loading import plan_language_model
 from inference.lm.served_lm import load_language_model
-from inference.loader import LoadError
 from inference.probe import Request, probe
 from inference.wire.handshake import ReplicaSpec
 from tests.inference.lm.llamas import tiny

@@ -5,9 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from inference.lm.errors import EngineFull
+from inference.engine import Engine, EngineFull, EngineLimits, SequenceRequest, TokenEvent
 from inference.lm.null_engine import FaultyEngine, NullEngine
-from inference.lm.protocol import Engine, EngineLimits, SequenceRequest, TokenEvent
 from tests.inference.lm.llamas import by_id, request, run, tokens
 
 LIMITS = EngineLimits(max_sequences=2, max_waiting=1, context_length=50, cache_tokens=100, vocab_size=10)

@@ -20,8 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from inference.engine import Sampling
 from inference.lm import sampling as module
-from inference.lm.protocol import Sampling
 from inference.lm.sampling import Choice, Sampler, choose, filtered, penalised
 
 CPU = torch.device("cpu")

@@ -17,14 +17,14 @@ import msgspec
 import pytest
 
 from app.sweep import Journal, segments_mapped_by, sweep_replica
+from inference.engine import EngineLimits, SequenceRequest
 from inference.environment import library_path
+from inference.errors import LoadError
 from inference.lm.loading import SlotOptions, lm_signature, plan_language_model
 from inference.lm.null_engine import NullEngine
-from inference.lm.protocol import EngineLimits, SequenceRequest
 from inference.lm.served_lm import load_language_model
 from inference.lm.slot_engine import SlotEngine
 from inference.lm.warm_up import counts, submits
-from inference.loader import LoadError
 from inference.signature import Signature
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
 from tests.running import processes_of
@@ -33,7 +33,7 @@ TINY = "lm:inference.zoo:weights/tiny_lm"
 ENGINES = """
 from pathlib import Path
 from inference.lm.null_engine import NullEngine
-from inference.lm.protocol import EngineLimits
+from inference.engine import EngineLimits
 
 def null(folder, *, device, on_broken, length=100, **rest):
     assert isinstance(folder, Path)

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference.engine import EngineFull, RequestRejected, RequestTooLong, Sampling, TokenEvent
 from inference.errors import ReplicaError
-from inference.lm.errors import EngineFull, RequestRejected, RequestTooLong
-from inference.lm.protocol import Sampling, TokenEvent
 from inference.lm.slot_engine import SlotEngine
 from tests.inference.lm.llamas import (
     CONTEXT,

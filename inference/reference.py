@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from inference.environment import Problem
-from inference.loader import LoadError, problem_of
+from inference.environment import problem_of
+from inference.errors import LoadError, Problem
 
 __all__ = ["PREFIX", "LmReference", "find_folder", "is_language_model", "parse_reference"]
 

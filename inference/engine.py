@@ -1,4 +1,14 @@
-"""What an engine is asked, what it answers, and the calls between.
+"""Errors of an engine.
+
+::
+
+    ModelError
+    ├── EngineFull               the waiting queue is full (429)
+    └── BadInput
+        └── RequestRejected      this engine can never serve this request (400)
+            └── RequestTooLong   prompt and answer exceed the context, or the cache
+
+What an engine is asked, what it answers, and the calls between.
 
 An engine is single-threaded: one thread makes all calls, and `Engine.step` does the work. It advances every sequence
 by at most one token, so one list of events is what one packed response carries.
@@ -11,21 +21,41 @@ from typing import Annotated, Final, Literal, Protocol, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from inference.errors import BadInput, ModelError
+
 __all__ = [
     "SAMPLING_FIELDS",
     "Engine",
+    "EngineFull",
     "EngineLimits",
     "Finish",
+    "RequestRejected",
+    "RequestTooLong",
     "Sampling",
     "SequenceRequest",
     "TokenEvent",
 ]
 
+
+class EngineFull(ModelError):
+    """As many requests wait as may; try again later."""
+
+
+class RequestRejected(BadInput):
+    """The engine can't serve this request, now or later."""
+
+
+class RequestTooLong(RequestRejected):
+    """Prompt and answer together exceed what the model or the cache holds."""
+
+
 Finish: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 """Why a sequence ended: a stop or end-of-sequence token, `max_tokens`, `Engine.cancel`, a failure."""
 
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+
 TokenId: TypeAlias = Annotated[int, Meta(ge=0)]
 
 
