@@ -1,4 +1,4 @@
-"""Whether a replica's calls of the user's code take too long, from the file that `inference.pulse` keeps.
+"""Whether a replica's calls of the user's code take too long, from the file that `inference.runtime.pulse` keeps.
 
 Imports the standard library only, and so not `inference`; see `app.guardian`.
 """

@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 
-from inference.device import choose_device
 from inference.environment import problem_of
 from inference.errors import DeclarationError, LoadError, Problem, ReplicaError
 from inference.lm.loading import lm_signature, plan_language_model
-from inference.loader import load_model
 from inference.pipeline import PipelineSpec, make_plan
 from inference.reference import is_language_model
+from inference.runtime.device import choose_device
+from inference.runtime.loader import load_model
 from inference.signature import Signature
 
 __all__ = ["Finding", "Request", "main", "probe"]

@@ -23,7 +23,7 @@ import msgspec
 from inference import tuning as garbage
 from inference.environment import package_versions, require
 from inference.errors import ModelError
-from inference.pulse import PULSE_FILE, Pulse, WatchCall
+from inference.runtime.pulse import PULSE_FILE, Pulse, WatchCall
 from inference.signature import Signature
 from inference.tuning import keep_freed_memory
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus

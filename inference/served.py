@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from inference.device import choose_device
 from inference.errors import DeclarationError
-from inference.fused import FusedPipeline
 from inference.lm.served_lm import ServedLanguageModel, load_language_model
-from inference.loader import load_model
 from inference.model import Model
 from inference.pipeline import PipelineSpec, StepSpec, make_plan
-from inference.pulse import WatchCall
 from inference.reference import is_language_model
-from inference.runner import Runner
+from inference.runtime.device import choose_device
+from inference.runtime.fused import FusedPipeline
+from inference.runtime.loader import load_model
+from inference.runtime.pulse import WatchCall
+from inference.runtime.runner import Runner
 from inference.signature import Signature
 from inference.tuning import switch_soon
 from inference.wire.handshake import ReplicaSpec

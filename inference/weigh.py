@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from inference.device import choose_device
 from inference.lm.loading import plan_language_model
-from inference.loader import load_model
 from inference.probe import Request
 from inference.reference import is_language_model
+from inference.runtime.device import choose_device
+from inference.runtime.loader import load_model
 
 __all__ = ["Weight", "main", "weigh"]
 

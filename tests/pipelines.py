@@ -12,8 +12,8 @@ import numpy as np
 
 from inference import Model, Tensor
 from inference.datatypes import DATATYPES, unpack_bytes
-from inference.fused import FusedPipeline
 from inference.pipeline import INPUT, PipelineSpec, StepSpec, make_plan
+from inference.runtime.fused import FusedPipeline
 from inference.signature import Signature
 from inference.wire.frame import FRAME, StepCount, decode_frame
 from inference.wire.report import HEADWATER, CallNote, RowReport, Status

@@ -24,7 +24,8 @@ def test_the_http_side_imports_neither_torch_nor_pytriton(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["inference", "inference.replica", "inference.runner", "inference.warmup", "inference.embedded_triton"]
+    "module",
+    ["inference", "inference.replica", "inference.runtime.runner", "inference.warmup", "inference.embedded_triton"],
 )
 def test_the_model_side_imports_no_web_framework_and_nothing_of_ours_from_the_http_side(module: str) -> None:
     loaded = modules_after(f"import {module}")

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference.errors import ReplicaError
-from inference.failure_log import text_of
+from inference.runtime.failure_log import text_of
 
 __all__ = ["AttentionImplementation", "CausalLM", "Dtype", "load_causal_lm"]
 

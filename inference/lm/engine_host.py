@@ -13,13 +13,13 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from inference.device import breaks_device
 from inference.engine import Engine, EngineFull, RequestRejected, SequenceRequest
-from inference.failure_log import FailureLog, text_of
 from inference.lm.host_channel import HostChannel, HostSequence
 from inference.lm.step_watch import MAX_STEP_S, StepWatch
 from inference.lm.wait import Wait
-from inference.request import TritonRequest
+from inference.runtime.device import breaks_device
+from inference.runtime.failure_log import FailureLog, text_of
+from inference.runtime.request import TritonRequest
 from inference.wire.arrays import Array
 from inference.wire.frame import FRAME
 from inference.wire.lm import (

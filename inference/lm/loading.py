@@ -16,8 +16,8 @@ from inference.environment import problem_of
 from inference.errors import LoadError, Problem
 from inference.lm.model_folder import CONFIG, checked_json, checked_model
 from inference.lm.step_watch import MAX_STEP_S
-from inference.loader import import_for, wrong_options
 from inference.reference import find_folder
+from inference.runtime.loader import import_for, wrong_options
 from inference.signature import LanguageModelSpec, Signature, TensorSpec
 
 __all__ = ["LmPlan", "SlotOptions", "lm_signature", "plan_language_model"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from inference.errors import LoadError, Problem, ReplicaError
-from inference.failure_log import text_of
+from inference.runtime.failure_log import text_of
 
 __all__ = ["CONFIG", "WEIGHTS", "checked_json", "checked_model", "context_length_of"]
 

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from inference.device import choose_device
 from inference.engine import Engine
 from inference.lm.engine_host import EngineHost
 from inference.lm.loading import lm_signature, plan_language_model
 from inference.lm.step_watch import MAX_STEP_S
+from inference.runtime.device import choose_device
 from inference.signature import Signature
 from inference.tuning import switch_soon
 from inference.wire.handshake import ReplicaSpec

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.device import breaks_device
 from inference.engine import EngineLimits, Finish, SequenceRequest, TokenEvent
 from inference.errors import ReplicaError
-from inference.failure_log import FailureLog, text_of
 from inference.lm.admission import Admission
 from inference.lm.model_folder import context_length_of
 from inference.lm.sampling import Choice, Sampler, choose
 from inference.lm.slot_cache import SlotCache
 from inference.lm.step_mask import StepMask
+from inference.runtime.device import breaks_device
+from inference.runtime.failure_log import FailureLog, text_of
 
 __all__ = ["SlotEngine"]
 

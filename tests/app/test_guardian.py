@@ -36,7 +36,7 @@ time.sleep(600)
 """
 HANGS = """
 import ctypes, pathlib, sys, time
-from inference.pulse import PULSE_FILE, Pulse
+from inference.runtime.pulse import PULSE_FILE, Pulse
 folder = pathlib.Path(sys.argv[1])
 pulse = Pulse(folder / PULSE_FILE, 0.3)
 for _ in range(100):

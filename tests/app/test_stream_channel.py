@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.stream_channel import StreamChannel, Taken
-from inference.stream_channel import ChannelStream, StreamChannels
+from inference.runtime.channel import ChannelStream, StreamChannels
 from inference.wire.parcel import (
     PARCEL_BYTES,
     PARCEL_WINDOW,

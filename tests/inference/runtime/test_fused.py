@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference import BadInput, Model, Parameter, Tensor
-from inference.fused import FusedPipeline
-from inference.pace import Pace
-from inference.steps import Step
+from inference.runtime.batch_run import Pace
+from inference.runtime.fused import FusedPipeline
+from inference.runtime.step import Step
 from inference.wire.frame import FRAME, decode_frame
 from inference.wire.parcel import STREAM_WINDOW_BYTES, ChannelNote, decode_parcel
 from inference.wire.report import HEADWATER, CallNote, RowReport, Status
@@ -879,7 +879,7 @@ class TestNothingLeaves:
         def unforeseen(*_: Any) -> Any:
             raise ValueError("a bug of ours")
 
-        monkeypatch.setattr("inference.fused.read_request", unforeseen)
+        monkeypatch.setattr("inference.runtime.fused.read_request", unforeseen)
         words = only(ask(pipeline, {"x": rows(1, 2)}))
         report = RowReport(Status.RAISED, "internal error: ValueError")
         assert words["h0"].failures == {0: report, 1: report}

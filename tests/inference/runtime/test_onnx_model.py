@@ -17,10 +17,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from inference.errors import BadInput, BadOutput, LoadError, ReplicaError
-from inference.loader import load_model
 from inference.model import Model
-from inference.onnx_model import OnnxModel, open_model
-from inference.runner import Runner
+from inference.runtime.loader import load_model
+from inference.runtime.onnx_model import OnnxModel, open_model
+from inference.runtime.runner import Runner
 from inference.signature import Signature, TensorSpec
 from inference.wire.arrays import Array
 from inference.zoo.export_digit_head import ONNX_FILE, digit_head
@@ -416,9 +416,9 @@ def test_load_model_takes_classes_too() -> None:
 def test_it_needs_no_torch_and_the_rest_no_onnxruntime() -> None:
     code = (
         "import sys\n"
-        "import inference, inference.loader, inference.probe, inference.replica\n"
+        "import inference, inference.runtime.loader, inference.probe, inference.replica\n"
         "assert 'onnxruntime' not in sys.modules\n"
-        "from inference.loader import load_model\n"
+        "from inference.runtime.loader import load_model\n"
         f"model = load_model({f'onnx:{ONNX_FILE}'!r}, {{}})\n"
         "model.load('cpu')\n"
         "assert not {'torch', 'onnx'} & set(sys.modules)\n"

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference import BadInput, Model, Tensor
-from inference.fused import FusedPipeline
-from inference.steps import Given, Made, Step
+from inference.runtime.fused import FusedPipeline
+from inference.runtime.step import Given, Made, Step
 from inference.wire.report import RowReport, Status
 from tests.pipelines import Stage, ask, fused, only, rows, totals
 

@@ -1,24 +1,56 @@
-"""One batch on its way through the steps of a fused pipeline."""
+"""How long the steps of a fused pipeline take, and what follows for the frames that leave.
+
+One batch on its way through the steps of a fused pipeline.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from inference.errors import DeclarationError
-from inference.pace import Pace
 from inference.pipeline import INPUT, Plan, PlannedStep
-from inference.request import Part
-from inference.steps import Given, Made, Step
-from inference.values import copied, rows_of, settled
+from inference.runtime.request import Part
+from inference.runtime.step import Given, Made, Step
+from inference.runtime.values import copied, rows_of, settled
 from inference.wire.arrays import Array, zeros
 from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, encode_frame, tensor_bytes
 from inference.wire.report import RowReport, Status
 
-__all__ = ["BatchRun", "StreamControl"]
+__all__ = ["BatchRun", "Pace", "StreamControl"]
+
+
+SMOOTHING = 0.2
+
+
+class Pace:
+    """How long steps take of late, and so whether an answer that is ready should wait for the next one.
+
+    Args:
+        wait_s: how long it may wait.
+    """
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._seconds: dict[str, float] = {}
+
+    def note(self, step: str, took_s: float) -> None:
+        """Take in what a call took."""
+        known = self._seconds.get(step, took_s)
+        self._seconds[step] = known + SMOOTHING * (took_s - known)
+
+    def allows(self, waited_s: float, steps: Iterable[str]) -> bool:
+        """Whether to wait on, after so long, until these steps have run. A step that never ran isn't waited for."""
+        return waited_s + sum(self._seconds.get(step, math.inf) for step in steps) <= self._wait_s
+
+    def left_s(self, waited_s: float) -> float:
+        """How long an answer that has waited so long may go on to."""
+        return max(0.0, self._wait_s - waited_s)
+
 
 MAX_MESSAGE_CHARS = 2000
 

@@ -11,14 +11,24 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from inference.device import breaks_device
 from inference.errors import BadInput, BadOutput, ModelError
-from inference.failure_log import FailureLog, text_of
 from inference.model import Model
 from inference.pipeline import INPUT, PlannedStep
-from inference.pulse import WatchCall
+from inference.runtime.device import breaks_device
+from inference.runtime.failure_log import FailureLog, text_of
+from inference.runtime.pulse import WatchCall
+from inference.runtime.values import (
+    checked,
+    converted,
+    copied,
+    joined,
+    overlaps,
+    refuses_writes,
+    rows_of,
+    settled,
+    version_of,
+)
 from inference.signature import TensorSpec
-from inference.values import checked, converted, copied, joined, overlaps, refuses_writes, rows_of, settled, version_of
 from inference.wire.arrays import Array, argument, wire
 from inference.wire.report import RowReport, Status
 

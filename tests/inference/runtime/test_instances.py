@@ -12,7 +12,7 @@ from inference.errors import DeclarationError
 from inference.served import Served, load_served
 from inference.wire.handshake import ReplicaSpec
 
-SERVICES = str(Path(__file__).parents[1] / "services")
+SERVICES = str(Path(__file__).parents[2] / "services")
 
 
 def load(model: str, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Served:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from app.pulse_watch import PulseWatch
 from inference import Model, Tensor
-from inference.pulse import PULSE_FILE, SLOTS, Pulse
-from inference.runner import Runner
+from inference.runtime.pulse import PULSE_FILE, SLOTS, Pulse
+from inference.runtime.runner import Runner
 from inference.signature import Signature
 from tests.pipelines import Request, Stage, fused, hear, only, rows
 

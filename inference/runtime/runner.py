@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from inference.device import breaks_device
 from inference.errors import BadInput, BadOutput, DeclarationError
-from inference.failure_log import FailureLog, text_of
 from inference.model import Model
-from inference.pulse import WatchCall
-from inference.request import Part, TritonRequest, read_request
+from inference.runtime.device import breaks_device
+from inference.runtime.failure_log import FailureLog, text_of
+from inference.runtime.pulse import WatchCall
+from inference.runtime.request import Part, TritonRequest, read_request
 from inference.signature import Signature
 from inference.wire.arrays import Array, argument, wire, zeros
 from inference.wire.report import REPORT, RowReport, Status, encode_reports, placeholder_shape

@@ -97,7 +97,7 @@ def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str]
         ReplicaError: it can't be made; the message says why and how to mend it.
     """
     if reference.startswith("onnx:"):
-        from inference.onnx_model import open_model
+        from inference.runtime.onnx_model import open_model
 
         return open_model(reference.removeprefix("onnx:"), options, search)
     return construct(load_class(reference), options)

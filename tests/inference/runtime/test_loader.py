@@ -17,9 +17,9 @@ import pytest
 
 from inference import Model
 from inference.errors import LoadError, ReplicaError
-from inference.loader import construct, load_class
+from inference.runtime.loader import construct, load_class
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GOOD = """
     from inference import Model, Tensor
 

@@ -8,15 +8,14 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from inference.batch_run import BatchRun, StreamControl
 from inference.errors import DeclarationError
 from inference.model import Model
-from inference.pace import Pace
 from inference.pipeline import Plan, PlannedStep
-from inference.pulse import WatchCall
-from inference.request import Part, TritonRequest, read_request
-from inference.steps import Handover, Step
-from inference.stream_channel import ChannelStream, StreamChannels
+from inference.runtime.batch_run import BatchRun, Pace, StreamControl
+from inference.runtime.channel import ChannelStream, StreamChannels
+from inference.runtime.pulse import WatchCall
+from inference.runtime.request import Part, TritonRequest, read_request
+from inference.runtime.step import Handover, Step
 from inference.wire.arrays import Array
 from inference.wire.frame import FRAME, Frame, Piece, encode_frame
 from inference.wire.report import RowReport, Status

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from inference import BadInput, Model, Parameter, Tensor
-from inference.runner import Runner
+from inference.runtime.runner import Runner
 from inference.signature import Signature
 from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
 from inference.wire.shared_memory import SHARED_FROM_BYTES, SharedCall, placed_outputs

@@ -1,0 +1,1 @@
+"""Runs a model or pipeline on batches: regroups, calls, isolates failing rows, streams."""
