@@ -15,8 +15,7 @@ import numpy as np
 
 from inference.engine import Engine, EngineFull, RequestRejected, SequenceRequest
 from inference.lm.host_channel import HostChannel, HostSequence
-from inference.lm.step_watch import MAX_STEP_S, StepWatch
-from inference.lm.wait import Wait
+from inference.lm.step_watch import MAX_STEP_S, StepWatch, Wait
 from inference.runtime.device import breaks_device
 from inference.runtime.failure_log import FailureLog, text_of
 from inference.runtime.request import TritonRequest

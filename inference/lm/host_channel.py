@@ -6,7 +6,7 @@ import asyncio
 from typing import Final
 
 from inference.engine import TokenEvent
-from inference.lm.wait import Wait
+from inference.lm.step_watch import Wait
 from inference.wire.lm import Ending, Load, SequenceEvent, StepFrame, Submit
 
 __all__ = ["HostChannel", "HostSequence"]

@@ -17,8 +17,7 @@ from inference.errors import ReplicaError
 from inference.lm.admission import Admission
 from inference.lm.model_folder import context_length_of
 from inference.lm.sampling import Choice, Sampler, choose
-from inference.lm.slot_cache import SlotCache
-from inference.lm.step_mask import StepMask
+from inference.lm.slot_cache import SlotCache, StepMask
 from inference.runtime.device import breaks_device
 from inference.runtime.failure_log import FailureLog, text_of
 
