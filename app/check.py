@@ -302,7 +302,7 @@ def _probe(
     pending = list(deployments)
     while pending:
         requests = [_request(name, deployments[name], path) for name in pending]
-        status, output, errors = side.run("inference.probe", msgspec.json.encode(requests))
+        status, output, errors = side.run("inference.replica.probe", msgspec.json.encode(requests))
         tried: list[str] = []  # steps of the next one
         for line in output.splitlines():
             finding = msgspec.json.decode(line)

@@ -25,7 +25,13 @@ def test_the_http_side_imports_neither_torch_nor_pytriton(module: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["inference", "inference.replica", "inference.runtime.runner", "inference.warmup", "inference.embedded_triton"],
+    [
+        "inference",
+        "inference.replica",
+        "inference.runtime.runner",
+        "inference.replica.warmup",
+        "inference.replica.triton",
+    ],
 )
 def test_the_model_side_imports_no_web_framework_and_nothing_of_ours_from_the_http_side(module: str) -> None:
     loaded = modules_after(f"import {module}")

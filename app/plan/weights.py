@@ -42,7 +42,7 @@ def weigh_deployment(name: str, deployment: Deployment, path: Sequence[str]) -> 
     }
     try:
         with ModelSide(deployment.environment, deployment.python) as side:
-            status, output, errors = side.run("inference.weigh", msgspec.json.encode(request))
+            status, output, errors = side.run("inference.replica.weigh", msgspec.json.encode(request))
     except StartError as error:
         return Weights(None, str(error))
     try:

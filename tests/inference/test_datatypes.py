@@ -12,8 +12,8 @@ from hypothesis import given, settings
 
 from inference.datatypes import DATATYPES, bf16_to_float32, float32_to_bf16, pack_bytes, unpack_bytes
 from inference.errors import DeclarationError
+from inference.replica.warmup import batch_sizes, example_rows
 from inference.signature import TensorSpec
-from inference.warmup import batch_sizes, example_rows
 from inference.wire.report import (
     MAX_MESSAGE_BYTES,
     RowReport,

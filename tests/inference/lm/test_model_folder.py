@@ -12,8 +12,8 @@ import pytest
 import inference.zoo
 from inference.errors import LoadError
 from inference.lm.loading import plan_language_model
-from inference.lm.served_lm import load_language_model
-from inference.probe import Request, probe
+from inference.replica.probe import Request, probe
+from inference.replica.served import load_language_model
 from inference.wire.handshake import ReplicaSpec
 from tests.inference.lm.llamas import tiny
 

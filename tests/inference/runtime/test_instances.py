@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inference.errors import DeclarationError
-from inference.served import Served, load_served
+from inference.replica.served import Served, load_served
 from inference.wire.handshake import ReplicaSpec
 
 SERVICES = str(Path(__file__).parents[2] / "services")

@@ -167,7 +167,7 @@ def test_a_constructor_that_raises_names_its_line(write: Write, tmp_path: Path) 
 
 def probe(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ended = subprocess.run(
-        [sys.executable, "-m", "inference.probe"],
+        [sys.executable, "-m", "inference.replica.probe"],
         cwd="/",
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         input=json.dumps(requests),

@@ -416,7 +416,7 @@ def test_load_model_takes_classes_too() -> None:
 def test_it_needs_no_torch_and_the_rest_no_onnxruntime() -> None:
     code = (
         "import sys\n"
-        "import inference, inference.runtime.loader, inference.probe, inference.replica\n"
+        "import inference, inference.runtime.loader, inference.replica.probe, inference.replica\n"
         "assert 'onnxruntime' not in sys.modules\n"
         "from inference.runtime.loader import load_model\n"
         f"model = load_model({f'onnx:{ONNX_FILE}'!r}, {{}})\n"

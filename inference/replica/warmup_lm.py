@@ -7,11 +7,11 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from inference.embedded_triton import EmbeddedTriton
 from inference.engine import EngineLimits, Sampling
 from inference.errors import ReplicaError
+from inference.replica.triton import EmbeddedTriton
+from inference.replica.warmup import batch_sizes
 from inference.signature import Signature
-from inference.warmup import batch_sizes
 from inference.wire.handshake import ReplicaSpec
 from inference.wire.lm import CONTROL, RENEW_S, Message, Open, Post, StepFrame, Submit, decode_frame, encode_message
 

@@ -7,7 +7,7 @@ What differs from `pytriton.triton.Triton`, and why:
 - Models lie in a local model store that Triton loads as it starts, rather than being sent through its load API: no
   temporary ``/tmp/folder*`` per model is left behind, and one-second polls fall away.
 - Triton sees no GPU: it holds no tensor of ours there, and would take memory pools and a context on each.
-- Several instances find each other however busy the machine is (`inference.first_instance`).
+- Several instances find each other however busy the machine is (`inference.replica.first_instance`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonS
 
 from inference.datatypes import DATATYPES
 from inference.errors import ReplicaError
-from inference.first_instance import make_patient, patient
+from inference.replica.first_instance import make_patient, patient
 from inference.signature import Signature, TensorSpec
 from inference.wire.frame import FRAME
 from inference.wire.lm import CONTROL

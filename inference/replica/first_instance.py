@@ -50,5 +50,5 @@ def make_patient(script: Path) -> None:
     name = "get_config_from_handshake_server"
     script.chmod(0o644)  # a copy has the mode of what it was made from, which may be for reading only
     with script.open("a", encoding="utf-8") as file:
-        file.write("\n\n# From here on Headwater's: inference/first_instance.py.\nfrom typing import Any\n\n\n")
+        file.write("\n\n# From here on Headwater's: inference/replica/first_instance.py.\nfrom typing import Any\n\n\n")
         file.write(f"{inspect.getsource(patient)}\n\n{name} = patient({name})\n")

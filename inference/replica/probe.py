@@ -1,8 +1,8 @@
 """Tries models without loading them: imports and constructs each, and reads its declarations.
 
-``python -m inference.probe`` reads a JSON list of `Request` on its standard input and prints, as each is done, one
-JSON `Finding` a line; of a pipeline one for each step, and then one for the whole. It is a process of its own because a
-model's module may do anything: one that ends the process leaves those findings that were printed before it.
+``python -m inference.replica.probe`` reads a JSON list of `Request` on its standard input and prints, as each is done,
+one JSON `Finding` a line; of a pipeline one for each step, and then one for the whole. It is a process of its own
+because a model's module may do anything: one that ends the process leaves those findings that were printed before it.
 """
 
 from __future__ import annotations

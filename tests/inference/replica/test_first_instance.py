@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from pytriton.proxy import communication
 
-from inference.embedded_triton import telling_lines
-from inference.first_instance import make_patient, patient
+from inference.replica.first_instance import make_patient, patient
+from inference.replica.triton import telling_lines
 
 FAULTS = (ConnectionRefusedError("bound, not listening"), TimeoutError("not there"), ValueError("no JSON"))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from inference import tuning as garbage
+from inference import tuning
 from inference.environment import package_versions, require
 from inference.errors import ModelError
 from inference.runtime.pulse import PULSE_FILE, Pulse, WatchCall
@@ -93,8 +93,8 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter, stop: thread
     os.chdir(spec.working_dir)
 
     # Heavy imports come after the environment is known to be right, so that its message is the one that is read.
-    from inference.embedded_triton import EmbeddedTriton
-    from inference.served import load_served
+    from inference.replica.served import load_served
+    from inference.replica.triton import EmbeddedTriton
 
     watch: WatchCall = contextlib.nullcontext
     if spec.max_compute_s is not None:
@@ -109,7 +109,7 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter, stop: thread
     served.bind(triton)
     triton.start()
     served.warm_up(triton, spec, reporter.progress)
-    garbage.settle()
+    tuning.settle()
     (directory / READY_FILE).touch()  # tells the guardian that every process of the group counts from now on
     told = msgspec.to_builtins(_without_large_example(signature))
     reporter.send(ReplicaStatus("ready", signature=told, facts={"device": device, **package_versions()}))

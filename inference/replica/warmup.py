@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from inference.datatypes import DATATYPES, float32_to_bf16, pack_bytes
-from inference.embedded_triton import EmbeddedTriton, UnixConnection
 from inference.errors import DeclarationError, ReplicaError
+from inference.replica.triton import EmbeddedTriton, UnixConnection
 from inference.signature import Signature, TensorSpec
 from inference.wire.frame import decode_frame
 from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports

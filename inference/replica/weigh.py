@@ -1,7 +1,7 @@
 """Loads models and says how large their weights are.
 
-``python -m inference.weigh`` reads one JSON `inference.probe.Request` on its standard input, loads what it names, and
-prints one JSON `Weight`. A process of its own, for the planner; see `app.plan.weights`.
+``python -m inference.replica.weigh`` reads one JSON `inference.replica.probe.Request` on its standard input, loads what
+it names, and prints one JSON `Weight`. A process of its own, for the planner; see `app.plan.weights`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from inference.lm.loading import plan_language_model
-from inference.probe import Request
 from inference.reference import is_language_model
+from inference.replica.probe import Request
 from inference.runtime.device import choose_device
 from inference.runtime.loader import load_model
 

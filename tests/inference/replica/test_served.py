@@ -22,9 +22,9 @@ from inference.environment import library_path
 from inference.errors import LoadError
 from inference.lm.loading import SlotOptions, lm_signature, plan_language_model
 from inference.lm.null_engine import NullEngine
-from inference.lm.served_lm import load_language_model
 from inference.lm.slot_engine import SlotEngine
-from inference.lm.warm_up import counts, submits
+from inference.replica.served import load_language_model
+from inference.replica.warmup_lm import counts, submits
 from inference.signature import Signature
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
 from tests.running import processes_of
