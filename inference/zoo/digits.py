@@ -1,7 +1,7 @@
 """Models that read a handwritten digit: `Digits` alone, or `Trunk` and the heads `Digit`, `Parity`, `Reconstruction`.
 
 The four are the steps of a pipeline: the heads take the ``features`` that the trunk computes once. Images are of the
-kind that ``sklearn.datasets.load_digits`` has; the weights come from `inference.zoo.train_digits`.
+kind that ``sklearn.datasets.load_digits`` has; the weights come from `inference.zoo.training.train_digits`.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Reconstruction(Model):
         anomaly_score: FP32 [1], the root of the mean squared difference between the two images, in pixel values: 0 for
             the same image. The area under the ROC curve, held-out digits against as many others, is 1.00 for uniform
             noise and for permuted pixels, 0.998 for salt and pepper on a quarter of a digit's pixels, but 0.87 for
-            images of one grey; `inference.zoo.digits_anomalies` has the definitions.
+            images of one grey; `inference.zoo.training.digits_anomalies` has the definitions.
     """
 
     inputs = (_FEATURES, _IMAGE)

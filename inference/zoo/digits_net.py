@@ -36,8 +36,8 @@ MAX_PIXEL: Final = 16.0
 """The value of ink; paper is 0."""
 
 WEIGHTS: Final = Path(__file__).with_name("weights") / "digits.safetensors"
-"""What `inference.zoo.train_digits` wrote. Keys begin with ``trunk.``, ``head.``, ``parity.`` or ``decoder.``, so that
-each part loads alone."""
+"""What `inference.zoo.training.train_digits` wrote. Keys begin with ``trunk.``, ``head.``, ``parity.`` or ``decoder.``,
+so that each part loads alone."""
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -120,7 +120,7 @@ def load_part(part: Part, name: str, device: str, weights: Path = WEIGHTS) -> Pa
         part: as constructed; it is changed and returned.
         name: ``trunk``, ``head``, ``parity`` or ``decoder``.
         device: where it goes.
-        weights: a file that `inference.zoo.train_digits` wrote.
+        weights: a file that `inference.zoo.training.train_digits` wrote.
 
     Raises:
         RuntimeError: the file's keys of that name are not the part's.

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from inference.zoo.digits import Digits, Parity, Reconstruction, Trunk
-from inference.zoo.digits_data import LabelledImages, held_out
+from inference.zoo.training.digits_data import LabelledImages, held_out
 from tests.running import Running
 
 AT_ONCE = 32

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inference.zoo.digits import Digit
-from inference.zoo.export_digit_head import ONNX_FILE
+from inference.zoo.training.export_digit_head import ONNX_FILE
 from tests.running import Running, serve
 
 ROWS = 40

@@ -23,7 +23,7 @@ from inference.runtime.onnx_model import OnnxModel, open_model
 from inference.runtime.runner import Runner
 from inference.signature import Signature, TensorSpec
 from inference.wire.arrays import Array
-from inference.zoo.export_digit_head import ONNX_FILE, digit_head
+from inference.zoo.training.export_digit_head import ONNX_FILE, digit_head
 
 FLOAT = TensorProto.FLOAT
 
@@ -465,5 +465,5 @@ def test_a_row_of_the_digit_head_does_not_depend_on_its_neighbours(features: Arr
 
 
 def test_the_shipped_file_is_what_the_script_writes() -> None:
-    # Fails after training: run `python -m inference.zoo.export_digit_head` then.
+    # Fails after training: run `python -m inference.zoo.training.export_digit_head` then.
     assert onnx.load(ONNX_FILE) == digit_head()

@@ -11,9 +11,9 @@ from safetensors import safe_open
 
 from inference.signature import Signature, TensorSpec
 from inference.zoo.digits import Digit, Digits, Parity, Reconstruction, Trunk
-from inference.zoo.digits_anomalies import Scores, anomalies, auc
-from inference.zoo.digits_data import SPLIT_SEED, LabelledImages, held_out, split
 from inference.zoo.digits_net import FEATURES, WEIGHTS, DecoderNet, load_net, load_part
+from inference.zoo.training.digits_anomalies import Scores, anomalies, auc
+from inference.zoo.training.digits_data import SPLIT_SEED, LabelledImages, held_out, split
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_its_example_is_the_first_image_held_out_and_is_read_rightly(model: Digi
 def test_serving_it_needs_no_scikit_learn() -> None:
     code = (
         "import sys; from inference.zoo.digits import Digits; Digits().load('cpu'); "
-        "sys.exit(any(name in sys.modules for name in ('sklearn', 'scipy', 'inference.zoo.digits_data')))"
+        "sys.exit(any(name in sys.modules for name in ('sklearn', 'scipy', 'inference.zoo.training.digits_data')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -1,4 +1,4 @@
-"""Trains tiny-lm and writes it in Hugging Face's format: ``python -m inference.zoo.train_tiny_lm``.
+"""Trains tiny-lm and writes it in Hugging Face's format: ``python -m inference.zoo.training.train_tiny_lm``.
 
 A Llama of 4 million parameters with a tokenizer of its own, both made from the standard library of the running
 interpreter. It is there so that streams of tokens can be served, tested and measured with nothing fetched; it
@@ -38,11 +38,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from inference.zoo.tiny_lm_data import chats, collect
+from inference.zoo.training.tiny_lm_data import chats, collect
 
 __all__ = ["FOLDER", "HeldOut", "held_out_loss", "main"]
 
-FOLDER: Final = Path(__file__).with_name("weights") / "tiny_lm"
+FOLDER: Final = Path(__file__).parents[1] / "weights" / "tiny_lm"
 CHECKPOINT: Final = Path("build/tiny_lm.checkpoint.pt")
 
 SEED: Final = 0

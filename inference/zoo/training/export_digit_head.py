@@ -1,4 +1,4 @@
-"""Writes the linear head of the digits network as an ONNX file: ``python -m inference.zoo.export_digit_head``.
+"""Writes the linear head of the digits network as an ONNX file: ``python -m inference.zoo.training.export_digit_head``.
 
 The graph is built by hand, so the same weights give the same bytes.
 """
@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 
 __all__ = ["ONNX_FILE", "digit_head", "main"]
 
-WEIGHTS: Final = Path(__file__).with_name("weights") / "digits.safetensors"
-"""What `inference.zoo.train_digits` wrote."""
+WEIGHTS: Final = Path(__file__).parents[1] / "weights" / "digits.safetensors"
+"""What `inference.zoo.training.train_digits` wrote."""
 
 ONNX_FILE: Final = WEIGHTS.with_name("digit_head.onnx")
 

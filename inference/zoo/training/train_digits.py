@@ -1,4 +1,4 @@
-"""Trains the digits networks and writes their weights: ``python -m inference.zoo.train_digits``.
+"""Trains the digits networks and writes their weights: ``python -m inference.zoo.training.train_digits``.
 
 Trunk and head are trained together; then, on the trunk as it is, the parity head and the decoder.
 
@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from inference.zoo.digits_anomalies import Images, Scores, anomalies, auc
-from inference.zoo.digits_data import SPLIT_SEED, LabelledImages, split
 from inference.zoo.digits_net import MAX_PIXEL, WEIGHTS, DecoderNet, DigitsNet, ParityNet, TrunkNet
+from inference.zoo.training.digits_anomalies import Images, Scores, anomalies, auc
+from inference.zoo.training.digits_data import SPLIT_SEED, LabelledImages, split
 
 __all__ = ["accuracy", "main", "train", "train_decoder", "train_parity"]
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from inference.zoo.digits_data import LabelledImages
+from inference.zoo.training.digits_data import LabelledImages
 
 __all__ = ["ANOMALY_SEED", "Images", "Scores", "anomalies", "auc"]
 

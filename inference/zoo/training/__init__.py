@@ -1,0 +1,1 @@
+"""Scripts that make the weights that the zoo ships."""
