@@ -19,12 +19,12 @@ import msgspec
 
 from app.config import Config, Deployment, Server, load_config, read_config
 from app.errors import ConfigError
-from app.interpreter import InterpreterError
-from app.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
 from app.pipeline_config import Pipeline
+from app.process.interpreter import InterpreterError
+from app.process.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
+from app.process.sweep import SHARED_MEMORY
 from app.security.keys_file import known_keys
 from app.security.tls import Certificate
-from app.sweep import SHARED_MEMORY
 from inference.errors import DeclarationError, Problem
 from inference.pipeline import make_plan
 from inference.signature import Signature

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
-__all__ = ["HOST", "Footprint", "MemoryBudget", "Refusal", "size_text"]
+from app.process.machine import HOST, size_text
 
-HOST: Final = "the machine"
-"""Where every replica is; those on a GPU are there, too."""
+__all__ = ["Footprint", "MemoryBudget", "Refusal"]
+
 
 Footprint = Mapping[str, int]
 """Bytes by place: `HOST`, or a GPU's name."""
@@ -164,8 +163,3 @@ class MemoryBudget:
 
 def _larger(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     return max(one[0], other[0]), max(one[1], other[1])
-
-
-def size_text(count: int) -> str:
-    """Bytes for people."""
-    return f"{count / 2**30:.1f} GiB" if count >= 10 * 2**30 else f"{count / 2**20:.0f} MiB"

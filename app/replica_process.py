@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from app.config import Deployment
+from app.process.sweep import Journal, sweep_replica
 from app.routing import LAST_LINES, ReplicaRoute
-from app.sweep import Journal, sweep_replica
 from inference.environment import library_path
 from inference.signature import Signature
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
@@ -108,7 +108,7 @@ class ReplicaProcess:
             self._write_spec(status_write)
             guardian = subprocess.Popen(
                 [
-                    sys.executable, "-m", "app.guardian", self._name, str(self.directory), str(status_write),
+                    sys.executable, "-m", "app.process.guardian", self._name, str(self.directory), str(status_write),
                     str(command_read), "--", *self._command(status_write),
                 ],
                 cwd=self.directory,  # neither sees what lies in the user's folder
@@ -217,7 +217,7 @@ class ReplicaProcess:
         if python is None:
             return [sys.executable, "-m", "inference.replica", *replica]
         # Absolute, but not resolved: a virtual environment's Python is known by the link that it is.
-        return [sys.executable, "-m", "app.launcher", os.path.abspath(python), *replica, str(status_fd)]
+        return [sys.executable, "-m", "app.process.launcher", os.path.abspath(python), *replica, str(status_fd)]
 
     def _environment(self) -> dict[str, str]:
         environment = dict(os.environ)

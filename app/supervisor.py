@@ -28,7 +28,6 @@ from app.check import (
     shared_memory_warnings,
     tracing_problems,
 )
-from app.children import Children
 from app.config import Config, Deployment
 from app.control import ControlServer, Drained
 from app.deployments import Deployments
@@ -40,7 +39,8 @@ from app.logs import REPLICA_LOGGER
 from app.metrics.observer import DeploymentView, Observer, ReplicaView
 from app.metrics.recorder import recorder
 from app.operator_guard import is_loopback
-from app.process_watch import ProcessWatch
+from app.process.children import Children, ProcessWatch
+from app.process.sweep import make_instance_folder, sweep_stale
 from app.replica_host import Launched
 from app.replica_memory import ReplicaMemory
 from app.replica_process import GUARDIAN_LOST, ReplicaProcess
@@ -48,7 +48,6 @@ from app.replica_set import FIRST_BACKOFF_S, LAST_BACKOFF_S, STEADY_AFTER_S
 from app.replica_starter import REPLICA_END_TIMEOUT_S
 from app.routing import DeploymentRoute, RoutingTable, State
 from app.security.keys_file import keys_are_wanted
-from app.sweep import make_instance_folder, sweep_stale
 from app.worker_settings import WorkerSettings
 from inference.signature import Signature
 

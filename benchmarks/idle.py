@@ -32,7 +32,7 @@ DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 RESULTS = Path(__file__).parent / "results" / "idle.json"
 ROLES = {
     "app.worker": "gateway worker",
-    "app.guardian": "guardian",
+    "app.process.guardian": "guardian",
     "inference.replica": "replica",
     "app serve": "supervisor",
     "triton_python_backend_stub": "Triton's stub",

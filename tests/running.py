@@ -311,7 +311,7 @@ def processes_of(folder: Path) -> dict[int, str]:
 
 def _role(command: str) -> str:
     roles = {
-        "app.guardian": "guardian",
+        "app.process.guardian": "guardian",
         "inference.replica": "host",
         "backend_stub": "stub",
         "bin/tritonserver": "tritonserver",

@@ -18,7 +18,7 @@ def modules_after(statement: str) -> set[str]:
     return set(json.loads(output.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("module", ["app.worker", "app.supervisor", "app.cli", "app.guardian", "app.check"])
+@pytest.mark.parametrize("module", ["app.worker", "app.supervisor", "app.cli", "app.process.guardian", "app.check"])
 def test_the_http_side_imports_neither_torch_nor_pytriton(module: str) -> None:
     assert not modules_after(f"import {module}") & {"torch", "pytriton", "transformers", "sklearn"}
 
@@ -43,7 +43,7 @@ def test_declaring_a_model_needs_no_torch() -> None:
 
 
 def test_a_guardian_is_light() -> None:
-    assert not modules_after("import app.guardian") & {"numpy", "msgspec", "asyncio", "pydantic"}
+    assert not modules_after("import app.process.guardian") & {"numpy", "msgspec", "asyncio", "pydantic"}
 
 
 def test_what_a_user_imports_is_stable() -> None:

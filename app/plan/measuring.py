@@ -11,14 +11,14 @@ import uvloop
 from app.bench.closed_loop import closed_loop
 from app.bench.outcomes import Outcomes
 from app.errors import CommandError
-from app.machine_memory import gpus_used, measure_groups_by_place
-from app.memory_budget import HOST
 from app.plan.memory_model import MeasuredMemory
 from app.plan.point import Point, section_of
 from app.plan.process_memory import ServerMemory, descendants, mark_peaks, measure_server
 from app.plan.server import PlanServer, serve_point
 from app.plan.subject import WARMUP_S, Subject
-from app.process_stat import process_stat
+from app.process.machine import HOST
+from app.process.machine_memory import gpus_used, measure_groups_by_place
+from app.process.process_stat import process_stat
 
 __all__ = ["Measured", "measure_point", "measure_server_under_load"]
 

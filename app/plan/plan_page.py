@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from app.memory_budget import size_text
 from app.plan.plan_text import is_off, is_unsteady
 from app.plan.planning import Plan
 from app.plan.point import Point
 from app.plan.profile_comments import spread_text
 from app.plan.size_table import size_rows
+from app.process.machine import size_text
 from app.reports.page import Figure, Paragraph, Part, Section, Table, Warn, render_page
 from app.reports.plots import Curve, line_chart
 

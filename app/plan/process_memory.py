@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from app.process_stat import process_stat
+from app.process.process_stat import process_stat
 
 __all__ = [
     "ProcessMemory",
@@ -163,7 +163,7 @@ def _is_own(path: str, own_dir: str) -> bool:
 
 def _is_guardian(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return b"app.guardian" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b"app.process.guardian" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     return False
 
 

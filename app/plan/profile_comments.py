@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 
-from app.memory_budget import size_text
 from app.plan.accuracy import RATE_TOLERANCE
 from app.plan.measuring import Measured
 from app.plan.profiles import PROFILES
 from app.plan.subject import Subject
 from app.plan.trial import Recommendation
+from app.process.machine import size_text
 
 __all__ = ["figures", "profile_comments", "spread_text"]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from app.memory_budget import size_text
 from app.plan.memory_model import MemoryModel, Need
 from app.plan.point import Point
+from app.process.machine import size_text
 
 __all__ = ["PROFILES", "Budget", "Profile", "recommend"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from app.errors import CommandError
-from app.memory_budget import size_text
 from app.plan.measuring import Measured
 from app.plan.point import Point
+from app.process.machine import size_text
 
 __all__ = ["Row", "Sweep", "run_sweep"]
 

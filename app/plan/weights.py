@@ -9,7 +9,7 @@ import msgspec
 
 from app.config import Deployment
 from app.errors import StartError
-from app.model_side import ModelSide, last_line
+from app.process.model_side import ModelSide, last_line
 
 __all__ = ["Weights", "weigh_deployment"]
 

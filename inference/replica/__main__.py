@@ -1,7 +1,7 @@
 """A replica's process: loads one model, warms it up, serves it through its embedded Triton, and ends on SIGTERM.
 
-Started by `app.guardian` as ``python -m inference.replica NAME FOLDER``; FOLDER holds ``spec.json`` (`ReplicaSpec`).
-Reports on the pipe named there, one JSON `Status` a line.
+Started by `app.process.guardian` as ``python -m inference.replica NAME FOLDER``; FOLDER holds ``spec.json``
+(`ReplicaSpec`). Reports on the pipe named there, one JSON `Status` a line.
 """
 
 from __future__ import annotations

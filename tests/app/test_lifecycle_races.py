@@ -14,7 +14,8 @@ import pytest
 from app.config import Config
 from app.control import Command, CommandAnswer
 from app.errors import NoRoom
-from app.memory_budget import HOST, MemoryBudget
+from app.memory_budget import MemoryBudget
+from app.process.machine import HOST
 from app.replica_memory import ReplicaMemory
 from app.routing import State
 from app.supervisor import Supervisor as RealSupervisor

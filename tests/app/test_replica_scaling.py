@@ -13,7 +13,8 @@ from app.autoscaler import Autoscaler
 from app.config import Deployment
 from app.control import Command, CommandAnswer, Drained
 from app.load_report import DeploymentLoad, LoadReport, together
-from app.memory_budget import HOST, MemoryBudget
+from app.memory_budget import MemoryBudget
+from app.process.machine import HOST
 from app.replica_memory import ReplicaMemory
 from app.replica_set import ReplicaSet
 from app.routing import State

@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.metrics.observer import DeploymentView, Observer, ReplicaView
-from app.metrics.processes import group_uses, process_use
 from app.metrics.recorder import use
 from app.metrics.store import Key, Store
 from app.metrics.totals import read_totals
+from app.process.uses import group_uses, process_use
 from app.routing import State
 from tests.app.test_lifecycle import Supervisor, one, run, settle
 

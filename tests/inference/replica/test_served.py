@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.sweep import Journal, segments_mapped_by, sweep_replica
+from app.process.sweep import Journal, segments_mapped_by, sweep_replica
 from inference.engine import EngineLimits, SequenceRequest
 from inference.environment import library_path
 from inference.errors import LoadError

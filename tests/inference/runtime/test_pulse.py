@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.pulse_watch import PulseWatch
+from app.process.guardian import PulseWatch
 from inference import Model, Tensor
 from inference.runtime.pulse import PULSE_FILE, SLOTS, Pulse
 from inference.runtime.runner import Runner

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from app.guardian import Guardian
-from app.start_priority import START_NICE, may_raise
+from app.process.guardian import Guardian
+from app.process.priority import START_NICE, may_raise
 from tests.running import wait_for
 
 SLEEP = "import time; time.sleep(600)"
@@ -102,7 +102,7 @@ def guarding(tmp_path: Path, code: str, *arguments: str) -> Iterator[Guarded]:
     command_read, command_write = os.pipe()
     process = subprocess.Popen(
         [
-            sys.executable, "-m", "app.guardian", "m", str(directory), str(status_write), str(command_read),
+            sys.executable, "-m", "app.process.guardian", "m", str(directory), str(status_write), str(command_read),
             "--", sys.executable, "-c", code, *arguments,
         ],
         pass_fds=(status_write, command_read),
@@ -268,7 +268,9 @@ class Looks:
         self.guardian = Guardian(folder, -1, -1, [])
         monkeypatch.setattr(self.guardian, "_host", SimpleNamespace(pid=os.getpid()))
         monkeypatch.setattr(self.guardian, "_states", lambda: dict(self.states))
-        monkeypatch.setattr("app.guardian.time", SimpleNamespace(monotonic=lambda: self.now_s, monotonic_ns=lambda: 0))
+        monkeypatch.setattr(
+            "app.process.guardian.time", SimpleNamespace(monotonic=lambda: self.now_s, monotonic_ns=lambda: 0)
+        )
 
     def after(self, pause_s: float, pid: int, state: str) -> str | None:
         """What a look says at which a process is in this state; an empty one: it is gone."""

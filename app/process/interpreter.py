@@ -3,8 +3,8 @@
 Only what runs there knows its version, packages and libpython, so it is asked, by a program that any Python from 2.7 on
 understands. Headwater need not be installed there: a folder with a link to our `inference` is put on its path.
 
-Imports the standard library only: `app.launcher` runs in the environment of a deployment, whose PYTHONPATH may hold
-packages that are for the other Python.
+Imports the standard library only: `app.process.launcher` runs in the environment of a deployment, whose PYTHONPATH may
+hold packages that are for the other Python.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Interpreter:
 def stage_package(folder: Path) -> Path:
     """Make a folder that holds a link to our `inference` and nothing else; returned for `foreign_environment`."""
     folder.mkdir()
-    (folder / "inference").symlink_to(Path(__file__).resolve().parents[1] / "inference")
+    (folder / "inference").symlink_to(Path(__file__).resolve().parents[2] / "inference")
     return folder
 
 

@@ -1,10 +1,10 @@
 """Becomes a replica under another Python, or says why that Python can't run one.
 
-Started by `app.guardian` as ``python -m app.launcher PYTHON NAME FOLDER STATUS_FD``, under Headwater's own Python. It
-is a process by itself, and has the replica's process id from the start: so the supervisor doesn't wait for an
-interpreter that may hang, and nothing is left of it when the replica is stopped meanwhile.
+Started by `app.process.guardian` as ``python -m app.process.launcher PYTHON NAME FOLDER STATUS_FD``, under Headwater's
+own Python. It is a process by itself, and has the replica's process id from the start: so the supervisor doesn't wait
+for an interpreter that may hang, and nothing is left of it when the replica is stopped meanwhile.
 
-Imports the standard library only; see `app.interpreter`.
+Imports the standard library only; see `app.process.interpreter`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import sys
 from pathlib import Path
 
-from app.interpreter import InterpreterError, find_interpreter, foreign_environment, stage_package
+from app.process.interpreter import InterpreterError, find_interpreter, foreign_environment, stage_package
 
 __all__ = ["main"]
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.process_stat import process_stat
-from app.process_watch import ProcessWatch
+from app.process.children import ProcessWatch
+from app.process.process_stat import process_stat
 from tests.running import wait_for
 
 

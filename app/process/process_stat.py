@@ -1,4 +1,4 @@
-"""A process as the kernel tells of it. Imports the standard library only; see `app.guardian`."""
+"""A process as the kernel tells of it. Imports the standard library only; see `app.process.guardian`."""
 
 from __future__ import annotations
 

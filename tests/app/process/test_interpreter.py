@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import yaml
 
-from app import interpreter
 from app.check import check
 from app.config import Deployment
-from app.interpreter import InterpreterError, find_interpreter, foreign_environment, stage_package
-from app.process_stat import process_stat
+from app.process import interpreter
+from app.process.interpreter import InterpreterError, find_interpreter, foreign_environment, stage_package
+from app.process.process_stat import process_stat
 from inference import environment
 from tests.running import wait_for
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 Script = Callable[[str], Path]
 
@@ -184,7 +184,7 @@ def test_the_staged_folder_has_our_package_only(tmp_path: Path) -> None:
 
 
 def test_nothing_but_the_standard_library_is_imported_before_the_other_python_is_asked() -> None:
-    code = "import sys, app.launcher; print({'numpy', 'msgspec', 'inference', 'asyncio'} & sys.modules.keys())"
+    code = "import sys, app.process.launcher; print({'numpy', 'msgspec', 'inference', 'asyncio'} & sys.modules.keys())"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout == "set()\n"
 

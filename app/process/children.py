@@ -1,4 +1,7 @@
-"""Child processes in an event loop: who ended, and how."""
+"""Child processes in an event loop: who ended, and how.
+
+Child processes that are stopped (SIGSTOP): the kernel reports no end of them, and they never do anything again.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import asyncio
 import os
 import subprocess
 
-__all__ = ["Children"]
+from app.process.process_stat import process_stat
+
+__all__ = ["Children", "ProcessWatch"]
 
 
 class Children:
@@ -38,3 +43,35 @@ class Children:
             exited = self._exits.pop(pid, None)
             if exited is not None and not exited.done():
                 exited.set_result(os.waitstatus_to_exitcode(status))
+
+
+_STOPPED = "Tt"
+
+
+class ProcessWatch:
+    """Looks at some children of this process."""
+
+    def __init__(self) -> None:
+        self._watched: set[int] = set()
+        self._suspects: set[int] = set()
+
+    def add(self, pid: int) -> None:
+        """Look at this one, too."""
+        self._watched.add(pid)
+
+    def discard(self, pid: int) -> None:
+        """It has ended."""
+        self._watched.discard(pid)
+        self._suspects.discard(pid)
+
+    def look(self) -> list[int]:
+        """Those that are stopped, and were so at the last look."""
+        parent = os.getpid()
+        stopped = set()
+        for pid in self._watched:
+            stat = process_stat(pid)
+            if stat is not None and stat.parent == parent and stat.state in _STOPPED:
+                stopped.add(pid)
+        found = sorted(stopped & self._suspects)
+        self._suspects = stopped
+        return found

@@ -12,7 +12,7 @@ from types import TracebackType
 
 import msgspec
 
-from app.interpreter import find_interpreter, foreign_environment, stage_package
+from app.process.interpreter import find_interpreter, foreign_environment, stage_package
 from inference.environment import library_path
 from inference.errors import Problem
 
@@ -40,7 +40,7 @@ class ModelSide:
             self.python = sys.executable
             variables["LD_LIBRARY_PATH"] = library_path(variables)
             # Where Headwater is not installed but run from its sources, it must be told where they are.
-            ours = Path(__file__).resolve().parents[1]
+            ours = Path(__file__).resolve().parents[2]
             if ours.name not in ("site-packages", "dist-packages"):
                 variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(ours))))
         else:

@@ -5,7 +5,7 @@ Priorities are of a thread, inherited by those that it starts; and where the ker
 (``autogroup``), of the session besides, and then the threads' own count among each other only. Only who has
 ``CAP_SYS_NICE``, or a limit on ``nice`` that allows it, may raise a priority again; nobody else's is lowered.
 
-Imports the standard library only; see `app.guardian`.
+Imports the standard library only; see `app.process.guardian`.
 """
 
 from __future__ import annotations

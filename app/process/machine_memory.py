@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from app.group_memory import PAGE_BYTES
-from app.memory_budget import HOST
+from app.process.group_memory import PAGE_BYTES
+from app.process.machine import HOST
 
 __all__ = ["gpu_capacities", "gpu_name", "gpus_used", "host_capacity", "measure_groups_by_place"]
 

@@ -1,8 +1,12 @@
-"""The guardian of one replica: starts it, watches its processes, ends them all, and sweeps.
+"""Whether a replica's calls of the user's code take too long, from the file that `inference.runtime.pulse` keeps.
 
-Run as ``python -m app.guardian NAME FOLDER STATUS_FD COMMAND_FD -- ARGUMENTS...``. The command pipe comes from the
-supervisor: ``stop\\n`` on it ends the replica in order (SIGTERM first); its end, which also comes when the supervisor
-dies in whatever way, ends it at once. When the guardian itself has ended, nothing of the replica is left.
+Imports the standard library only, and so not `inference`; see `app.process.guardian`.
+
+The guardian of one replica: starts it, watches its processes, ends them all, and sweeps.
+
+Run as ``python -m app.process.guardian NAME FOLDER STATUS_FD COMMAND_FD -- ARGUMENTS...``. The command pipe comes from
+the supervisor: ``stop\n`` on it ends the replica in order (SIGTERM first); its end, which also comes when the
+supervisor dies in whatever way, ends it at once. When the guardian itself has ended, nothing of the replica is left.
 
 It imports the standard library only, so that one more process per replica costs little.
 """
@@ -18,22 +22,62 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
 
-from app.process_stat import BAD_STATES, process_stat
-from app.pulse_watch import PulseWatch
-from app.start_priority import START_NICE, lower, may_raise
-from app.sweep import Journal, segments_mapped_by, sweep_replica
+from app.process.priority import START_NICE, lower, may_raise
+from app.process.process_stat import BAD_STATES, process_stat
+from app.process.sweep import Journal, segments_mapped_by, sweep_replica
 
-__all__ = ["main"]
+__all__ = ["PulseWatch", "main"]
+
+
+PULSE_FILE: Final = "pulse"
+
+
+class PulseWatch:
+    """Looks at a replica's calls.
+
+    Args:
+        directory: the replica's folder.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / PULSE_FILE
+        self._late: set[int] = set()
+        """When the calls began that had taken too long at the last look."""
+
+    def look(self, now_ns: int) -> str | None:
+        """What is wrong, if it was so at the last look too: one that follows a pause of the machine proves nothing.
+
+        Args:
+            now_ns: on the monotonic clock.
+        """
+        slots = array("q")
+        with contextlib.suppress(OSError):  # there is none: calls may take as long as they like
+            slots.frombytes(self._path.read_bytes())
+        if not slots:
+            return None
+        limit_ns = slots[0]
+        late = {began_ns for began_ns in slots[1:] if began_ns and now_ns - began_ns > limit_ns}
+        is_hanging = bool(late & self._late)
+        self._late = late
+        return f"a call has taken longer than max_compute_s = {limit_ns / 1e9:g} s" if is_hanging else None
+
 
 PR_SET_CHILD_SUBREAPER = 36
+
 READY_FILE = "ready"
 """Made by the replica in its folder when it serves."""
+
 CHECK_INTERVAL_S = 0.5
+
 FULL_CHECK_EVERY = 8
+
 UNLOAD_TIMEOUT_S = 10.0
+
 SUSPECT_S = 0.25
 """A member of the group that is in a bad state for so long has ended or is stopped; Triton would go on answering
 "ready". A debugger stops a process for less."""
