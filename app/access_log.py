@@ -10,8 +10,9 @@ from typing import IO, Any
 
 import msgspec
 
+from app.config.sections import LogFormat
 from app.errors import HeadwaterError
-from app.logs import LogFormat, is_for_people, json_line, printable, utc, written_whole
+from app.logs import is_for_people, json_line, printable, utc, written_whole
 
 __all__ = ["AccessLog"]
 

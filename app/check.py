@@ -17,9 +17,9 @@ from typing import Any, TextIO
 
 import msgspec
 
-from app.config import Config, Deployment, Server, load_config, read_config
+from app.config.pipeline import Pipeline
+from app.config.schema import Config, Deployment, Server, load_config, read_config
 from app.errors import ConfigError
-from app.pipeline_config import Pipeline
 from app.process.interpreter import InterpreterError
 from app.process.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
 from app.process.sweep import SHARED_MEMORY

@@ -17,7 +17,7 @@ from typing import Any
 
 import app
 from app.bench.options import add_bench_command
-from app.config import Config, load_config, read_config, read_yaml
+from app.config.schema import Config, load_config, read_config, read_yaml
 from app.errors import CommandError, ConfigError, StartError
 from app.health import default_url, health_status
 from app.logs import set_up_logging

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from app.check import runtime_dir_problems
-from app.config import Config, Deployment
+from app.config.overlay import FIELD, check_allowed, lay_over, parse_overlay
+from app.config.schema import Config, Deployment
+from app.config.sections import ReplicaBounds
 from app.errors import BadRequest, Conflict
 from app.graph_state import GraphState
-from app.overlay import FIELD, check_allowed, lay_over, parse_overlay
 from app.replica_host import Host
 from app.replica_set import ReplicaSet
-from app.sections import ReplicaBounds
 from inference.reference import is_language_model
 
 __all__ = ["Deployments", "Kept", "config_of"]

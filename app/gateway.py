@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import app
 from app.access_log import AccessLog
 from app.bodies import BodyReader
-from app.config import Server
+from app.config.schema import Server
 from app.errors import CallableFailed, HeadwaterError, MethodNotAllowed, NotFound
 from app.event_stream import StreamLimits
 from app.forwarded import ForwardedHeaders

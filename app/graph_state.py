@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from app.config import Deployment
+from app.config.schema import Deployment
 from app.routing import DeploymentRoute, State
 from inference.errors import DeclarationError
 from inference.pipeline import Plan, make_plan

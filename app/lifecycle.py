@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from app.config import Deployment
+from app.config.schema import Deployment
+from app.config.sections import ReplicaBounds
 from app.control import Command, CommandAnswer
 from app.deployments import Deployments, config_of
 from app.errors import CallableFailed, Conflict, HeadwaterError, NotFound
@@ -18,7 +19,6 @@ from app.replica_host import Host
 from app.replica_set import ReplicaSet, unloaded
 from app.retired import Retired
 from app.routing import State
-from app.sections import ReplicaBounds
 
 __all__ = ["Lifecycle"]
 

@@ -11,13 +11,14 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-from typing import IO, Any, Final, Literal
+from typing import IO, Any, Final
 
 import msgspec
 
+from app.config.sections import LogFormat
+
 __all__ = [
     "REPLICA_LOGGER",
-    "LogFormat",
     "fields_of",
     "is_for_people",
     "json_line",
@@ -27,12 +28,13 @@ __all__ = [
     "written_whole",
 ]
 
-LogFormat = Literal["auto", "human", "json"]
 
 REPLICA_LOGGER: Final = "headwater.replica"
 """Of what replicas write themselves; the field ``replica`` says which."""
+
 _OWN: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 """What every record has."""
+
 _JSON_ENCODER: Final = msgspec.json.Encoder(enc_hook=str)
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from app.config import Deployment
+from app.config.schema import Deployment
 from app.control import Drained
 from app.replica_process import ReplicaProcess
 

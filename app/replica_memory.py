@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from app.config import Deployment, Server
+from app.config.schema import Deployment, Server
 from app.errors import NoRoom
 from app.memory_budget import MemoryBudget, Refusal
 from app.process.machine import HOST

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from app.config import Deployment
+from app.config.schema import Deployment
 from app.process.sweep import Journal, sweep_replica
 from app.routing import LAST_LINES, ReplicaRoute
 from inference.environment import library_path

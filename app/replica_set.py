@@ -11,7 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from app.config import Deployment
+from app.config.schema import Deployment
+from app.config.sections import ReplicaBounds
 from app.control import Drained
 from app.errors import CallableFailed, Conflict, NoRoom
 from app.metrics.recorder import recorder
@@ -21,7 +22,6 @@ from app.replica_process import ReplicaProcess
 from app.replica_starter import FIRST_MEASURED_RETRY_S, ReplicaStarter
 from app.retired import Retired
 from app.routing import DeploymentRoute, State
-from app.sections import ReplicaBounds
 from inference.reference import is_language_model
 from inference.signature import Signature
 

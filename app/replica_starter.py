@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from typing import Final
 
-from app.config import Deployment
+from app.config.schema import Deployment
 from app.errors import CallableFailed, HeadwaterError, Unavailable
 from app.metrics.recorder import recorder
 from app.process.group_memory import NOTHING, GroupMemory, group_members, measure_groups

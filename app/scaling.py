@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from app.sections import ReplicaBounds, Scaling
+from app.config.sections import ReplicaBounds, Scaling
 
 __all__ = ["Demand", "ScalingPolicy"]
 

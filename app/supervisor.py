@@ -28,7 +28,7 @@ from app.check import (
     shared_memory_warnings,
     tracing_problems,
 )
-from app.config import Config, Deployment
+from app.config.schema import Config, Deployment
 from app.control import ControlServer, Drained
 from app.deployments import Deployments
 from app.errors import StartError

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import Span
 
-    from app.sections import TracingSection
+    from app.config.sections import TracingSection
 
 __all__ = [
     "GenerationTrace",

@@ -21,7 +21,8 @@ from sse_starlette.sse import AppStatus
 
 from app import tracing
 from app.admission import WaitingRoom
-from app.config import Server
+from app.config.schema import Server
+from app.config.sections import SecuritySection
 from app.connection import BoundedConnection
 from app.connections import Connections, allow_open_files
 from app.control import SupervisorLink
@@ -40,7 +41,6 @@ from app.security.file_watch import FileWatch
 from app.security.key_check import KeyRing
 from app.security.keys_file import keys_are_wanted, known_keys
 from app.security.limits import LimitFiles
-from app.security.sections import SecuritySection
 from app.security.tls import Certificate
 from app.worker_settings import WorkerSettings
 from inference import tuning as garbage

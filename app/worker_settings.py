@@ -15,9 +15,9 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     control: str
     """Path of the control socket."""
     server: dict[str, Any]
-    """The configuration's `app.config.Server`."""
+    """The configuration's `app.config.schema.Server`."""
     security: dict[str, Any] = {}
-    """The configuration's `app.security.sections.SecuritySection`."""
+    """The configuration's `app.config.sections.SecuritySection`."""
     index: int = 0
     """Which of the workers this is."""
     metrics: str = ""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from app.config import Deployment
+from app.config.schema import Deployment
 from inference.reference import find_folder
 
 __all__ = ["CacheShape", "cache_shape"]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from app.config import Config
+from app.config.schema import Config
 from app.errors import CommandError
 from app.plan.known_sizes import paper_text, read_sizes
 from app.plan.plan_json import plan_json

@@ -8,6 +8,7 @@ from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
+from app.config.sections import MemorySize
 from app.errors import CommandError
 from app.option_values import named
 from app.plan.columns import columns
@@ -15,7 +16,6 @@ from app.plan.memory_model import MemoryModel, ReplicaTerms
 from app.plan.point import Point
 from app.plan.profiles import Budget, recommend
 from app.process.machine import size_text
-from app.sections import MemorySize
 
 __all__ = ["largest_batches", "paper_model", "paper_text", "read_size", "read_sizes"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.config import Config
+from app.config.schema import Config
 from app.errors import CommandError
 from app.plan.accuracy import held_out_error, unseen_points
 from app.plan.measuring import Measured, measure_point, measure_server_under_load

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from app.config import Deployment
+from app.config.schema import Deployment
 from inference.reference import is_language_model
 
 __all__ = ["Point", "grid", "section_of", "takes_instances", "threads_of"]

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import yaml
 
-from app.config import Config
+from app.config.schema import Config
 
 __all__ = ["profile_yaml", "served_at"]
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from app.bench.bodies import Wishes, infer_bodies, read_bodies, stream_bodies
 from app.bench.server import Server
 from app.bench.target import Body, Target
-from app.config import Config, Deployment
+from app.config.schema import Config, Deployment
 from app.errors import CommandError
 from app.plan.cache_size import CacheShape, cache_shape
 from app.plan.point import Point

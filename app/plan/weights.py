@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from app.config import Deployment
+from app.config.schema import Deployment
 from app.errors import StartError
 from app.process.model_side import ModelSide, last_line
 

@@ -11,13 +11,13 @@ from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
 
 from app.bodies import BodyReader
-from app.config import Server
+from app.config.overlay import FIELD, MAX_CONFIG_BYTES
+from app.config.schema import Server
+from app.config.sections import ReplicaBounds, Replicas
 from app.control import CommandAnswer
 from app.errors import BadRequest
 from app.json_faults import shown
 from app.operator_guard import OperatorGuard
-from app.overlay import FIELD, MAX_CONFIG_BYTES
-from app.sections import ReplicaBounds, Replicas
 
 __all__ = ["repository_routes"]
 

@@ -6,8 +6,8 @@ import logging
 import ssl
 import stat
 
+from app.config.sections import TlsSection
 from app.errors import ConfigError
-from app.security.sections import TlsSection
 
 __all__ = ["Certificate"]
 

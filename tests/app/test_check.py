@@ -26,7 +26,7 @@ from app.check import (
     shared_memory_problems,
     shared_memory_warnings,
 )
-from app.config import Deployment, Server
+from app.config.schema import Deployment, Server
 from inference.errors import Problem
 from inference.signature import HeadSpec, Signature, TensorSpec
 
@@ -260,8 +260,8 @@ def test_a_runtime_dir_mounted_noexec(tmp_path: Path) -> None:
     place = tmp_path / "mnt"
     place.mkdir()
     code = (
-        "import json, pathlib, sys, app.check, app.config\n"
-        "server = app.config.Server(runtime_dir=pathlib.Path(sys.argv[1]))\n"
+        "import json, pathlib, sys, app.check, app.config.schema\n"
+        "server = app.config.schema.Server(runtime_dir=pathlib.Path(sys.argv[1]))\n"
         "print(json.dumps([problem.reason for problem in app.check.runtime_dir_problems(server, [])]))"
     )
     command = [sys.executable, "-c", code, str(place)]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from app.config import Server
+from app.config.schema import Server
 from app.disconnects import DisconnectWatch
 from app.errors import ClientGone
 from app.exchange import Exchange, exchange_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.config import Deployment
+from app.config.schema import Deployment
 from app.graph_state import GraphState, StepState
 from app.routing import State
 from inference.signature import Signature, TensorSpec

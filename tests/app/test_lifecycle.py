@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from app.config import Config, Deployment
+from app.config.schema import Config, Deployment
 from app.control import Command, CommandAnswer, Drained
 from app.deployments import Deployments
 from app.errors import NoRoom

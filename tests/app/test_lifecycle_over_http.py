@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.config import Deployment, Server
+from app.config.schema import Deployment, Server
 from app.control import ControlServer, Drained, SupervisorLink
 from app.gateway import create_app
 from app.models import Models

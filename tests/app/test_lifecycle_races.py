@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from app.config import Config
+from app.config.schema import Config
 from app.control import Command, CommandAnswer
 from app.errors import NoRoom
 from app.memory_budget import MemoryBudget

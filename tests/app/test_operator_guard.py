@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.config import Server
+from app.config.schema import Server
 from app.control import CommandAnswer
 from app.errors import Forbidden
 from app.gateway import create_app

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.config import Server
+from app.config.schema import Server
 from app.gateway import create_app
 from app.models import Models
 from app.routes.page import FOLDER

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.autoscaler import Autoscaler
-from app.config import Deployment
+from app.config.schema import Deployment
 from app.control import Command, CommandAnswer, Drained
 from app.load_report import DeploymentLoad, LoadReport, together
 from app.memory_budget import MemoryBudget

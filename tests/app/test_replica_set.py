@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from app.config import Deployment
+from app.config.schema import Deployment
+from app.config.sections import ReplicaBounds
 from app.control import Drained
 from app.errors import CallableFailed, NoRoom
 from app.memory_budget import MemoryBudget
@@ -26,7 +27,6 @@ from app.replica_process import GUARDIAN_LOST, ReplicaProcess
 from app.replica_set import ReplicaSet
 from app.routing import State
 from app.row_errors import unavailable
-from app.sections import ReplicaBounds
 
 HOST = """
 import json, os, signal, sys, time

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.config.sections import ReplicaBounds, Scaling
 from app.scaling import Demand, ScalingPolicy
-from app.sections import ReplicaBounds, Scaling
 
 TICK_S = 0.5
 SCALING = Scaling(queue_wait_ms=100, up_after_s=2, down_after_s=10)

@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from app.config import Config
+from app.config.schema import Config
 from app.control import ControlServer
 from app.supervisor import Supervisor
 

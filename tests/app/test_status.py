@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from app.access_log import AccessLog
-from app.config import Server
+from app.config.schema import Server
 from app.event_stream import StreamLimits
 from app.gateway import create_app
 from app.metrics import recorder as recorders

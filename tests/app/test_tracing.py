@@ -22,13 +22,13 @@ from starlette.types import ASGIApp, Scope
 from app.access_log import AccessLog
 from app.answers import Answer
 from app.check import tracing_problems
-from app.config import Server
+from app.config.schema import Server
+from app.config.sections import TracingSection
 from app.errors import ReplicaLost
 from app.gateway import create_app
 from app.graph import GraphDispatcher
 from app.models import Models
 from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.sections import TracingSection
 from app.tensors import InferRequest
 from app.tracing import Tracing, add_model, current, exporting, use
 from inference.lm.null_engine import NullEngine

@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 
 from app.answers import Answer, HeadAnswer
-from app.config import Server
+from app.config.schema import Server
 from app.connection import BoundedConnection
 from app.connections import Connections
 from app.dispatch import Dispatcher

@@ -11,11 +11,11 @@ from typing import Any, Final
 from fastapi import FastAPI, Request, Response
 from starlette.types import Message
 
-from app.config import Config, Server, read_config
+from app.config.overlay import check_allowed, lay_over, parse_overlay
+from app.config.schema import Config, Server, read_config
 from app.control import CommandAnswer
 from app.errors import HeadwaterError
 from app.operator_guard import OperatorGuard
-from app.overlay import check_allowed, lay_over, parse_overlay
 from app.routes.repository import repository_routes
 from tests.fuzz.draw import body_of
 from tests.fuzz.promises import check_refusal

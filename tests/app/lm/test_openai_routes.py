@@ -18,7 +18,7 @@ import uvicorn
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from app.config import Server
+from app.config.schema import Server
 from app.errors import Cancelled, ContractBroken, QueueFull, ReplicaLost, Unavailable
 from app.gateway import create_app
 from app.lm.language_text import LanguageText

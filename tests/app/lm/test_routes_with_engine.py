@@ -11,7 +11,7 @@ import httpx
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.config import Server
+from app.config.schema import Server
 from app.gateway import create_app
 from app.lm.dispatcher import LmDispatcher
 from app.models import Models

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message, Scope
 
-from app.config import Server
+from app.config.schema import Server
 from app.dispatch import Dispatcher
 from app.errors import (
     BadRequest,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.config import Deployment
+from app.config.schema import Deployment
 from app.plan.cache_size import CacheShape, cache_shape
 
 LLAMA = {

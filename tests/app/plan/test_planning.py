@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from app.config import Config, read_config
+from app.config.schema import Config, read_config
 from app.errors import CommandError
 from app.plan import planning
 from app.plan.measuring import Measured

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from app.config import Config, Deployment, read_config
+from app.config.schema import Config, Deployment, read_config
 from app.plan.point import Point, grid, section_of, takes_instances, threads_of
 from app.plan.profile_yaml import profile_yaml
 

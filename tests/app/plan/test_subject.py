@@ -14,7 +14,7 @@ from app.bench.plan import Plan
 from app.bench.preparing import points_of
 from app.bench.server import Metadata, Server, Tensor
 from app.cli import main
-from app.config import read_config
+from app.config.schema import read_config
 from app.plan.point import Point
 from app.plan.profile_yaml import served_at
 from app.plan.subject import WARMUP_S, Subject, make_subject

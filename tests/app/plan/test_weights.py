@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.config import Deployment
+from app.config.schema import Deployment
 from app.plan.weights import Weights, weigh_deployment
 from tests.running import SERVICES
 

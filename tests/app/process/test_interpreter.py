@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from app.check import check
-from app.config import Deployment
+from app.config.schema import Deployment
 from app.process import interpreter
 from app.process.interpreter import InterpreterError, find_interpreter, foreign_environment, stage_package
 from app.process.process_stat import process_stat

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from starlette.routing import BaseRoute, Mount, Route
 
 from app.access_log import AccessLog
-from app.config import Server
+from app.config.schema import Server
 from app.control import CommandAnswer
 from app.errors import ConfigError
 from app.event_stream import StreamLimits

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from app.config.sections import TlsSection
 from app.errors import ConfigError
-from app.security.sections import TlsSection
 from app.security.tls import Certificate
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")

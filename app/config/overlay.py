@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from app.config import Config, read_config
+from app.config.schema import Config, read_config
+from app.config.sections import Section
 from app.errors import BadRequest, ConfigError, Forbidden
-from app.sections import Section
 
 __all__ = ["CODE_FIELDS", "FIELD", "MAX_CONFIG_BYTES", "check_allowed", "lay_over", "parse_overlay"]
 

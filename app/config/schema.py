@@ -11,16 +11,15 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from app.errors import ConfigError
-from app.logs import LogFormat
-from app.pipeline_config import Pipeline
-from app.sections import (
+from app.config.pipeline import Pipeline
+from app.config.sections import (
     AllowLoad,
     Batching,
     Device,
     Devices,
     Environment,
     Instances,
+    LogFormat,
     MemorySize,
     ModelReference,
     PositiveInt,
@@ -30,13 +29,15 @@ from app.sections import (
     Replicas,
     Scaling,
     Section,
+    SecuritySection,
     Strategy,
     TensorStore,
     Threads,
+    TlsSection,
     TracingSection,
     WarmupBatchSizes,
 )
-from app.security.sections import SecuritySection, TlsSection
+from app.errors import ConfigError
 from inference.reference import is_language_model
 
 __all__ = ["Batching", "Config", "Deployment", "Server", "load_config", "read_config", "read_yaml"]

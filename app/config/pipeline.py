@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
-from app.sections import (
+from app.config.sections import (
     Batching,
     Device,
     Devices,

@@ -1,4 +1,7 @@
-"""What the sections of the configuration are made of."""
+"""What the sections of the configuration are made of.
+
+The configuration's parts that are about security.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ __all__ = [
     "Devices",
     "Environment",
     "Instances",
+    "LogFormat",
     "MemorySize",
     "ModelReference",
     "PositiveInt",
@@ -27,13 +31,19 @@ __all__ = [
     "Replicas",
     "Scaling",
     "Section",
+    "SecuritySection",
     "Strategy",
     "TensorStore",
     "Threads",
+    "TlsSection",
     "TracingSection",
     "WarmupBatchSizes",
     "check_model_reference",
 ]
+
+
+LogFormat = Literal["auto", "human", "json"]
+
 
 MAX_REPLICAS = 64
 
@@ -81,6 +91,7 @@ def _check_devices(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?)?B?\Z")
+
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -117,21 +128,35 @@ def _expand(value: Any) -> Any:
 
 
 PositiveInt = Annotated[int, Field(ge=1)]
+
 PositiveSeconds = Annotated[float, Field(gt=0, le=86_400)]
+
 Instances = Annotated[int, Field(ge=1, le=64)]
+
 MemorySize = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]
+
 Threads = Annotated[int, Field(ge=1, le=1024)]
+
 ModelReference = Annotated[str, AfterValidator(check_model_reference)]
+
 Device = Annotated[str, AfterValidator(_check_device)]
+
 Devices = Annotated[tuple[Device, ...], Field(min_length=1), AfterValidator(_check_devices)]
+
 Environment = Annotated[dict[str, str], BeforeValidator(_stringify)]
+
 TensorStore = Literal["auto", "on", "off"]
+
 Strategy = Literal["beside", "recreate"]
+
 AllowLoad = Literal["settings", "any", "never"]
+
 WarmupBatchSizes = tuple[PositiveInt, ...]
+
 PriorityWeights = Annotated[
     dict[Annotated[int, Field(ge=1, le=10)], Annotated[int, Field(ge=1, le=1_000_000)]], Field(min_length=1)
 ]
+
 PythonPath = Annotated[Path, BeforeValidator(_expand)]
 
 
@@ -221,3 +246,42 @@ class Scaling(Section):
     down_after_s: PositiveSeconds = 60
     """For how long there must be too little to do before one ends."""
     utilization: Utilization = Field(default_factory=Utilization)
+
+
+_ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:\d{1,5})?\Z|https?://\[[0-9a-f:.]+\](:\d{1,5})?\Z")
+
+
+def _expanded(value: object) -> object:
+    return Path(value).expanduser() if isinstance(value, str) else value
+
+
+def _check_origin(value: str) -> str:
+    if value != "*" and not _ORIGIN.match(value):
+        raise ValueError("expected an origin such as https://app.example or http://localhost:3000, in small letters "
+                         "and without a path, or *")  # fmt: skip
+    return value
+
+
+OwnPath = Annotated[Path, BeforeValidator(_expanded), AfterValidator(Path.absolute)]
+"""A relative path starts in the folder in which Headwater is started: gateway workers run in another."""
+
+Origin = Annotated[str, AfterValidator(_check_origin)]
+
+
+class SecuritySection(Section):
+    """Who may use the server."""
+
+    keys_file: OwnPath | None = None
+    """Keys of clients, as `app.security.keys` reads them. Without it, and without HEADWATER_KEYS in the environment,
+    anybody who reaches the server may infer."""
+    cors_origins: tuple[Origin, ...] = ()
+    """Origins of web pages whose scripts may ask; ``*`` stands for all. Default: none but the server's own."""
+
+
+class TlsSection(Section):
+    """HTTPS."""
+
+    certificate: OwnPath
+    """PEM: the server's certificate, and behind it those between it and the root."""
+    key: OwnPath
+    """PEM: the private key, without a passphrase."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.check import security_problems
-from app.config import Config, read_config
+from app.config.schema import Config, read_config
 from app.errors import ConfigError
 
 

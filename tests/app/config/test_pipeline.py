@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.config import Config, load_config, read_config
+from app.config.schema import Config, load_config, read_config
 from app.errors import ConfigError
 from inference.pipeline import StepSpec
 from inference.signature import EmbeddingSpec

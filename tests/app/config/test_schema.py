@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.config import load_config, read_config
+from app.config.schema import load_config, read_config
 from app.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"deployments": {"scale": {"model": "inference.zoo.scale:Scale"}}}
@@ -204,9 +204,9 @@ def test_a_missing_file_is_said_to_be_so(tmp_path: Path) -> None:
         load_config(tmp_path / "none.yaml", environment={}, flags={})
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (Path(__file__).parents[2] / "configs").glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(path.name for path in (Path(__file__).parents[3] / "configs").glob("*.yaml")))
 def test_the_shipped_configurations_are_valid(name: str) -> None:
-    assert load_config(Path(__file__).parents[2] / "configs" / name, environment={}, flags={}).deployments
+    assert load_config(Path(__file__).parents[3] / "configs" / name, environment={}, flags={}).deployments
 
 
 @pytest.mark.parametrize("model", ["lm:models/llama", "lm:inference.zoo:weights/tiny_lm"])

@@ -12,11 +12,11 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from app.config import Config, Deployment, read_config
+from app.config.overlay import CODE_FIELDS, MAX_CONFIG_BYTES, check_allowed, lay_over, parse_overlay
+from app.config.schema import Config, Deployment, read_config
 from app.errors import BadRequest, Forbidden
-from app.overlay import CODE_FIELDS, MAX_CONFIG_BYTES, check_allowed, lay_over, parse_overlay
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def config(deployments: dict[str, Any], **server: Any) -> Config:
