@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from app.load_report import DeploymentLoad
+from app.control.load import DeploymentLoad
 from app.replica_host import Host
 from app.replica_set import ReplicaSet
 from app.scaling import Demand, ScalingPolicy

@@ -16,18 +16,18 @@ from app.batch_request import encode_nothing
 from app.batching import DEFAULT_WEIGHTS, Item
 from app.calls import Calls
 from app.collector import Collector, wanted_heads
+from app.control.load import Moment
+from app.control.routing import DeploymentRoute, ReplicaRoute, State, unavailable
 from app.deadlines import TIMER_RESOLUTION_S, Deadlines
 from app.draining import Fail
 from app.errors import BadRequest, QueueFull, ReplicaLost, Unavailable
 from app.gathering import GatherClock
 from app.length_classes import LengthClasses
-from app.load_report import Moment
 from app.losses import Losses
 from app.metrics.recorder import recorder
 from app.pending import Part, Pending
 from app.replica_calls import ReplicaCalls
-from app.routing import DeploymentRoute, ReplicaRoute, State
-from app.row_errors import RETRY_AFTER_LOST_S, unavailable
+from app.row_errors import RETRY_AFTER_LOST_S
 from app.statistics import Statistics
 from app.tensors import InferRequest, RawTensor
 from app.tracing import add_model

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from typing import Final, Protocol
 
-from app.control import Drained
+from app.control.messages import Drained
 from app.errors import HeadwaterError
 
 __all__ = ["Drainable", "Fail", "drain"]

@@ -15,14 +15,13 @@ import msgspec
 from app.answers import Answer, HeadAnswer, Outputs
 from app.batch_answer import no_rows, no_rows_by_head
 from app.collector import Collector, wanted_heads
+from app.control.load import Moment
+from app.control.routing import DeploymentRoute, unavailable
 from app.deadlines import Deadlines
 from app.dispatch import Dispatcher
 from app.draining import Fail
 from app.errors import BadRequest, CallableFailed, HeadwaterError, QueueFull, Unavailable
-from app.load_report import Moment
 from app.metrics.recorder import recorder
-from app.routing import DeploymentRoute
-from app.row_errors import unavailable
 from app.row_slices import element_count
 from app.statistics import Statistics
 from app.tensors import InferRequest, OutputWish, RawTensor

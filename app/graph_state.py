@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from app.config.schema import Deployment
-from app.routing import DeploymentRoute, State
+from app.control.routing import DeploymentRoute, State
 from inference.errors import DeclarationError
 from inference.pipeline import Plan, make_plan
 from inference.signature import Signature

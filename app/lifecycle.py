@@ -11,14 +11,14 @@ from typing import Any, Final
 
 from app.config.schema import Deployment
 from app.config.sections import ReplicaBounds
-from app.control import Command, CommandAnswer
+from app.control.messages import Command, CommandAnswer
+from app.control.routing import State
 from app.deployments import Deployments, config_of
 from app.errors import CallableFailed, Conflict, HeadwaterError, NotFound
 from app.graph_state import GraphState
 from app.replica_host import Host
 from app.replica_set import ReplicaSet, unloaded
 from app.retired import Retired
-from app.routing import State
 
 __all__ = ["Lifecycle"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from app.load_report import DeploymentLoad, LoadReport, Moment
+from app.control.load import DeploymentLoad, LoadReport, Moment
 from app.models import Models, ServedModel
 
 __all__ = ["LoadSampler"]

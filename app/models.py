@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 from app.admission import WaitingRoom
-from app.control import Drain, Drained
+from app.control.messages import Drain, Drained
+from app.control.routing import DeploymentRoute, RoutingTable
 from app.dispatch import Connect, Dispatcher
 from app.draining import drain
 from app.errors import BadRequest, NotFound, Unavailable
@@ -16,7 +17,6 @@ from app.lm.dispatcher import LmDispatcher
 from app.metrics.recorder import recorder
 from app.request_codec import RequestDecoder
 from app.response_codec import ResponseEncoder
-from app.routing import DeploymentRoute, RoutingTable
 from app.row_errors import RETRY_AFTER_LOST_S
 from inference.signature import Signature
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from app.batching import Item
-from app.routing import ReplicaRoute
+from app.control.routing import ReplicaRoute
 from app.triton_client import FrameReplicaClient, ReplicaClient
 
 __all__ = ["ReplicaCalls"]

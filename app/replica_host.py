@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from app.config.schema import Deployment
-from app.control import Drained
+from app.control.messages import Drained
 from app.replica_process import ReplicaProcess
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Host(Protocol):
         ...
 
     async def drain(self, name: str, timeout_s: float, replicas: list[str] | None) -> Drained:
-        """See `app.control.ControlServer.drain`."""
+        """See `app.control.server.ControlServer.drain`."""
         ...
 
     def on_change(self) -> None:

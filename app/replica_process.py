@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from app.config.schema import Deployment
+from app.control.routing import LAST_LINES, ReplicaRoute
 from app.process.sweep import Journal, sweep_replica
-from app.routing import LAST_LINES, ReplicaRoute
 from inference.environment import library_path
 from inference.signature import Signature
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus

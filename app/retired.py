@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.control import Drained
+from app.control.messages import Drained
 from app.process.group_memory import NOTHING, GroupMemory
 
 __all__ = ["Retired"]

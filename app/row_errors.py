@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from app.errors import BadRequest, CallableFailed, HeadwaterError, ReplicaLost, Unavailable
-from app.routing import LAST_LINES, DeploymentRoute, State
+from app.errors import BadRequest, CallableFailed, HeadwaterError, ReplicaLost
 from inference.wire.report import RowReport, Status
 
-__all__ = ["RETRY_AFTER_LOST_S", "row_error", "unavailable"]
+__all__ = ["RETRY_AFTER_LOST_S", "row_error"]
+
 
 RETRY_AFTER_LOST_S: Final = 2
-RETRY_AFTER_S: Final = {State.LOADING: 5, State.FAILED: 60}
-RETRY_AFTER_UNLOADED_S: Final = 60
-
-
-def unavailable(route: DeploymentRoute) -> Unavailable:
-    """Says that a deployment can't take requests, and why."""
-    wait_s = RETRY_AFTER_S.get(route.state, RETRY_AFTER_UNLOADED_S if route.is_set_aside else RETRY_AFTER_LOST_S)
-    reason = route.reason.partition(LAST_LINES)[0] or "no replica is ready"
-    return Unavailable(f"model `{route.name}` is {route.state.value}: {reason}", retry_after_s=wait_s)
 
 
 def row_error(reports: Sequence[RowReport], first_row: int, rows: int) -> HeadwaterError | None:

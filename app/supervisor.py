@@ -29,12 +29,14 @@ from app.check import (
     tracing_problems,
 )
 from app.config.schema import Config, Deployment
-from app.control import ControlServer, Drained
+from app.control.load import DeploymentLoad, together
+from app.control.messages import Drained, WorkerSettings
+from app.control.routing import DeploymentRoute, RoutingTable, State
+from app.control.server import ControlServer
 from app.deployments import Deployments
 from app.errors import StartError
 from app.graph_state import StepState
 from app.lifecycle import Lifecycle
-from app.load_report import DeploymentLoad, together
 from app.logs import REPLICA_LOGGER
 from app.metrics.observer import DeploymentView, Observer, ReplicaView
 from app.metrics.recorder import recorder
@@ -46,9 +48,7 @@ from app.replica_memory import ReplicaMemory
 from app.replica_process import GUARDIAN_LOST, ReplicaProcess
 from app.replica_set import FIRST_BACKOFF_S, LAST_BACKOFF_S, STEADY_AFTER_S
 from app.replica_starter import REPLICA_END_TIMEOUT_S
-from app.routing import DeploymentRoute, RoutingTable, State
 from app.security.keys_file import keys_are_wanted
-from app.worker_settings import WorkerSettings
 from inference.signature import Signature
 
 __all__ = ["Supervisor"]

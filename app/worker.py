@@ -25,7 +25,8 @@ from app.config.schema import Server
 from app.config.sections import SecuritySection
 from app.connection import BoundedConnection
 from app.connections import Connections, allow_open_files
-from app.control import SupervisorLink
+from app.control.link import SupervisorLink
+from app.control.messages import WorkerSettings
 from app.gateway import create_app
 from app.load_sampler import LoadSampler
 from app.logs import set_up_logging
@@ -42,7 +43,6 @@ from app.security.key_check import KeyRing
 from app.security.keys_file import keys_are_wanted, known_keys
 from app.security.limits import LimitFiles
 from app.security.tls import Certificate
-from app.worker_settings import WorkerSettings
 from inference import tuning as garbage
 from inference.tuning import keep_freed_memory
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Final, NoReturn, cast
 import msgspec
 
 from app.answers import HeadAnswer
+from app.control.load import Moment
+from app.control.routing import DeploymentRoute, ReplicaRoute, State, unavailable
 from app.dispatch import LOST_RETRY_S, Connect
 from app.draining import Fail
 from app.errors import BadRequest, HeadwaterError, ReplicaLost, Unavailable
@@ -21,10 +23,8 @@ from app.lm.channel import NOTHING, Channel, call_name, control_request
 from app.lm.generation import Generation, SequenceSpec
 from app.lm.request_run import RequestRun
 from app.lm.statistics import LmStatistics
-from app.load_report import Moment
 from app.metrics.recorder import recorder
-from app.routing import DeploymentRoute, ReplicaRoute, State
-from app.row_errors import RETRY_AFTER_LOST_S, unavailable
+from app.row_errors import RETRY_AFTER_LOST_S
 from app.tensors import InferRequest
 from app.tracing import add_generation
 from app.triton_client import FrameReplicaClient

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from app.control.routing import State
 from app.metrics.ledger import Ledger
 from app.metrics.recorder import recorder, use
 from app.metrics.store import Key
 from app.process.uses import group_uses
-from app.routing import State
 
 __all__ = ["MEASURE_EVERY_S", "DeploymentView", "Observer", "ReplicaView"]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
+from app.control.routing import State, unavailable
 from app.errors import Unavailable
 from app.models import Models
-from app.routing import State
-from app.row_errors import unavailable
 
 __all__ = ["health_routes"]
 

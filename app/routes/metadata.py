@@ -11,10 +11,10 @@ from fastapi.responses import JSONResponse
 
 import app
 from app.bodies import BodyReader
+from app.control.routing import State
 from app.errors import BadRequest
 from app.lm.dispatcher import LmDispatcher
 from app.models import VERSION, Models, ServedModel
-from app.routing import State
 from inference.datatypes import DATATYPES
 from inference.signature import Signature, TensorSpec
 

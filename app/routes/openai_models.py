@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
+from app.control.routing import State
 from app.models import Models, ServedModel
-from app.routing import State
 
 __all__ = ["openai_model_routes"]
 

@@ -14,7 +14,7 @@ from app.bodies import BodyReader
 from app.config.overlay import FIELD, MAX_CONFIG_BYTES
 from app.config.schema import Server
 from app.config.sections import ReplicaBounds, Replicas
-from app.control import CommandAnswer
+from app.control.messages import CommandAnswer
 from app.errors import BadRequest
 from app.json_faults import shown
 from app.operator_guard import OperatorGuard

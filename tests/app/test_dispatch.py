@@ -13,6 +13,7 @@ import pytest
 import uvloop
 
 from app.admission import WaitingRoom
+from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.dispatch import Dispatcher
 from app.errors import (
     BadRequest,
@@ -23,7 +24,6 @@ from app.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
-from app.routing import DeploymentRoute, ReplicaRoute, State
 from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import pack_bytes, unpack_bytes
 from inference.signature import Signature, TensorSpec

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.admission import WaitingRoom
+from app.control.routing import ReplicaRoute
 from app.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
-from app.routing import ReplicaRoute
 from tests.app.test_dispatch import NUMBERS, Bench, Call, numbers, run, settle
 
 EVENTS = ("send", "send", "answer", "answer", "leave", "lose", "miss", "raise", "come", "retire", "smaller", "larger")

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from app.answers import Answer, HeadAnswer
 from app.collector import PIECES_LIMIT, PIECES_LIMIT_BYTES
+from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.dispatch import Dispatcher
 from app.errors import (
     BadRequest,
@@ -29,7 +30,6 @@ from app.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
-from app.routing import DeploymentRoute, ReplicaRoute, State
 from app.tensors import InferRequest, OutputWish, RawTensor
 from app.triton_client import FrameRequest
 from inference.signature import HeadSpec, Signature, TensorSpec

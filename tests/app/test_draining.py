@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from app.control import Drain, Drained
+from app.control.messages import Drain, Drained
+from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.dispatch import Dispatcher
 from app.draining import drain
 from app.errors import Unavailable
 from app.lm.dispatcher import LmDispatcher
 from app.models import Models
-from app.routing import DeploymentRoute, ReplicaRoute, State
 from app.tensors import InferRequest, OutputWish, RawTensor
 from tests.app import test_dispatch as whole
 from tests.app.lm import stand_in as lm

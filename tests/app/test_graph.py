@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from app.answers import Answer, HeadAnswer, Outputs
+from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.dispatch import Dispatcher
 from app.errors import (
     BadRequest,
@@ -22,7 +23,6 @@ from app.errors import (
     Unavailable,
 )
 from app.graph import GraphDispatcher
-from app.routing import DeploymentRoute, ReplicaRoute, State
 from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import pack_bytes
 from inference.pipeline import PipelineSpec, Plan, StepSpec, make_plan

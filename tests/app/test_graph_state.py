@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from app.config.schema import Deployment
+from app.control.routing import State
 from app.graph_state import GraphState, StepState
-from app.routing import State
 from inference.signature import Signature, TensorSpec
 
 Signatures = Mapping[str, Signature]

@@ -13,7 +13,8 @@ from typing import Any, cast
 import pytest
 
 from app.config.schema import Config, Deployment
-from app.control import Command, CommandAnswer, Drained
+from app.control.messages import Command, CommandAnswer, Drained
+from app.control.routing import ReplicaRoute, State
 from app.deployments import Deployments
 from app.errors import NoRoom
 from app.graph_state import GraphState, StepState
@@ -22,7 +23,6 @@ from app.replica_host import Launched
 from app.replica_memory import ReplicaMemory
 from app.replica_process import ReplicaProcess
 from app.replica_set import ReplicaSet
-from app.routing import ReplicaRoute, State
 from inference.signature import Signature, TensorSpec
 
 SIGNATURES = {

@@ -12,13 +12,15 @@ import httpx
 import pytest
 
 from app.config.schema import Deployment, Server
-from app.control import ControlServer, Drained, SupervisorLink
+from app.control.link import SupervisorLink
+from app.control.messages import Drained
+from app.control.routing import ReplicaRoute, RoutingTable
+from app.control.server import ControlServer
 from app.gateway import create_app
 from app.models import Models
 from app.operator_guard import OperatorGuard
 from app.replica_host import Launched
 from app.routes.repository import repository_routes
-from app.routing import ReplicaRoute, RoutingTable
 from tests.app.test_dispatch import NUMBERS
 from tests.app.test_dispatch import Replica as Client
 from tests.app.test_lifecycle import Supervisor, one, until

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from app.config.schema import Config
-from app.control import Command, CommandAnswer
+from app.control.messages import Command, CommandAnswer
+from app.control.routing import State
 from app.errors import NoRoom
 from app.memory_budget import MemoryBudget
 from app.process.machine import HOST
 from app.replica_memory import ReplicaMemory
-from app.routing import State
 from app.supervisor import Supervisor as RealSupervisor
 from inference.signature import Signature, TensorSpec
 from tests.app.test_lifecycle import GRAPH, SIGNATURES, Replica, Supervisor, one, pipeline, run, settle, until

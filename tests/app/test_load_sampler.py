@@ -6,10 +6,10 @@ import asyncio
 
 import msgspec
 
-from app.load_report import DeploymentLoad, LoadReport
+from app.control.load import DeploymentLoad, LoadReport
+from app.control.routing import ReplicaRoute, RoutingTable
 from app.load_sampler import LoadSampler
 from app.models import Models
-from app.routing import ReplicaRoute, RoutingTable
 from tests.app.test_dispatch import Bench, Replica, run, settle
 
 

@@ -11,13 +11,13 @@ import pytest
 from fastapi import FastAPI
 
 from app.bodies import BodyReader
+from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.dispatch import Dispatcher
 from app.errors import BadRequest, Cancelled, NotFound, Unavailable
 from app.graph import GraphDispatcher
 from app.lm.dispatcher import LmDispatcher
 from app.models import Models
 from app.routes.metadata import metadata_routes
-from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.pipeline import PipelineSpec, StepSpec, make_plan
 from inference.signature import Signature, TensorSpec

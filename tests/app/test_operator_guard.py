@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from app.config.schema import Server
-from app.control import CommandAnswer
+from app.control.messages import CommandAnswer
 from app.errors import Forbidden
 from app.gateway import create_app
 from app.models import Models

@@ -11,13 +11,13 @@ import pytest
 
 from app.autoscaler import Autoscaler
 from app.config.schema import Deployment
-from app.control import Command, CommandAnswer, Drained
-from app.load_report import DeploymentLoad, LoadReport, together
+from app.control.load import DeploymentLoad, LoadReport, together
+from app.control.messages import Command, CommandAnswer, Drained
+from app.control.routing import State
 from app.memory_budget import MemoryBudget
 from app.process.machine import HOST
 from app.replica_memory import ReplicaMemory
 from app.replica_set import ReplicaSet
-from app.routing import State
 from tests.app.test_lifecycle import GRAPH, Supervisor, one, run, settle, until
 
 NO_GROUP = 1 << 22

@@ -15,7 +15,8 @@ import pytest
 
 from app.config.schema import Deployment
 from app.config.sections import ReplicaBounds
-from app.control import Drained
+from app.control.messages import Drained
+from app.control.routing import State, unavailable
 from app.errors import CallableFailed, NoRoom
 from app.memory_budget import MemoryBudget
 from app.process.children import Children
@@ -25,8 +26,6 @@ from app.replica_host import Launched
 from app.replica_memory import ReplicaMemory
 from app.replica_process import GUARDIAN_LOST, ReplicaProcess
 from app.replica_set import ReplicaSet
-from app.routing import State
-from app.row_errors import unavailable
 
 HOST = """
 import json, os, signal, sys, time

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 from app.config.schema import Config
-from app.control import ControlServer
+from app.control.server import ControlServer
 from app.supervisor import Supervisor
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from app.control.routing import ReplicaRoute
 from app.errors import BadRequest, ReplicaLost, ReplicaUnreachable
-from app.routing import ReplicaRoute
 from tests.app import test_dispatch_frames as frames
 from tests.app.test_dispatch import NUMBERS, Bench, numbers, run, settle
 

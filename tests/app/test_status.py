@@ -12,6 +12,7 @@ import pytest
 
 from app.access_log import AccessLog
 from app.config.schema import Server
+from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.event_stream import StreamLimits
 from app.gateway import create_app
 from app.metrics import recorder as recorders
@@ -22,7 +23,6 @@ from app.metrics.store import Key, Store
 from app.middleware import RequestRecords
 from app.models import Models
 from app.routes.status import status_routes
-from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from inference.signature import HeadSpec, Signature, TensorSpec
 
 X = (TensorSpec("x", "FP32", (1,)),)

@@ -24,11 +24,11 @@ from app.answers import Answer
 from app.check import tracing_problems
 from app.config.schema import Server
 from app.config.sections import TracingSection
+from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.errors import ReplicaLost
 from app.gateway import create_app
 from app.graph import GraphDispatcher
 from app.models import Models
-from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.tensors import InferRequest
 from app.tracing import Tracing, add_model, current, exporting, use
 from inference.lm.null_engine import NullEngine

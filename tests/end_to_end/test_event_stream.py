@@ -19,6 +19,7 @@ from app.answers import Answer, HeadAnswer
 from app.config.schema import Server
 from app.connection import BoundedConnection
 from app.connections import Connections
+from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.dispatch import Dispatcher
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
 from app.event_stream import StreamLimits
@@ -26,7 +27,6 @@ from app.gateway import Gateway as GatewayApp
 from app.gateway import create_app
 from app.middleware import RequestRecords
 from app.models import Models
-from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.tensors import InferRequest, RawTensor
 from inference.signature import HeadSpec, Signature, TensorSpec
 from tests.running import Raw, wait_for

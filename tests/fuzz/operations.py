@@ -13,7 +13,7 @@ from starlette.types import Message
 
 from app.config.overlay import check_allowed, lay_over, parse_overlay
 from app.config.schema import Config, Server, read_config
-from app.control import CommandAnswer
+from app.control.messages import CommandAnswer
 from app.errors import HeadwaterError
 from app.operator_guard import OperatorGuard
 from app.routes.repository import repository_routes

@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 
 import inference.zoo
+from app.control.routing import DeploymentRoute, State
 from app.errors import HeadwaterError, NotFound
 from app.lm.generation import SequenceSpec, Tokens
 from app.lm.language_text import LanguageText
-from app.routing import DeploymentRoute, State
 from inference.engine import EngineLimits
 from inference.signature import LanguageModelSpec, Signature, TensorSpec
 

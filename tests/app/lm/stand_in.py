@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from pathlib import Path
 
+from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
 from app.lm.dispatcher import LmDispatcher
 from app.lm.generation import SequenceSpec
-from app.routing import DeploymentRoute, ReplicaRoute, State
 from app.triton_client import FrameRequest
 from inference.engine import EngineLimits
 from inference.signature import LanguageModelSpec, Signature, TensorSpec

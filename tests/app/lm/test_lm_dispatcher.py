@@ -12,6 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from app.control.load import Moment
+from app.control.routing import State
 from app.errors import (
     BadRequest,
     CallableFailed,
@@ -27,8 +29,6 @@ from app.lm import dispatcher as dispatcher_module
 from app.lm.channel import REMEMBERED_ENDS
 from app.lm.dispatcher import LmDispatcher
 from app.lm.generation import Generation
-from app.load_report import Moment
-from app.routing import State
 from inference.signature import LanguageModelSpec
 from inference.wire.lm import CancelRequest, Load, Open, Post, decode_message
 from tests.app.lm.stand_in import LIMITS, SIGNATURE, Bench, Replica, event, route_of, run, settle, spec, until

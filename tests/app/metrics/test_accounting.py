@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from starlette.types import Message, Scope
 
 from app.config.schema import Server
+from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.dispatch import Dispatcher
 from app.errors import (
     BadRequest,
@@ -33,7 +34,6 @@ from app.metrics.recorder import outcome_of, recorder, use
 from app.metrics.store import Key, Store
 from app.metrics.totals import merged
 from app.models import Models
-from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.tensors import RawTensor
 from inference.signature import Signature, TensorSpec
 from inference.wire.report import RowReport, Status

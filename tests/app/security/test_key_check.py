@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from app.access_log import AccessLog
 from app.config.schema import Server
-from app.control import CommandAnswer
+from app.control.messages import CommandAnswer
 from app.errors import ConfigError
 from app.event_stream import StreamLimits
 from app.gateway import create_app

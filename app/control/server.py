@@ -15,96 +15,35 @@ import itertools
 import logging
 import socket
 import struct
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from app.errors import Unavailable
-from app.load_report import LoadReport
-from app.routing import RoutingTable
+from app.control.load import LoadReport
+from app.control.messages import (
+    DRAIN_GRACE_S,
+    LOAD_FRESH_S,
+    MAX_MESSAGE_BYTES,
+    UPWARD,
+    Command,
+    CommandAnswer,
+    Drain,
+    Drained,
+    Ping,
+    Pong,
+    Quarantined,
+    encode_line,
+)
+from app.control.routing import RoutingTable
 
-__all__ = ["Command", "CommandAnswer", "ControlServer", "Drain", "Drained", "SupervisorLink"]
+__all__ = ["ControlServer"]
+
 
 logger = logging.getLogger("headwater")
 
-MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
-LOAD_FRESH_S: Final = 3.0
-"""A worker that said nothing of its load for so long has none that is known."""
-DRAIN_GRACE_S: Final = 5.0
-"""How much longer than it should a worker may take to say that it has drained."""
-
-
-class Command(msgspec.Struct, frozen=True, tag="command"):
-    """What an operator wants, as a worker was asked."""
-
-    id: int
-    action: str
-    model: str
-    arguments: dict[str, Any] = {}
-    """What the action takes besides; of load and reload perhaps a ``config``, as the text that came."""
-
-
-class CommandAnswer(msgspec.Struct, frozen=True, tag="answer"):
-    """What came of it, as the operator is told."""
-
-    id: int
-    status: int
-    content: dict[str, Any]
-
-
-class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Tells a worker to say when nothing of a deployment is in flight in it any more.
-
-    It comes behind the table that keeps new requests away.
-    """
-
-    id: int
-    model: str
-    timeout_s: float
-    """After which the worker ends what is left."""
-    replicas: list[str] | None = None
-    """Only what these have; None: everything."""
-
-
-class Drained(msgspec.Struct, frozen=True, tag="drained"):
-    """Nothing is in flight any more."""
-
-    drained: int = 0
-    """Requests that were answered meanwhile."""
-    ended: int = 0
-    """Those that took too long."""
-    id: int = 0
-
-    def __add__(self, other: Drained) -> Drained:
-        """Both together."""
-        return Drained(self.drained + other.drained, self.ended + other.ended)
-
-
-class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Asks a worker for a sign of life."""
-
-
-class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """That sign: the worker's event loop goes round."""
-
-
-class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
-    """A request took two replicas down; see `app.quarantine`."""
-
-    model: str
-    fingerprint: str
-    """In hexadecimal digits."""
-
-
-DOWNWARD: Final = msgspec.json.Decoder(RoutingTable | Drain | CommandAnswer | Ping | Quarantined)
-UPWARD: Final = msgspec.json.Decoder(Command | Drained | Pong | Quarantined | LoadReport)
 _CREDENTIALS: Final = struct.Struct("3i")
-
-
-def encode_line(message: msgspec.Struct) -> bytes:
-    return msgspec.json.encode(message) + b"\n"
 
 
 class ControlServer:
@@ -252,106 +191,8 @@ class ControlServer:
             writer.write(encode_line(answer))
 
 
-class SupervisorLink:
-    """A worker's end.
-
-    Args:
-        on_drain: does what a `Drain` says.
-        on_quarantined: takes in what another worker found, the model and the fingerprint.
-    """
-
-    def __init__(
-        self,
-        on_drain: Callable[[Drain], Awaitable[Drained]],
-        on_quarantined: Callable[[str, bytes], None] = lambda model, mark: None,
-    ) -> None:
-        self._on_drain = on_drain
-        self._on_quarantined = on_quarantined
-        self._writer: asyncio.StreamWriter | None = None
-        self._answers: dict[int, asyncio.Future[CommandAnswer]] = {}
-        self._numbers = itertools.count()
-        self._draining: set[asyncio.Task[None]] = set()
-
-    async def tables(self, path: Path) -> AsyncGenerator[RoutingTable, None]:
-        """Yield each table as it comes, and take in what else does; ends when the supervisor does."""
-        reader, self._writer = await asyncio.open_unix_connection(path, limit=MAX_MESSAGE_BYTES)
-        try:
-            while line := await reader.readline():
-                message = DOWNWARD.decode(line)
-                if isinstance(message, RoutingTable):
-                    yield message
-                elif isinstance(message, CommandAnswer):
-                    future = self._answers.pop(message.id, None)
-                    if future is not None and not future.done():
-                        future.set_result(message)
-                elif isinstance(message, Ping):
-                    self._writer.write(encode_line(Pong()))
-                elif isinstance(message, Quarantined):
-                    self._on_quarantined(message.model, bytes.fromhex(message.fingerprint))
-                else:
-                    task = asyncio.create_task(self._drain(message))
-                    self._draining.add(task)
-                    task.add_done_callback(self._draining.discard)
-        except ConnectionError:
-            return
-        finally:
-            self._writer.close()
-            self._writer = None
-            for task in self._draining:
-                task.cancel()
-            answers, self._answers = self._answers, {}
-            for future in answers.values():
-                if not future.done():
-                    future.set_exception(supervisor_gone())
-
-    def report(self, load: LoadReport) -> None:
-        """Tell the supervisor of the load here."""
-        if self._writer is not None:
-            self._writer.write(encode_line(load))
-
-    def tell_quarantined(self, model: str, mark: bytes) -> None:
-        """Tell the other workers of a request that took two replicas down."""
-        if self._writer is not None:
-            self._writer.write(encode_line(Quarantined(model, mark.hex())))
-
-    async def command(self, action: str, model: str, arguments: Mapping[str, Any] | None = None) -> CommandAnswer:
-        """Have the supervisor do something, and wait for what comes of it.
-
-        Args:
-            action: what.
-            model: with which model.
-            arguments: what the action takes besides; small, since a message is one line.
-
-        Raises:
-            Unavailable: the supervisor is gone.
-        """
-        if self._writer is None:
-            raise supervisor_gone()
-        number = next(self._numbers)
-        future: asyncio.Future[CommandAnswer] = asyncio.get_running_loop().create_future()
-        self._answers[number] = future
-        self._writer.write(encode_line(Command(number, action, model, dict(arguments or {}))))
-        try:
-            return await future
-        finally:
-            self._answers.pop(number, None)
-
-    async def _drain(self, order: Drain) -> None:
-        try:
-            drained = await self._on_drain(order)
-        except Exception:
-            logger.exception("model %s: draining failed in the gateway", order.model)
-            drained = Drained()
-        if self._writer is not None:
-            self._writer.write(encode_line(msgspec.structs.replace(drained, id=order.id)))
-
-
 def _peer(writer: asyncio.StreamWriter) -> int:
     """The process id at the other end."""
     raw = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid: int = _CREDENTIALS.unpack(raw)[0]
     return pid
-
-
-def supervisor_gone() -> Unavailable:
-    return Unavailable("the supervisor is gone: the server is stopping")

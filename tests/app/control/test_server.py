@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from app.control import Command, CommandAnswer, ControlServer, Drain, Drained, SupervisorLink
+from app.control.link import SupervisorLink
+from app.control.load import DeploymentLoad, LoadReport
+from app.control.messages import Command, CommandAnswer, Drain, Drained
+from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from app.control.server import ControlServer
 from app.errors import Unavailable
-from app.load_report import DeploymentLoad, LoadReport
-from app.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 
 Tables = AsyncGenerator[RoutingTable, None]
 
@@ -351,7 +353,7 @@ def test_a_worker_that_ends_while_it_drains_has_nothing_in_flight() -> None:
 def test_a_worker_that_never_says_that_it_has_drained_is_waited_for_no_longer_than_that(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("app.control.DRAIN_GRACE_S", 0.05)
+    monkeypatch.setattr("app.control.messages.DRAIN_GRACE_S", 0.05)
 
     async def scenario(bench: Bench) -> None:
         async def never(order: Drain) -> Drained:

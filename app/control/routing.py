@@ -7,10 +7,12 @@ from typing import Final
 
 import msgspec
 
+from app.errors import Unavailable
+from app.row_errors import RETRY_AFTER_LOST_S
 from inference.pipeline import Plan
 from inference.signature import Signature
 
-__all__ = ["LAST_LINES", "DeploymentRoute", "ReplicaRoute", "RoutingTable", "State"]
+__all__ = ["LAST_LINES", "DeploymentRoute", "ReplicaRoute", "RoutingTable", "State", "unavailable"]
 
 
 LAST_LINES: Final = "; the last lines of its log: "
@@ -106,3 +108,15 @@ class RoutingTable(msgspec.Struct, frozen=True, tag="table"):
     deployments: tuple[DeploymentRoute, ...] = ()
     draining: bool = False
     """Whether the server is about to stop: it answers what it has, and is no longer ready."""
+
+
+RETRY_AFTER_S: Final = {State.LOADING: 5, State.FAILED: 60}
+
+RETRY_AFTER_UNLOADED_S: Final = 60
+
+
+def unavailable(route: DeploymentRoute) -> Unavailable:
+    """Says that a deployment can't take requests, and why."""
+    wait_s = RETRY_AFTER_S.get(route.state, RETRY_AFTER_UNLOADED_S if route.is_set_aside else RETRY_AFTER_LOST_S)
+    reason = route.reason.partition(LAST_LINES)[0] or "no replica is ready"
+    return Unavailable(f"model `{route.name}` is {route.state.value}: {reason}", retry_after_s=wait_s)

@@ -1,0 +1,124 @@
+"""See app/control/link.py."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from app.control.load import LoadReport
+from app.control.messages import (
+    DOWNWARD,
+    MAX_MESSAGE_BYTES,
+    Command,
+    CommandAnswer,
+    Drain,
+    Drained,
+    Ping,
+    Pong,
+    Quarantined,
+    encode_line,
+    supervisor_gone,
+)
+from app.control.routing import RoutingTable
+from app.control.server import logger
+
+__all__ = ["SupervisorLink"]
+
+
+class SupervisorLink:
+    """A worker's end.
+
+    Args:
+        on_drain: does what a `Drain` says.
+        on_quarantined: takes in what another worker found, the model and the fingerprint.
+    """
+
+    def __init__(
+        self,
+        on_drain: Callable[[Drain], Awaitable[Drained]],
+        on_quarantined: Callable[[str, bytes], None] = lambda model, mark: None,
+    ) -> None:
+        self._on_drain = on_drain
+        self._on_quarantined = on_quarantined
+        self._writer: asyncio.StreamWriter | None = None
+        self._answers: dict[int, asyncio.Future[CommandAnswer]] = {}
+        self._numbers = itertools.count()
+        self._draining: set[asyncio.Task[None]] = set()
+
+    async def tables(self, path: Path) -> AsyncGenerator[RoutingTable, None]:
+        """Yield each table as it comes, and take in what else does; ends when the supervisor does."""
+        reader, self._writer = await asyncio.open_unix_connection(path, limit=MAX_MESSAGE_BYTES)
+        try:
+            while line := await reader.readline():
+                message = DOWNWARD.decode(line)
+                if isinstance(message, RoutingTable):
+                    yield message
+                elif isinstance(message, CommandAnswer):
+                    future = self._answers.pop(message.id, None)
+                    if future is not None and not future.done():
+                        future.set_result(message)
+                elif isinstance(message, Ping):
+                    self._writer.write(encode_line(Pong()))
+                elif isinstance(message, Quarantined):
+                    self._on_quarantined(message.model, bytes.fromhex(message.fingerprint))
+                else:
+                    task = asyncio.create_task(self._drain(message))
+                    self._draining.add(task)
+                    task.add_done_callback(self._draining.discard)
+        except ConnectionError:
+            return
+        finally:
+            self._writer.close()
+            self._writer = None
+            for task in self._draining:
+                task.cancel()
+            answers, self._answers = self._answers, {}
+            for future in answers.values():
+                if not future.done():
+                    future.set_exception(supervisor_gone())
+
+    def report(self, load: LoadReport) -> None:
+        """Tell the supervisor of the load here."""
+        if self._writer is not None:
+            self._writer.write(encode_line(load))
+
+    def tell_quarantined(self, model: str, mark: bytes) -> None:
+        """Tell the other workers of a request that took two replicas down."""
+        if self._writer is not None:
+            self._writer.write(encode_line(Quarantined(model, mark.hex())))
+
+    async def command(self, action: str, model: str, arguments: Mapping[str, Any] | None = None) -> CommandAnswer:
+        """Have the supervisor do something, and wait for what comes of it.
+
+        Args:
+            action: what.
+            model: with which model.
+            arguments: what the action takes besides; small, since a message is one line.
+
+        Raises:
+            Unavailable: the supervisor is gone.
+        """
+        if self._writer is None:
+            raise supervisor_gone()
+        number = next(self._numbers)
+        future: asyncio.Future[CommandAnswer] = asyncio.get_running_loop().create_future()
+        self._answers[number] = future
+        self._writer.write(encode_line(Command(number, action, model, dict(arguments or {}))))
+        try:
+            return await future
+        finally:
+            self._answers.pop(number, None)
+
+    async def _drain(self, order: Drain) -> None:
+        try:
+            drained = await self._on_drain(order)
+        except Exception:
+            logger.exception("model %s: draining failed in the gateway", order.model)
+            drained = Drained()
+        if self._writer is not None:
+            self._writer.write(encode_line(msgspec.structs.replace(drained, id=order.id)))
