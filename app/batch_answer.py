@@ -6,11 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from app.answers import HeadAnswer, Outputs
+from app.codecs.tensors import HeadAnswer, InferRequest, Outputs, RawTensor, SlicedTensor
 from app.collector import wanted_heads
 from app.errors import CallableFailed
-from app.row_slices import SlicedTensor
-from app.tensors import InferRequest, RawTensor
 from inference.signature import Signature
 from inference.wire.report import RowReport, Status
 

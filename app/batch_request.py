@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from app.codecs.tensors import InferRequest, RawTensor
 from app.segments import Segment, Segments
-from app.tensors import InferRequest, RawTensor
 from app.triton_client import FrameRequest
 from inference.datatypes import DATATYPES
 from inference.model import Scalar

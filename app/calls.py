@@ -12,6 +12,7 @@ from typing import cast
 from app.batch_answer import sliced
 from app.batch_request import encode_batch
 from app.batching import Item
+from app.codecs.tensors import SlicedTensor
 from app.collector import PIECES_LIMIT, PIECES_LIMIT_BYTES, WHOLE
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from app.frame_call import FrameCall
@@ -19,7 +20,6 @@ from app.metrics.recorder import DeploymentMeter
 from app.pending import Part, Pending
 from app.replica_calls import ReplicaCalls
 from app.row_errors import row_error
-from app.row_slices import SlicedTensor
 from app.segments import Segments
 from app.statistics import Statistics
 from app.triton_client import FrameReplicaClient, ReplicaClient

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Final, Protocol
 
-from app.answers import Answer, HeadAnswer, Outputs
+from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs
 from app.errors import HeadwaterError
-from app.tensors import InferRequest
 from inference.signature import HeadSpec, Signature
 
 __all__ = ["WHOLE", "Collector", "wanted_heads"]

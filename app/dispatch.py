@@ -10,11 +10,11 @@ from typing import cast
 import msgspec
 
 from app.admission import Admission, WaitingRoom
-from app.answers import Answer, HeadAnswer
 from app.batch_answer import no_rows, no_rows_by_head
 from app.batch_request import encode_nothing
 from app.batching import DEFAULT_WEIGHTS, Item
 from app.calls import Calls
+from app.codecs.tensors import Answer, HeadAnswer, InferRequest, RawTensor
 from app.collector import Collector, wanted_heads
 from app.control.load import Moment
 from app.control.routing import DeploymentRoute, ReplicaRoute, State, unavailable
@@ -29,7 +29,6 @@ from app.pending import Part, Pending
 from app.replica_calls import ReplicaCalls
 from app.row_errors import RETRY_AFTER_LOST_S
 from app.statistics import Statistics
-from app.tensors import InferRequest, RawTensor
 from app.tracing import add_model
 from app.triton_client import FrameReplicaClient, ReplicaClient, TritonClient
 from inference.signature import Signature

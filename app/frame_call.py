@@ -7,13 +7,12 @@ import uuid
 from collections.abc import Sequence
 
 from app.batch_request import encode_for_frames
+from app.codecs.tensors import RawTensor, SlicedTensor
 from app.collector import WHOLE
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost
 from app.pending import Part
 from app.row_errors import row_error
-from app.row_slices import SlicedTensor
 from app.segments import Segments
-from app.tensors import RawTensor
 from app.triton_client import FrameRequest
 from inference.wire.frame import Piece
 from inference.wire.report import RowReport, Status

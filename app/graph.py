@@ -12,8 +12,8 @@ from typing import Final
 
 import msgspec
 
-from app.answers import Answer, HeadAnswer, Outputs
 from app.batch_answer import no_rows, no_rows_by_head
+from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, OutputWish, RawTensor, element_count
 from app.collector import Collector, wanted_heads
 from app.control.load import Moment
 from app.control.routing import DeploymentRoute, unavailable
@@ -22,9 +22,7 @@ from app.dispatch import Dispatcher
 from app.draining import Fail
 from app.errors import BadRequest, CallableFailed, HeadwaterError, QueueFull, Unavailable
 from app.metrics.recorder import recorder
-from app.row_slices import element_count
 from app.statistics import Statistics
-from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import DATATYPES
 from inference.pipeline import INPUT, Plan, PlannedStep, Wire, tensor_text
 from inference.signature import Signature, TensorSpec

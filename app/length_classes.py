@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from app.row_slices import longest_row
-from app.tensors import RawTensor
+from app.codecs.tensors import RawTensor, longest_row
 
 __all__ = ["LengthClasses"]
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from app.codecs.tensors import InferRequest
 from app.errors import Quarantined, QueueFull, ReplicaLost
 from app.metrics.recorder import DeploymentMeter
 from app.pending import Part
@@ -14,7 +15,6 @@ from app.quarantine import Quarantine, fingerprint
 from app.retries import Retries
 from app.row_errors import RETRY_AFTER_LOST_S
 from app.statistics import Statistics
-from app.tensors import InferRequest
 
 __all__ = ["Losses"]
 

@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 from app.admission import WaitingRoom
+from app.codecs.generate import GenerateDecoder, GenerateEncoder
+from app.codecs.infer_request import RequestDecoder
+from app.codecs.infer_response import ResponseEncoder
 from app.control.messages import Drain, Drained
 from app.control.routing import DeploymentRoute, RoutingTable
 from app.dispatch import Connect, Dispatcher
 from app.draining import drain
 from app.errors import BadRequest, NotFound, Unavailable
-from app.generate_codec import GenerateDecoder, GenerateEncoder
 from app.graph import GraphDispatcher
 from app.lm.dispatcher import LmDispatcher
 from app.metrics.recorder import recorder
-from app.request_codec import RequestDecoder
-from app.response_codec import ResponseEncoder
 from app.row_errors import RETRY_AFTER_LOST_S
 from inference.signature import Signature
 

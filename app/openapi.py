@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
+from app.codecs.infer_request import example_body
 from app.models import Models
 from app.openapi_completions import cancel_operation, completion_operations, text_operations
 from app.openapi_generate import generate_operations
 from app.openapi_tensors import OMISSIONS, described, element_schema, parameter_schemas
-from inference.datatypes import DATATYPES
 from inference.signature import Signature, TensorSpec
 
-__all__ = ["example_body", "openapi_schema"]
+__all__ = ["openapi_schema"]
 
-LARGEST_EXAMPLE = 1000
-"""Elements of an input, for which an example is made up."""
 
 _ERRORS = {
     400: "The request's content is wrong; the message names the field",
@@ -67,39 +64,6 @@ def openapi_schema(generated: dict[str, Any], models: Models) -> dict[str, Any]:
     schema.get("components", {}).get("schemas", {}).clear()
     schema.setdefault("components", {}).setdefault("schemas", {}).update(_error_schemas())
     return schema
-
-
-def example_body(signature: Signature) -> dict[str, Any] | None:
-    """A request in JSON that the model answers; None if an input has no JSON form, or is too large to look at."""
-    if signature.example is None and any(math.prod(spec.shape) > LARGEST_EXAMPLE for spec in signature.inputs):
-        return None
-    row = signature.example_row()
-    inputs = []
-    for spec in signature.inputs:
-        if spec.name in row:
-            if not DATATYPES[spec.datatype].json:
-                return None
-            flat, shape = flat_values(row[spec.name])
-            inputs.append({"name": spec.name, "datatype": spec.datatype, "shape": [1, *shape], "data": flat})
-    body: dict[str, Any] = {"inputs": inputs}
-    in_json = [spec.name for spec in signature.outputs if DATATYPES[spec.datatype].json]
-    if len(in_json) < len(signature.outputs):
-        body["outputs"] = [
-            {"name": spec.name, "parameters": {"binary_data": not DATATYPES[spec.datatype].json}}
-            for spec in signature.outputs
-        ]
-    return body
-
-
-def flat_values(value: Any) -> tuple[list[Any], list[int]]:
-    shape = []
-    flat = [value]
-    while isinstance(flat[0], (list, tuple)):
-        shape.append(len(flat[0]))
-        flat = [item for part in flat for item in part]
-        if not flat:
-            break
-    return flat, shape
 
 
 def _infer_operation(signature: Signature) -> dict[str, Any]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from app.answers import Outputs
 from app.batching import Item
+from app.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor, join_rows
 from app.collector import Collector
 from app.deadlines import Deadlines
 from app.errors import CallableFailed, HeadwaterError
-from app.row_slices import SlicedTensor, join_rows
-from app.tensors import InferRequest, RawTensor
 from app.tracing import ModelTrace
 from app.triton_client import FrameReplicaClient
 from inference.signature import Signature

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from app.tensors import InferRequest
+from app.codecs.tensors import InferRequest
 
 __all__ = ["LIMIT", "Quarantine", "fingerprint"]
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from app.tensors import RawTensor
+from app.codecs.tensors import RawTensor
 from inference.datatypes import DATATYPES
 from inference.signature import Signature
 from inference.wire.shared_memory import ANSWER_HEAD_BYTES, SHARED_FROM_BYTES, SharedCall, aligned, placed_outputs

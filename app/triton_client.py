@@ -14,8 +14,8 @@ from typing import Protocol, cast
 import httptools
 import msgspec
 
+from app.codecs.tensors import RawTensor
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
-from app.tensors import RawTensor
 from inference.wire.report import CallNote
 
 __all__ = ["FrameReplicaClient", "FrameRequest", "ReplicaClient", "TritonClient", "refusal"]

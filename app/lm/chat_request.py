@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from app.json_faults import at, shown
+from app.codecs.faults import at, shown
 from app.lm.chat_answer import ChatAnswer
 from app.lm.sampling_fields import MAX_LOGPROBS, StreamFields, checked_integer
 from app.lm.text_plan import CHAT_ANSWER_TOKENS, Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from app.codecs.faults import at, shown
 from app.errors import BadRequest
-from app.json_faults import at, shown
 from app.lm.chat_request import MAX_CHOICES
 from app.lm.completion_answer import CompletionAnswer
 from app.lm.sampling_fields import MAX_LOGPROBS, StreamFields, checked_ids, checked_integer

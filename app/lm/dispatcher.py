@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, cast
 
 import msgspec
 
-from app.answers import HeadAnswer
+from app.codecs.tensors import HeadAnswer, InferRequest
 from app.control.load import Moment
 from app.control.routing import DeploymentRoute, ReplicaRoute, State, unavailable
 from app.dispatch import LOST_RETRY_S, Connect
@@ -25,7 +25,6 @@ from app.lm.request_run import RequestRun
 from app.lm.statistics import LmStatistics
 from app.metrics.recorder import recorder
 from app.row_errors import RETRY_AFTER_LOST_S
-from app.tensors import InferRequest
 from app.tracing import add_generation
 from app.triton_client import FrameReplicaClient
 from inference.signature import Signature

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from app.codecs.faults import at, shown
+from app.codecs.parameters import MAX_UINT64
 from app.errors import BadRequest
-from app.json_faults import at, shown
 from app.lm.completion_request import DEFAULT_TOKENS
 from app.lm.sampling_fields import SamplingFields, checked_integer
 from app.lm.text_plan import Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
-from app.request_parameters import MAX_UINT64
 from inference.engine import EngineLimits
 
 if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model

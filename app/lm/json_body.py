@@ -7,8 +7,8 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from app.codecs.faults import PARSE_ERRORS, at, key_text, kind_of, shown, split_path
 from app.errors import BadRequest
-from app.json_faults import PARSE_ERRORS, at, key_text, kind_of, shown, split_path
 
 __all__ = ["read_body"]
 

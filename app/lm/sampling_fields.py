@@ -7,8 +7,8 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
+from app.codecs.faults import at, key_text, shown
 from app.errors import BadRequest
-from app.json_faults import at, key_text, shown
 from app.lm.json_body import read_body
 from app.text.stop_strings import StopFinder
 from inference.engine import SAMPLING_FIELDS, EngineLimits, Sampling

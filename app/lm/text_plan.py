@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from app.codecs.faults import at
 from app.errors import BadRequest
-from app.json_faults import at
 from app.lm.generation import SequenceSpec
 from app.lm.sampling_fields import TextEnd
 from app.lm.text_stream import TextStream

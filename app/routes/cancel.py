@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from starlette.types import Receive, Scope
 
+from app.codecs.faults import shown
 from app.errors import NotFound
-from app.json_faults import shown
 from app.models import Models
 from app.replies import Reply, json_reply
 from app.routes.boundary import Endpoint

@@ -12,14 +12,14 @@ import orjson
 from starlette.types import Receive, Scope
 
 from app.bodies import BodyReader
+from app.codecs.faults import PARSE_ERRORS, at, key_text, kind_of, shown, split_path
+from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.disconnects import DisconnectWatch
 from app.errors import BadRequest
-from app.json_faults import PARSE_ERRORS, at, key_text, kind_of, shown, split_path
 from app.metrics.accounting import accept
 from app.models import Models
 from app.replies import Reply
 from app.routes.boundary import Endpoint
-from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import pack_bytes
 from inference.errors import DeclarationError
 from inference.model import Scalar

@@ -10,21 +10,19 @@ from typing import TypeVar, cast
 
 from starlette.types import ASGIApp, Receive, Scope
 
-from app.answers import Answer, HeadAnswer, Outputs
 from app.bodies import BodyReader
+from app.codecs.generate import GenerateDecoder
+from app.codecs.tensors import LARGE_BYTES, Answer, HeadAnswer, InferRequest, Outputs
 from app.disconnects import DisconnectWatch
 from app.errors import HeadwaterError
 from app.event_stream import EventStream
-from app.generate_codec import GenerateDecoder
 from app.lm.generate_answer import GenerateAnswer
 from app.lm.generate_request import GenerateRequest
 from app.metrics.accounting import accept
 from app.models import Models, ServedModel
 from app.replies import Reply
 from app.routes.boundary import Endpoint
-from app.routes.infer import LARGE_BYTES
 from app.routes.text_answers import TextAnswers
-from app.tensors import InferRequest
 
 __all__ = ["GenerateEndpoint", "GenerateStreamEndpoint"]
 

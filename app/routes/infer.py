@@ -8,6 +8,7 @@ import time
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.bodies import BodyReader
+from app.codecs.tensors import LARGE_BYTES
 from app.disconnects import DisconnectWatch
 from app.errors import BadRequest, HeadwaterError
 from app.metrics.accounting import accept
@@ -20,14 +21,13 @@ from app.security.limits import KeyLimits
 
 __all__ = ["InferEndpoint", "InferShortcut"]
 
-LARGE_BYTES = 256 * 1024
-"""From here on coding takes milliseconds and is left to a thread, so that other requests don't wait for it."""
 
 _JSON = (b"content-type", b"application/json")
+
 _OCTETS = (b"content-type", b"application/octet-stream")
 
-
 _PREFIX = "/v2/models/"
+
 _SUFFIX = "/infer"
 
 

@@ -11,12 +11,12 @@ from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
 
 from app.bodies import BodyReader
+from app.codecs.faults import shown
 from app.config.overlay import FIELD, MAX_CONFIG_BYTES
 from app.config.schema import Server
 from app.config.sections import ReplicaBounds, Replicas
 from app.control.messages import CommandAnswer
 from app.errors import BadRequest
-from app.json_faults import shown
 from app.operator_guard import OperatorGuard
 
 __all__ = ["repository_routes"]

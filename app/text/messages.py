@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from app.codecs.faults import shown
 from app.errors import BadRequest
-from app.json_faults import shown
 
 __all__ = ["plain"]
 

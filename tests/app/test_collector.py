@@ -8,10 +8,9 @@ from typing import Literal
 
 import pytest
 
-from app.answers import HeadAnswer, Outputs
+from app.codecs.tensors import HeadAnswer, InferRequest, Outputs, RawTensor
 from app.collector import PIECES_LIMIT, WHOLE, Collector, wanted_heads
 from app.errors import CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost
-from app.tensors import InferRequest, RawTensor
 from inference.signature import HeadSpec, Signature, TensorSpec
 
 OnError = Literal["fail", "omit"]

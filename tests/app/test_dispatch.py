@@ -13,6 +13,7 @@ import pytest
 import uvloop
 
 from app.admission import WaitingRoom
+from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.dispatch import Dispatcher
 from app.errors import (
@@ -24,7 +25,6 @@ from app.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
-from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import pack_bytes, unpack_bytes
 from inference.signature import Signature, TensorSpec
 from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, encode_reports

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.codecs.tensors import RawTensor
 from app.control.routing import ReplicaRoute, RoutingTable
 from app.dispatch import Dispatcher
 from app.errors import CallableFailed, DeadlineExceeded, Quarantined, QueueFull, ReplicaLost, ReplicaUnreachable
 from app.models import Models
-from app.tensors import RawTensor
 from inference.wire.frame import Piece
 from inference.wire.report import CallNote, RowReport, Status
 from tests.app import test_dispatch_frames as frames

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.answers import Answer, HeadAnswer
+from app.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, RawTensor
 from app.collector import PIECES_LIMIT, PIECES_LIMIT_BYTES
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.dispatch import Dispatcher
@@ -30,7 +30,6 @@ from app.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
-from app.tensors import InferRequest, OutputWish, RawTensor
 from app.triton_client import FrameRequest
 from inference.signature import HeadSpec, Signature, TensorSpec
 from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, encode_frame

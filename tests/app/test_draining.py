@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
+from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.control.messages import Drain, Drained
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.dispatch import Dispatcher
@@ -15,7 +16,6 @@ from app.draining import drain
 from app.errors import Unavailable
 from app.lm.dispatcher import LmDispatcher
 from app.models import Models
-from app.tensors import InferRequest, OutputWish, RawTensor
 from tests.app import test_dispatch as whole
 from tests.app.lm import stand_in as lm
 

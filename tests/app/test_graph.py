@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.answers import Answer, HeadAnswer, Outputs
+from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, OutputWish, RawTensor
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.dispatch import Dispatcher
 from app.errors import (
@@ -23,7 +23,6 @@ from app.errors import (
     Unavailable,
 )
 from app.graph import GraphDispatcher
-from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import pack_bytes
 from inference.pipeline import PipelineSpec, Plan, StepSpec, make_plan
 from inference.signature import ParameterSpec, Signature, TensorSpec

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
+from app.codecs.tensors import RawTensor
 from app.length_classes import LengthClasses
-from app.tensors import RawTensor
 from inference.datatypes import pack_bytes
 
 

@@ -11,6 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from app.bodies import BodyReader
+from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.dispatch import Dispatcher
 from app.errors import BadRequest, Cancelled, NotFound, Unavailable
@@ -18,7 +19,6 @@ from app.graph import GraphDispatcher
 from app.lm.dispatcher import LmDispatcher
 from app.models import Models
 from app.routes.metadata import metadata_routes
-from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.pipeline import PipelineSpec, StepSpec, make_plan
 from inference.signature import Signature, TensorSpec
 from inference.wire.lm import Load

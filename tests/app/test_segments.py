@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from app.batch_request import encode_batch
+from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.segments import Segment, Segments
-from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.signature import Signature, TensorSpec
 from inference.wire.report import HEADWATER, CallNote
 from inference.wire.shared_memory import SHARED_FROM_BYTES, MappedCall, SharedCall

@@ -20,8 +20,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from starlette.types import ASGIApp, Scope
 
 from app.access_log import AccessLog
-from app.answers import Answer
 from app.check import tracing_problems
+from app.codecs.tensors import Answer, InferRequest
 from app.config.schema import Server
 from app.config.sections import TracingSection
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
@@ -29,7 +29,6 @@ from app.errors import ReplicaLost
 from app.gateway import create_app
 from app.graph import GraphDispatcher
 from app.models import Models
-from app.tensors import InferRequest
 from app.tracing import Tracing, add_model, current, exporting, use
 from inference.lm.null_engine import NullEngine
 from inference.wire.frame import StepCount

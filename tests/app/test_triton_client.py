@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from app.codecs.tensors import RawTensor
 from app.errors import CallableFailed, ReplicaLost, ReplicaUnreachable
-from app.tensors import RawTensor
 from app.triton_client import TritonClient
 
 HEAD = b'{"inputs":[]}'

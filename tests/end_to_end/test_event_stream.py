@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import uvicorn
 
-from app.answers import Answer, HeadAnswer
+from app.codecs.tensors import Answer, HeadAnswer, InferRequest, RawTensor
 from app.config.schema import Server
 from app.connection import BoundedConnection
 from app.connections import Connections
@@ -27,7 +27,6 @@ from app.gateway import Gateway as GatewayApp
 from app.gateway import create_app
 from app.middleware import RequestRecords
 from app.models import Models
-from app.tensors import InferRequest, RawTensor
 from inference.signature import HeadSpec, Signature, TensorSpec
 from tests.running import Raw, wait_for
 

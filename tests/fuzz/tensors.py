@@ -12,14 +12,13 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from app import json_data
-from app.answers import Answer
+from app.codecs import json_data
+from app.codecs.generate import GenerateDecoder, GenerateEncoder
+from app.codecs.infer_request import RequestDecoder
+from app.codecs.infer_response import ResponseEncoder
+from app.codecs.json_data import JsonData
+from app.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
 from app.errors import CallableFailed, HeadwaterError
-from app.generate_codec import GenerateDecoder, GenerateEncoder
-from app.json_data import JsonData
-from app.request_codec import RequestDecoder
-from app.response_codec import ResponseEncoder
-from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import DATATYPES, pack_bytes, unpack_bytes
 from inference.signature import HeadSpec, ParameterSpec, Signature, TensorSpec
 from tests.fuzz.draw import Draw, body_of

@@ -11,9 +11,9 @@ import pytest
 
 from app.bench.bodies import Wishes, infer_bodies, read_bodies, stream_bodies
 from app.bench.server import Metadata
+from app.codecs.generate import GenerateDecoder
+from app.codecs.infer_request import RequestDecoder
 from app.errors import CommandError
-from app.generate_codec import GenerateDecoder
-from app.request_codec import RequestDecoder
 from inference.datatypes import DATATYPES
 from inference.signature import Signature, TensorSpec
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message, Scope
 
+from app.codecs.tensors import RawTensor
 from app.config.schema import Server
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.dispatch import Dispatcher
@@ -34,7 +35,6 @@ from app.metrics.recorder import outcome_of, recorder, use
 from app.metrics.store import Key, Store
 from app.metrics.totals import merged
 from app.models import Models
-from app.tensors import RawTensor
 from inference.signature import Signature, TensorSpec
 from inference.wire.report import RowReport, Status
 from tests.app.test_dispatch import NUMBERS, Call

@@ -6,25 +6,29 @@ schedule policy and shared memory extensions (of which the last, classification 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import msgspec
 
-from app.binary_data import take_binary
+from app.codecs.faults import PARSE_ERRORS, at, no_json_form, shown, unreadable
+from app.codecs.inputs import declared_input, element_count, take_binary
+from app.codecs.parameters import MAX_UINT64, RequestParameters, boolean, integer, unsupported
+from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.errors import BadRequest
-from app.input_shapes import declared_input, element_count
-from app.json_faults import PARSE_ERRORS, at, no_json_form, shown, unreadable
-from app.request_parameters import MAX_UINT64, RequestParameters, boolean, integer, unsupported
-from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import DATATYPES
 from inference.signature import Signature
 
-__all__ = ["RequestDecoder"]
+__all__ = ["RequestDecoder", "example_body"]
+
 
 _Parameters = dict[str, str | int | float | bool | None] | None
+
 _NO_DATA: Final = msgspec.Raw(b"")
+
 _SIZE: Final = "binary_data_size"
+
 LIGHT_BYTES: Final = 64 * 1024
 
 
@@ -54,7 +58,9 @@ class _PipelineRequest(_Request, forbid_unknown_fields=True, gc=False):
 
 
 _REQUEST: Final = msgspec.json.Decoder(_Request)
+
 _PIPELINE_REQUEST: Final = msgspec.json.Decoder(_PipelineRequest)
+
 _FIELDS: Final = {
     "": _Request.__struct_fields__,
     "inputs": _Input.__struct_fields__,
@@ -243,3 +249,40 @@ def _binary_size(tensor: _Input, index: int) -> int | None:
             f"inputs[{index}].data", tensor.name, f"expected either data or parameters.{_SIZE}, got both; leave one out"
         )
     return integer(f"{where}.{_SIZE}", tensor.name, tensor.parameters[_SIZE], MAX_UINT64)
+
+
+LARGEST_EXAMPLE = 1000
+"""Elements of an input, for which an example is made up."""
+
+
+def example_body(signature: Signature) -> dict[str, Any] | None:
+    """A request in JSON that the model answers; None if an input has no JSON form, or is too large to look at."""
+    if signature.example is None and any(math.prod(spec.shape) > LARGEST_EXAMPLE for spec in signature.inputs):
+        return None
+    row = signature.example_row()
+    inputs = []
+    for spec in signature.inputs:
+        if spec.name in row:
+            if not DATATYPES[spec.datatype].json:
+                return None
+            flat, shape = flat_values(row[spec.name])
+            inputs.append({"name": spec.name, "datatype": spec.datatype, "shape": [1, *shape], "data": flat})
+    body: dict[str, Any] = {"inputs": inputs}
+    in_json = [spec.name for spec in signature.outputs if DATATYPES[spec.datatype].json]
+    if len(in_json) < len(signature.outputs):
+        body["outputs"] = [
+            {"name": spec.name, "parameters": {"binary_data": not DATATYPES[spec.datatype].json}}
+            for spec in signature.outputs
+        ]
+    return body
+
+
+def flat_values(value: Any) -> tuple[list[Any], list[int]]:
+    shape = []
+    flat = [value]
+    while isinstance(flat[0], (list, tuple)):
+        shape.append(len(flat[0]))
+        flat = [item for part in flat for item in part]
+        if not flat:
+            break
+    return flat, shape

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from app.answers import HeadAnswer
+from app.codecs.infer_response import ResponseEncoder
+from app.codecs.tensors import HeadAnswer, InferRequest, OutputWish, RawTensor
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded, Unavailable
-from app.response_codec import ResponseEncoder
-from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import DATATYPES, bf16_to_float32, pack_bytes
 from inference.signature import HeadSpec, Signature, TensorSpec
 

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
+from app.codecs.faults import PARSE_ERRORS, at, key_text, kind_of, shape_text, shown, split_path
 from app.errors import BadRequest
-from app.json_faults import PARSE_ERRORS, at, key_text, kind_of, shape_text, shown, split_path
 from inference.datatypes import DATATYPES
 from inference.signature import TensorSpec
 

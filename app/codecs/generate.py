@@ -12,14 +12,12 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import orjson
 
-from app.answers import Answer, HeadAnswer
+from app.codecs.faults import PARSE_ERRORS, at, key_text, kind_of, shape_text, shown, split_path, unreadable
+from app.codecs.infer_response import checked_size, flat_json, omission_parameters
+from app.codecs.inputs import DeclaredInput, declared_input, element_count
+from app.codecs.parameters import RequestParameters
+from app.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, RawTensor
 from app.errors import BadRequest, CallableFailed, HeadwaterError
-from app.input_shapes import DeclaredInput, declared_input, element_count
-from app.json_faults import PARSE_ERRORS, at, key_text, kind_of, shape_text, shown, split_path, unreadable
-from app.json_values import checked_size, flat_json
-from app.request_parameters import RequestParameters
-from app.response_codec import omission_parameters
-from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import DATATYPES, Datatype
 from inference.signature import Signature
 

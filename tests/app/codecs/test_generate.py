@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.answers import Answer, HeadAnswer
+from app.codecs.generate import GenerateDecoder, GenerateEncoder
+from app.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, RawTensor
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded
-from app.generate_codec import GenerateDecoder, GenerateEncoder
-from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import pack_bytes, unpack_bytes
 from inference.signature import HeadSpec, ParameterSpec, Signature, TensorSpec
 

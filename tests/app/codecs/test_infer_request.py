@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from app.codecs.infer_request import RequestDecoder
+from app.codecs.tensors import InferRequest, OutputWish
 from app.errors import BadRequest
-from app.request_codec import RequestDecoder
-from app.tensors import InferRequest, OutputWish
 from inference.datatypes import DATATYPES, pack_bytes, unpack_bytes
 from inference.signature import HeadSpec, ParameterSpec, Signature, TensorSpec
 

@@ -1,0 +1,1 @@
+"""Bytes to checked tensors and back, and what is wrong with a body."""

@@ -1,0 +1,184 @@
+"""An input's bytes that follow the JSON: Triton's binary tensor data extension.
+
+What is known of a model's input before any request, and whether a request's shape fits it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from app.codecs.faults import at, key_text, shape_text, shown
+from app.codecs.json_data import JsonData
+from inference.datatypes import DATATYPES
+from inference.signature import TensorSpec
+
+__all__ = ["DeclaredInput", "declared_input", "element_count", "take_binary"]
+
+
+_LENGTH: Final = struct.Struct("<I")
+
+
+def take_binary(
+    body: bytes, offset: int, size: int, spec: TensorSpec, shape: Sequence[int], count: int, index: int
+) -> memoryview:
+    """An input's bytes, checked as far as its datatype lets bytes be wrong.
+
+    Args:
+        body: the whole body.
+        offset: where the tensor begins in it.
+        size: its ``binary_data_size``, not negative.
+        spec: the declared input.
+        shape: the request's shape, already checked against the declared one.
+        count: its number of elements.
+        index: the input's place in the request, for messages.
+
+    Returns:
+        A view of ``body``: nothing is copied.
+
+    Raises:
+        BadRequest: the size contradicts the shape or the body, or the bytes their datatype.
+    """
+    datatype = DATATYPES[spec.datatype]
+    path = f"inputs[{index}].parameters.binary_data_size"
+    if datatype.size_bytes and size != count * datatype.size_bytes:
+        raise at(
+            path,
+            spec.name,
+            f"expected {count * datatype.size_bytes} bytes for {datatype.name} of shape {shape_text(shape)}, "
+            f"got {size}",
+        )
+    if size > len(body) - offset:
+        raise at(
+            path,
+            spec.name,
+            f"expected {size} bytes after the JSON, got {len(body) - offset}; compare the header "
+            "Inference-Header-Content-Length, which says how many bytes of the body are JSON (all, without it)",
+        )
+    data = memoryview(body)[offset : offset + size]
+    if datatype.name == "BYTES":
+        _check_bytes(data, spec.name, shape, count, index)
+    elif datatype.name == "BOOL" and size:
+        values = np.frombuffer(data, np.uint8)
+        if values.max() > 1:
+            place = int((values > 1).argmax())
+            raise at(
+                f"inputs[{index}]",
+                spec.name,
+                f"expected bytes of 0 or 1 for BOOL, got {int(values[place])} as element {place} of the binary data",
+            )
+    return data
+
+
+def _check_bytes(data: memoryview, name: str, shape: Sequence[int], count: int, index: int) -> None:
+    """Check that the lengths before the elements add up, without copying any."""
+    path = f"inputs[{index}]"
+    offset, end, got = 0, len(data), 0
+    length_at = _LENGTH.unpack_from
+    while offset < end:
+        if got == count:
+            raise at(
+                path,
+                name,
+                f"expected {count} elements (shape {shape_text(shape)}) in the binary data, got more: "
+                f"{end - offset} bytes are left",
+            )
+        left = end - offset - 4
+        if left < 0:
+            raise at(
+                path, name, f"expected a 4-byte length before element {got} of the binary data, got {left + 4} bytes"
+            )
+        (length,) = length_at(data, offset)
+        if length > left:
+            raise at(
+                path,
+                name,
+                f"expected {length} bytes in element {got} of the binary data, as its length says, got {left}",
+            )
+        offset += 4 + length
+        got += 1
+    if got != count:
+        raise at(path, name, f"expected {count} elements (shape {shape_text(shape)}) in the binary data, got {got}")
+
+
+_MAX_DIM: Final = 2**31 - 1
+
+_MAX_HOLLOW: Final = 2**24
+
+_MAX_BYTES_ELEMENTS: Final = 10**6
+
+
+class DeclaredInput(NamedTuple):
+    """An input."""
+
+    spec: TensorSpec
+    dims: tuple[int | None, ...]
+    """Batch axis first; None varies."""
+    size_bytes: int
+    data: JsonData
+
+
+def declared_input(spec: TensorSpec, *, rows: bool) -> DeclaredInput:
+    """Make the table for one input; for ``rows`` see `JsonData`."""
+    dims = (None, *(None if dim < 0 else dim for dim in spec.shape))
+    return DeclaredInput(spec, dims, DATATYPES[spec.datatype].size_bytes, JsonData(spec, rows=rows))
+
+
+def element_count(shape: list[int], declared: DeclaredInput, index: int | None) -> int:
+    """The number of elements, once the shape is known to fit the declared one.
+
+    Args:
+        shape: batch axis first.
+        declared: the input.
+        index: its place in the request, for messages; None: it is a row that stands under the input's name.
+
+    Raises:
+        BadRequest: it doesn't fit.
+    """
+    dims = declared.dims
+    if len(shape) == len(dims):
+        count = 1
+        for dim, fixed in zip(shape, dims, strict=True):
+            if dim != fixed and (fixed is not None or not 0 <= dim <= _MAX_DIM):
+                break
+            count *= dim
+        else:
+            if count == 0:
+                _check_hollow(shape, declared, index)
+            elif count > _MAX_BYTES_ELEMENTS and not declared.size_bytes:
+                path, name = _named(declared, index)
+                raise at(path, name, f"expected at most {_MAX_BYTES_ELEMENTS} BYTES elements in a request, got {count}")
+            return count
+    path, name = _named(declared, index)
+    if index is None:
+        expected = ", ".join(map(str, declared.spec.shape))
+        raise at(path, name, f"expected a row of shape [{expected}], got one of {shape_text(shape[1:])}")
+    expected = ", ".join(["rows", *map(str, declared.spec.shape)])
+    for axis, dim in enumerate(shape):
+        if dim < 0:
+            raise at(f"{path}[{axis}]", name, f"expected [{expected}] with dimensions of 0 or more, got {shown(dim)}")
+        if dim > _MAX_DIM:
+            raise at(f"{path}[{axis}]", name, f"expected a dimension of at most {_MAX_DIM}, got {shown(dim)}")
+    hint = "; the batch axis comes first" if len(shape) == len(dims) - 1 else ""
+    raise at(path, name, f"expected [{expected}], got {shape_text(shape)}{hint}")
+
+
+def _named(declared: DeclaredInput, index: int | None) -> tuple[str, str | None]:
+    if index is None:
+        return key_text(declared.spec.name), None
+    return f"inputs[{index}].shape", declared.spec.name
+
+
+def _check_hollow(shape: list[int], declared: DeclaredInput, index: int | None) -> None:
+    """A tensor without elements costs no bytes, and yet its other dimensions may make a callable allocate."""
+    if math.prod(dim for dim in shape if dim) > _MAX_HOLLOW:
+        path, name = _named(declared, index)
+        raise at(
+            path,
+            name,
+            f"expected dimensions whose product, zeros left out, is at most {_MAX_HOLLOW}, got {shape_text(shape)}",
+        )

@@ -1,0 +1,178 @@
+"""Tensors as the gateway carries them: raw bytes with a shape, undecoded.
+
+What a deployment answers: outputs, and how each head of a pipeline fared.
+
+Cutting tensors along the batch axis, and joining the pieces: by bytes, undecoded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from app.errors import CallableFailed, DeadlineExceeded, HeadwaterError, QueueFull, Unavailable
+from inference.model import Scalar
+
+__all__ = [
+    "Answer",
+    "HeadAnswer",
+    "InferRequest",
+    "OutputWish",
+    "Outputs",
+    "RawTensor",
+    "SlicedTensor",
+    "element_count",
+    "join_rows",
+    "longest_row",
+]
+
+
+@dataclass(slots=True)
+class RawTensor:
+    """A tensor's bytes in the protocol's binary form: little-endian, C order; ``BYTES`` elements length-prefixed."""
+
+    datatype: str
+    shape: tuple[int, ...]
+    """Batch axis first."""
+    data: bytes | memoryview
+
+
+@dataclass(slots=True)
+class OutputWish:
+    """One output that a request wants, and in which form."""
+
+    name: str
+    binary: bool
+
+
+@dataclass(slots=True)
+class InferRequest:
+    """A request to infer, checked against the model's signature."""
+
+    id: str
+    inputs: dict[str, RawTensor]
+    """By name; an optional input that was left out is absent."""
+    rows: int
+    """The batch axis, the same in all inputs; may be 0."""
+    outputs: list[OutputWish]
+    """The wanted outputs, in the order asked for; all declared ones if the request named none."""
+    batch_parameters: dict[str, Scalar]
+    """Declared parameters per batch, defaults filled in."""
+    row_parameters: dict[str, Scalar]
+    """Declared parameters per row, defaults filled in; the same value for all rows of this request."""
+    heads: tuple[str, ...] = ()
+    """Of a pipeline: the wanted heads, in the signature's order. Never empty there; always empty elsewhere."""
+    priority: int = 0
+    """1 is the most urgent; 0 stands for the default."""
+    timeout_us: int = 0
+    """The client's own deadline in microseconds; 0 for none."""
+
+
+Outputs = dict[str, RawTensor]
+
+
+@dataclass(slots=True)
+class HeadAnswer:
+    """One result of a request: of one head of a pipeline, or of a model that is none (then the name is empty)."""
+
+    head: str
+    outputs: Outputs = field(default_factory=dict)
+    """Those of the wanted outputs that it computes; empty if it failed."""
+    error: HeadwaterError | None = None
+    took_ms: float = 0.0
+    """Since the request was taken in."""
+
+    @property
+    def status(self) -> str:
+        """``ok``, ``timeout``, ``unavailable`` or ``failed``."""
+        if self.error is None:
+            return "ok"
+        if isinstance(self.error, DeadlineExceeded):
+            return "timeout"
+        return "unavailable" if isinstance(self.error, (Unavailable, QueueFull)) else "failed"
+
+
+class Answer(NamedTuple):
+    """The whole answer to a request."""
+
+    outputs: Outputs
+    """The wanted ones, less those of omitted heads."""
+    omitted: Sequence[HeadAnswer] = ()
+    """Heads that failed and say ``on_error: omit``."""
+
+
+class SlicedTensor:
+    """A tensor prepared for being cut: where each row's bytes begin."""
+
+    __slots__ = ("_offsets", "_row_bytes", "_tensor")
+
+    def __init__(self, tensor: RawTensor) -> None:
+        self._tensor = tensor
+        self._offsets: list[int] = []
+        self._row_bytes = 0
+        if tensor.datatype == "BYTES" and len(tensor.data):
+            self._offsets = _offsets(tensor.data, math.prod(tensor.shape[1:]))
+        else:
+            self._row_bytes = len(tensor.data) // tensor.shape[0]
+
+    def rows(self, start: int, count: int) -> RawTensor:
+        """Some of its rows; a view, not a copy."""
+        tensor = self._tensor
+        if self._offsets:
+            data = tensor.data[self._offsets[start] : self._offsets[start + count]]
+        else:
+            data = tensor.data[start * self._row_bytes : (start + count) * self._row_bytes]
+        return RawTensor(tensor.datatype, (count, *tensor.shape[1:]), data)
+
+
+def join_rows(name: str, parts: Sequence[RawTensor]) -> RawTensor:
+    """One tensor of all the parts' rows.
+
+    Raises:
+        CallableFailed: the parts differ in more than the number of rows.
+    """
+    first = parts[0]
+    for part in parts:
+        if part.shape[1:] != first.shape[1:]:
+            raise CallableFailed(
+                f"output {name!r}: the request was larger than max_batch_size, and its parts came back with different "
+                f"shapes: {list(first.shape)} and {list(part.shape)}; send fewer rows at once"
+            )
+    rows = sum(part.shape[0] for part in parts)
+    return RawTensor(first.datatype, (rows, *first.shape[1:]), b"".join(part.data for part in parts))
+
+
+def longest_row(tensor: RawTensor) -> int:
+    """Bytes of the longest row of a ``BYTES`` tensor."""
+    offsets = _offsets(tensor.data, math.prod(tensor.shape[1:]))
+    return max((end - start for start, end in itertools.pairwise(offsets)), default=0)
+
+
+def element_count(data: bytes | memoryview) -> int | None:
+    """How many ``BYTES`` elements these bytes are; None if they end within one."""
+    offset, count = 0, 0
+    while offset < len(data):
+        offset += 4 + int.from_bytes(data[offset : offset + 4], "little")
+        count += 1
+    return count if offset == len(data) else None
+
+
+def _offsets(data: bytes | memoryview, elements: int) -> list[int]:
+    """Where each row of a ``BYTES`` tensor starts, and the end."""
+    offsets = [0]
+    offset, count = 0, 0
+    from_bytes = int.from_bytes
+    while offset < len(data):
+        offset += 4 + from_bytes(data[offset : offset + 4], "little")
+        count += 1
+        if count == elements:
+            offsets.append(offset)
+            count = 0
+    return offsets
+
+
+LARGE_BYTES = 256 * 1024
+"""From here on coding takes milliseconds and is left to a thread, so that other requests don't wait for it."""
