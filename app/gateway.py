@@ -62,8 +62,8 @@ def create_app(
         models: what to serve; may change while the application runs.
         server: limits and switches.
         routers: further routes: those that need the supervisor.
-        keys: without one of which nothing is answered but health and pages; None: all is, but see `app.operator_guard`.
-        cors_origins: of web pages whose scripts may ask.
+        keys: without one of which nothing is answered but health and pages; None: all is, but see
+        `app.security.operator`. cors_origins: of web pages whose scripts may ask.
         records: what becomes of each request; default: as ``server`` says.
     """
     gateway = Gateway(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)

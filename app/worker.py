@@ -34,7 +34,6 @@ from app.metrics import recorder
 from app.metrics.sampler import SAMPLE_EVERY_S, Sampler
 from app.metrics.store import Store
 from app.models import Models
-from app.operator_guard import OperatorGuard, is_loopback
 from app.routes.metrics import metrics_routes
 from app.routes.repository import repository_routes
 from app.routes.status import status_routes
@@ -42,6 +41,7 @@ from app.security.file_watch import FileWatch
 from app.security.key_check import KeyRing
 from app.security.keys_file import keys_are_wanted, known_keys
 from app.security.limits import LimitFiles
+from app.security.operator import OperatorGuard, is_loopback
 from app.security.tls import Certificate
 from inference import tuning as garbage
 from inference.tuning import keep_freed_memory

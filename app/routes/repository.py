@@ -17,7 +17,7 @@ from app.config.schema import Server
 from app.config.sections import ReplicaBounds, Replicas
 from app.control.messages import CommandAnswer
 from app.errors import BadRequest
-from app.operator_guard import OperatorGuard
+from app.security.operator import OperatorGuard
 
 __all__ = ["repository_routes"]
 

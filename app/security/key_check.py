@@ -10,9 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.errors import ConfigError, HeadwaterError, ScopeMissing, Unauthorized
 from app.replies import error_reply
-from app.security.keys import Key, Keys
+from app.security.keys import Key, Keys, scopes_for
 from app.security.limits import KeyLimits, LimitFiles
-from app.security.scopes import scopes_for
 
 __all__ = ["KeyCheck", "KeyRing", "owned_id", "shown_key"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.security.scopes import OPEN, scopes_for
+from app.security.keys import OPEN, scopes_for
 
 __all__ = ["with_keys"]
 

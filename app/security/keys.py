@@ -2,6 +2,8 @@
 
 A key has 256 random bits, so a fast hash of it keeps it safe: what makes slow hashes such as bcrypt necessary is that
 passwords can be guessed, and each wrong guess would cost the server what it costs the guesser.
+
+Which scopes a request's route asks for. What isn't named here asks for a key, of whatever scope.
 """
 
 from __future__ import annotations
@@ -17,21 +19,39 @@ import msgspec
 
 from app.errors import ConfigError
 
-__all__ = ["MAX_KEYS", "MAX_KEY_BYTES", "SCOPES", "Key", "Keys", "Scope", "make_key", "read_keys"]
+__all__ = [
+    "ANY",
+    "MAX_KEYS",
+    "MAX_KEY_BYTES",
+    "OPEN",
+    "SCOPES",
+    "Key",
+    "Keys",
+    "Scope",
+    "make_key",
+    "read_keys",
+    "scopes_for",
+]
+
 
 Scope = Literal["infer", "metrics", "admin"]
+
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 
 MAX_KEY_BYTES: Final = 512
 """Of what a request shows; more is not looked at."""
+
 MAX_KEYS: Final = 1000
+
 PREFIX: Final = "hw_"
 """Of every key that we make, so that those who scan texts for secrets can tell it."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}\Z")
+
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 
 PerSecond = Annotated[float, msgspec.Meta(gt=0, le=1_000_000)]
+
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 
 
@@ -133,3 +153,42 @@ class Keys:
         digest = hashlib.sha256(text).digest()
         known, key = self._by_start.get(digest[:8], self._nobody)
         return key if hmac.compare_digest(known, digest) else None
+
+
+OPEN: Final[tuple[Scope, ...]] = ()
+"""No key is asked for."""
+
+ANY: Final = SCOPES
+"""One of any scope will do."""
+
+_INFER: Final[tuple[Scope, ...]] = ("infer",)
+
+_METRICS: Final[tuple[Scope, ...]] = ("metrics",)
+
+_ADMIN: Final[tuple[Scope, ...]] = ("admin",)
+
+_HEALTH: Final = re.compile(r"/v2/(health/(live|ready)|models/[^/]+(/versions/[^/]+)?/ready)\Z")
+
+_PAGES: Final = ("/", "/docs")
+"""What they show they ask for with the reader's key."""
+
+_FILES: Final = ("/static/", "/docs/assets/")
+
+
+def scopes_for(method: str, path: str) -> tuple[Scope, ...]:
+    """The scopes, one of which a key must have; `OPEN`: none is needed.
+
+    Args:
+        method: the request's.
+        path: as the router sees it, percent signs decoded.
+    """
+    if method == "POST":
+        if path.startswith(("/v2/models/", "/v1/", "/v2/requests/")):
+            return _INFER
+        if path.startswith("/v2/repository/models/"):
+            return _ADMIN
+    elif path == "/metrics":
+        return _METRICS
+    elif method in ("GET", "HEAD") and (path in _PAGES or path.startswith(_FILES) or _HEALTH.match(path)):
+        return OPEN
+    return ANY

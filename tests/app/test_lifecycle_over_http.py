@@ -18,9 +18,9 @@ from app.control.routing import ReplicaRoute, RoutingTable
 from app.control.server import ControlServer
 from app.gateway import create_app
 from app.models import Models
-from app.operator_guard import OperatorGuard
 from app.replica_host import Launched
 from app.routes.repository import repository_routes
+from app.security.operator import OperatorGuard
 from tests.app.test_dispatch import NUMBERS
 from tests.app.test_dispatch import Replica as Client
 from tests.app.test_lifecycle import Supervisor, one, until

@@ -15,8 +15,8 @@ from app.config.overlay import check_allowed, lay_over, parse_overlay
 from app.config.schema import Config, Server, read_config
 from app.control.messages import CommandAnswer
 from app.errors import HeadwaterError
-from app.operator_guard import OperatorGuard
 from app.routes.repository import repository_routes
+from app.security.operator import OperatorGuard
 from tests.fuzz.draw import body_of
 from tests.fuzz.promises import check_refusal
 

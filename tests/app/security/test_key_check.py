@@ -27,14 +27,13 @@ from app.metrics.ledger import Ledger
 from app.metrics.sampler import Sampler
 from app.middleware import RequestRecords
 from app.models import Models
-from app.operator_guard import OperatorGuard
 from app.routes.metrics import metrics_routes
 from app.routes.repository import repository_routes
 from app.routes.status import status_routes
 from app.security.key_check import UNKNOWN, KeyRing
-from app.security.keys import SCOPES, Key
+from app.security.keys import OPEN, SCOPES, Key, scopes_for
 from app.security.limits import LimitFiles
-from app.security.scopes import OPEN, scopes_for
+from app.security.operator import OperatorGuard
 
 KEYS = {scope: f"the-key-for-{scope}" for scope in SCOPES}
 

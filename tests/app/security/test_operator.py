@@ -14,8 +14,8 @@ from app.control.messages import CommandAnswer
 from app.errors import Forbidden
 from app.gateway import create_app
 from app.models import Models
-from app.operator_guard import OperatorGuard, is_loopback
 from app.routes.repository import repository_routes
+from app.security.operator import OperatorGuard, is_loopback
 
 
 @pytest.mark.parametrize(
