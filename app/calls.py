@@ -16,12 +16,11 @@ from app.codecs.tensors import SlicedTensor
 from app.collector import PIECES_LIMIT, PIECES_LIMIT_BYTES, WHOLE
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from app.frame_call import FrameCall
-from app.metrics.recorder import DeploymentMeter
 from app.pending import Part, Pending
 from app.replica_calls import ReplicaCalls
 from app.row_errors import row_error
 from app.segments import Segments
-from app.statistics import Statistics
+from app.telemetry.recorder import DeploymentMeter, Statistics
 from app.triton_client import FrameReplicaClient, ReplicaClient
 from inference.wire.frame import decode_frame
 from inference.wire.report import REPORT, RowReport, Status, decode_reports

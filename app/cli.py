@@ -21,10 +21,10 @@ from app.codecs.infer_request import example_body
 from app.config.schema import Config, load_config, read_config, read_yaml
 from app.errors import CommandError, ConfigError, StartError
 from app.health import default_url, health_status
-from app.logs import set_up_logging
 from app.plan.options import add_plan_command
 from app.security.key_commands import add_key_commands
 from app.security.keys_file import keys_are_wanted
+from app.telemetry.logs import set_up_logging
 from inference.reference import is_language_model
 from inference.signature import Signature
 

@@ -20,10 +20,9 @@ from app.connections import Connections
 from app.deadlines import TIMER_RESOLUTION_S
 from app.errors import BadRequest, BodyTooSlow, HeadersTooLarge, HeadwaterError, Unavailable
 from app.exchange import Exchange
-from app.metrics.accounting import UNMATCHED
-from app.metrics.recorder import recorder
 from app.middleware import MAX_HEADER_BYTES
 from app.replies import error_reply
+from app.telemetry.recorder import UNMATCHED, recorder
 
 __all__ = ["BoundedConnection"]
 

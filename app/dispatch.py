@@ -24,12 +24,11 @@ from app.errors import BadRequest, QueueFull, ReplicaLost, Unavailable
 from app.gathering import GatherClock
 from app.length_classes import LengthClasses
 from app.losses import Losses
-from app.metrics.recorder import recorder
 from app.pending import Part, Pending
 from app.replica_calls import ReplicaCalls
 from app.row_errors import RETRY_AFTER_LOST_S
-from app.statistics import Statistics
-from app.tracing import add_model
+from app.telemetry.recorder import Statistics, recorder
+from app.telemetry.tracing import add_model
 from app.triton_client import FrameReplicaClient, ReplicaClient, TritonClient
 from inference.signature import Signature
 

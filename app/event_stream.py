@@ -21,7 +21,7 @@ from app.deadlines import TIMER_RESOLUTION_S
 from app.disconnects import DisconnectWatch
 from app.errors import CallableFailed, ClientGone, HeadwaterError
 from app.exchange import Exchange, exchange_of
-from app.metrics.accounting import note_error
+from app.telemetry.recorder import note_error
 
 __all__ = ["EventStream", "StreamLimits"]
 

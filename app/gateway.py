@@ -13,7 +13,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import app
-from app.access_log import AccessLog
 from app.bodies import BodyReader
 from app.config.schema import Server
 from app.errors import CallableFailed, HeadwaterError, MethodNotAllowed, NotFound
@@ -38,6 +37,7 @@ from app.routes.openai_texts import OpenAITextEndpoint
 from app.routes.page import page_routes
 from app.security.key_check import KeyCheck, KeyRing
 from app.security.key_schema import with_keys
+from app.telemetry.logs import AccessLog
 
 __all__ = ["Gateway", "create_app"]
 

@@ -21,8 +21,7 @@ from app.deadlines import Deadlines
 from app.dispatch import Dispatcher
 from app.draining import Fail
 from app.errors import BadRequest, CallableFailed, HeadwaterError, QueueFull, Unavailable
-from app.metrics.recorder import recorder
-from app.statistics import Statistics
+from app.telemetry.recorder import Statistics, recorder
 from inference.datatypes import DATATYPES
 from inference.pipeline import INPUT, Plan, PlannedStep, Wire, tensor_text
 from inference.signature import Signature, TensorSpec

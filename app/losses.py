@@ -9,12 +9,11 @@ from typing import Final
 
 from app.codecs.tensors import InferRequest
 from app.errors import Quarantined, QueueFull, ReplicaLost
-from app.metrics.recorder import DeploymentMeter
 from app.pending import Part
 from app.quarantine import Quarantine, fingerprint
 from app.retries import Retries
 from app.row_errors import RETRY_AFTER_LOST_S
-from app.statistics import Statistics
+from app.telemetry.recorder import DeploymentMeter, Statistics
 
 __all__ = ["Losses"]
 

@@ -11,12 +11,12 @@ from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.access_log import AccessLog
 from app.errors import CallableFailed, HeadersTooLarge
 from app.event_stream import StreamLimits
-from app.metrics.accounting import leave
 from app.replies import error_reply
-from app.tracing import Trace, current
+from app.telemetry.logs import AccessLog
+from app.telemetry.recorder import leave
+from app.telemetry.tracing import Trace, current
 
 __all__ = ["MAX_HEADER_BYTES", "RequestContext", "RequestRecord", "RequestRecords", "internal_error"]
 

@@ -10,7 +10,7 @@ from app.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor, j
 from app.collector import Collector
 from app.deadlines import Deadlines
 from app.errors import CallableFailed, HeadwaterError
-from app.tracing import ModelTrace
+from app.telemetry.tracing import ModelTrace
 from app.triton_client import FrameReplicaClient
 from inference.signature import Signature
 

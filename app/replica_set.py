@@ -16,12 +16,12 @@ from app.config.sections import ReplicaBounds
 from app.control.messages import Drained
 from app.control.routing import DeploymentRoute, State
 from app.errors import CallableFailed, Conflict, NoRoom
-from app.metrics.recorder import recorder
 from app.replica_host import Host, Launched
 from app.replica_memory import Place
 from app.replica_process import ReplicaProcess
 from app.replica_starter import FIRST_MEASURED_RETRY_S, ReplicaStarter
 from app.retired import Retired
+from app.telemetry.recorder import recorder
 from inference.reference import is_language_model
 from inference.signature import Signature
 

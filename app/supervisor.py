@@ -37,9 +37,6 @@ from app.deployments import Deployments
 from app.errors import StartError
 from app.graph_state import StepState
 from app.lifecycle import Lifecycle
-from app.logs import REPLICA_LOGGER
-from app.metrics.observer import DeploymentView, Observer, ReplicaView
-from app.metrics.recorder import recorder
 from app.process.children import Children, ProcessWatch
 from app.process.sweep import make_instance_folder, sweep_stale
 from app.replica_host import Launched
@@ -49,6 +46,9 @@ from app.replica_set import FIRST_BACKOFF_S, LAST_BACKOFF_S, STEADY_AFTER_S
 from app.replica_starter import REPLICA_END_TIMEOUT_S
 from app.security.keys_file import keys_are_wanted
 from app.security.operator import is_loopback
+from app.telemetry.logs import REPLICA_LOGGER
+from app.telemetry.observer import DeploymentView, Observer, ReplicaView
+from app.telemetry.recorder import recorder
 from inference.signature import Signature
 
 __all__ = ["Supervisor"]

@@ -19,7 +19,6 @@ import msgspec
 import uvicorn
 from sse_starlette.sse import AppStatus
 
-from app import tracing
 from app.admission import WaitingRoom
 from app.config.schema import Server
 from app.config.sections import SecuritySection
@@ -29,10 +28,7 @@ from app.control.link import SupervisorLink
 from app.control.messages import WorkerSettings
 from app.gateway import create_app
 from app.load_sampler import LoadSampler
-from app.logs import set_up_logging
-from app.metrics import recorder
 from app.metrics.sampler import SAMPLE_EVERY_S, Sampler
-from app.metrics.store import Store
 from app.models import Models
 from app.routes.metrics import metrics_routes
 from app.routes.repository import repository_routes
@@ -43,6 +39,9 @@ from app.security.keys_file import keys_are_wanted, known_keys
 from app.security.limits import LimitFiles
 from app.security.operator import OperatorGuard, is_loopback
 from app.security.tls import Certificate
+from app.telemetry import recorder, tracing
+from app.telemetry.logs import set_up_logging
+from app.telemetry.store import Store
 from inference import tuning as garbage
 from inference.tuning import keep_freed_memory
 

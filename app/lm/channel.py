@@ -24,9 +24,9 @@ from app.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
-from app.lm.statistics import FinishRate, LmStatistics
 from app.lm.token_slot import SequenceOwner, TokenSlot
 from app.row_errors import RETRY_AFTER_LOST_S
+from app.telemetry.recorder import FinishRate, LmStatistics
 from app.triton_client import FrameReplicaClient, FrameRequest
 from inference.wire.lm import (
     CONTROL,

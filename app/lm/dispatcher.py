@@ -22,10 +22,9 @@ from app.errors import BadRequest, HeadwaterError, ReplicaLost, Unavailable
 from app.lm.channel import NOTHING, Channel, call_name, control_request
 from app.lm.generation import Generation, SequenceSpec
 from app.lm.request_run import RequestRun
-from app.lm.statistics import LmStatistics
-from app.metrics.recorder import recorder
 from app.row_errors import RETRY_AFTER_LOST_S
-from app.tracing import add_generation
+from app.telemetry.recorder import LmStatistics, recorder
+from app.telemetry.tracing import add_generation
 from app.triton_client import FrameReplicaClient
 from inference.signature import Signature
 from inference.wire.lm import CancelRequest, Load, decode_frame

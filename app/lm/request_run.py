@@ -10,9 +10,9 @@ from app.deadlines import TIMER_RESOLUTION_S
 from app.errors import Cancelled, DeadlineExceeded, HeadwaterError, QueueFull
 from app.lm.channel import Channel
 from app.lm.generation import SequenceSpec, Tokens
-from app.lm.statistics import LmStatistics
 from app.lm.token_slot import TokenSlot
-from app.tracing import GenerationTrace
+from app.telemetry.recorder import LmStatistics
+from app.telemetry.tracing import GenerationTrace
 
 __all__ = ["RequestRun"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from app.dispatch import Dispatcher
 from app.lm.dispatcher import LmDispatcher
-from app.metrics.instruments import Gauge
-from app.metrics.recorder import recorder
 from app.models import Models
+from app.telemetry.instruments import Gauge
+from app.telemetry.recorder import recorder
 
 __all__ = ["SAMPLE_EVERY_S", "Sampler"]
 

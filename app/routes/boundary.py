@@ -9,9 +9,9 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.errors import ClientGone, HeadwaterError
-from app.metrics.accounting import note_error
 from app.middleware import internal_error
 from app.replies import error_reply
+from app.telemetry.recorder import note_error
 
 __all__ = ["Endpoint", "EndpointRoute", "EndpointShortcut"]
 

@@ -16,10 +16,10 @@ from app.codecs.faults import PARSE_ERRORS, at, key_text, kind_of, shown, split_
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.disconnects import DisconnectWatch
 from app.errors import BadRequest
-from app.metrics.accounting import accept
 from app.models import Models
 from app.replies import Reply
 from app.routes.boundary import Endpoint
+from app.telemetry.recorder import accept
 from inference.datatypes import pack_bytes
 from inference.errors import DeclarationError
 from inference.model import Scalar

@@ -18,11 +18,11 @@ from app.errors import HeadwaterError
 from app.event_stream import EventStream
 from app.lm.generate_answer import GenerateAnswer
 from app.lm.generate_request import GenerateRequest
-from app.metrics.accounting import accept
 from app.models import Models, ServedModel
 from app.replies import Reply
 from app.routes.boundary import Endpoint
 from app.routes.text_answers import TextAnswers
+from app.telemetry.recorder import accept
 
 __all__ = ["GenerateEndpoint", "GenerateStreamEndpoint"]
 

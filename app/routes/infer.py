@@ -11,13 +11,13 @@ from app.bodies import BodyReader
 from app.codecs.tensors import LARGE_BYTES
 from app.disconnects import DisconnectWatch
 from app.errors import BadRequest, HeadwaterError
-from app.metrics.accounting import accept
 from app.middleware import RequestRecords, internal_error
 from app.models import Models
 from app.replies import Reply, error_reply
 from app.routes.boundary import Endpoint, EndpointRoute
 from app.security.key_check import KeyCheck
 from app.security.limits import KeyLimits
+from app.telemetry.recorder import accept
 
 __all__ = ["InferEndpoint", "InferShortcut"]
 

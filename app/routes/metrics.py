@@ -8,11 +8,11 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
-from app.metrics.recorder import recorder
 from app.metrics.sampler import Sampler
-from app.metrics.totals import read_totals
-from app.metrics.triton_scrape import TritonAnswer, TritonTarget, ask_tritons
 from app.models import Models
+from app.telemetry.exposition import TritonAnswer, TritonTarget, ask_tritons
+from app.telemetry.ledger import read_totals
+from app.telemetry.recorder import recorder
 
 __all__ = ["metrics_routes"]
 
@@ -46,7 +46,7 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
 
 
 def _scrape(folder: Path, answers: Sequence[TritonAnswer], accept: str) -> tuple[bytes, str]:
-    from app.metrics.exposition import ReplicaText, exposition
+    from app.telemetry.exposition import ReplicaText, exposition
 
     texts = [
         ReplicaText(answer.target.deployment, answer.target.replica, answer.text)

@@ -7,11 +7,11 @@ from starlette.types import ASGIApp, Receive, Scope
 from app.bodies import BodyReader
 from app.lm.chat_request import ChatRequest
 from app.lm.completion_request import CompletionRequest
-from app.metrics.accounting import accept
-from app.metrics.catalogue import Route
 from app.models import Models
 from app.routes.boundary import Endpoint
 from app.routes.text_answers import TextAnswers
+from app.telemetry.catalogue import Route
+from app.telemetry.recorder import accept
 
 __all__ = ["OpenAITextEndpoint"]
 

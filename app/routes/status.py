@@ -16,13 +16,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 import app
-from app.metrics.catalogue import ACCEPTED, CATALOGUE, IN_FLIGHT, OUTCOMES, REQUESTS
-from app.metrics.recorder import recorder
 from app.metrics.sampler import Sampler
-from app.metrics.store import Key
-from app.metrics.totals import merged, read_totals
 from app.models import Models, ServedModel
 from app.routes.metadata import index_entry
+from app.telemetry.catalogue import ACCEPTED, CATALOGUE, IN_FLIGHT, OUTCOMES, REQUESTS
+from app.telemetry.ledger import merged, read_totals
+from app.telemetry.recorder import recorder
+from app.telemetry.store import Key
 
 __all__ = ["status_routes"]
 

@@ -16,8 +16,8 @@ def _nothing(*arguments: Any) -> None:
 
 if "app.worker" in sys.orig_argv:
     from app import connections, dispatch, middleware
-    from app.metrics import instruments, recorder
     from app.routes import infer
+    from app.telemetry import instruments, recorder
 
     for owner, names in (
         (instruments.Counter, ("add",)),

@@ -10,19 +10,19 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from app.access_log import AccessLog
 from app.config.schema import Server
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.event_stream import StreamLimits
 from app.gateway import create_app
-from app.metrics import recorder as recorders
-from app.metrics.ledger import Ledger
-from app.metrics.recorder import Recorder
 from app.metrics.sampler import Sampler
-from app.metrics.store import Key, Store
 from app.middleware import RequestRecords
 from app.models import Models
 from app.routes.status import status_routes
+from app.telemetry import recorder as recorders
+from app.telemetry.ledger import Ledger
+from app.telemetry.logs import AccessLog
+from app.telemetry.recorder import Recorder
+from app.telemetry.store import Key, Store
 from inference.signature import HeadSpec, Signature, TensorSpec
 
 X = (TensorSpec("x", "FP32", (1,)),)

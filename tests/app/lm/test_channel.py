@@ -23,8 +23,7 @@ from app.lm import channel as channel_module
 from app.lm.channel import REMEMBERED_ENDS, Channel
 from app.lm.generation import SequenceSpec, Tokens
 from app.lm.request_run import RequestRun
-from app.lm.statistics import FinishRate, LmStatistics
-from app.metrics.recorder import recorder
+from app.telemetry.recorder import FinishRate, LmStatistics, recorder
 from inference.engine import Sampling
 from inference.wire.lm import Ending, Load, Open, Post, SequenceEvent
 from tests.app.lm.stand_in import UNKNOWN, Replica, event, run, settle, spec, until

@@ -17,13 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.routing import BaseRoute, Mount, Route
 
-from app.access_log import AccessLog
 from app.config.schema import Server
 from app.control.messages import CommandAnswer
 from app.errors import ConfigError
 from app.event_stream import StreamLimits
 from app.gateway import create_app
-from app.metrics.ledger import Ledger
 from app.metrics.sampler import Sampler
 from app.middleware import RequestRecords
 from app.models import Models
@@ -34,6 +32,8 @@ from app.security.key_check import UNKNOWN, KeyRing
 from app.security.keys import OPEN, SCOPES, Key, scopes_for
 from app.security.limits import LimitFiles
 from app.security.operator import OperatorGuard
+from app.telemetry.ledger import Ledger
+from app.telemetry.logs import AccessLog
 
 KEYS = {scope: f"the-key-for-{scope}" for scope in SCOPES}
 

@@ -20,11 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.control.routing import State
-from app.metrics.observer import DeploymentView, Observer, ReplicaView
-from app.metrics.recorder import use
-from app.metrics.store import Key, Store
-from app.metrics.totals import read_totals
 from app.process.uses import group_uses, process_use
+from app.telemetry.ledger import read_totals
+from app.telemetry.observer import DeploymentView, Observer, ReplicaView
+from app.telemetry.recorder import use
+from app.telemetry.store import Key, Store
 from tests.app.test_lifecycle import Supervisor, one, run, settle
 
 TRANSITION = re.compile(r"(?P<name>\S+): (?P<before>[A-Z]+) -> (?P<after>[A-Z]+): ")

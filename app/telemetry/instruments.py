@@ -8,8 +8,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from typing import Final
 
-from app.metrics.catalogue import CATALOGUE, OUTCOMES, REQUESTS, Outcome
-from app.metrics.store import Key, Store
+from app.telemetry.catalogue import CATALOGUE, OUTCOMES, REQUESTS, Outcome
+from app.telemetry.store import Key, Store
 
 __all__ = ["ACCEPTED_AT", "Counter", "Gauge", "Histogram", "Requests"]
 

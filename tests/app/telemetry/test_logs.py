@@ -15,13 +15,12 @@ import httpx
 import pytest
 
 import app.errors
-from app.access_log import FLUSH_AFTER_S, AccessLog
 from app.config.schema import Server, read_config
 from app.config.sections import LogFormat
 from app.errors import BadRequest, CallableFailed, ConfigError, HeadwaterError, QueueFull, Unavailable
 from app.gateway import create_app
-from app.logs import REPLICA_LOGGER, json_line, set_up_logging, utc, written_whole
 from app.models import Models
+from app.telemetry.logs import FLUSH_AFTER_S, REPLICA_LOGGER, AccessLog, json_line, set_up_logging, utc, written_whole
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\Z")
 SECRET = "the prompt \u2028 nobody shall read"

@@ -11,9 +11,9 @@ import pytest
 from app.collector import Collector
 from app.errors import CallableFailed, DeadlineExceeded
 from app.gathering import GatherClock
-from app.metrics.instruments import Histogram
-from app.metrics.recorder import recorder, use
-from app.metrics.store import Key, Store
+from app.telemetry.instruments import Histogram
+from app.telemetry.recorder import recorder, use
+from app.telemetry.store import Key, Store
 from inference.signature import HeadSpec
 from inference.wire.report import RowReport, Status
 from tests.app.test_dispatch import Bench, run, settle

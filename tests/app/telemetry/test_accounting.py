@@ -30,11 +30,11 @@ from app.errors import (
     Unavailable,
 )
 from app.gateway import create_app
-from app.metrics.catalogue import ACCEPTED, IN_FLIGHT, REQUESTS
-from app.metrics.recorder import outcome_of, recorder, use
-from app.metrics.store import Key, Store
-from app.metrics.totals import merged
 from app.models import Models
+from app.telemetry.catalogue import ACCEPTED, IN_FLIGHT, REQUESTS
+from app.telemetry.ledger import merged
+from app.telemetry.recorder import outcome_of, recorder, use
+from app.telemetry.store import Key, Store
 from inference.signature import Signature, TensorSpec
 from inference.wire.report import RowReport, Status
 from tests.app.test_dispatch import NUMBERS, Call

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.metrics import totals as totals_module
-from app.metrics.catalogue import ACCEPTED, IN_FLIGHT, OUTCOMES, REQUESTS, Outcome
-from app.metrics.instruments import Counter, Gauge, Histogram, Requests
-from app.metrics.ledger import Ledger
-from app.metrics.store import Key, Snapshot, Store, read_store
-from app.metrics.totals import merged, read_totals
+from app.telemetry import ledger as totals_module
+from app.telemetry.catalogue import ACCEPTED, IN_FLIGHT, OUTCOMES, REQUESTS, Outcome
+from app.telemetry.instruments import Counter, Gauge, Histogram, Requests
+from app.telemetry.ledger import Ledger, merged, read_totals
+from app.telemetry.store import Key, Snapshot, Store, read_store
 
 
 def of(folder: Path) -> dict[Key, list[int]]:

@@ -3,26 +3,29 @@
 In the folder lie
 
 - ``worker-I.N``, one for each gateway worker, by its place and a number that no other ever had, and ``supervisor``:
-  `app.metrics.store` files;
+  `app.telemetry.store` files;
 - ``ended``: what the workers that ended counted, and which these are; replaced as a whole, and only then is a
   worker's file removed. Who reads the workers' files first and this one behind them, and leaves out of the former those
   that it names, counts everything once, whenever that is;
 - ``state``: gauges of what the supervisor sees, replaced as a whole: what is gone leaves nothing behind.
+
+Everything that all processes counted, read from their files: nobody is asked, so nobody can be waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from app.metrics.catalogue import CATALOGUE, OUTCOMES, REQUESTS
-from app.metrics.instruments import ACCEPTED_AT
-from app.metrics.store import Key, Store, read_store
+from app.telemetry.catalogue import ACCEPTED, CATALOGUE, IN_FLIGHT, OUTCOMES, REQUESTS
+from app.telemetry.instruments import ACCEPTED_AT
+from app.telemetry.store import Key, Snapshot, Store, read_store
 
 __all__ = [
     "ENDED",
@@ -32,18 +35,27 @@ __all__ = [
     "Ended",
     "Ledger",
     "StateGauges",
+    "Totals",
     "add_up",
+    "merged",
     "read_message",
+    "read_totals",
 ]
+
 
 logger = logging.getLogger("headwater.metrics")
 
 ENDED: Final = "ended"
+
 STATE: Final = "state"
+
 SUPERVISOR: Final = "supervisor"
+
 WORKER_PREFIX: Final = "worker-"
+
 NAMES_LIMIT: Final = 1000
 """How many of the workers that ended last are named."""
+
 _LOST_AT: Final = OUTCOMES.index("lost")
 
 
@@ -159,3 +171,51 @@ def _private(path: str, flags: int) -> int:
 def _is_kept(key: Key) -> bool:
     """Whether it still holds when who counted it has ended."""
     return key.name == REQUESTS or CATALOGUE[key.name].kind != "gauge"
+
+
+class Totals(NamedTuple):
+    """What there is to say."""
+
+    records: dict[Key, list[int]]
+    """Counters and gauges have one number; histograms those of `app.telemetry.instruments.Histogram`."""
+    pids: dict[str, int]
+    """Processes that count, by name."""
+
+
+def read_totals(folder: Path) -> Totals:
+    """Read all files of a server; see `app.telemetry.ledger` for why it counts everything once."""
+    workers: dict[str, Snapshot] = {}
+    for path in sorted(folder.glob(f"{WORKER_PREFIX}*")):
+        with contextlib.suppress(FileNotFoundError):  # booked meanwhile
+            workers[path.name] = read_store(path)
+    ended = read_message(folder / ENDED, Ended)
+    for name in ended.names:
+        workers.pop(name, None)
+    supervisor = read_store(folder / SUPERVISOR)
+    records = merged([*(one.records for one in workers.values()), dict(ended.records), supervisor.records])
+    for key, value in read_message(folder / STATE, StateGauges).values:
+        records[key] = [value]
+    pids = {name.partition(".")[0]: one.pid for name, one in workers.items() if one.pid}
+    return Totals(records, {SUPERVISOR: supervisor.pid, **pids})
+
+
+def merged(parts: Iterable[dict[Key, list[int]]]) -> dict[Key, list[int]]:
+    """What several processes counted, in the catalogue's series."""
+    totals: dict[Key, list[int]] = {}
+    for records in parts:
+        largest = {key: numbers for key, numbers in records.items() if _is_largest(key)}
+        for key, numbers in largest.items():
+            totals[key] = [max(numbers[0], totals.get(key, numbers)[0])]
+        add_up(totals, {key: numbers for key, numbers in records.items() if key not in largest})
+    for key in [key for key in totals if key.name == REQUESTS]:
+        numbers = totals.pop(key)
+        accepted = numbers[ACCEPTED_AT]
+        totals[Key(ACCEPTED, key.labels)] = [accepted]
+        totals[Key(IN_FLIGHT, key.labels)] = [accepted - sum(numbers[:ACCEPTED_AT])]
+        for outcome, count in zip(OUTCOMES, numbers, strict=False):
+            totals[Key(REQUESTS, (*key.labels, outcome))] = [count]
+    return totals
+
+
+def _is_largest(key: Key) -> bool:
+    return key.name != REQUESTS and CATALOGUE[key.name].merge == "max"

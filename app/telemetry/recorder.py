@@ -2,30 +2,55 @@
 
 A gateway worker and the supervisor give it a file as they start (`use`); until then, and in tests, it counts in memory.
 Objects that count often keep the meter that they are given.
+
+Counts of one language model in one gateway worker.
+
+Where every request is counted in and out: `app.middleware.RequestRecords` sees each, however it ends.
+
+A request is accepted as soon as its deployment is known (`accept`), and from then on ends with exactly one outcome
+(`leave`): so accepted = the sum over all outcomes + in flight, for every deployment and route. What is refused before,
+for its method, its JSON or a model that there isn't, is among `headwater_http_requests_total` only.
+
+Counts of one deployment in one gateway worker.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import math
+from collections import deque
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from app.errors import Cancelled, HeadwaterError
-from app.metrics.catalogue import Outcome, Phase, Route
-from app.metrics.instruments import Counter, Gauge, Histogram, Requests
-from app.metrics.store import Snapshot, Store
+from app.telemetry.catalogue import Outcome, Phase, Route
+from app.telemetry.instruments import Counter, Gauge, Histogram, Requests
+from app.telemetry.store import Snapshot, Store
+from inference.wire.frame import StepCount
 
 __all__ = [
+    "UNMATCHED",
     "DeploymentMeter",
+    "FinishRate",
     "LanguageModelMeter",
+    "LmStatistics",
     "Recorder",
+    "Statistics",
+    "accept",
+    "leave",
+    "note_error",
     "outcome_of",
     "outcome_of_status",
     "recorder",
     "use",
 ]
 
+
 PHASE_SECONDS: Final = "headwater_request_phase_seconds"
+
 ABORTED: Final = 499
 """What stands for the status of an answer whose client went away."""
+
 _BY_STATUS: Final[dict[int, Outcome]] = {429: "shed", ABORTED: "cancelled", 503: "unavailable", 504: "timeout"}
 
 
@@ -208,3 +233,171 @@ def use(store: Store) -> Recorder:
     global _current
     _current = Recorder(store)
     return _current
+
+
+RETRY_AFTER_LIMIT_S: Final = 60
+
+FINISHES: Final = 64
+"""How many of the last ends a rate is taken from."""
+
+RECENT_S: Final = 120.0
+"""Ends before that say nothing of now."""
+
+
+@dataclass(slots=True)
+class LmStatistics:
+    """Cumulative; times in nanoseconds. A request is counted in one of the first four, when it is over."""
+
+    meter: LanguageModelMeter
+    """Counts for the whole server."""
+    requests: int = 0
+    """Answered with success."""
+    failures: int = 0
+    """Ended with another error than the next two."""
+    shed: int = 0
+    """Refused because the engine's queue was full."""
+    cancelled: int = 0
+    """Cancelled by its id, or left by its client."""
+    sequences: int = 0
+    """Of requests answered with success."""
+    prompt_tokens: int = 0
+    """Of sequences that have given a token; each counts the whole prompt."""
+    generated_tokens: int = 0
+    frames: int = 0
+    """Packed answers that came."""
+    contract_violations: int = 0
+    """Tokens that were not in sequence, and frames that were not."""
+    first_token_ns: int = 0
+    """From a request's beginning to its first token, summed over the requests that have one."""
+    first_tokens: int = 0
+    """How many these are."""
+    total_ns: int = 0
+    """From beginning to end, summed over `requests`."""
+
+    def note_violation(self) -> None:
+        """A token or a frame was not in sequence."""
+        self.contract_violations += 1
+        self.meter.contract_violations.add()
+
+    def note_first_token(self, took_ns: int) -> None:
+        """A request has its first token."""
+        self.first_tokens += 1
+        self.first_token_ns += took_ns
+        self.meter.first_token.observe(took_ns)
+
+
+class FinishRate:
+    """How fast sequences end, to say when it is worth another try."""
+
+    def __init__(self) -> None:
+        self._finished_s: deque[float] = deque(maxlen=FINISHES)
+
+    def note(self, now_s: float) -> None:
+        """A sequence has left its place to another, whatever ended it."""
+        self._finished_s.append(now_s)
+
+    def wait_s(self, waiting: int, now_s: float, share: float = 1.0) -> int:
+        """Until so many more have ended, in whole seconds from 1 to 60.
+
+        Args:
+            waiting: how many.
+            now_s: the loop's time.
+            share: which part of all that may end are noted here.
+        """
+        finished_s = self._finished_s
+        while finished_s and finished_s[0] < now_s - RECENT_S:
+            finished_s.popleft()
+        if len(finished_s) < 2:
+            return 1
+        each_s = (finished_s[-1] - finished_s[0]) / (len(finished_s) - 1)  # not until now: it may have been idle since
+        return max(1, min(RETRY_AFTER_LIMIT_S, math.ceil(waiting * each_s * share)))
+
+
+UNMATCHED: Final = "unmatched"
+"""The route of a path that there isn't."""
+
+_OUTCOME: Final = "outcome"
+
+_REQUESTS: Final = "requests"
+
+
+def accept(scope: MutableMapping[str, Any], deployment: str, route: Route) -> None:
+    """A request's deployment is known.
+
+    Args:
+        scope: the request's.
+        deployment: a name from the routing table, never one that only the client knows.
+        route: over which it came.
+    """
+    requests = recorder().requests(deployment, route)
+    requests.accept()
+    scope["state"][_REQUESTS] = requests
+
+
+def note_error(state: MutableMapping[str, Any], error: HeadwaterError) -> None:
+    """A request has failed, whatever status it has begun to answer with."""
+    state[_OUTCOME] = outcome_of(error)
+
+
+def leave(scope: MutableMapping[str, Any], status: int, took_ns: int) -> None:
+    """A request is over.
+
+    Args:
+        scope: the request's.
+        status: that it was answered with; 499: the client went away before the end.
+        took_ns: since its head was here.
+    """
+    state = scope["state"]
+    path = getattr(scope.get("route"), "path", UNMATCHED)
+    recorder().http_requests(path, status).add()
+    requests: Requests | None = state.get(_REQUESTS)
+    if requests is not None:
+        requests.end(state.get(_OUTCOME) or outcome_of_status(status), took_ns)
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Cumulative; times in nanoseconds, as Triton's statistics extension has them."""
+
+    requests: int = 0
+    """Answered with success."""
+    rows: int = 0
+    calls: int = 0
+    """Batches computed."""
+    failures: int = 0
+    """Requests that ended with an error after admission."""
+    shed: int = 0
+    """Requests refused because the queue was full."""
+    retried: int = 0
+    """Parts of requests given to another replica because the first was lost."""
+    quarantined: int = 0
+    """Requests refused because the same took two replicas down."""
+    displaced: int = 0
+    """Requests that gave way to others after admission; failures, too."""
+    queue_ns: int = 0
+    compute_ns: int = 0
+    """Of the callable, summed over requests: rows that share a call each count it whole, as in Triton."""
+    call_compute_ns: int = 0
+    """Of the callable, summed over calls."""
+
+    steps: dict[str, StepCount] = field(default_factory=dict)
+    """Of a fused pipeline, by step."""
+
+    def note_step(self, count: StepCount) -> None:
+        """Count what a step did."""
+        known = self.steps.setdefault(count.step, StepCount(count.step, 0, 0, 0))
+        known.calls += count.calls
+        known.retries += count.retries
+        known.compute_us += count.compute_us
+
+    def note_request(self, rows: int, queue_ns: int, compute_ns: int) -> None:
+        """Count a request that succeeded."""
+        self.requests += 1
+        self.rows += rows
+        self.queue_ns += queue_ns
+        self.compute_ns += compute_ns
+
+    def note_call(self, rows: int, compute_ns: int) -> None:
+        """Count a batch that was computed."""
+        self.calls += 1
+        self.call_compute_ns += compute_ns

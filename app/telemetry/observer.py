@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from app.control.routing import State
-from app.metrics.ledger import Ledger
-from app.metrics.recorder import recorder, use
-from app.metrics.store import Key
 from app.process.uses import group_uses
+from app.telemetry.ledger import Ledger
+from app.telemetry.recorder import recorder, use
+from app.telemetry.store import Key
 
 __all__ = ["MEASURE_EVERY_S", "DeploymentView", "Observer", "ReplicaView"]
 

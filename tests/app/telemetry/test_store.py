@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.metrics.catalogue import CATALOGUE, OUTCOMES, REQUESTS
-from app.metrics.instruments import ACCEPTED_AT, Counter, Gauge, Histogram, Requests
-from app.metrics.store import Key, Store, read_store
+from app.telemetry.catalogue import CATALOGUE, OUTCOMES, REQUESTS
+from app.telemetry.instruments import ACCEPTED_AT, Counter, Gauge, Histogram, Requests
+from app.telemetry.store import Key, Store, read_store
 
 COUNTING = """
 import sys
 from pathlib import Path
-from app.metrics.instruments import Requests
-from app.metrics.store import Store
+from app.telemetry.instruments import Requests
+from app.telemetry.store import Store
 store = Store(Path(sys.argv[1]))
 requests = Requests(store, "m", "infer")
 sys.stdout.write("x")

@@ -41,7 +41,7 @@ class Key(NamedTuple):
     """What a record counts."""
 
     name: str
-    """A series of `app.metrics.catalogue`."""
+    """A series of `app.telemetry.catalogue`."""
     labels: tuple[str, ...]
     """Their values, in the catalogue's order."""
 

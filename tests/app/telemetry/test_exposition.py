@@ -18,12 +18,11 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.metrics.catalogue import CATALOGUE, PHASES
-from app.metrics.exposition import ReplicaText, exposition
-from app.metrics.recorder import Recorder
-from app.metrics.store import Store
-from app.metrics.totals import Totals, merged
-from app.metrics.triton_scrape import TritonTarget, ask_tritons
+from app.telemetry.catalogue import CATALOGUE, PHASES
+from app.telemetry.exposition import ReplicaText, TritonTarget, ask_tritons, exposition
+from app.telemetry.ledger import Totals, merged
+from app.telemetry.recorder import Recorder
+from app.telemetry.store import Store
 
 DOCS = Path(__file__).parents[3] / "docs"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"

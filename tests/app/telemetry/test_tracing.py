@@ -19,7 +19,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from starlette.types import ASGIApp, Scope
 
-from app.access_log import AccessLog
 from app.check import tracing_problems
 from app.codecs.tensors import Answer, InferRequest
 from app.config.schema import Server
@@ -29,14 +28,15 @@ from app.errors import ReplicaLost
 from app.gateway import create_app
 from app.graph import GraphDispatcher
 from app.models import Models
-from app.tracing import Tracing, add_model, current, exporting, use
+from app.telemetry.logs import AccessLog
+from app.telemetry.tracing import Tracing, add_model, current, exporting, use
 from inference.lm.null_engine import NullEngine
 from inference.wire.frame import StepCount
 from tests.app import test_dispatch_frames as frames
 from tests.app import test_graph as graph
 from tests.app.lm import test_routes_with_engine as lm
 from tests.app.lm.stand_in import LIMITS
-from tests.app.metrics import test_accounting as unary
+from tests.app.telemetry import test_accounting as unary
 from tests.app.test_dispatch import settle
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -352,7 +352,7 @@ class TestOff:
         assert "trace_id" not in told[0].get("log_fields", {})
 
     def test_the_sdk_is_not_imported(self) -> None:
-        code = "import sys, app.worker, app.tracing; sys.exit('opentelemetry.sdk' in sys.modules)"
+        code = "import sys, app.worker, app.telemetry.tracing; sys.exit('opentelemetry.sdk' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
