@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from app.batch_answer import sliced
-from app.batch_request import encode_batch
 from app.batching import Item
 from app.codecs.tensors import SlicedTensor
 from app.collector import PIECES_LIMIT, PIECES_LIMIT_BYTES, WHOLE
@@ -18,10 +16,10 @@ from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnrea
 from app.frame_call import FrameCall
 from app.pending import Part, Pending
 from app.replica_calls import ReplicaCalls
-from app.row_errors import row_error
-from app.segments import Segments
 from app.telemetry.recorder import DeploymentMeter, Statistics
-from app.triton_client import FrameReplicaClient, ReplicaClient
+from app.transport.batch import encode_batch, row_error, sliced
+from app.transport.protocol import FrameReplicaClient, ReplicaClient
+from app.transport.segments import Segments
 from inference.wire.frame import decode_frame
 from inference.wire.report import REPORT, RowReport, Status, decode_reports
 

@@ -10,8 +10,6 @@ from typing import cast
 import msgspec
 
 from app.admission import Admission, WaitingRoom
-from app.batch_answer import no_rows, no_rows_by_head
-from app.batch_request import encode_nothing
 from app.batching import DEFAULT_WEIGHTS, Item
 from app.calls import Calls
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, RawTensor
@@ -26,10 +24,11 @@ from app.length_classes import LengthClasses
 from app.losses import Losses
 from app.pending import Part, Pending
 from app.replica_calls import ReplicaCalls
-from app.row_errors import RETRY_AFTER_LOST_S
 from app.telemetry.recorder import Statistics, recorder
 from app.telemetry.tracing import add_model
-from app.triton_client import FrameReplicaClient, ReplicaClient, TritonClient
+from app.transport.batch import RETRY_AFTER_LOST_S, encode_nothing, no_rows, no_rows_by_head
+from app.transport.protocol import FrameReplicaClient, ReplicaClient
+from app.transport.triton import TritonClient
 from inference.signature import Signature
 
 __all__ = ["Connect", "Dispatcher"]
@@ -544,7 +543,7 @@ def _part(item: Item) -> Part:
 
 def _connect(name: str, route: ReplicaRoute) -> ReplicaClient | FrameReplicaClient:
     if route.grpc_socket:
-        from app.frame_client import FrameClient  # only where there is something to speak to: gRPC takes memory
+        from app.transport.frames import FrameClient  # only where there is something to speak to: gRPC takes memory
 
         return FrameClient(name, route.grpc_socket, route.token)
     return TritonClient(name, route.http_socket, route.token)

@@ -6,14 +6,13 @@ import itertools
 import uuid
 from collections.abc import Sequence
 
-from app.batch_request import encode_for_frames
 from app.codecs.tensors import RawTensor, SlicedTensor
 from app.collector import WHOLE
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost
 from app.pending import Part
-from app.row_errors import row_error
-from app.segments import Segments
-from app.triton_client import FrameRequest
+from app.transport.batch import encode_for_frames, row_error
+from app.transport.protocol import FrameRequest
+from app.transport.segments import Segments
 from inference.wire.frame import Piece
 from inference.wire.report import RowReport, Status
 

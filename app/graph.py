@@ -12,7 +12,6 @@ from typing import Final
 
 import msgspec
 
-from app.batch_answer import no_rows, no_rows_by_head
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, OutputWish, RawTensor, element_count
 from app.collector import Collector, wanted_heads
 from app.control.load import Moment
@@ -22,6 +21,7 @@ from app.dispatch import Dispatcher
 from app.draining import Fail
 from app.errors import BadRequest, CallableFailed, HeadwaterError, QueueFull, Unavailable
 from app.telemetry.recorder import Statistics, recorder
+from app.transport.batch import no_rows, no_rows_by_head
 from inference.datatypes import DATATYPES
 from inference.pipeline import INPUT, Plan, PlannedStep, Wire, tensor_text
 from inference.signature import Signature, TensorSpec

@@ -12,8 +12,8 @@ from app.errors import Quarantined, QueueFull, ReplicaLost
 from app.pending import Part
 from app.quarantine import Quarantine, fingerprint
 from app.retries import Retries
-from app.row_errors import RETRY_AFTER_LOST_S
 from app.telemetry.recorder import DeploymentMeter, Statistics
+from app.transport.batch import RETRY_AFTER_LOST_S
 
 __all__ = ["Losses"]
 

@@ -16,8 +16,8 @@ from app.draining import drain
 from app.errors import BadRequest, NotFound, Unavailable
 from app.graph import GraphDispatcher
 from app.lm.dispatcher import LmDispatcher
-from app.row_errors import RETRY_AFTER_LOST_S
 from app.telemetry.recorder import recorder
+from app.transport.batch import RETRY_AFTER_LOST_S
 from inference.signature import Signature
 
 __all__ = ["Models", "ServedModel"]

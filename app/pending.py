@@ -11,7 +11,7 @@ from app.collector import Collector
 from app.deadlines import Deadlines
 from app.errors import CallableFailed, HeadwaterError
 from app.telemetry.tracing import ModelTrace
-from app.triton_client import FrameReplicaClient
+from app.transport.protocol import FrameReplicaClient
 from inference.signature import Signature
 
 __all__ = ["Part", "Pending"]

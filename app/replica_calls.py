@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from app.batching import Item
 from app.control.routing import ReplicaRoute
-from app.triton_client import FrameReplicaClient, ReplicaClient
+from app.transport.protocol import FrameReplicaClient, ReplicaClient
 
 __all__ = ["ReplicaCalls"]
 

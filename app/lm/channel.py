@@ -25,9 +25,9 @@ from app.errors import (
     Unavailable,
 )
 from app.lm.token_slot import SequenceOwner, TokenSlot
-from app.row_errors import RETRY_AFTER_LOST_S
 from app.telemetry.recorder import FinishRate, LmStatistics
-from app.triton_client import FrameReplicaClient, FrameRequest
+from app.transport.batch import RETRY_AFTER_LOST_S
+from app.transport.protocol import FrameReplicaClient, FrameRequest
 from inference.wire.lm import (
     CONTROL,
     LEASE_S,

@@ -22,10 +22,10 @@ from app.errors import BadRequest, HeadwaterError, ReplicaLost, Unavailable
 from app.lm.channel import NOTHING, Channel, call_name, control_request
 from app.lm.generation import Generation, SequenceSpec
 from app.lm.request_run import RequestRun
-from app.row_errors import RETRY_AFTER_LOST_S
 from app.telemetry.recorder import LmStatistics, recorder
 from app.telemetry.tracing import add_generation
-from app.triton_client import FrameReplicaClient
+from app.transport.batch import RETRY_AFTER_LOST_S
+from app.transport.protocol import FrameReplicaClient
 from inference.signature import Signature
 from inference.wire.lm import CancelRequest, Load, decode_frame
 
@@ -342,7 +342,7 @@ class LmDispatcher:
 
 
 def _connect(name: str, route: ReplicaRoute) -> FrameReplicaClient:
-    from app.frame_client import FrameClient  # only where there is something to speak to: gRPC takes memory
+    from app.transport.frames import FrameClient  # only where there is something to speak to: gRPC takes memory
 
     return FrameClient(name, route.grpc_socket, route.token)
 

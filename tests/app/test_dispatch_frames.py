@@ -30,7 +30,7 @@ from app.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
-from app.triton_client import FrameRequest
+from app.transport.protocol import FrameRequest
 from inference.signature import HeadSpec, Signature, TensorSpec
 from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, encode_frame
 from inference.wire.report import CallNote, Status

@@ -10,7 +10,7 @@ from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
 from app.lm.dispatcher import LmDispatcher
 from app.lm.generation import SequenceSpec
-from app.triton_client import FrameRequest
+from app.transport.protocol import FrameRequest
 from inference.engine import EngineLimits
 from inference.signature import LanguageModelSpec, Signature, TensorSpec
 from inference.wire.lm import (

@@ -1,23 +1,78 @@
-"""A batch as a request to a replica's Triton."""
+"""A batch's answer from a model that answers whole, made ready for being shared among its requests.
+
+A batch as a request to a replica's Triton.
+
+How rows fared in a replica, as errors that a client sees.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import msgspec
 
-from app.codecs.tensors import InferRequest, RawTensor
-from app.segments import Segment, Segments
-from app.triton_client import FrameRequest
+from app.codecs.tensors import HeadAnswer, InferRequest, Outputs, RawTensor, SlicedTensor
+from app.collector import wanted_heads
+from app.errors import BadRequest, CallableFailed, HeadwaterError, ReplicaLost
+from app.transport.protocol import FrameRequest
+from app.transport.segments import Segment, Segments
 from inference.datatypes import DATATYPES
 from inference.model import Scalar
 from inference.signature import Signature, TensorSpec
-from inference.wire.report import HEADWATER, REPORT, CallNote, placeholder_shape
+from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, placeholder_shape
 from inference.wire.shared_memory import SHARED_FROM_BYTES, aligned, stand_in_shape
 
-__all__ = ["encode_batch", "encode_for_frames", "encode_nothing"]
+__all__ = [
+    "RETRY_AFTER_LOST_S",
+    "encode_batch",
+    "encode_for_frames",
+    "encode_nothing",
+    "no_rows",
+    "no_rows_by_head",
+    "row_error",
+    "sliced",
+]
+
+
+def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport], rows: int) -> dict[str, SlicedTensor]:
+    """Prepare a batch's outputs for being cut; those without elements get their true shape back."""
+    true_shapes: dict[str, list[int]] = {}
+    for report in reports:
+        if report.status is Status.OK and report.message:
+            true_shapes = msgspec.json.decode(report.message)
+            break
+    outputs = {}
+    for spec in signature.outputs:
+        tensor = tensors.get(spec.name)
+        if tensor is None:  # nobody wanted it
+            continue
+        tensor.datatype = spec.datatype  # BF16 travels under another name
+        if spec.name in true_shapes:
+            tensor = RawTensor(spec.datatype, tuple(true_shapes[spec.name]), b"")
+        if tensor.shape[0] != rows:
+            raise CallableFailed(f"output {spec.name!r}: expected {rows} rows, got shape {list(tensor.shape)}")
+        outputs[spec.name] = SlicedTensor(tensor)
+    return outputs
+
+
+def no_rows(signature: Signature, request: InferRequest) -> Outputs:
+    """The answer to a request without rows, which no model is called for."""
+    wanted = {wish.name for wish in request.outputs}
+    return {
+        spec.name: RawTensor(spec.datatype, (0, *(max(dim, 0) for dim in spec.shape)), b"")
+        for spec in signature.outputs
+        if spec.name in wanted
+    }
+
+
+def no_rows_by_head(signature: Signature, request: InferRequest) -> Iterator[HeadAnswer]:
+    """The same in pieces, one of each wanted head."""
+    outputs = no_rows(signature, request)
+    for name, spec in wanted_heads(request, signature).items():
+        yield HeadAnswer(name, {one: outputs[one] for one in spec.outputs or outputs if one in outputs})
+
 
 _Encoded = tuple[str, str, list[int], list[bytes | memoryview]]
 """An input: name, datatype, shape with the batch axis, and bytes in pieces."""
@@ -156,3 +211,26 @@ def _row_parameters(batch: Sequence[Rows]) -> dict[str, list[Scalar]]:
         name: [value for request, _, count in batch for value in [request.row_parameters[name]] * count]
         for name in batch[0][0].row_parameters
     }
+
+
+RETRY_AFTER_LOST_S: Final = 2
+
+
+def row_error(reports: Sequence[RowReport], first_row: int, rows: int) -> HeadwaterError | None:
+    """The error of the first row that failed.
+
+    Args:
+        reports: of some of a request's rows.
+        first_row: which of the request's rows is the first of these.
+        rows: how many the request has.
+    """
+    for index, report in enumerate(reports):
+        if report.status is Status.OK:
+            continue
+        where = f"row {first_row + index}: " if rows > 1 else ""
+        if report.status is Status.BAD_INPUT:
+            return BadRequest(f"{where}{report.message}", field="inputs")
+        if report.status is Status.BROKEN:
+            return ReplicaLost(f"the replica's device failed: {report.message}", retry_after_s=RETRY_AFTER_LOST_S)
+        return CallableFailed(f"{where}{report.message}")
+    return None

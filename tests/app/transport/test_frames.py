@@ -18,8 +18,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 from app.errors import CallableFailed, ReplicaLost, ReplicaUnreachable
-from app.frame_client import FrameClient
-from app.triton_client import FrameRequest
+from app.transport.frames import FrameClient
+from app.transport.protocol import FrameRequest
 from inference.wire.parcel import PARCEL_WINDOW, STREAM_WINDOW, ChannelNote, Entry, encode_parcel
 from inference.wire.report import HEADWATER, CallNote
 

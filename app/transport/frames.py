@@ -18,8 +18,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
-from app.stream_channel import StreamChannel, Taken
-from app.triton_client import FrameRequest, refusal
+from app.transport.channel import StreamChannel, Taken
+from app.transport.protocol import FrameRequest
+from app.transport.triton import refusal
 from inference.wire.report import HEADWATER, CallNote
 
 __all__ = ["FrameClient"]

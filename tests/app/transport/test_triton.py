@@ -11,7 +11,7 @@ import pytest
 
 from app.codecs.tensors import RawTensor
 from app.errors import CallableFailed, ReplicaLost, ReplicaUnreachable
-from app.triton_client import TritonClient
+from app.transport.triton import TritonClient
 
 HEAD = b'{"inputs":[]}'
 JSON = (

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.stream_channel import StreamChannel, Taken
+from app.transport.channel import StreamChannel, Taken
 from inference.runtime.channel import ChannelStream, StreamChannels
 from inference.wire.parcel import (
     PARCEL_BYTES,

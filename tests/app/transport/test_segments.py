@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.batch_request import encode_batch
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
-from app.segments import Segment, Segments
+from app.transport.batch import encode_batch
+from app.transport.segments import Segment, Segments
 from inference.signature import Signature, TensorSpec
 from inference.wire.report import HEADWATER, CallNote
 from inference.wire.shared_memory import SHARED_FROM_BYTES, MappedCall, SharedCall
@@ -165,7 +165,7 @@ def test_memory_of_a_call_that_went_wrong_is_not_used_again() -> None:
 
 
 def test_what_is_not_used_for_a_while_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.segments.KEPT_FOR_S", 0.001)
+    monkeypatch.setattr("app.transport.segments.KEPT_FOR_S", 0.001)
 
     async def scenario(segments: Segments) -> None:
         shared = taken(segments, SHARED_FROM_BYTES).shared()
@@ -218,7 +218,7 @@ def test_without_room_for_another_file_all_goes_inline(monkeypatch: pytest.Monke
     async def scenario(segments: Segments) -> None:
         kept = segments.take(2 * SHARED_FROM_BYTES, 1)
         assert kept is not None
-        monkeypatch.setattr("app.segments.os.memfd_create", no_room)
+        monkeypatch.setattr("app.transport.segments.os.memfd_create", no_room)
         assert segments.take(2 * SHARED_FROM_BYTES, 1) is None
 
     run(scenario)
