@@ -17,7 +17,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from app.connections import Connections
-from app.deadlines import TIMER_RESOLUTION_S
+from app.dispatch.deadlines import TIMER_RESOLUTION_S
 from app.errors import BadRequest, BodyTooSlow, HeadersTooLarge, HeadwaterError, Unavailable
 from app.exchange import Exchange
 from app.middleware import MAX_HEADER_BYTES

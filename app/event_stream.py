@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Message, Receive, Scope, Send
 
-from app.deadlines import TIMER_RESOLUTION_S
 from app.disconnects import DisconnectWatch
+from app.dispatch.deadlines import TIMER_RESOLUTION_S
 from app.errors import CallableFailed, ClientGone, HeadwaterError
 from app.exchange import Exchange, exchange_of
 from app.telemetry.recorder import note_error

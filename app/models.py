@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 
-from app.admission import WaitingRoom
 from app.codecs.generate import GenerateDecoder, GenerateEncoder
 from app.codecs.infer_request import RequestDecoder
 from app.codecs.infer_response import ResponseEncoder
 from app.control.messages import Drain, Drained
 from app.control.routing import DeploymentRoute, RoutingTable
-from app.dispatch import Connect, Dispatcher
-from app.draining import drain
+from app.dispatch.admission import WaitingRoom
+from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.graph import GraphDispatcher
+from app.dispatch.pool import Connect
+from app.dispatch.protocol import drain
 from app.errors import BadRequest, NotFound, Unavailable
-from app.graph import GraphDispatcher
 from app.lm.dispatcher import LmDispatcher
 from app.telemetry.recorder import recorder
 from app.transport.batch import RETRY_AFTER_LOST_S

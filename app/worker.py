@@ -19,13 +19,13 @@ import msgspec
 import uvicorn
 from sse_starlette.sse import AppStatus
 
-from app.admission import WaitingRoom
 from app.config.schema import Server
 from app.config.sections import SecuritySection
 from app.connection import BoundedConnection
 from app.connections import Connections, allow_open_files
 from app.control.link import SupervisorLink
 from app.control.messages import WorkerSettings
+from app.dispatch.admission import WaitingRoom
 from app.gateway import create_app
 from app.load_sampler import LoadSampler
 from app.metrics.sampler import SAMPLE_EVERY_S, Sampler

@@ -77,7 +77,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 
 
 class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
-    """A request took two replicas down; see `app.quarantine`."""
+    """A request took two replicas down; see `app.dispatch.losses`."""
 
     model: str
     fingerprint: str

@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from app.dispatch.admission import FinishRate
 from app.errors import (
     BadRequest,
     CallableFailed,
@@ -25,7 +26,7 @@ from app.errors import (
     Unavailable,
 )
 from app.lm.token_slot import SequenceOwner, TokenSlot
-from app.telemetry.recorder import FinishRate, LmStatistics
+from app.telemetry.recorder import LmStatistics
 from app.transport.batch import RETRY_AFTER_LOST_S
 from app.transport.protocol import FrameReplicaClient, FrameRequest
 from inference.wire.lm import (

@@ -16,8 +16,8 @@ import msgspec
 from app.codecs.tensors import HeadAnswer, InferRequest
 from app.control.load import Moment
 from app.control.routing import DeploymentRoute, ReplicaRoute, State, unavailable
-from app.dispatch import LOST_RETRY_S, Connect
-from app.draining import Fail
+from app.dispatch.pool import LOST_RETRY_S, Connect
+from app.dispatch.protocol import Fail
 from app.errors import BadRequest, HeadwaterError, ReplicaLost, Unavailable
 from app.lm.channel import NOTHING, Channel, call_name, control_request
 from app.lm.generation import Generation, SequenceSpec
@@ -161,7 +161,7 @@ class LmDispatcher:
             self._end(replica, "the server is stopping")
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
-        """See `app.draining.Drainable`."""
+        """See `app.dispatch.protocol.Drainable`."""
         if replicas is None:
             return [run.fail for run in self._runs if run.is_running]
         held = [self._replicas[id].channel for id in replicas if id in self._replicas]

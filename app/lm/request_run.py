@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from app.deadlines import TIMER_RESOLUTION_S
+from app.dispatch.deadlines import TIMER_RESOLUTION_S
 from app.errors import Cancelled, DeadlineExceeded, HeadwaterError, QueueFull
 from app.lm.channel import Channel
 from app.lm.generation import SequenceSpec, Tokens

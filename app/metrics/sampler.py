@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.dispatch import Dispatcher
+from app.dispatch.dispatcher import Dispatcher
 from app.lm.dispatcher import LmDispatcher
 from app.models import Models
 from app.telemetry.instruments import Gauge

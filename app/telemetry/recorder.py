@@ -16,8 +16,6 @@ Counts of one deployment in one gateway worker.
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -31,7 +29,6 @@ from inference.wire.frame import StepCount
 __all__ = [
     "UNMATCHED",
     "DeploymentMeter",
-    "FinishRate",
     "LanguageModelMeter",
     "LmStatistics",
     "Recorder",
@@ -235,15 +232,6 @@ def use(store: Store) -> Recorder:
     return _current
 
 
-RETRY_AFTER_LIMIT_S: Final = 60
-
-FINISHES: Final = 64
-"""How many of the last ends a rate is taken from."""
-
-RECENT_S: Final = 120.0
-"""Ends before that say nothing of now."""
-
-
 @dataclass(slots=True)
 class LmStatistics:
     """Cumulative; times in nanoseconds. A request is counted in one of the first four, when it is over."""
@@ -284,33 +272,6 @@ class LmStatistics:
         self.first_tokens += 1
         self.first_token_ns += took_ns
         self.meter.first_token.observe(took_ns)
-
-
-class FinishRate:
-    """How fast sequences end, to say when it is worth another try."""
-
-    def __init__(self) -> None:
-        self._finished_s: deque[float] = deque(maxlen=FINISHES)
-
-    def note(self, now_s: float) -> None:
-        """A sequence has left its place to another, whatever ended it."""
-        self._finished_s.append(now_s)
-
-    def wait_s(self, waiting: int, now_s: float, share: float = 1.0) -> int:
-        """Until so many more have ended, in whole seconds from 1 to 60.
-
-        Args:
-            waiting: how many.
-            now_s: the loop's time.
-            share: which part of all that may end are noted here.
-        """
-        finished_s = self._finished_s
-        while finished_s and finished_s[0] < now_s - RECENT_S:
-            finished_s.popleft()
-        if len(finished_s) < 2:
-            return 1
-        each_s = (finished_s[-1] - finished_s[0]) / (len(finished_s) - 1)  # not until now: it may have been idle since
-        return max(1, min(RETRY_AFTER_LIMIT_S, math.ceil(waiting * each_s * share)))
 
 
 UNMATCHED: Final = "unmatched"

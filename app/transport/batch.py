@@ -8,13 +8,12 @@ How rows fared in a replica, as errors that a client sees.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
-from app.codecs.tensors import HeadAnswer, InferRequest, Outputs, RawTensor, SlicedTensor
-from app.collector import wanted_heads
+from app.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor
 from app.errors import BadRequest, CallableFailed, HeadwaterError, ReplicaLost
 from app.transport.protocol import FrameRequest
 from app.transport.segments import Segment, Segments
@@ -24,16 +23,7 @@ from inference.signature import Signature, TensorSpec
 from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, placeholder_shape
 from inference.wire.shared_memory import SHARED_FROM_BYTES, aligned, stand_in_shape
 
-__all__ = [
-    "RETRY_AFTER_LOST_S",
-    "encode_batch",
-    "encode_for_frames",
-    "encode_nothing",
-    "no_rows",
-    "no_rows_by_head",
-    "row_error",
-    "sliced",
-]
+__all__ = ["RETRY_AFTER_LOST_S", "encode_batch", "encode_for_frames", "encode_nothing", "row_error", "sliced"]
 
 
 def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport], rows: int) -> dict[str, SlicedTensor]:
@@ -55,23 +45,6 @@ def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport],
             raise CallableFailed(f"output {spec.name!r}: expected {rows} rows, got shape {list(tensor.shape)}")
         outputs[spec.name] = SlicedTensor(tensor)
     return outputs
-
-
-def no_rows(signature: Signature, request: InferRequest) -> Outputs:
-    """The answer to a request without rows, which no model is called for."""
-    wanted = {wish.name for wish in request.outputs}
-    return {
-        spec.name: RawTensor(spec.datatype, (0, *(max(dim, 0) for dim in spec.shape)), b"")
-        for spec in signature.outputs
-        if spec.name in wanted
-    }
-
-
-def no_rows_by_head(signature: Signature, request: InferRequest) -> Iterator[HeadAnswer]:
-    """The same in pieces, one of each wanted head."""
-    outputs = no_rows(signature, request)
-    for name, spec in wanted_heads(request, signature).items():
-        yield HeadAnswer(name, {one: outputs[one] for one in spec.outputs or outputs if one in outputs})
 
 
 _Encoded = tuple[str, str, list[int], list[bytes | memoryview]]

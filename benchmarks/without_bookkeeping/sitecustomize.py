@@ -15,7 +15,8 @@ def _nothing(*arguments: Any) -> None:
 
 
 if "app.worker" in sys.orig_argv:
-    from app import connections, dispatch, middleware
+    from app import connections, middleware
+    from app.dispatch import dispatcher as dispatch
     from app.routes import infer
     from app.telemetry import instruments, recorder
 

@@ -21,8 +21,8 @@ from app.models import Models
 from app.replica_host import Launched
 from app.routes.repository import repository_routes
 from app.security.operator import OperatorGuard
-from tests.app.test_dispatch import NUMBERS
-from tests.app.test_dispatch import Replica as Client
+from tests.app.dispatch.test_dispatcher import NUMBERS
+from tests.app.dispatch.test_dispatcher import Replica as Client
 from tests.app.test_lifecycle import Supervisor, one, until
 
 ASK = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [2]}]}

@@ -10,7 +10,7 @@ from app.control.load import DeploymentLoad, LoadReport
 from app.control.routing import ReplicaRoute, RoutingTable
 from app.load_sampler import LoadSampler
 from app.models import Models
-from tests.app.test_dispatch import Bench, Replica, run, settle
+from tests.app.dispatch.test_dispatcher import Bench, Replica, run, settle
 
 
 async def calls(bench: Bench, count: int) -> None:

@@ -13,9 +13,9 @@ from fastapi import FastAPI
 from app.bodies import BodyReader
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.dispatch import Dispatcher
+from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.graph import GraphDispatcher
 from app.errors import BadRequest, Cancelled, NotFound, Unavailable
-from app.graph import GraphDispatcher
 from app.lm.dispatcher import LmDispatcher
 from app.models import Models
 from app.routes.metadata import metadata_routes

@@ -20,7 +20,7 @@ from app.config.schema import Server
 from app.connection import BoundedConnection
 from app.connections import Connections
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.dispatch import Dispatcher
+from app.dispatch.dispatcher import Dispatcher
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
 from app.event_stream import StreamLimits
 from app.gateway import Gateway as GatewayApp

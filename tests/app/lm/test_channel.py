@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.dispatch.admission import FinishRate
 from app.errors import (
     BadRequest,
     CallableFailed,
@@ -23,7 +24,7 @@ from app.lm import channel as channel_module
 from app.lm.channel import REMEMBERED_ENDS, Channel
 from app.lm.generation import SequenceSpec, Tokens
 from app.lm.request_run import RequestRun
-from app.telemetry.recorder import FinishRate, LmStatistics, recorder
+from app.telemetry.recorder import LmStatistics, recorder
 from inference.engine import Sampling
 from inference.wire.lm import Ending, Load, Open, Post, SequenceEvent
 from tests.app.lm.stand_in import UNKNOWN, Replica, event, run, settle, spec, until

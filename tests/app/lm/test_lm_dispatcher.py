@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from app import dispatch
 from app.control.load import Moment
 from app.control.routing import State
+from app.dispatch.pool import LOST_RETRY_S
 from app.errors import (
     BadRequest,
     CallableFailed,
@@ -226,7 +226,7 @@ def test_a_load_of_long_ago_keeps_nothing_from_a_replica(monkeypatch: pytest.Mon
 
 def test_a_replica_that_was_lost_but_stays_in_the_table_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher_module, "LOST_RETRY_S", 0.01)
-    assert dispatch.LOST_RETRY_S > 1
+    assert LOST_RETRY_S > 1
 
     async def scenario() -> None:
         bench = Bench()

@@ -16,7 +16,7 @@ from starlette.types import Message, Scope
 from app.codecs.tensors import RawTensor
 from app.config.schema import Server
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.dispatch import Dispatcher
+from app.dispatch.dispatcher import Dispatcher
 from app.errors import (
     BadRequest,
     CallableFailed,
@@ -37,7 +37,7 @@ from app.telemetry.recorder import outcome_of, recorder, use
 from app.telemetry.store import Key, Store
 from inference.signature import Signature, TensorSpec
 from inference.wire.report import RowReport, Status
-from tests.app.test_dispatch import NUMBERS, Call
+from tests.app.dispatch.test_dispatcher import NUMBERS, Call
 
 REPORTS = {0: Status.OK, 1: Status.RAISED, 2: Status.BAD_INPUT, 3: Status.BAD_OUTPUT}
 HANG = 9

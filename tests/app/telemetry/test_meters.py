@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from app.collector import Collector
+from app.dispatch.collector import Collector
+from app.dispatch.policy import GatherClock
 from app.errors import CallableFailed, DeadlineExceeded
-from app.gathering import GatherClock
 from app.telemetry.instruments import Histogram
 from app.telemetry.recorder import recorder, use
 from app.telemetry.store import Key, Store
 from inference.signature import HeadSpec
 from inference.wire.report import RowReport, Status
-from tests.app.test_dispatch import Bench, run, settle
+from tests.app.dispatch.test_dispatcher import Bench, run, settle
 
 HEADS = {"topic": HeadSpec("topic", ("t",), on_error="omit"), "mood": HeadSpec("mood", ("m",), on_error="omit")}
 

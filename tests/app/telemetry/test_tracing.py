@@ -24,20 +24,20 @@ from app.codecs.tensors import Answer, InferRequest
 from app.config.schema import Server
 from app.config.sections import TracingSection
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from app.dispatch.graph import GraphDispatcher
 from app.errors import ReplicaLost
 from app.gateway import create_app
-from app.graph import GraphDispatcher
 from app.models import Models
 from app.telemetry.logs import AccessLog
 from app.telemetry.tracing import Tracing, add_model, current, exporting, use
 from inference.lm.null_engine import NullEngine
 from inference.wire.frame import StepCount
-from tests.app import test_dispatch_frames as frames
-from tests.app import test_graph as graph
+from tests.app.dispatch import test_frame_call as frames
+from tests.app.dispatch import test_graph as graph
+from tests.app.dispatch.test_dispatcher import settle
 from tests.app.lm import test_routes_with_engine as lm
 from tests.app.lm.stand_in import LIMITS
 from tests.app.telemetry import test_accounting as unary
-from tests.app.test_dispatch import settle
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = PARENT[:-1] + "0"

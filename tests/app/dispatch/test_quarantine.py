@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
-from app.quarantine import LIMIT, Quarantine, fingerprint
+from app.dispatch.losses import LIMIT, Quarantine, fingerprint
 
 FOR_S = 10.0
 MARKS = st.sampled_from([b"a", b"b", b"c"])

@@ -1,22 +1,64 @@
-"""Who may wait: bounds of one deployment's queue, and of all that a gateway worker holds."""
+"""How fast a queue drains.
+
+Who may wait: bounds of one deployment's queue, and of all that a gateway worker holds.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from app.batching import BatchQueue, Item, Waiting
-from app.drain_rate import DrainRate
+from app.dispatch.queue import BatchQueue, Item, Waiting
 from app.errors import BadRequest, BodyTooLarge, QueueFull
 
-__all__ = ["Admission", "WaitingRoom"]
+__all__ = ["Admission", "DrainRate", "FinishRate", "WaitingRoom"]
+
+
+MEMORY_S = 5.0
+"""What was this long ago counts a third of what is now."""
+
+
+class DrainRate:
+    """Rows per second that leave a queue while others wait behind them: what all replicas together are good for.
+
+    A queue that runs empty says nothing of that: what leaves it then is what came.
+    """
+
+    def __init__(self) -> None:
+        self._rows = 0.0
+        self._seconds = 0.0
+        self._last_s: float | None = None
+        """When rows left last; None if none waited since."""
+
+    def note(self, rows: int, now_s: float, *, others_wait: bool) -> None:
+        """Take in that rows left."""
+        if self._last_s is not None:
+            took_s = now_s - self._last_s
+            kept = math.exp(-took_s / MEMORY_S)
+            self._rows = self._rows * kept + rows
+            self._seconds = self._seconds * kept + took_s
+        self._last_s = now_s if others_wait else None
+
+    def note_empty(self) -> None:
+        """Take in that what waited left otherwise, or can't leave now."""
+        self._last_s = None
+
+    def seconds_for(self, rows: float) -> float | None:
+        """How long so many rows take; None if that isn't known yet."""
+        return rows * self._seconds / self._rows if self._rows and self._seconds else None
+
 
 RETRY_AFTER_LIMIT_S: Final = 60
+
 RETRY_AFTER_UNKNOWN_S: Final = 1
 """Where nothing has left the queue yet that would tell."""
+
 ROWS_OF_ALL: Final = "server.max_queue_size"
+
 BYTES_OF_ALL: Final = "server.max_queue_bytes"
+
 GAVE_WAY: Final = "; the request gave way to one whose class or model has less than its share"
 
 
@@ -167,3 +209,37 @@ class Admission:
                 f"inputs: expected at most {self._room.max_bytes} bytes ({BYTES_OF_ALL}, over the gateway workers), "
                 f"got {held_bytes}; send them in several requests"
             )
+
+
+FINISHES: Final = 64
+"""How many of the last ends a rate is taken from."""
+
+RECENT_S: Final = 120.0
+"""Ends before that say nothing of now."""
+
+
+class FinishRate:
+    """How fast sequences end, to say when it is worth another try."""
+
+    def __init__(self) -> None:
+        self._finished_s: deque[float] = deque(maxlen=FINISHES)
+
+    def note(self, now_s: float) -> None:
+        """A sequence has left its place to another, whatever ended it."""
+        self._finished_s.append(now_s)
+
+    def wait_s(self, waiting: int, now_s: float, share: float = 1.0) -> int:
+        """Until so many more have ended, in whole seconds from 1 to 60.
+
+        Args:
+            waiting: how many.
+            now_s: the loop's time.
+            share: which part of all that may end are noted here.
+        """
+        finished_s = self._finished_s
+        while finished_s and finished_s[0] < now_s - RECENT_S:
+            finished_s.popleft()
+        if len(finished_s) < 2:
+            return 1
+        each_s = (finished_s[-1] - finished_s[0]) / (len(finished_s) - 1)  # not until now: it may have been idle since
+        return max(1, min(RETRY_AFTER_LIMIT_S, math.ceil(waiting * each_s * share)))

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from app.codecs.tensors import RawTensor
 from app.control.routing import ReplicaRoute, RoutingTable
-from app.dispatch import Dispatcher
+from app.dispatch.dispatcher import Dispatcher
 from app.errors import CallableFailed, DeadlineExceeded, Quarantined, QueueFull, ReplicaLost, ReplicaUnreachable
 from app.models import Models
 from inference.wire.frame import Piece
 from inference.wire.report import CallNote, RowReport, Status
-from tests.app import test_dispatch_frames as frames
-from tests.app.test_dispatch import NUMBERS, Bench, Call, numbers, run, settle
+from tests.app.dispatch import test_frame_call as frames
+from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, run, settle
 
 GONE = "the replica ended"
 

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, RawTensor
-from app.collector import PIECES_LIMIT, PIECES_LIMIT_BYTES
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.dispatch import Dispatcher
+from app.dispatch.collector import PIECES_LIMIT, PIECES_LIMIT_BYTES
+from app.dispatch.dispatcher import Dispatcher
 from app.errors import (
     BadRequest,
     CallableFailed,
@@ -843,7 +843,7 @@ def test_a_stream_that_is_left_while_it_is_held_up_is_cancelled() -> None:
 
 
 def test_a_replica_that_was_lost_but_stands_in_the_table_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.dispatch.LOST_RETRY_S", 0.01)
+    monkeypatch.setattr("app.dispatch.pool.LOST_RETRY_S", 0.01)
 
     async def scenario() -> None:
         bench = Bench(STREAMING)

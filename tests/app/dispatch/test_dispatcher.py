@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import uvloop
 
-from app.admission import WaitingRoom
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.dispatch import Dispatcher
+from app.dispatch.admission import WaitingRoom
+from app.dispatch.dispatcher import Dispatcher
 from app.errors import (
     BadRequest,
     CallableFailed,

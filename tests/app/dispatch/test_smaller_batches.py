@@ -7,8 +7,8 @@ import numpy as np
 
 from app.control.routing import ReplicaRoute
 from app.errors import BadRequest, ReplicaLost, ReplicaUnreachable
-from tests.app import test_dispatch_frames as frames
-from tests.app.test_dispatch import NUMBERS, Bench, numbers, run, settle
+from tests.app.dispatch import test_frame_call as frames
+from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, numbers, run, settle
 
 
 def allow(bench: Bench | frames.Bench, rows: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from app.batching import Item
 from app.control.routing import ReplicaRoute
+from app.dispatch.queue import Item
 from app.transport.protocol import FrameReplicaClient, ReplicaClient
 
-__all__ = ["ReplicaCalls"]
+__all__ = ["Connect", "ReplicaCalls"]
 
 
 @dataclass(slots=True, eq=False)
@@ -34,3 +35,9 @@ class ReplicaCalls:
     def is_able(self) -> bool:
         """Whether it gets calls."""
         return not self.is_lost and not self.is_retiring
+
+
+LOST_RETRY_S = 2.0
+"""A replica that ended is out of the table within this time."""
+
+Connect = Callable[[str, ReplicaRoute], "ReplicaClient | FrameReplicaClient"]

@@ -11,12 +11,12 @@ import pytest
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.control.messages import Drain, Drained
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.dispatch import Dispatcher
-from app.draining import drain
+from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.protocol import drain
 from app.errors import Unavailable
 from app.lm.dispatcher import LmDispatcher
 from app.models import Models
-from tests.app import test_dispatch as whole
+from tests.app.dispatch import test_dispatcher as whole
 from tests.app.lm import stand_in as lm
 
 LATE = Unavailable("it took too long")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 
 from app.codecs.tensors import RawTensor
-from app.length_classes import LengthClasses
+from app.dispatch.policy import LengthClasses
 from inference.datatypes import pack_bytes
 
 

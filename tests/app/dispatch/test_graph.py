@@ -12,7 +12,8 @@ import pytest
 
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, OutputWish, RawTensor
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.dispatch import Dispatcher
+from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.graph import GraphDispatcher
 from app.errors import (
     BadRequest,
     CallableFailed,
@@ -22,7 +23,6 @@ from app.errors import (
     ReplicaLost,
     Unavailable,
 )
-from app.graph import GraphDispatcher
 from inference.datatypes import pack_bytes
 from inference.pipeline import PipelineSpec, Plan, StepSpec, make_plan
 from inference.signature import ParameterSpec, Signature, TensorSpec

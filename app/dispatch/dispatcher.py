@@ -9,40 +9,37 @@ from typing import cast
 
 import msgspec
 
-from app.admission import Admission, WaitingRoom
-from app.batching import DEFAULT_WEIGHTS, Item
-from app.calls import Calls
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, RawTensor
-from app.collector import Collector, wanted_heads
 from app.control.load import Moment
 from app.control.routing import DeploymentRoute, ReplicaRoute, State, unavailable
-from app.deadlines import TIMER_RESOLUTION_S, Deadlines
-from app.draining import Fail
+from app.dispatch.admission import Admission, WaitingRoom
+from app.dispatch.calls import Calls
+from app.dispatch.collector import Collector, no_rows, no_rows_by_head, wanted_heads
+from app.dispatch.deadlines import TIMER_RESOLUTION_S, Deadlines
+from app.dispatch.losses import Losses
+from app.dispatch.pending import Part, Pending
+from app.dispatch.policy import GatherClock, LengthClasses
+from app.dispatch.pool import LOST_RETRY_S, Connect, ReplicaCalls
+from app.dispatch.protocol import Fail
+from app.dispatch.queue import DEFAULT_WEIGHTS, Item
 from app.errors import BadRequest, QueueFull, ReplicaLost, Unavailable
-from app.gathering import GatherClock
-from app.length_classes import LengthClasses
-from app.losses import Losses
-from app.pending import Part, Pending
-from app.replica_calls import ReplicaCalls
 from app.telemetry.recorder import Statistics, recorder
 from app.telemetry.tracing import add_model
-from app.transport.batch import RETRY_AFTER_LOST_S, encode_nothing, no_rows, no_rows_by_head
+from app.transport.batch import RETRY_AFTER_LOST_S, encode_nothing
 from app.transport.protocol import FrameReplicaClient, ReplicaClient
 from app.transport.triton import TritonClient
 from inference.signature import Signature
 
-__all__ = ["Connect", "Dispatcher"]
+__all__ = ["Dispatcher"]
+
 
 logger = logging.getLogger("headwater.dispatch")
 
-LOST_RETRY_S = 2.0
-"""A replica that ended is out of the table within this time."""
 GOOD_PART = 4
 """A busy replica gets no call of less than a batch divided by this,"""
+
 GOOD_ROWS = 8
 """nor of fewer rows than this: small batches are filled."""
-
-Connect = Callable[[str, ReplicaRoute], "ReplicaClient | FrameReplicaClient"]
 
 
 class Dispatcher:
@@ -176,7 +173,7 @@ class Dispatcher:
         )
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
-        """See `app.draining.Drainable`."""
+        """See `app.dispatch.protocol.Drainable`."""
         found: Collection[Pending] = self._requests
         if replicas is not None:
             held = [self._replicas[id] for id in replicas if id in self._replicas]
@@ -543,7 +540,7 @@ def _part(item: Item) -> Part:
 
 def _connect(name: str, route: ReplicaRoute) -> ReplicaClient | FrameReplicaClient:
     if route.grpc_socket:
-        from app.transport.frames import FrameClient  # only where there is something to speak to: gRPC takes memory
+        from app.transport.frames import FrameClient
 
         return FrameClient(name, route.grpc_socket, route.token)
     return TritonClient(name, route.http_socket, route.token)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.batching import DEFAULT_WEIGHTS, REMOVED_LIMIT, BatchQueue, Item, Waiting
+from app.dispatch.queue import DEFAULT_WEIGHTS, REMOVED_LIMIT, BatchQueue, Item, Waiting
 
 
 def item(key: str = "a", rows: int = 1, *, at: float = 0.0, priority: int = 0) -> Item:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from app.admission import BYTES_OF_ALL, ROWS_OF_ALL, Admission, WaitingRoom
-from app.batching import Item
+from app.dispatch.admission import BYTES_OF_ALL, ROWS_OF_ALL, Admission, WaitingRoom
+from app.dispatch.queue import Item
 from app.errors import BadRequest, BodyTooLarge, QueueFull
 
 

@@ -9,10 +9,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.admission import WaitingRoom
 from app.control.routing import ReplicaRoute
+from app.dispatch.admission import WaitingRoom
 from app.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
-from tests.app.test_dispatch import NUMBERS, Bench, Call, numbers, run, settle
+from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, run, settle
 
 EVENTS = ("send", "send", "answer", "answer", "leave", "lose", "miss", "raise", "come", "retire", "smaller", "larger")
 

@@ -7,9 +7,9 @@ import uuid
 from collections.abc import Sequence
 
 from app.codecs.tensors import RawTensor, SlicedTensor
-from app.collector import WHOLE
+from app.dispatch.collector import WHOLE
+from app.dispatch.pending import Part
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost
-from app.pending import Part
 from app.transport.batch import encode_for_frames, row_error
 from app.transport.protocol import FrameRequest
 from app.transport.segments import Segments

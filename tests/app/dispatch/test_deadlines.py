@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import uvloop
 
-from app.collector import WHOLE, Collector
-from app.deadlines import Deadlines
+from app.dispatch.collector import WHOLE, Collector
+from app.dispatch.deadlines import Deadlines
 from app.errors import DeadlineExceeded
 from inference.signature import HeadSpec
 

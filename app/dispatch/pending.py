@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from app.batching import Item
 from app.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor, join_rows
-from app.collector import Collector
-from app.deadlines import Deadlines
+from app.dispatch.collector import Collector
+from app.dispatch.deadlines import Deadlines
+from app.dispatch.queue import Item
 from app.errors import CallableFailed, HeadwaterError
 from app.telemetry.tracing import ModelTrace
 from app.transport.protocol import FrameReplicaClient
@@ -47,7 +47,7 @@ class Pending:
         """What its last call waited for, and took until it was answered."""
         self.compute_ns = 0
         self.gather_mark_ns = 0
-        """What the deployment's `app.gathering.GatherClock` showed when it came."""
+        """What the deployment's `app.dispatch.policy.GatherClock` showed when it came."""
         self.batch_wait_ns = 0
         """How much of what its last call waited for was company."""
         self.trace: ModelTrace | None = None
@@ -142,7 +142,7 @@ class Part:
     losses: int = 0
     """Replicas that were lost with them."""
     waits: bool = False
-    """Whether they wait to be computed alone; see `app.retries`."""
+    """Whether they wait to be computed alone; see `app.dispatch.losses`."""
 
     def add(self, head: str, outputs: Outputs) -> None:
         """Take in what a head says of these rows that has more to say."""

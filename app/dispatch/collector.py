@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Final, Protocol
 
-from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs
+from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, RawTensor
 from app.errors import HeadwaterError
 from inference.signature import HeadSpec, Signature
 
-__all__ = ["WHOLE", "Collector", "wanted_heads"]
+__all__ = ["WHOLE", "Collector", "no_rows", "no_rows_by_head", "wanted_heads"]
+
 
 WHOLE: Final = ""
 """Stands for the head of a model that has none."""
 
 PIECES_LIMIT: Final = 16
 """Of a stream, so many pieces may wait for its reader before it is not asked for more."""
+
 PIECES_LIMIT_BYTES: Final = 1024 * 1024
 """The same in bytes; one that is larger waits alone."""
 
@@ -213,3 +215,20 @@ class Collector:
     def took_ms(self) -> float:
         """Since the request was taken in."""
         return (self._loop.time() - self._started_s) * 1000
+
+
+def no_rows(signature: Signature, request: InferRequest) -> Outputs:
+    """The answer to a request without rows, which no model is called for."""
+    wanted = {wish.name for wish in request.outputs}
+    return {
+        spec.name: RawTensor(spec.datatype, (0, *(max(dim, 0) for dim in spec.shape)), b"")
+        for spec in signature.outputs
+        if spec.name in wanted
+    }
+
+
+def no_rows_by_head(signature: Signature, request: InferRequest) -> Iterator[HeadAnswer]:
+    """The same in pieces, one of each wanted head."""
+    outputs = no_rows(signature, request)
+    for name, spec in wanted_heads(request, signature).items():
+        yield HeadAnswer(name, {one: outputs[one] for one in spec.outputs or outputs if one in outputs})

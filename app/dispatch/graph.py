@@ -13,15 +13,14 @@ from typing import Final
 import msgspec
 
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, OutputWish, RawTensor, element_count
-from app.collector import Collector, wanted_heads
 from app.control.load import Moment
 from app.control.routing import DeploymentRoute, unavailable
-from app.deadlines import Deadlines
-from app.dispatch import Dispatcher
-from app.draining import Fail
+from app.dispatch.collector import Collector, no_rows, no_rows_by_head, wanted_heads
+from app.dispatch.deadlines import Deadlines
+from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.protocol import Fail
 from app.errors import BadRequest, CallableFailed, HeadwaterError, QueueFull, Unavailable
 from app.telemetry.recorder import Statistics, recorder
-from app.transport.batch import no_rows, no_rows_by_head
 from inference.datatypes import DATATYPES
 from inference.pipeline import INPUT, Plan, PlannedStep, Wire, tensor_text
 from inference.signature import Signature, TensorSpec
@@ -77,7 +76,7 @@ class GraphDispatcher:
         return Moment()
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
-        """See `app.draining.Drainable`; it has no replicas itself."""
+        """See `app.dispatch.protocol.Drainable`; it has no replicas itself."""
         return [run.collector.fail for run in self._runs if not run.collector.is_done]
 
     @property

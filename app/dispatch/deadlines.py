@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from app.collector import WHOLE, Collector
+from app.dispatch.collector import WHOLE, Collector
 from app.errors import DeadlineExceeded
 
 __all__ = ["Deadlines"]

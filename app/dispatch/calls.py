@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from app.batching import Item
 from app.codecs.tensors import SlicedTensor
-from app.collector import PIECES_LIMIT, PIECES_LIMIT_BYTES, WHOLE
+from app.dispatch.collector import PIECES_LIMIT, PIECES_LIMIT_BYTES, WHOLE
+from app.dispatch.frame_call import FrameCall
+from app.dispatch.pending import Part, Pending
+from app.dispatch.pool import ReplicaCalls
+from app.dispatch.queue import Item
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
-from app.frame_call import FrameCall
-from app.pending import Part, Pending
-from app.replica_calls import ReplicaCalls
 from app.telemetry.recorder import DeploymentMeter, Statistics
 from app.transport.batch import encode_batch, row_error, sliced
 from app.transport.protocol import FrameReplicaClient, ReplicaClient
@@ -74,7 +74,7 @@ class Calls:
         Args:
             replica: which.
             batch: rows that may share a call.
-            gathered_ns: what the deployment's `app.gathering.GatherClock` shows.
+            gathered_ns: what the deployment's `app.dispatch.policy.GatherClock` shows.
         """
         rows = 0
         for item in batch:

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from app.codecs.tensors import HeadAnswer, InferRequest, Outputs, RawTensor
-from app.collector import PIECES_LIMIT, WHOLE, Collector, wanted_heads
+from app.dispatch.collector import PIECES_LIMIT, WHOLE, Collector, wanted_heads
 from app.errors import CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost
 from inference.signature import HeadSpec, Signature, TensorSpec
 

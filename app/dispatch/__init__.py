@@ -1,0 +1,1 @@
+"""Which replica computes which rows when: queue, admission, calls, losses, graphs."""
