@@ -18,8 +18,8 @@ from app.config.schema import Server
 from app.errors import CallableFailed, HeadwaterError, MethodNotAllowed, NotFound
 from app.event_stream import StreamLimits
 from app.forwarded import ForwardedHeaders
-from app.lm.chat_request import ChatRequest
-from app.lm.completion_request import CompletionRequest
+from app.lm.chat import ChatRequest
+from app.lm.completion import CompletionRequest
 from app.middleware import RequestContext, RequestRecords, internal_error
 from app.models import Models
 from app.openapi import openapi_schema

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from app.lm.chat_request import MAX_CHOICES
-from app.lm.completion_request import DEFAULT_TOKENS, MAX_PROMPTS
+from app.lm.chat import MAX_CHOICES
+from app.lm.completion import DEFAULT_TOKENS, MAX_PROMPTS
 from app.lm.sampling_fields import MAX_LOGPROBS
-from app.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOPS
+from app.lm.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOPS
 from inference.signature import Signature
 
 __all__ = ["cancel_operation", "completion_operations", "text_operations"]

@@ -25,7 +25,7 @@ from app.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
-from app.lm.token_slot import SequenceOwner, TokenSlot
+from app.lm.sequence import SequenceOwner, TokenSlot
 from app.telemetry.recorder import LmStatistics
 from app.transport.batch import RETRY_AFTER_LOST_S
 from app.transport.protocol import FrameReplicaClient, FrameRequest

@@ -20,8 +20,8 @@ from app.dispatch.pool import LOST_RETRY_S, Connect
 from app.dispatch.protocol import Fail
 from app.errors import BadRequest, HeadwaterError, ReplicaLost, Unavailable
 from app.lm.channel import NOTHING, Channel, call_name, control_request
-from app.lm.generation import Generation, SequenceSpec
-from app.lm.request_run import RequestRun
+from app.lm.request import RequestRun
+from app.lm.sequence import Generation, SequenceSpec
 from app.telemetry.recorder import LmStatistics, recorder
 from app.telemetry.tracing import add_generation
 from app.transport.batch import RETRY_AFTER_LOST_S
@@ -30,7 +30,7 @@ from inference.signature import Signature
 from inference.wire.lm import CancelRequest, Load, decode_frame
 
 if TYPE_CHECKING:
-    from app.lm.language_text import LanguageText
+    from app.lm.text.language import LanguageText
 
 __all__ = ["LmDispatcher"]
 
@@ -348,6 +348,6 @@ def _connect(name: str, route: ReplicaRoute) -> FrameReplicaClient:
 
 
 def _load_text(folder: Path) -> LanguageText:
-    from app.lm.language_text import LanguageText  # only where there is one: tokenizers take memory
+    from app.lm.text.language import LanguageText  # only where there is one: tokenizers take memory
 
     return LanguageText(folder)

@@ -10,7 +10,7 @@ import msgspec
 from app.codecs.faults import at, key_text, shown
 from app.errors import BadRequest
 from app.lm.json_body import read_body
-from app.text.stop_strings import StopFinder
+from app.lm.text.stop_strings import StopFinder
 from inference.engine import SAMPLING_FIELDS, EngineLimits, Sampling
 
 __all__ = [

@@ -9,13 +9,13 @@ import msgspec
 
 from app.codecs.faults import at
 from app.errors import BadRequest
-from app.lm.generation import SequenceSpec
 from app.lm.sampling_fields import TextEnd
+from app.lm.sequence import SequenceSpec
 from app.lm.text_stream import TextStream
 from inference.engine import EngineLimits, Sampling
 
 if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
-    from app.text.token_texts import TokenTexts
+    from app.lm.text.token_texts import TokenTexts
 
 __all__ = ["Prompt", "TextPlan", "answer_room", "check_size", "fitting_tokens", "plan"]
 

@@ -1,19 +1,22 @@
-"""One sequence's tokens as text, piece by piece: detokenized, ended at a stop string, with its logarithms."""
+"""One sequence's tokens as text, piece by piece: detokenized, ended at a stop string, with its logarithms.
+
+A request's sequences under way, as text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from app.errors import ContractBroken
-from app.lm.generation import Tokens
-from app.text.detokenizer import Detokenizer
-from app.text.stop_strings import StopFinder
+from app.lm.sequence import Generation, Tokens
+from app.lm.text.detokenizer import Detokenizer
+from app.lm.text.stop_strings import StopFinder
 
-if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
-    from app.text.token_texts import TokenTexts
+if TYPE_CHECKING:
+    from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["TextPiece", "TextStream", "TokenLogprob"]
+__all__ = ["TextGeneration", "TextPiece", "TextStream", "TokenLogprob", "Usage"]
 
 
 class TokenLogprob(NamedTuple):
@@ -170,3 +173,91 @@ def _check_logprobs(news: Tokens) -> None:
             f"logprobs: expected the engine to give one a token, got {logprobs} (and {tops} lists of the most "
             f"probable) for {count} tokens"
         )
+
+
+class Usage(NamedTuple):
+    """How many tokens a request took."""
+
+    prompt_tokens: int
+    """Each prompt once, however many answers it has."""
+    completion_tokens: int
+
+    def as_json(self) -> dict[str, int]:
+        """OpenAI's ``usage``."""
+        return {**self._asdict(), "total_tokens": self.prompt_tokens + self.completion_tokens}
+
+
+class TextGeneration:
+    """Makes text of what a generation gives, and ends sequences at their stop strings.
+
+    Args:
+        generation: gives the tokens.
+        streams: one for each of its sequences, in their order.
+        prompt_tokens: of all prompts.
+        spend: told of the tokens that were used, first those of the prompts.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        streams: Sequence[TextStream],
+        prompt_tokens: int,
+        spend: Callable[[int], None] | None = None,
+    ) -> None:
+        self._generation = generation
+        self._streams = streams
+        self._prompt_tokens = prompt_tokens
+        self._spend = spend
+        self._spent = 0
+        if spend is not None:
+            spend(prompt_tokens)
+
+    @property
+    def usage(self) -> Usage:
+        """So far."""
+        return Usage(self._prompt_tokens, sum(stream.completion_tokens for stream in self._streams))
+
+    async def news(self) -> list[tuple[int, TextPiece]]:
+        """Wait until any sequence has news: its place, and a piece of text, which may be empty. Empty: all have ended.
+
+        Raises:
+            HeadwaterError: the request failed as a whole.
+        """
+        pieces = []
+        for place, tokens in await self._generation.news():
+            stream = self._streams[place]
+            pieces.append((place, stream.take(tokens)))
+            if stream.finish is not None and tokens.finish is None:
+                self._generation.drop(place)
+        if self._spend is not None:
+            used = self.usage.completion_tokens
+            self._spend(used - self._spent)
+            self._spent = used
+        if not pieces:
+            for place, stream in enumerate(self._streams):
+                if stream.finish is None:
+                    raise ContractBroken(f"sequence {place}: expected the engine to say why it ended, got nothing")
+        return pieces
+
+    async def whole(self) -> list[TextPiece]:
+        """All of each sequence, in their order.
+
+        Raises:
+            HeadwaterError: the request failed as a whole.
+        """
+        parts: list[list[TextPiece]] = [[] for _ in self._streams]
+        while pieces := await self.news():
+            for place, piece in pieces:
+                parts[place].append(piece)
+        return [
+            TextPiece(
+                "".join([piece.text for piece in of_one]),
+                [entry for piece in of_one for entry in piece.logprobs],
+                of_one[-1].finish,
+            )
+            for of_one in parts
+        ]
+
+    def close(self) -> None:
+        """Nobody wants any more of it. May be called more than once."""
+        self._generation.close()

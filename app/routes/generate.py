@@ -16,8 +16,7 @@ from app.codecs.tensors import LARGE_BYTES, Answer, HeadAnswer, InferRequest, Ou
 from app.disconnects import DisconnectWatch
 from app.errors import HeadwaterError
 from app.event_stream import EventStream
-from app.lm.generate_answer import GenerateAnswer
-from app.lm.generate_request import GenerateRequest
+from app.lm.generate import GenerateAnswer, GenerateRequest
 from app.models import Models, ServedModel
 from app.replies import Reply
 from app.routes.boundary import Endpoint

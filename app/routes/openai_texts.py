@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope
 
 from app.bodies import BodyReader
-from app.lm.chat_request import ChatRequest
-from app.lm.completion_request import CompletionRequest
+from app.lm.chat import ChatRequest
+from app.lm.completion import CompletionRequest
 from app.models import Models
 from app.routes.boundary import Endpoint
 from app.routes.text_answers import TextAnswers

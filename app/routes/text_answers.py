@@ -11,11 +11,10 @@ from starlette.types import ASGIApp, Receive, Scope
 from app.disconnects import DisconnectWatch
 from app.errors import HeadwaterError
 from app.event_stream import EventStream
-from app.lm.answer_form import AnswerForm
+from app.lm.answers import AnswerForm
 from app.lm.dispatcher import LmDispatcher
-from app.lm.text_generation import TextGeneration
 from app.lm.text_plan import TextPlan
-from app.lm.text_stream import TextStream
+from app.lm.text_stream import TextGeneration, TextStream
 from app.models import Models
 from app.replies import Reply
 from app.security.key_check import owned_id
@@ -23,8 +22,8 @@ from app.security.limits import KeyLimits
 from inference.engine import EngineLimits
 
 if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
-    from app.lm.language_text import LanguageText
-    from app.text.token_texts import TokenTexts
+    from app.lm.text.language import LanguageText
+    from app.lm.text.token_texts import TokenTexts
 
 __all__ = ["TextAnswers"]
 

@@ -14,20 +14,16 @@ from starlette.types import Message
 
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded, HeadwaterError, ReplicaLost
 from app.event_stream import EventStream
-from app.lm.answer_form import AnswerForm
-from app.lm.chat_answer import ChatAnswer
-from app.lm.chat_request import ChatRequest
-from app.lm.completion_answer import CompletionAnswer
-from app.lm.completion_request import CompletionRequest
-from app.lm.generate_answer import GenerateAnswer
-from app.lm.generate_request import GenerateRequest
-from app.lm.generation import Tokens
-from app.lm.text_generation import Usage
+from app.lm.answers import AnswerForm
+from app.lm.chat import ChatAnswer, ChatRequest
+from app.lm.completion import CompletionAnswer, CompletionRequest
+from app.lm.generate import GenerateAnswer, GenerateRequest
+from app.lm.sequence import Tokens
+from app.lm.text.token_texts import TokenTexts
 from app.lm.text_plan import TextPlan
-from app.lm.text_stream import TextPiece, TextStream, TokenLogprob
-from app.text.token_texts import TokenTexts
+from app.lm.text_stream import TextPiece, TextStream, TokenLogprob, Usage
 from tests.app.lm.scripted import LIMITS, tiny_text
-from tests.app.text.tokenizer_files import FAMILIES, decoder_json
+from tests.app.lm.text.tokenizer_files import FAMILIES, decoder_json
 from tests.fuzz.draw import Draw, body_of
 from tests.fuzz.promises import check_refusal
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import inference.zoo
 from app.control.routing import DeploymentRoute, State
 from app.errors import HeadwaterError, NotFound
-from app.lm.generation import SequenceSpec, Tokens
-from app.lm.language_text import LanguageText
+from app.lm.sequence import SequenceSpec, Tokens
+from app.lm.text.language import LanguageText
 from inference.engine import EngineLimits
 from inference.signature import LanguageModelSpec, Signature, TensorSpec
 
@@ -58,7 +58,7 @@ class Script:
 
 
 class ScriptedGeneration:
-    """See `app.lm.generation.Generation`."""
+    """See `app.lm.sequence.Generation`."""
 
     def __init__(self, specs: Sequence[SequenceSpec], script: Script) -> None:
         self.specs = specs

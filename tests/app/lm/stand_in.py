@@ -9,7 +9,7 @@ from pathlib import Path
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
 from app.lm.dispatcher import LmDispatcher
-from app.lm.generation import SequenceSpec
+from app.lm.sequence import SequenceSpec
 from app.transport.protocol import FrameRequest
 from inference.engine import EngineLimits
 from inference.signature import LanguageModelSpec, Signature, TensorSpec

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import BadRequest
-from app.lm.answer_form import AnswerForm
-from app.lm.chat_answer import ChatAnswer
-from app.lm.completion_answer import CompletionAnswer
-from app.lm.generate_answer import GenerateAnswer
-from app.lm.text_generation import Usage
-from app.lm.text_stream import TextPiece, TokenLogprob
+from app.lm.answers import AnswerForm
+from app.lm.chat import ChatAnswer
+from app.lm.completion import CompletionAnswer
+from app.lm.generate import GenerateAnswer
+from app.lm.text_stream import TextPiece, TokenLogprob, Usage
 from tests.app.lm.scripted import ids_of, tiny_text
 
 TEXTS = tiny_text().tokenizer.texts

@@ -22,8 +22,8 @@ from app.errors import (
 )
 from app.lm import channel as channel_module
 from app.lm.channel import REMEMBERED_ENDS, Channel
-from app.lm.generation import SequenceSpec, Tokens
-from app.lm.request_run import RequestRun
+from app.lm.request import RequestRun
+from app.lm.sequence import SequenceSpec, Tokens
 from app.telemetry.recorder import LmStatistics, recorder
 from inference.engine import Sampling
 from inference.wire.lm import Ending, Load, Open, Post, SequenceEvent

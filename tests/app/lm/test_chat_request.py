@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from app.errors import BadRequest
-from app.lm.chat_request import ChatRequest
-from app.lm.language_text import LanguageText
+from app.lm.chat import ChatRequest
+from app.lm.text.language import LanguageText
 from app.lm.text_plan import TextPlan
 from inference.engine import SAMPLING_FIELDS, EngineLimits, Sampling
 from tests.app.lm.scripted import LIMITS, tiny_text

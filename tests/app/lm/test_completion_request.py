@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from app.errors import BadRequest
-from app.lm.completion_request import CompletionRequest
+from app.lm.completion import CompletionRequest
 from app.lm.text_plan import TextPlan
 from inference.engine import EngineLimits
 from tests.app.lm.scripted import LIMITS, ids_of, tiny_text

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.errors import BadRequest
-from app.lm.generate_request import GenerateRequest
+from app.lm.generate import GenerateRequest
 from app.lm.text_plan import TextPlan
 from tests.app.lm.scripted import LIMITS, ids_of, tiny_text
 

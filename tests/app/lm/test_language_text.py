@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import BadRequest, ConfigError
-from app.lm.language_text import LanguageText
+from app.lm.text.language import LanguageText
 from tests.app.lm.scripted import FOLDER, ids_of, tiny_text
 
 

@@ -29,7 +29,7 @@ from app.lm import channel as channel_module
 from app.lm import dispatcher as dispatcher_module
 from app.lm.channel import REMEMBERED_ENDS
 from app.lm.dispatcher import LmDispatcher
-from app.lm.generation import Generation
+from app.lm.sequence import Generation
 from inference.signature import LanguageModelSpec
 from inference.wire.lm import CancelRequest, Load, Open, Post, decode_message
 from tests.app.lm.stand_in import LIMITS, SIGNATURE, Bench, Replica, event, route_of, run, settle, spec, until

@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from app.errors import ContractBroken, HeadwaterError, ReplicaLost
-from app.lm.generation import SequenceSpec, Tokens
-from app.lm.text_generation import TextGeneration, Usage
-from app.lm.text_stream import TextPiece, TextStream
+from app.lm.sequence import SequenceSpec, Tokens
+from app.lm.text_stream import TextGeneration, TextPiece, TextStream, Usage
 from tests.app.lm.scripted import Script, ScriptedGeneration, ids_of, tiny_text
 
 TEXTS = tiny_text().tokenizer.texts

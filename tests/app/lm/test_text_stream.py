@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app.errors import ContractBroken
-from app.lm.generation import Tokens
+from app.lm.sequence import Tokens
 from app.lm.text_stream import TextPiece, TextStream
 from tests.app.lm.scripted import EOS, ids_of, tiny_text
 

@@ -12,7 +12,7 @@ import pytest
 
 from app.errors import BadRequest, Cancelled, ContractBroken, QueueFull, Unavailable
 from app.lm.dispatcher import LmDispatcher
-from app.lm.generation import Generation
+from app.lm.sequence import Generation
 from app.transport.protocol import FrameRequest
 from inference.engine import Engine, EngineLimits
 from inference.lm.engine_host import EngineHost

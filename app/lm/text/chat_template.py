@@ -5,6 +5,8 @@ template from everything but the values it is given. It doesn't bound what it do
 loops, calls and output count, and a conversation that takes too long, or gets too long, is refused. This is proof
 against messages that make an honest template work hard, and against loops that never end; it isn't a jail: a single
 call in a template that is out to do harm (``s.replace("", s)``) can still take much memory.
+
+The messages of a chat request as chat templates take them.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from typing import Any, Final
 
 import jinja2
 
+from app.codecs.faults import shown
 from app.errors import BadRequest, ConfigError
-from app.text.template_environment import Refused, TemplateEnvironment
+from app.lm.text.template_environment import Refused, TemplateEnvironment
 
-__all__ = ["ChatTemplate"]
+__all__ = ["ChatTemplate", "plain"]
+
 
 MAX_CHARACTERS: Final = 16 << 20
 """Of one rendering, with what macros and blocks gather on the way: about four times a context of a million tokens."""
+
 MAX_SECONDS: Final = 10.0
 """Of one rendering, in the thread's own processor time: a busy machine refuses nobody."""
 
@@ -35,6 +40,7 @@ _FAULTS: Final = (
     ValueError,
 )
 """All that a template's own expressions raise for messages that it wasn't made for."""
+
 _REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -76,7 +82,7 @@ class ChatTemplate:
         """The conversation's text; it has its special tokens, so that it is encoded without adding any.
 
         Args:
-            messages: of JSON's types, as `app.text.messages.plain` gives them.
+            messages: of JSON's types, as `app.lm.text.chat_template.plain` gives them.
             add_generation_prompt: end with what makes the model answer.
             tools: OpenAI's ``tools``.
             variables: what the template takes besides, such as ``enable_thinking``.
@@ -116,3 +122,52 @@ def _as_templates_want(message: Mapping[str, Any]) -> dict[str, Any]:
     present = {name: value for name, value in message.items() if value is not None}
     reasoning = next((present[name] for name in _REASONING_FIELDS if name in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
+
+
+_BETWEEN_PARTS: Final = "\n"
+"""What stands between a message's text parts: OpenAI doesn't say; vLLM and llama.cpp put a line's end."""
+
+
+def plain(messages: object) -> list[dict[str, Any]]:
+    """OpenAI's ``messages``, each content one text: an array of text parts becomes their texts, one a line.
+
+    Args:
+        messages: the request's field, as JSON has it.
+
+    Raises:
+        BadRequest: a wrong message; the error names the field: ``messages[0].content[1].type``.
+    """
+    if not isinstance(messages, list):
+        raise _bad("messages", "an array of messages", messages)
+    if not messages:
+        raise BadRequest("messages: expected at least one message, got an empty array", field="messages")
+    return [_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
+
+
+def _message(message: object, path: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _bad(path, "an object with 'role' and 'content'", message)
+    if not isinstance(message.get("role"), str):
+        raise _bad(f"{path}.role", "a string", message.get("role"))
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [_part(part, f"{path}.content[{n}]") for n, part in enumerate(content)]
+        return {**message, "content": _BETWEEN_PARTS.join(parts)}
+    if content is not None and not isinstance(content, str):
+        raise _bad(f"{path}.content", "a string or an array of text parts", content)
+    return dict(message)
+
+
+def _part(part: object, path: str) -> str:
+    if not isinstance(part, dict):
+        raise _bad(path, 'a content part like {"type": "text", "text": "..."}', part)
+    if part.get("type") != "text":
+        raise _bad(f"{path}.type", "'text', the only kind of content this model takes", part.get("type"))
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise _bad(f"{path}.text", "a string", text)
+    return text
+
+
+def _bad(path: str, expected: str, value: object) -> BadRequest:
+    return BadRequest(f"{path}: expected {expected}, got {shown(value)}", field=path)

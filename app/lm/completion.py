@@ -1,29 +1,117 @@
-"""Requests of ``POST /v1/completions``.
+"""Answers of ``POST /v1/completions``. Source: OpenAI's API reference.
 
-Source: OpenAI's API reference; the extensions are those of `app.lm.chat_request`.
+Requests of ``POST /v1/completions``.
+
+Source: OpenAI's API reference; the extensions are those of `app.lm.chat`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import orjson
+
 from app.codecs.faults import at, shown
-from app.errors import BadRequest
-from app.lm.chat_request import MAX_CHOICES
-from app.lm.completion_answer import CompletionAnswer
+from app.errors import BadRequest, HeadwaterError
+from app.lm.answers import Chunks, shown_logprob
+from app.lm.chat import MAX_CHOICES
 from app.lm.sampling_fields import MAX_LOGPROBS, StreamFields, checked_ids, checked_integer
+from app.lm.text.token_texts import logprob_token
 from app.lm.text_plan import Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
+from app.lm.text_stream import TextPiece, TokenLogprob, Usage
 from inference.engine import EngineLimits
 
-if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
-    from app.lm.language_text import LanguageText
-    from app.text.token_texts import TokenTexts
+if TYPE_CHECKING:
+    from app.lm.text.language import LanguageText
+    from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["DEFAULT_TOKENS", "MAX_PROMPTS", "MAX_SEQUENCES", "CompletionRequest"]
+__all__ = ["DEFAULT_TOKENS", "MAX_PROMPTS", "MAX_SEQUENCES", "CompletionAnswer", "CompletionRequest"]
+
+
+class CompletionAnswer:
+    """One answer; see `app.lm.answers.AnswerForm`.
+
+    Args:
+        model: its name.
+        choices: how many there are, over all prompts.
+        texts: of the tokenizer.
+        logprobs: whether they come with the tokens' logarithms.
+        includes_usage: whether a stream ends with the number of tokens.
+    """
+
+    def __init__(
+        self, model: str, choices: int, texts: TokenTexts, *, logprobs: bool, includes_usage: bool = False
+    ) -> None:
+        self._texts = texts
+        self._has_logprobs = logprobs
+        self._chunks = Chunks("cmpl", "text_completion", model, includes_usage=includes_usage)
+        self._heads = [self._chunks.head(place) + b',"text":' for place in range(choices)]
+        self._tail = b',"logprobs":null,"finish_reason":null' + self._chunks.tail
+
+    def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
+        """See `AnswerForm`."""
+        return orjson.dumps(
+            {
+                "id": self._chunks.id,
+                "object": "text_completion",
+                "created": self._chunks.created,
+                "model": self._chunks.model,
+                "choices": [
+                    {
+                        "index": place,
+                        "text": text.text,
+                        "logprobs": self._logprobs(text.logprobs) if self._has_logprobs else None,
+                        "finish_reason": text.finish,
+                    }
+                    for place, text in enumerate(texts)
+                ],
+                "usage": usage.as_json(),
+            }
+        )
+
+    def begin(self) -> list[bytes]:
+        """See `AnswerForm`."""
+        return []
+
+    def piece(self, place: int, piece: TextPiece) -> list[bytes]:
+        """See `AnswerForm`."""
+        text = orjson.dumps(piece.text)
+        if piece.finish is None and not piece.logprobs:
+            return [b"%b%b%b" % (self._heads[place], text, self._tail)] if piece.text else []
+        logprobs = orjson.dumps(self._logprobs(piece.logprobs) if piece.logprobs else None)
+        finish = orjson.dumps(piece.finish)
+        fields = b',"logprobs":%b,"finish_reason":%b' % (logprobs, finish)
+        return [b"%b%b%b%b" % (self._heads[place], text, fields, self._chunks.tail)]
+
+    def end(self, usage: Usage, error: HeadwaterError | None) -> list[bytes]:
+        """See `AnswerForm`."""
+        return self._chunks.end(usage, error)
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
+        return {
+            "tokens": [self._token(entry.token) for entry in entries],
+            "token_logprobs": [shown_logprob(entry.logprob) for entry in entries],
+            "top_logprobs": [self._top(entry) for entry in entries],
+            "text_offset": [entry.offset for entry in entries],
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """The most probable tokens, and always the one that was taken; of tokens that look alike, the likelier one."""
+        top: dict[str, float] = {}
+        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+            top.setdefault(self._token(token), shown_logprob(logprob))
+        return top
+
+    def _token(self, token_id: int) -> str:
+        return logprob_token(self._texts, token_id).token
+
 
 DEFAULT_TOKENS: Final = 16
 """Of an answer, where the client doesn't say: OpenAI's figure."""
+
 MAX_PROMPTS: Final = 64
+
 MAX_SEQUENCES: Final = 256
 """Prompts times choices."""
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import BadRequest, ConfigError
-from app.text.detokenizer import Detokenizer
-from app.text.tokenizer import Tokenizer
-from tests.app.text.tokenizer_files import FAMILIES, byte_level, model_folder
+from app.lm.text.detokenizer import Detokenizer
+from app.lm.text.tokenizer import Tokenizer
+from tests.app.lm.text.tokenizer_files import FAMILIES, byte_level, model_folder
 
 BACKEND = {"tokenizer_class": "TokenizersBackend"}
 PLAIN = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": False}

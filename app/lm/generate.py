@@ -1,4 +1,6 @@
-"""Requests of Triton's generate extension to a language model.
+"""Answers of Triton's generate extension by a language model.
+
+Requests of Triton's generate extension to a language model.
 
 Source: Triton's generate extension, with the field names of its backend for vLLM. The text is taken as it is: no chat
 template is applied.
@@ -6,22 +8,66 @@ template is applied.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import orjson
 
 from app.codecs.faults import at, shown
 from app.codecs.parameters import MAX_UINT64
-from app.errors import BadRequest
-from app.lm.completion_request import DEFAULT_TOKENS
+from app.errors import BadRequest, HeadwaterError
+from app.lm.completion import DEFAULT_TOKENS
 from app.lm.sampling_fields import SamplingFields, checked_integer
 from app.lm.text_plan import Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
+from app.lm.text_stream import TextPiece, Usage
 from inference.engine import EngineLimits
 
-if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
-    from app.lm.language_text import LanguageText
+if TYPE_CHECKING:
+    from app.lm.text.language import LanguageText
 
-__all__ = ["GenerateRequest"]
+__all__ = ["GenerateAnswer", "GenerateRequest"]
+
+
+class GenerateAnswer:
+    """One answer; see `app.lm.answers.AnswerForm`.
+
+    Args:
+        model: its name.
+        id: the client's own for the request; empty: it has none.
+    """
+
+    def __init__(self, model: str, id: str = "") -> None:
+        about = {"model_name": model, "model_version": "1", **({"id": id} if id else {})}
+        self._head = orjson.dumps(about)[:-1]
+        self._text_head = self._head + b',"text_output":'
+        self._finish: str | None = None
+
+    def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
+        """See `AnswerForm`."""
+        (text,) = texts
+        parameters = orjson.dumps(_facts(text.finish, usage))
+        return b'%b%b,"parameters":%b}' % (self._text_head, orjson.dumps(text.text), parameters)
+
+    def begin(self) -> list[bytes]:
+        """See `AnswerForm`."""
+        return []
+
+    def piece(self, place: int, piece: TextPiece) -> list[bytes]:
+        """See `AnswerForm`."""
+        self._finish = piece.finish
+        return [b"%b%b}" % (self._text_head, orjson.dumps(piece.text))] if piece.text else []
+
+    def end(self, usage: Usage, error: HeadwaterError | None) -> list[bytes]:
+        """See `AnswerForm`."""
+        failure = [] if error is None else [orjson.dumps({"error": error.message, "status": error.status})]
+        facts = orjson.dumps(_facts(self._finish if error is None else "error", usage))
+        return [*failure, b'%b,"final":true,%b' % (self._head, facts[1:])]
+
+
+def _facts(finish: str | None, usage: Usage) -> dict[str, Any]:
+    return {"finish_reason": finish, **usage._asdict()}
+
 
 _MAX_ID_CHARACTERS: Final = 1000
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
-    from app.text.token_texts import TokenTexts
+    from app.lm.text.token_texts import TokenTexts
 
 __all__ = ["Detokenizer"]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import BadRequest
-from app.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOPS, Emitted, StopFinder
+from app.lm.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOPS, Emitted, StopFinder
 
 texts = st.text(st.sampled_from("ab\n🙂"), max_size=30)
 some_stops = st.lists(st.text(st.sampled_from("ab\n🙂"), min_size=1, max_size=5), min_size=1, max_size=5)

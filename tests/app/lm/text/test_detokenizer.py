@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from app.text.detokenizer import Detokenizer
-from app.text.token_texts import TokenTexts
-from tests.app.text.tokenizer_files import FAMILIES, decoder_json
+from app.lm.text.detokenizer import Detokenizer
+from app.lm.text.token_texts import TokenTexts
+from tests.app.lm.text.tokenizer_files import FAMILIES, decoder_json
 
 TEXTS = {name: TokenTexts(tokenizer, decoder_json(tokenizer)) for name, tokenizer in FAMILIES.items()}
 every_family = pytest.mark.parametrize("family", FAMILIES)

@@ -10,7 +10,7 @@ import msgspec
 import tokenizers
 
 from app.errors import BadRequest, ConfigError
-from app.text.token_texts import TokenTexts
+from app.lm.text.token_texts import TokenTexts
 
 __all__ = ["Tokenizer"]
 

@@ -1,18 +1,48 @@
-"""What the streams of both of OpenAI's text APIs have in common: their chunks' constant parts, and their ends."""
+"""What an API makes of a request's texts.
+
+What the streams of both of OpenAI's text APIs have in common: their chunks' constant parts, and their ends.
+"""
 
 from __future__ import annotations
 
 import secrets
 import time
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 import orjson
 
 from app.errors import HeadwaterError
-from app.lm.text_generation import Usage
+from app.lm.text_stream import TextPiece, Usage
 from app.replies import error_reply
 
-__all__ = ["LEAST_LOGPROB", "Chunks", "shown_logprob"]
+__all__ = ["LEAST_LOGPROB", "AnswerForm", "Chunks", "shown_logprob"]
+
+
+class AnswerForm(Protocol):
+    """The answer to one request, in its API's form: whole, or as the JSON texts of events."""
+
+    def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
+        """All of it.
+
+        Args:
+            texts: of each sequence, in their order.
+            usage: what it took.
+        """
+        ...
+
+    def begin(self) -> Sequence[bytes]:
+        """The events before the first piece."""
+        ...
+
+    def piece(self, place: int, piece: TextPiece) -> Sequence[bytes]:
+        """The events of a piece of the sequence at that place; none, if nothing of it is to be told."""
+        ...
+
+    def end(self, usage: Usage, error: HeadwaterError | None) -> Sequence[bytes]:
+        """The events that end it, after an error or without one."""
+        ...
+
 
 LEAST_LOGPROB: Final = -9999.0
 """What OpenAI gives for minus infinity, which JSON lacks."""

@@ -9,9 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from app.errors import ConfigError
-from app.text.logprob_tokens import LogprobToken, logprob_token
-from app.text.token_texts import TokenTexts
-from tests.app.text.tokenizer_files import FAMILIES, decoder_json
+from app.lm.text.token_texts import LogprobToken, TokenTexts, logprob_token
+from tests.app.lm.text.tokenizer_files import FAMILIES, decoder_json
 
 TEXT = "größer 🙂 the fox, é漢"
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import BadRequest
-from app.text.chat_template import ChatTemplate
-from app.text.messages import plain
-from app.text.tokenizer import Tokenizer
+from app.lm.text.chat_template import ChatTemplate, plain
+from app.lm.text.tokenizer import Tokenizer
 
 __all__ = ["LanguageText"]
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from app.dispatch.deadlines import TIMER_RESOLUTION_S
 from app.errors import Cancelled, DeadlineExceeded, HeadwaterError, QueueFull
 from app.lm.channel import Channel
-from app.lm.generation import SequenceSpec, Tokens
-from app.lm.token_slot import TokenSlot
+from app.lm.sequence import SequenceSpec, Tokens, TokenSlot
 from app.telemetry.recorder import LmStatistics
 from app.telemetry.tracing import GenerationTrace
 

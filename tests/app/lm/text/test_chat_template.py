@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import BadRequest, ConfigError
-from app.text.chat_template import ChatTemplate
-from app.text.tokenizer import Tokenizer
-from tests.app.text.tokenizer_files import model_folder
+from app.lm.text.chat_template import ChatTemplate
+from app.lm.text.tokenizer import Tokenizer
+from tests.app.lm.text.tokenizer_files import model_folder
 
 CHATML: Final = (
     "{% for message in messages %}"

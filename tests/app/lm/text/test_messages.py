@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.errors import BadRequest
-from app.text.messages import plain
+from app.lm.text.chat_template import plain
 
 
 def test_text_parts_become_one_text() -> None:
