@@ -358,7 +358,7 @@ class Supervisor:
         own = msgspec.structs.replace(settings, index=index, metrics=self._observer.start_worker(index))
         path.write_bytes(msgspec.json.encode(own))
         return subprocess.Popen(
-            [sys.executable, "-m", "app.worker", str(path), str(listener.fileno())],
+            [sys.executable, "-m", "app.gateway.worker", str(path), str(listener.fileno())],
             cwd=self._folder,
             env={
                 **os.environ,

@@ -89,7 +89,7 @@ def resident_bytes(server: Server) -> int:
     pages = sum(
         int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         for pid in tree(server.pid)
-        if b"app.worker" in command_of(pid)
+        if b"app.gateway.worker" in command_of(pid)
     )
     return pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -31,7 +31,7 @@ from benchmarks.servers import free_port, running
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 RESULTS = Path(__file__).parent / "results" / "idle.json"
 ROLES = {
-    "app.worker": "gateway worker",
+    "app.gateway.worker": "gateway worker",
     "app.process.guardian": "guardian",
     "inference.replica": "replica",
     "app serve": "supervisor",

@@ -169,7 +169,7 @@ class Running:
 
     def workers(self) -> list[int]:
         """The process ids of the gateway workers."""
-        return [pid for pid, command in processes_of(self.folder).items() if "app.worker" in command]
+        return [pid for pid, command in processes_of(self.folder).items() if "app.gateway.worker" in command]
 
     def stop(self, timeout_s: float = 60.0) -> int:
         """Stop it as Ctrl-C does. Returns the exit status."""

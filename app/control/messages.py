@@ -98,7 +98,7 @@ def supervisor_gone() -> Unavailable:
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
-    """Written by the supervisor, read by `app.worker`."""
+    """Written by the supervisor, read by `app.gateway.worker`."""
 
     control: str
     """Path of the control socket."""

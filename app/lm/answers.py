@@ -13,8 +13,8 @@ from typing import Final, Protocol
 import orjson
 
 from app.errors import HeadwaterError
+from app.gateway.http.replies import error_reply
 from app.lm.text_stream import TextPiece, Usage
-from app.replies import error_reply
 
 __all__ = ["LEAST_LOGPROB", "AnswerForm", "Chunks", "shown_logprob"]
 

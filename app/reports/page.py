@@ -94,7 +94,8 @@ def _template() -> jinja2.Template:
     return environment.from_string(_PAGE)
 
 
-# The colours and the figures' variables are those of app/static/style.css; a file of its own must not ask for that.
+# The colours and the figures' variables are those of app/gateway/static/style.css; a file of its own must not ask for
+# that.
 _PAGE: Final = """<!doctype html>
 <html lang="en">
 <head>

@@ -9,7 +9,7 @@ from typing import Any, Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.errors import ConfigError, HeadwaterError, ScopeMissing, Unauthorized
-from app.replies import error_reply
+from app.gateway.http.replies import error_reply
 from app.security.keys import Key, Keys, scopes_for
 from app.security.limits import KeyLimits, LimitFiles
 

@@ -5,7 +5,7 @@ Objects that count often keep the meter that they are given.
 
 Counts of one language model in one gateway worker.
 
-Where every request is counted in and out: `app.middleware.RequestRecords` sees each, however it ends.
+Where every request is counted in and out: `app.gateway.http.entry.RequestRecords` sees each, however it ends.
 
 A request is accepted as soon as its deployment is known (`accept`), and from then on ends with exactly one outcome
 (`leave`): so accepted = the sum over all outcomes + in flight, for every deployment and route. What is refused before,

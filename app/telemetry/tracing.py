@@ -1,8 +1,8 @@
 """Traces: one tree of OpenTelemetry spans a request, from HTTP through queue, replica, trunk and heads.
 
-Off, nothing here imports OpenTelemetry's SDK, and a request costs one look at a variable. On, `app.worker` calls `use`;
-`app.middleware.RequestRecords` begins a request's `Trace`, and what serves the request adds spans to it, afterwards
-and from times that are measured anyway.
+Off, nothing here imports OpenTelemetry's SDK, and a request costs one look at a variable. On, `app.gateway.worker`
+calls `use`; `app.gateway.http.entry.RequestRecords` begins a request's `Trace`, and what serves the request adds spans
+to it, afterwards and from times that are measured anyway.
 
 Names and attributes follow OpenTelemetry's semantic conventions for HTTP; others begin with ``headwater.``. No span
 holds what a client sent or a callable said.

@@ -14,10 +14,11 @@ def _nothing(*arguments: Any) -> None:
     """Instead."""
 
 
-if "app.worker" in sys.orig_argv:
-    from app import connections, middleware
+if "app.gateway.worker" in sys.orig_argv:
     from app.dispatch import dispatcher as dispatch
-    from app.routes import infer
+    from app.gateway.http import connection as connections
+    from app.gateway.http import entry as middleware
+    from app.gateway.routes import infer
     from app.telemetry import instruments, recorder
 
     for owner, names in (

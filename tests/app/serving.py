@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from app.connection import BoundedConnection
-from app.connections import Connections
+from app.gateway.http.connection import BoundedConnection, Connections
 
 __all__ = ["TIMEOUT_S", "Served", "connect", "run_with", "serving", "until", "until_closed"]
 

@@ -16,10 +16,10 @@ from app.control.link import SupervisorLink
 from app.control.messages import Drained
 from app.control.routing import ReplicaRoute, RoutingTable
 from app.control.server import ControlServer
-from app.gateway import create_app
-from app.models import Models
+from app.gateway.app import create_app
+from app.gateway.models import Models
+from app.gateway.routes.repository import repository_routes
 from app.replica_host import Launched
-from app.routes.repository import repository_routes
 from app.security.operator import OperatorGuard
 from tests.app.dispatch.test_dispatcher import NUMBERS
 from tests.app.dispatch.test_dispatcher import Replica as Client

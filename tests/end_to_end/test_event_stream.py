@@ -17,16 +17,15 @@ import uvicorn
 
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, RawTensor
 from app.config.schema import Server
-from app.connection import BoundedConnection
-from app.connections import Connections
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.dispatch.dispatcher import Dispatcher
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
-from app.event_stream import StreamLimits
-from app.gateway import Gateway as GatewayApp
-from app.gateway import create_app
-from app.middleware import RequestRecords
-from app.models import Models
+from app.gateway.app import Gateway as GatewayApp
+from app.gateway.app import create_app
+from app.gateway.http.connection import BoundedConnection, Connections
+from app.gateway.http.entry import RequestRecords
+from app.gateway.http.event_stream import StreamLimits
+from app.gateway.models import Models
 from inference.signature import HeadSpec, Signature, TensorSpec
 from tests.running import Raw, wait_for
 

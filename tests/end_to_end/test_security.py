@@ -185,7 +185,7 @@ def test_a_revoked_key_is_good_no_more(secured: Secured) -> None:
 
 def test_no_key_is_told_by_logs_or_command_lines(secured: Secured) -> None:
     shown = secured.running.log.read_text() + " ".join(processes_of(secured.running.folder).values())
-    assert "app.worker" in shown
+    assert "app.gateway.worker" in shown
     for name, text in secured.texts.items():
         assert text not in shown, name
     assert "hw_wrong" not in shown

@@ -15,7 +15,7 @@ from app.config.overlay import check_allowed, lay_over, parse_overlay
 from app.config.schema import Config, Server, read_config
 from app.control.messages import CommandAnswer
 from app.errors import HeadwaterError
-from app.routes.repository import repository_routes
+from app.gateway.routes.repository import repository_routes
 from app.security.operator import OperatorGuard
 from tests.fuzz.draw import body_of
 from tests.fuzz.promises import check_refusal
@@ -25,7 +25,7 @@ __all__ = ["overlay", "repository"]
 _CONTENT: Final[dict[str, Any]] = {
     "deployments": {
         "m": {
-            "model": "app.models:M",
+            "model": "app.gateway.models:M",
             "batching": {"max_batch_size": 8},
             "options": {"a": [1, {"b": 2}]},
             "replicas": 2,

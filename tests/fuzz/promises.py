@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from app.errors import HeadwaterError
-from app.replies import error_reply
+from app.gateway.http.replies import error_reply
 
 __all__ = ["MAX_MESSAGE", "check_refusal"]
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from starlette.types import Message
 
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded, HeadwaterError, ReplicaLost
-from app.event_stream import EventStream
+from app.gateway.http.event_stream import EventStream
 from app.lm.answers import AnswerForm
 from app.lm.chat import ChatAnswer, ChatRequest
 from app.lm.completion import CompletionAnswer, CompletionRequest

@@ -15,7 +15,7 @@ from app.codecs.tensors import RawTensor
 from app.control.routing import ReplicaRoute, RoutingTable
 from app.dispatch.dispatcher import Dispatcher
 from app.errors import CallableFailed, DeadlineExceeded, Quarantined, QueueFull, ReplicaLost, ReplicaUnreachable
-from app.models import Models
+from app.gateway.models import Models
 from inference.wire.frame import Piece
 from inference.wire.report import CallNote, RowReport, Status
 from tests.app.dispatch import test_frame_call as frames

@@ -14,8 +14,8 @@ from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.dispatch.dispatcher import Dispatcher
 from app.dispatch.protocol import drain
 from app.errors import Unavailable
+from app.gateway.models import Models
 from app.lm.dispatcher import LmDispatcher
-from app.models import Models
 from tests.app.dispatch import test_dispatcher as whole
 from tests.app.lm import stand_in as lm
 

@@ -173,7 +173,7 @@ class ScriptedDispatcher:
 
 
 class ScriptedModels:
-    """What of `app.models.Models` routes use."""
+    """What of `app.gateway.models.Models` routes use."""
 
     def __init__(self, *dispatchers: ScriptedDispatcher) -> None:
         self._dispatchers = {dispatcher.name: dispatcher for dispatcher in dispatchers}
@@ -197,7 +197,7 @@ class ScriptedModels:
 
 @dataclass
 class ScriptedModel:
-    """What of `app.models.ServedModel` routes use."""
+    """What of `app.gateway.models.ServedModel` routes use."""
 
     dispatcher: ScriptedDispatcher
 

@@ -52,6 +52,6 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_gateway_without_language_models_loads_no_tokenizers() -> None:
-    seen = "import sys, app.gateway; print([name for name in ('tokenizers', 'jinja2') if name in sys.modules])"
+    seen = "import sys, app.gateway.app; print([name for name in ('tokenizers', 'jinja2') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

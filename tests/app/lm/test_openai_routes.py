@@ -20,9 +20,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from app.config.schema import Server
 from app.errors import Cancelled, ContractBroken, QueueFull, ReplicaLost, Unavailable
-from app.gateway import create_app
+from app.gateway.app import create_app
+from app.gateway.models import Models
 from app.lm.text.language import LanguageText
-from app.models import Models
 from tests.app.lm.scripted import (
     EOS,
     Script,

@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.config.schema import Server
 from app.control.routing import RoutingTable
-from app.gateway import create_app
+from app.gateway.app import create_app
+from app.gateway.models import Models
 from app.lm.dispatcher import LmDispatcher
-from app.models import Models
 from inference.engine import Engine, EngineLimits
 from inference.lm.engine_host import EngineHost
 from inference.lm.null_engine import NullEngine

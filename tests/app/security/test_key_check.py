@@ -20,14 +20,13 @@ from starlette.routing import BaseRoute, Mount, Route
 from app.config.schema import Server
 from app.control.messages import CommandAnswer
 from app.errors import ConfigError
-from app.event_stream import StreamLimits
-from app.gateway import create_app
-from app.metrics.sampler import Sampler
-from app.middleware import RequestRecords
-from app.models import Models
-from app.routes.metrics import metrics_routes
-from app.routes.repository import repository_routes
-from app.routes.status import status_routes
+from app.gateway.app import create_app
+from app.gateway.http.entry import RequestRecords
+from app.gateway.http.event_stream import StreamLimits
+from app.gateway.models import Models
+from app.gateway.routes.repository import repository_routes
+from app.gateway.routes.status import metrics_routes, status_routes
+from app.gateway.sampler import Sampler
 from app.security.key_check import UNKNOWN, KeyRing
 from app.security.keys import OPEN, SCOPES, Key, scopes_for
 from app.security.limits import LimitFiles

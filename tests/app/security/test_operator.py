@@ -12,9 +12,9 @@ import pytest
 from app.config.schema import Server
 from app.control.messages import CommandAnswer
 from app.errors import Forbidden
-from app.gateway import create_app
-from app.models import Models
-from app.routes.repository import repository_routes
+from app.gateway.app import create_app
+from app.gateway.models import Models
+from app.gateway.routes.repository import repository_routes
 from app.security.operator import OperatorGuard, is_loopback
 
 

@@ -29,8 +29,8 @@ from app.errors import (
     ReplicaLost,
     Unavailable,
 )
-from app.gateway import create_app
-from app.models import Models
+from app.gateway.app import create_app
+from app.gateway.models import Models
 from app.telemetry.catalogue import ACCEPTED, IN_FLIGHT, REQUESTS
 from app.telemetry.ledger import merged
 from app.telemetry.recorder import outcome_of, recorder, use

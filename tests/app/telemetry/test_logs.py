@@ -18,8 +18,8 @@ import app.errors
 from app.config.schema import Server, read_config
 from app.config.sections import LogFormat
 from app.errors import BadRequest, CallableFailed, ConfigError, HeadwaterError, QueueFull, Unavailable
-from app.gateway import create_app
-from app.models import Models
+from app.gateway.app import create_app
+from app.gateway.models import Models
 from app.telemetry.logs import FLUSH_AFTER_S, REPLICA_LOGGER, AccessLog, json_line, set_up_logging, utc, written_whole
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\Z")

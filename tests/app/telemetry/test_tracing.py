@@ -26,8 +26,8 @@ from app.config.sections import TracingSection
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.dispatch.graph import GraphDispatcher
 from app.errors import ReplicaLost
-from app.gateway import create_app
-from app.models import Models
+from app.gateway.app import create_app
+from app.gateway.models import Models
 from app.telemetry.logs import AccessLog
 from app.telemetry.tracing import Tracing, add_model, current, exporting, use
 from inference.lm.null_engine import NullEngine
@@ -352,7 +352,7 @@ class TestOff:
         assert "trace_id" not in told[0].get("log_fields", {})
 
     def test_the_sdk_is_not_imported(self) -> None:
-        code = "import sys, app.worker, app.telemetry.tracing; sys.exit('opentelemetry.sdk' in sys.modules)"
+        code = "import sys, app.gateway.worker, app.telemetry.tracing; sys.exit('opentelemetry.sdk' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

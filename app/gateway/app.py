@@ -1,0 +1,178 @@
+"""The gateway: a FastAPI application over the models that a routing table names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Final
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import app
+from app.config.schema import Server
+from app.errors import CallableFailed, HeadwaterError, MethodNotAllowed, NotFound
+from app.gateway.http.bodies import BodyReader
+from app.gateway.http.entry import (
+    EndpointRoute,
+    EndpointShortcut,
+    ForwardedHeaders,
+    RequestContext,
+    RequestRecords,
+    internal_error,
+)
+from app.gateway.http.event_stream import StreamLimits
+from app.gateway.http.replies import Reply, error_reply
+from app.gateway.models import Models
+from app.gateway.openapi.schema import openapi_schema, with_keys
+from app.gateway.routes.embeddings import EmbeddingsEndpoint
+from app.gateway.routes.generate import GenerateEndpoint, GenerateStreamEndpoint
+from app.gateway.routes.infer import InferEndpoint, InferShortcut
+from app.gateway.routes.metadata import health_routes, metadata_routes, openai_model_routes
+from app.gateway.routes.pages import docs_routes, page_routes
+from app.gateway.routes.texts import CancelEndpoint, OpenAITextEndpoint
+from app.lm.chat import ChatRequest
+from app.lm.completion import CompletionRequest
+from app.security.key_check import KeyCheck, KeyRing
+from app.telemetry.logs import AccessLog
+
+__all__ = ["Gateway", "create_app"]
+
+CORS_REQUEST_HEADERS: Final = (
+    "Authorization", "Content-Type", "Inference-Header-Content-Length", "Traceparent", "X-API-Key", "X-Request-Id",
+)  # fmt: skip
+CORS_ANSWER_HEADERS: Final = ("Inference-Header-Content-Length", "Retry-After", "X-Request-Id")
+"""Scripts see these besides the few that they always do."""
+
+
+def create_app(
+    models: Models,
+    server: Server,
+    *routers: APIRouter,
+    keys: KeyRing | None = None,
+    cors_origins: Sequence[str] = (),
+    records: RequestRecords | None = None,
+) -> Gateway:
+    """Make the application.
+
+    Args:
+        models: what to serve; may change while the application runs.
+        server: limits and switches.
+        routers: further routes: those that need the supervisor.
+        keys: without one of which nothing is answered but health and pages; None: all is, but see
+        `app.security.operator`. cors_origins: of web pages whose scripts may ask.
+        records: what becomes of each request; default: as ``server`` says.
+    """
+    gateway = Gateway(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    reader = BodyReader(server.max_body_bytes, server.body_timeout_s)
+    infer = InferEndpoint(models, reader)
+    if records is None:
+        log = AccessLog(log_format=server.log_format, payloads=server.log_payloads) if server.access_log else None
+        records = RequestRecords(log, StreamLimits(server.stream_ping_s, server.write_timeout_s))
+    generate = GenerateEndpoint(models, reader)
+    generate_stream = GenerateStreamEndpoint(models, reader)
+    routes = [
+        EndpointRoute("/v2/models/{model}/infer", infer, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/versions/{version}/infer", infer, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/generate", generate, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/versions/{version}/generate", generate, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/generate_stream", generate_stream, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/versions/{version}/generate_stream", generate_stream, methods=["POST"]),
+        # An id may have slashes in it.
+        EndpointRoute("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models), methods=["POST"]),
+        EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest), methods=["POST"]),
+        EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest), methods=["POST"]),
+        EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader), methods=["POST"]),
+    ]
+    gateway.router.routes[:0] = routes  # which answers other methods
+    check: KeyCheck | None = None
+    entry: ASGIApp = EndpointShortcut(gateway.entry, routes)
+    if keys is not None:
+        entry = check = KeyCheck(entry, keys)
+    if cors_origins:
+        entry = CORSMiddleware(
+            entry,
+            allow_origins=cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=CORS_REQUEST_HEADERS,
+            expose_headers=CORS_ANSWER_HEADERS,
+        )
+    entry = RequestContext(entry, records)
+    gateway.entry = ForwardedHeaders(InferShortcut(entry, infer, records, check, cors=bool(cors_origins)))
+    gateway.add_exception_handler(HeadwaterError, _on_error)
+    gateway.add_exception_handler(HTTPException, _on_http_error)
+    gateway.add_exception_handler(Exception, _on_exception)
+
+    gateway.include_router(health_routes(models))
+    gateway.include_router(metadata_routes(models, reader))
+    gateway.include_router(openai_model_routes(models))
+    for router in routers:
+        gateway.include_router(router)
+    if server.ui:
+        gateway.include_router(page_routes())
+    docs_routes(gateway)
+
+    generated = gateway.openapi
+
+    def openapi() -> dict[str, Any]:
+        gateway.openapi_schema = None  # models come and go
+        schema = openapi_schema(generated(), models)
+        return schema if keys is None else with_keys(schema)
+
+    gateway.openapi = openapi  # type: ignore[method-assign]
+    return gateway
+
+
+class Gateway(FastAPI):
+    """FastAPI, behind what every request passes first: that is outside of its own layers, which the one route that is
+    called most has no need of."""
+
+    @functools.cached_property
+    def entry(self) -> ASGIApp:
+        """Where requests come in; FastAPI itself until it is set."""
+        return super().__call__
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection's scope."""
+        await self.entry(scope, receive, send)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HeadwaterError)
+    return _response(error_reply(error, request.url.path))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        reply = error_reply(
+            MethodNotAllowed(f"method {request.method}: not allowed on {path[:200]}; allowed: {allowed}"), path
+        )
+        return _response(reply, {"allow": allowed})
+    if error.status_code == 404:
+        return _response(error_reply(NotFound(f"route {path[:200]}: unknown; see /docs"), path))
+    reply = error_reply(CallableFailed(str(error.detail)), path)
+    reply.status = error.status_code
+    return _response(reply)
+
+
+async def _on_exception(request: Request, error: Exception) -> Response:
+    return _response(error_reply(internal_error(request.scope["state"], error), request.url.path))
+
+
+def _response(reply: Reply, headers: dict[str, str] | None = None) -> Response:
+    return _ReplyResponse(reply, headers or {})
+
+
+class _ReplyResponse(Response):
+    """A `Reply` where Starlette wants a Response."""
+
+    def __init__(self, reply: Reply, headers: dict[str, str]) -> None:
+        body, pairs = reply.content()
+        super().__init__(body, reply.status, headers)
+        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-type"] + pairs

@@ -1,0 +1,1 @@
+"""Connections, and what is around every request and answer."""

@@ -1,0 +1,154 @@
+"""Reads request bodies: bounded in size, in time, and in what they unpack to."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import zlib
+from collections.abc import Awaitable, Callable
+
+from starlette.types import Receive, Scope
+
+from app.errors import BadRequest, BodyTooLarge, BodyTooSlow, ClientGone, UnsupportedMediaType
+from app.gateway.http.exchange import exchange_of
+
+__all__ = ["BodyReader"]
+
+_PIECE_BYTES = 64 * 1024
+_JSON_TYPES = (b"application/json", b"application/octet-stream", b"application/vnd.sagemaker-triton")
+# zlib's window bits: gzip, and zlib's own format, which HTTP calls deflate.
+_WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
+
+
+class BodyReader:
+    """Reads bodies.
+
+    Args:
+        max_bytes: of a body, and of what it unpacks to.
+        timeout_s: how long a body may take to arrive.
+    """
+
+    def __init__(self, max_bytes: int, timeout_s: float) -> None:
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+
+    async def read(self, scope: Scope, receive: Receive) -> tuple[bytes, dict[bytes, bytes]]:
+        """Read a body. Returns it, unpacked, and the headers.
+
+        Raises:
+            UnsupportedMediaType: the content type isn't JSON or octets, or the encoding isn't gzip or deflate.
+            BodyTooLarge: it is over the limit; known from its length before any of it is read, where it has one.
+            BodyTooSlow: it did not arrive in time.
+            BadRequest: its compressed form is damaged.
+            ClientGone: the client went away.
+        """
+        headers = dict(scope["headers"])
+        self._check_type(headers.get(b"content-type"))
+        encoding = headers.get(b"content-encoding", b"identity").strip().lower()
+        if encoding != b"identity" and encoding not in _WINDOW_BITS:
+            raise UnsupportedMediaType(
+                f"header Content-Encoding: expected gzip, deflate or identity, got {_shown(encoding)}"
+            )
+        length = headers.get(b"content-length")
+        if length is not None:
+            length = length.strip()  # the parser leaves spaces behind it
+        if length is not None and length.isdigit() and int(length) > self._max_bytes:
+            raise self._too_large(int(length))
+        exchange = exchange_of(scope)
+        body = None if exchange is None else exchange.take_body()
+        if body is None:
+            # Of a length that was said and is bearable, pieces needn't be counted.
+            is_sized = length is not None and b"transfer-encoding" not in headers
+            gather = exchange.gather_body if exchange is not None and is_sized else None
+            body = await self._read_in_time(receive, gather)
+        elif len(body) > self._max_bytes:
+            raise self._too_large(len(body))
+        if encoding != b"identity":
+            body = await asyncio.to_thread(self._unpack, body, _WINDOW_BITS[encoding], encoding)
+        return body, headers
+
+    async def _read_in_time(self, receive: Receive, gather: Callable[[], Awaitable[bytes | None]] | None) -> bytes:
+        # Not `asyncio.wait_for`, which makes a task of its own: most bodies are there already.
+        task = asyncio.current_task()
+        assert task is not None
+        is_late = False
+
+        def stop() -> None:
+            nonlocal is_late
+            is_late = True
+            task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, stop)
+        try:
+            if gather is None:
+                return await self._read_all(receive)
+            body = await gather()
+            if body is None:
+                raise _client_gone()
+            return body
+        except asyncio.CancelledError:
+            if not is_late:
+                raise
+            if sys.version_info >= (3, 11):
+                task.uncancel()
+            raise BodyTooSlow(f"body: expected all of it within {self._timeout_s:g} s") from None
+        finally:
+            timer.cancel()
+
+    async def _read_all(self, receive: Receive) -> bytes:
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _client_gone()
+            chunk: bytes = message.get("body", b"")
+            size += len(chunk)
+            if size > self._max_bytes:
+                raise self._too_large(size)
+            chunks.append(chunk)
+            if not message.get("more_body", False):
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def _unpack(self, packed: bytes, window_bits: int, encoding: bytes) -> bytes:
+        unpacker = zlib.decompressobj(window_bits)
+        pieces: list[bytes] = []
+        size = 0
+        rest = packed
+        try:
+            while rest and not unpacker.eof:
+                piece = unpacker.decompress(rest, _PIECE_BYTES)
+                size += len(piece)
+                if size > self._max_bytes:
+                    raise self._too_large(size)
+                pieces.append(piece)
+                rest = unpacker.unconsumed_tail
+            pieces.append(unpacker.flush())
+        except zlib.error as error:
+            raise BadRequest(f"body: not valid {encoding.decode()} data: {error}", field="body") from error
+        if not unpacker.eof:
+            raise BadRequest(f"body: its {encoding.decode()} data are cut short", field="body")
+        if unpacker.unused_data:
+            raise BadRequest(f"body: bytes follow the end of its {encoding.decode()} data", field="body")
+        return b"".join(pieces)
+
+    def _check_type(self, content_type: bytes | None) -> None:
+        if content_type is None or content_type in _JSON_TYPES:
+            return
+        kind = content_type.partition(b";")[0].strip().lower()
+        if kind not in _JSON_TYPES and not kind.endswith(b"+json"):
+            raise UnsupportedMediaType(
+                "header Content-Type: expected application/json, or application/octet-stream for binary tensors, "
+                f"got {_shown(kind)}; with curl, add -H 'Content-Type: application/json'"
+            )
+
+    def _too_large(self, size: int) -> BodyTooLarge:
+        return BodyTooLarge(f"body: expected at most {self._max_bytes} bytes (server.max_body_bytes), got {size}")
+
+
+def _client_gone() -> ClientGone:
+    return ClientGone("the client went away before its body had arrived")
+
+
+def _shown(value: bytes) -> str:
+    return repr(value[:80].decode("latin-1"))

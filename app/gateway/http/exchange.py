@@ -1,0 +1,227 @@
+"""What a connection knows of a request beyond ASGI, and does at once where ASGI takes several messages.
+
+`app.gateway.http.connection.BoundedConnection` puts an `Exchange` into each request's scope, as an extension of ASGI.
+Who finds none (under another server, or in tests) does the same by ``receive`` and ``send``.
+
+Notices that a client went away while its answer is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, cast
+
+from starlette.types import Receive, Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+from app.errors import ClientGone
+
+__all__ = ["EXTENSION", "DisconnectWatch", "Exchange", "exchange_of"]
+
+
+EXTENSION: Final = "headwater.exchange"
+
+_JOIN_BYTES: Final = 64 * 1024
+"""Up to here it costs less to join an answer's pieces than to write each."""
+
+
+class Exchange:
+    """A request and its answer, on their connection.
+
+    Args:
+        cycle: uvicorn's, of the same.
+    """
+
+    __slots__ = ("_cycle", "_pieces", "on_gone", "task")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        cast("dict[str, Any]", cycle.scope)["extensions"] = {EXTENSION: self}
+        self.task: asyncio.Task[None] | None = None
+        """That runs the application."""
+        self.on_gone: Callable[[], None] | None = None
+        """Called when the client has gone before its answer."""
+        self._pieces: list[bytes] | None = None
+
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        """Have it called when the client goes before its answer; at once if it has gone."""
+        self.on_gone = on_gone
+        if self._cycle.disconnected:
+            on_gone()
+        else:
+            # Reading stops at 64 KiB of a body, and only who reads learns that the connection has ended.
+            self._cycle.flow.resume_reading()
+
+    def lose(self) -> None:
+        """The connection is lost."""
+        self._cycle.disconnected = True
+        self._cycle.message_event.set()
+        if self.on_gone is not None and not self._cycle.response_complete:
+            self.on_gone()
+
+    def end(self) -> None:
+        """The answer is complete. It and the scope know each other, and would wait for the garbage collector."""
+        self.task = self.on_gone = None
+        self._cycle.scope.pop("extensions", None)
+
+    def take_body(self) -> bytes | None:
+        """The body, if all of it is here already. Once: then ``receive`` tells no more but that the client left."""
+        cycle = self._cycle
+        if cycle.more_body or cycle.disconnected:
+            return None
+        body = bytes(cycle.body)
+        cycle.body = bytearray()
+        cycle.message_event.clear()
+        return body
+
+    async def gather_body(self) -> bytes | None:
+        """The body, once all of it is here; None: the client has gone. Its length must be known to be bearable.
+
+        ``receive`` stops reading at 64 KiB, wakes the application for each piece, and copies it twice.
+        """
+        cycle = self._cycle
+        pieces = self._pieces = [bytes(cycle.body)]
+        cycle.body = bytearray()
+        try:
+            if cycle.waiting_for_100_continue and not cycle.transport.is_closing():
+                cycle.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                cycle.waiting_for_100_continue = False
+            if not cycle.disconnected:
+                cycle.flow.resume_reading()
+            while cycle.more_body and not cycle.disconnected:
+                cycle.message_event.clear()
+                await cycle.message_event.wait()
+        finally:
+            self._pieces = None
+        cycle.message_event.clear()
+        return None if cycle.disconnected else b"".join(pieces)
+
+    def takes_piece(self, piece: bytes) -> bool:
+        """Take the next piece of the body, if `gather_body` waits for it."""
+        if self._pieces is None or not self._cycle.more_body:  # it may be the next request's
+            return False
+        self._pieces.append(piece)
+        return True
+
+    def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: Sequence[bytes | memoryview]) -> bool:
+        """Write a whole answer at once.
+
+        Args:
+            status: its status.
+            headers: without its length.
+            body: in pieces, of bytes each.
+
+        Returns:
+            False: the client has yet to read what is before it; ``send`` waits for that.
+        """
+        cycle = self._cycle
+        if cycle.flow.write_paused:
+            return False
+        if cycle.disconnected:
+            return True
+        length = sum(map(len, body))
+        pieces: list[bytes | memoryview] = [STATUS_LINE[status]]
+        lines = 2
+        for name, value in (*cycle.default_headers, *headers):
+            pieces += (name, b": ", value, b"\r\n")
+            lines += 1
+        if cycle.keep_alive:
+            pieces.append(b"content-length: %d\r\n\r\n" % length)
+        else:
+            pieces.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % length)
+            lines += 1
+        lines += 1
+        head = b"".join(pieces)
+        # Nothing in a header may pass for another one.
+        if head.count(b"\n") != lines or head.count(b"\r") != lines:
+            raise RuntimeError("an answer's headers: expected no line ends in them")
+        if length <= _JOIN_BYTES:
+            cycle.transport.write(b"".join((head, *body)))
+        else:
+            cycle.transport.writelines([head, *body])
+        cycle.waiting_for_100_continue = False
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+        return True
+
+    def write_piece(self, piece: bytes) -> bool:
+        """Write a piece of an answer that has begun and has no length.
+
+        Returns:
+            False: the client has yet to read what is before it; ``send`` waits for that.
+        """
+        cycle = self._cycle
+        if cycle.flow.write_paused or not cycle.chunked_encoding:
+            return False
+        if not cycle.disconnected and not cycle.response_complete:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return True
+
+
+def exchange_of(scope: Mapping[str, Any]) -> Exchange | None:
+    """A request's, where there is one."""
+    extensions = scope.get("extensions")
+    found: Exchange | None = extensions.get(EXTENSION) if extensions else None
+    return found
+
+
+WATCH_AFTER_S: Final = 0.02
+"""Where only ``receive`` tells. Most answers are sooner than this, and a task for each of them would cost more than it
+saves."""
+
+
+class DisconnectWatch:
+    """A context whose body is cancelled when the client goes away; `ClientGone` comes out of it then.
+
+    To be entered by the request's own task, when the request's body has been read: from then on the server has nothing
+    else to say.
+    """
+
+    __slots__ = ("_exchange", "_is_gone", "_receive", "_task", "_timer", "_watcher")
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._exchange = exchange_of(scope)
+        self._receive = receive
+        self._is_gone = False
+        self._watcher: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        exchange = self._exchange
+        if exchange is not None:
+            self._task = exchange.task
+            exchange.watch(self._leave)
+            return
+        self._task = asyncio.current_task()
+        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._start)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._exchange is not None:
+            self._exchange.on_gone = None
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._is_gone and kind is asyncio.CancelledError:
+            raise ClientGone("the client went away before its answer") from None
+
+    def _start(self) -> None:
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._leave()
+
+    def _leave(self) -> None:
+        self._is_gone = True
+        if self._task is not None:
+            self._task.cancel()

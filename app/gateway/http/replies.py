@@ -1,0 +1,76 @@
+"""Answers: errors in each API's form, and bodies that are ready."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from app.errors import HeadwaterError
+from app.gateway.http.exchange import exchange_of
+
+__all__ = ["Reply", "error_reply", "json_reply"]
+
+RETRY_AFTER_S = 2
+"""What a 503 says that has no better figure."""
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Reply:
+    """An ASGI response whose body is ready, in pieces."""
+
+    def __init__(
+        self,
+        status: int,
+        body: Sequence[bytes | memoryview],
+        headers: Headers,
+    ) -> None:
+        self.status = status
+        self._body = body
+        self._headers = headers
+
+    def content(self) -> tuple[bytes, Headers]:
+        """The body in one piece, and the headers without its length."""
+        return b"".join(self._body), self._headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        body, headers = self.content()
+        length = (b"content-length", b"%d" % len(body))
+        await send({"type": "http.response.start", "status": self.status, "headers": [*headers, length]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def send(self, scope: Scope, send: Send, more_headers: Headers) -> None:
+        """Send it with some headers more: at once, where the connection takes it so, and nothing between has a say."""
+        exchange = exchange_of(scope)
+        headers = [*self._headers, *more_headers]
+        if exchange is None or not exchange.answer(self.status, headers, self._body):
+            await Reply(self.status, self._body, headers)(scope, _nothing, send)
+
+
+async def _nothing() -> Message:
+    raise AssertionError("an answer that is ready asks for nothing")
+
+
+def json_reply(content: object, status: int = 200, headers: Headers | None = None) -> Reply:
+    """A JSON answer."""
+    return Reply(status, [msgspec.json.encode(content)], [(b"content-type", b"application/json"), *(headers or ())])
+
+
+def error_reply(error: HeadwaterError, path: str) -> Reply:
+    """An error in the form of the API that the path belongs to: OpenAI's under ``/v1``, Triton's elsewhere."""
+    if path.startswith("/v1/"):
+        content: object = {
+            "error": {"message": error.message, "type": error.kind, "param": error.field, "code": error.status}
+        }
+    else:
+        content = {"error": error.message}
+    headers: Headers = []
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    retry_after_s = error.retry_after_s or (RETRY_AFTER_S if error.status == 503 else None)
+    if retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % retry_after_s))
+    return json_reply(content, error.status, headers)

@@ -1,0 +1,1 @@
+"""The OpenAPI description of what this server serves now."""

@@ -1,0 +1,90 @@
+"""``/docs``: Swagger UI from files of our own, so that it works without the internet.
+
+``/``: the status page and the playground, from files of our own; nothing is loaded from elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import mimetypes
+from pathlib import Path
+from typing import Final
+
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+from starlette.staticfiles import StaticFiles
+
+from app.errors import NotFound
+
+__all__ = ["docs_routes", "page_routes"]
+
+
+ASSETS = "/docs/assets"
+
+
+def docs_routes(gateway: FastAPI) -> None:
+    """Add the routes."""
+    gateway.mount(ASSETS, StaticFiles(directory=_static_folder()), name="docs-assets")
+
+    @gateway.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(
+            openapi_url="/openapi.json",
+            title="Headwater",
+            swagger_js_url=f"{ASSETS}/swagger-ui-bundle.js",
+            swagger_css_url=f"{ASSETS}/swagger-ui.css",
+            swagger_favicon_url=f"{ASSETS}/favicon.png",
+        )
+
+
+def _static_folder() -> Path:
+    """Where fastapi-offline keeps its copy of Swagger UI; of that package only these files are used."""
+    spec = importlib.util.find_spec("fastapi_offline")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "static"
+
+
+FOLDER: Final = Path(__file__).parents[1] / "static"
+
+INDEX: Final = "index.html"
+
+HEADERS: Final = {
+    # No inline script or style, nothing from other hosts, and no other page may frame it.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def page_routes() -> APIRouter:
+    """``/`` and ``/static/{name}``.
+
+    The files are read once, and a name is looked up among them: no request leads to a path.
+    """
+    files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.is_file()}
+    router = APIRouter()
+
+    async def page(request: Request) -> Response:
+        return _answer(INDEX, files[INDEX])
+
+    async def file(request: Request) -> Response:
+        name = request.path_params["name"]
+        content = files.get(name)
+        if content is None:
+            raise NotFound(f"file {name[:100]!r}: unknown; this page has no such file", field="name")
+        return _answer(name, content)
+
+    router.routes.append(Route("/", page, methods=["GET"]))
+    router.routes.append(Route("/static/{name}", file, methods=["GET"]))
+    return router
+
+
+def _answer(name: str, content: bytes) -> Response:
+    kind = "text/javascript" if name.endswith(".js") else mimetypes.guess_type(name)[0]
+    return Response(content, headers=HEADERS, media_type=kind)

@@ -1,0 +1,201 @@
+"""``GET /metrics``: what all processes of the server have counted, in Prometheus' text format or in OpenMetrics'.
+
+``GET /v2/status``: what the status page shows, as JSON: states, replicas, and counts since the server's start.
+
+Rates are for who asks to work out, from two answers: the same counts that ``/metrics`` exposes, by deployment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+import app
+from app.gateway.models import Models, ServedModel
+from app.gateway.routes.metadata import index_entry
+from app.gateway.sampler import Sampler
+from app.telemetry.catalogue import ACCEPTED, CATALOGUE, IN_FLIGHT, OUTCOMES, REQUESTS
+from app.telemetry.exposition import TritonAnswer, TritonTarget, ask_tritons
+from app.telemetry.ledger import merged, read_totals
+from app.telemetry.recorder import recorder
+from app.telemetry.store import Key
+
+__all__ = ["metrics_routes", "status_routes"]
+
+
+def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
+    """The route.
+
+    Args:
+        models: whose replicas' Tritons are asked, too.
+        folder: where the processes count.
+        sampler: of this worker's gauges.
+    """
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/metrics", response_class=Response, summary="Metrics of the whole server, for Prometheus")
+    async def metrics(request: Request) -> Response:
+        targets = [
+            TritonTarget(model.route.name, replica.id, replica.http_socket)
+            for model in models.with_steps()
+            for replica in (*model.route.replicas, *model.route.retiring)
+        ]
+        answers = await ask_tritons(targets)
+        for answer in answers:
+            if answer.text is None:
+                recorder().count("headwater_scrape_errors", answer.target.deployment)
+        sampler.sample()
+        body, media_type = await asyncio.to_thread(_scrape, folder, answers, request.headers.get("accept", ""))
+        return Response(body, media_type=media_type)
+
+    return router
+
+
+def _scrape(folder: Path, answers: Sequence[TritonAnswer], accept: str) -> tuple[bytes, str]:
+    from app.telemetry.exposition import ReplicaText, exposition
+
+    texts = [
+        ReplicaText(answer.target.deployment, answer.target.replica, answer.text)
+        for answer in answers
+        if answer.text is not None
+    ]
+    return exposition(read_totals(folder), texts, accept)
+
+
+TIMES: Final = "headwater_request_seconds"
+
+ROWS: Final = "headwater_batch_rows"
+
+Records = Mapping[Key, list[int]]
+
+
+def status_routes(models: Models, folder: Path | None, sampler: Sampler) -> APIRouter:
+    """The route.
+
+    Args:
+        models: of this worker.
+        folder: where all processes count; None: only what this one counted is told, as ``scope`` says.
+        sampler: of this worker's gauges.
+    """
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/v2/status", summary="States, replicas and counts of the whole server, for the status page")
+    async def status(request: Request) -> JSONResponse:
+        request.state.is_routine = True
+        sampler.sample()
+        if folder is None:
+            records: Records = merged([recorder().snapshot().records])
+        else:
+            records = (await asyncio.to_thread(read_totals, folder)).records
+        content = {
+            "version": app.__version__,
+            "now_s": time.time(),
+            "draining": models.is_draining,
+            "scope": "worker" if folder is None else "server",
+            "bounds": {
+                "seconds": [float(f"{bound * CATALOGUE[TIMES].scale:.10g}") for bound in CATALOGUE[TIMES].bounds],
+                "rows": list(CATALOGUE[ROWS].bounds),
+            },
+            "deployments": _deployments(models, records),
+        }
+        return JSONResponse(content, headers={"cache-control": "no-store"})
+
+    return router
+
+
+def _deployments(models: Models, records: Records) -> list[dict[str, Any]]:
+    by_deployment: dict[str, _Counts] = defaultdict(_Counts)
+    for key, numbers in records.items():
+        if CATALOGUE[key.name].labels[:1] == ("deployment",):
+            by_deployment[key.labels[0]].add(key, numbers)
+    return [_deployment(model, by_deployment[model.route.name]) for model in models.with_steps()]
+
+
+def _deployment(model: ServedModel, counts: _Counts) -> dict[str, Any]:
+    route = model.route
+    told = {
+        **index_entry(model),
+        "kind": _kind(model),
+        "part_of": route.part_of,
+        "since_s": route.since_s,
+        "replica_list": [
+            {
+                "id": replica.id,
+                "state": state,
+                "device": replica.device,
+                "threads": counts.of_replica("headwater_replica_threads", replica.id),
+                "resident_bytes": counts.of_replica("headwater_replica_resident_memory_bytes", replica.id),
+                "gpu_bytes": counts.of_replica("headwater_replica_gpu_memory_bytes", replica.id),
+            }
+            for state, replicas in (("READY", route.replicas), ("RETIRING", route.retiring))
+            for replica in replicas
+        ],
+        "accepted": counts.total(ACCEPTED),
+        "in_flight": counts.total(IN_FLIGHT),
+        "outcomes": {outcome: counts.total(REQUESTS, outcome) for outcome in OUTCOMES},
+        "seconds": counts.histogram(TIMES),
+        "rows": counts.histogram(ROWS),
+        "waiting": counts.total("headwater_queue_rows") + counts.total("headwater_waiting_sequences"),
+        "retries": counts.total("headwater_retries"),
+    }
+    if route.is_language_model:
+        told["language_model"] = {
+            "first_token": counts.histogram("headwater_time_to_first_token_seconds"),
+            "inter_token": counts.histogram("headwater_inter_token_seconds"),
+            **{
+                name: counts.total(f"headwater_{name}")
+                for name in (
+                    "prompt_tokens",
+                    "generated_tokens",
+                    "active_sequences",
+                    "waiting_sequences",
+                    "cache_used_tokens",
+                    "cache_limit_tokens",
+                )
+            },
+        }
+    return told
+
+
+def _kind(model: ServedModel) -> str:
+    route = model.route
+    if route.is_language_model:
+        return "language model"
+    if route.part_of is not None:
+        return "step"
+    is_pipeline = route.is_graph or (route.signature is not None and bool(route.signature.heads))
+    return "pipeline" if is_pipeline else "model"
+
+
+class _Counts:
+    """What was counted of one deployment."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[tuple[tuple[str, ...], list[int]]]] = defaultdict(list)
+
+    def add(self, key: Key, numbers: list[int]) -> None:
+        """Take in a record."""
+        self._found[key.name].append((key.labels[1:], numbers))
+
+    def total(self, name: str, last: str | None = None) -> int:
+        """A counter's or gauge's sum over its other labels, the last of which may be given."""
+        return sum(numbers[0] for labels, numbers in self._found[name] if last is None or labels[-1] == last)
+
+    def of_replica(self, name: str, replica: str) -> int | None:
+        """A gauge of one replica; None if nobody measured it."""
+        return next((numbers[0] for labels, numbers in self._found[name] if labels == (replica,)), None)
+
+    def histogram(self, name: str) -> dict[str, Any]:
+        """Counts by bucket, the one without bound last, and the sum in the base unit."""
+        series = CATALOGUE[name]
+        totals = [0] * (len(series.bounds) + 2)
+        for _, numbers in self._found[name]:
+            totals = [a + b for a, b in zip(totals, numbers, strict=True)]
+        return {"counts": totals[:-1], "sum": totals[-1] * series.scale}

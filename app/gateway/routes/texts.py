@@ -1,0 +1,199 @@
+"""``POST /v2/requests/{request_id}/cancel``: end what runs under a request's id, whoever sent it with the same key.
+
+From a language model's texts to an HTTP answer: whole, or as server-sent events.
+
+``POST /v1/chat/completions`` and ``/v1/completions``: OpenAI's APIs over a language model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, Protocol
+
+from starlette.types import ASGIApp, Receive, Scope
+
+from app.codecs.faults import shown
+from app.errors import HeadwaterError, NotFound
+from app.gateway.http.bodies import BodyReader
+from app.gateway.http.entry import Endpoint
+from app.gateway.http.event_stream import EventStream
+from app.gateway.http.exchange import DisconnectWatch
+from app.gateway.http.replies import Reply, json_reply
+from app.gateway.models import Models
+from app.lm.answers import AnswerForm
+from app.lm.chat import ChatRequest
+from app.lm.completion import CompletionRequest
+from app.lm.dispatcher import LmDispatcher
+from app.lm.text_plan import TextPlan
+from app.lm.text_stream import TextGeneration, TextStream
+from app.security.key_check import owned_id
+from app.security.limits import KeyLimits
+from app.telemetry.catalogue import Route
+from app.telemetry.recorder import accept
+from inference.engine import EngineLimits
+
+if TYPE_CHECKING:
+    from app.lm.text.language import LanguageText
+    from app.lm.text.token_texts import TokenTexts
+
+__all__ = ["CancelEndpoint", "OpenAITextEndpoint", "TextAnswers"]
+
+
+class CancelEndpoint(Endpoint):
+    """Cancels the sequences of a request to a language model."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    async def answer(self, scope: Scope, receive: Receive) -> Reply:
+        """See `Endpoint.answer`."""
+        request_id = scope["path_params"]["request_id"]
+        cancelled = await self._models.cancel_request(owned_id(scope["state"], request_id))
+        if not cancelled:
+            raise NotFound(
+                f"request {shown(request_id)}: expected the X-Request-Id of a request to a language model that is "
+                "under way, got one of which nothing runs; it may have ended",
+                field="request_id",
+            )
+        scope["state"]["note"] = f"cancelled={cancelled}"
+        return json_reply({"request_id": request_id, "cancelled": cancelled})
+
+
+_JSON = (b"content-type", b"application/json")
+
+
+class Plannable(Protocol):
+    """A request that can be made sequences of."""
+
+    def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
+        """Check it, and make tokens of it; called in a thread."""
+        ...
+
+
+class TextAnswers:
+    """Answers the requests to language models.
+
+    Args:
+        models: count the streams that are open.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    async def answer(
+        self,
+        scope: Scope,
+        receive: Receive,
+        dispatcher: LmDispatcher,
+        request: Plannable,
+        form: Callable[[TextPlan, TokenTexts], AnswerForm],
+        *,
+        streams: bool,
+    ) -> ASGIApp:
+        """Answer one request, or open its answer in pieces. If the client goes away, its sequences are cancelled.
+
+        Args:
+            scope, receive: of the request; its body has been read.
+            dispatcher: of the model.
+            request: what is asked.
+            form: makes the API's form.
+            streams: whether the answer comes in pieces.
+
+        Raises:
+            HeadwaterError: it can't be answered.
+        """
+        specification = dispatcher.check_ready().language_model
+        assert specification is not None
+        limits: KeyLimits | None = scope["state"].get("key_limits")
+        if limits is not None:
+            limits.check_tokens()
+        with DisconnectWatch(scope, receive):
+            text = await dispatcher.text()
+            plan, text_streams = await asyncio.to_thread(_planned, request, text, specification.limits)
+            form_of_this = form(plan, text.tokenizer.texts)
+            # From here to what closes it, nothing is awaited and nothing fails.
+            request_id = owned_id(scope["state"], scope["state"]["request_id"])
+            generation = dispatcher.open(request_id, plan.specs, timeout_s=plan.timeout_s)
+            job = TextGeneration(
+                generation, text_streams, plan.prompt_tokens, None if limits is None else limits.spend_tokens
+            )
+            return await (self._stream if streams else self._whole)(scope, job, form_of_this)
+
+    async def _whole(self, scope: Scope, job: TextGeneration, form: AnswerForm) -> Reply:
+        try:
+            body = form.whole(await job.whole(), job.usage)
+        finally:
+            job.close()
+        scope["state"]["note"] = _note(job)
+        return Reply(200, [body], [_JSON])
+
+    async def _stream(self, scope: Scope, job: TextGeneration, form: AnswerForm) -> EventStream:
+        state = scope["state"]
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            begun = False
+            while pieces := await job.news():
+                if not begun:  # not sooner: an early failure shall have its true status
+                    begun = True
+                    for event in form.begin():
+                        yield event
+                for place, piece in pieces:
+                    for event in form.piece(place, piece):
+                        yield event
+
+        def ending(error: HeadwaterError | None) -> list[bytes]:
+            return list(form.end(job.usage, error))
+
+        def on_closed() -> None:
+            self._models.streams -= 1
+            job.close()
+            if state.get("note", "streamed") == "streamed":
+                state["note"] = _note(job)
+
+        self._models.streams += 1
+        stream = EventStream(events(), ending, on_closed)
+        try:
+            await stream.open()
+        except BaseException:
+            await stream.close()
+            raise
+        return stream
+
+
+def _planned(request: Plannable, text: LanguageText, limits: EngineLimits) -> tuple[TextPlan, list[TextStream]]:
+    plan = request.plan(text, limits)
+    return plan, plan.streams(text.tokenizer.texts)
+
+
+def _note(job: TextGeneration) -> str:
+    """For the access log."""
+    usage = job.usage
+    return f"tokens={usage.prompt_tokens}+{usage.completion_tokens}"
+
+
+class OpenAITextEndpoint(Endpoint):
+    """Answers conversations, or continues texts.
+
+    Args:
+        models: to be asked.
+        reader: of bodies.
+        kind: what a body says, and thereby which of the two.
+    """
+
+    def __init__(self, models: Models, reader: BodyReader, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
+        self._models = models
+        self._reader = reader
+        self._kind = kind
+        self._route: Route = "chat" if kind is ChatRequest else "completions"
+        self._answers = TextAnswers(models)
+
+    async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
+        """See `Endpoint.answer`."""
+        raw, _ = await self._reader.read(scope, receive)
+        request = self._kind.read(raw)
+        accept(scope, self._models.get(request.model).route.name, self._route)
+        dispatcher = self._models.language_model(request.model)
+        return await self._answers.answer(
+            scope, receive, dispatcher, request, request.answer_form, streams=bool(request.stream)
+        )

@@ -1,0 +1,181 @@
+"""A gateway worker's process: FastAPI on uvicorn, on the socket that the supervisor listens on.
+
+Run by `app.supervisor` as ``python -m app.gateway.worker SETTINGS_FILE LISTENER_FD``. It ends when the supervisor does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import uvicorn
+from sse_starlette.sse import AppStatus
+
+from app.config.schema import Server
+from app.config.sections import SecuritySection
+from app.control.link import SupervisorLink
+from app.control.messages import WorkerSettings
+from app.dispatch.admission import WaitingRoom
+from app.gateway.app import create_app
+from app.gateway.http.connection import BoundedConnection, Connections, allow_open_files
+from app.gateway.models import Models
+from app.gateway.routes.repository import repository_routes
+from app.gateway.routes.status import metrics_routes, status_routes
+from app.gateway.sampler import SAMPLE_EVERY_S, LoadSampler, Sampler
+from app.security.file_watch import FileWatch
+from app.security.key_check import KeyRing
+from app.security.keys_file import keys_are_wanted, known_keys
+from app.security.limits import LimitFiles
+from app.security.operator import OperatorGuard, is_loopback
+from app.security.tls import Certificate
+from app.telemetry import recorder, tracing
+from app.telemetry.logs import set_up_logging
+from app.telemetry.store import Store
+from inference import tuning
+from inference.tuning import keep_freed_memory
+
+__all__ = ["main"]
+
+logger = logging.getLogger("headwater")
+
+DRAIN_POLL_S = 0.02
+GARBAGE_ALLOCATIONS = 10_000
+"""See `inference.tuning`. Python's own 700 is fewer than what the requests under way hold: a collection ran for every
+few requests. They free what they held without it."""
+LAST_ANSWERS_TIMEOUT_S = 2
+"""How long clients may take to read the answers that are ready when the server stops."""
+
+
+async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
+    options = Server.model_validate(settings.server)
+    models = Models(
+        room=WaitingRoom(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
+    )
+    # It would cut every stream off as soon as the server is told to exit. What ends them is `drain` below, and behind
+    # that uvicorn's own timeout.
+    AppStatus.enable_automatic_graceful_drain = False
+    link = SupervisorLink(models.drain, models.quarantine)
+    models.on_quarantined = link.tell_quarantined
+    security = SecuritySection.model_validate(settings.security)
+    watches: list[Coroutine[Any, Any, None]] = []
+    keys: KeyRing | None = None
+    if keys_are_wanted(security.keys_file):
+        key_watch = FileWatch([] if security.keys_file is None else [security.keys_file])
+        limits = LimitFiles(Path(settings.control).parent / "limits", settings.index, options.workers)
+        keys = KeyRing(lambda: known_keys(security.keys_file), limits)
+        watches.append(key_watch.run(keys.renew))
+    certificate: Certificate | None = None
+    if options.tls is not None:
+        certificate_watch = FileWatch([options.tls.certificate, options.tls.key])
+        certificate = Certificate(options.tls)
+        watches.append(certificate_watch.run(certificate.renew))
+    connections = Connections(allow_open_files(-(-options.max_connections // options.workers)))
+    operator = OperatorGuard(is_loopback(listener.getsockname()), has_keys=keys is not None)
+    routers = [repository_routes(link.command, operator, options)]
+    sampler = Sampler(models)
+    counts = Path(settings.metrics) if settings.metrics else None
+    recorder.use(Store(counts, call_soon=asyncio.get_running_loop().call_soon))
+    if settings.metrics:
+        routers.append(metrics_routes(models, Path(settings.metrics).parent, sampler))
+    routers.append(status_routes(models, Path(settings.metrics).parent if settings.metrics else None, sampler))
+    if options.tracing is not None:
+        tracing.use(tracing.exporting(options.tracing))
+    app = create_app(models, options, *routers, keys=keys, cors_origins=security.cors_origins)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app.entry,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            interface="asgi3",
+            proxy_headers=False,  # the gateway reads them
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=LAST_ANSWERS_TIMEOUT_S,
+            ws="none",
+            http=cast(
+                "type[asyncio.Protocol]",
+                functools.partial(BoundedConnection, head_timeout_s=options.body_timeout_s, others=connections),
+            ),
+            ssl_context_factory=None if certificate is None else lambda config, default: certificate.context,
+        )
+    )
+    first_table = asyncio.Event()
+    draining = asyncio.Event()
+
+    async def follow() -> None:
+        async for table in link.tables(Path(settings.control)):
+            models.update(table)
+            first_table.set()
+            if table.draining:
+                draining.set()
+
+    def on_supervisor_gone(following: asyncio.Task[None]) -> None:
+        """Without a supervisor there is nobody to say where replicas are: end, however that came."""
+        if following.cancelled():
+            return
+        logger.error("the supervisor is gone: stopping", exc_info=following.exception())
+        first_table.set()
+        server.force_exit = True
+        server.should_exit = True
+        models.close()
+
+    async def drain() -> None:
+        """Answer what is under way, and 503 to what still comes; then end."""
+        await draining.wait()
+        deadline_s = time.monotonic() + options.shutdown_timeout_s
+        while not models.is_idle and time.monotonic() < deadline_s:  # noqa: ASYNC110 - only at the end
+            await asyncio.sleep(DRAIN_POLL_S)
+        models.close()
+        server.should_exit = True
+
+    async def sample() -> None:
+        while True:
+            sampler.sample()
+            await asyncio.sleep(SAMPLE_EVERY_S)
+
+    following = asyncio.create_task(follow())
+    following.add_done_callback(on_supervisor_gone)
+    tasks = [following, asyncio.create_task(drain())]
+    tasks.append(asyncio.create_task(LoadSampler(models, link.report).run()))
+    tasks += map(asyncio.create_task, watches)
+    if settings.metrics:
+        tasks.append(asyncio.create_task(sample()))
+    await first_table.wait()
+    try:
+        if not server.should_exit:
+            tuning.settle(GARBAGE_ALLOCATIONS)
+            await server.serve(sockets=[listener])
+    finally:
+        for task in tasks:
+            task.cancel()
+        models.close()
+        if (traced := tracing.current()) is not None:
+            traced.close()
+
+
+def main() -> None:
+    """Entry point; see the module's docstring."""
+    keep_freed_memory()
+    settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerSettings)
+    set_up_logging(settings.server["log_format"])
+    listener = socket.socket(fileno=int(sys.argv[2]))
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(_run(settings, listener))
+    else:
+        uvloop.run(_run(settings, listener))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""``GET /v2/status``: states and counts of all gateway workers, whichever of them answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+
+from app.config.schema import Server
+from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from app.gateway.app import create_app
+from app.gateway.http.entry import RequestRecords
+from app.gateway.http.event_stream import StreamLimits
+from app.gateway.models import Models
+from app.gateway.routes.status import status_routes
+from app.gateway.sampler import Sampler
+from app.telemetry import recorder as recorders
+from app.telemetry.ledger import Ledger
+from app.telemetry.logs import AccessLog
+from app.telemetry.recorder import Recorder
+from app.telemetry.store import Key, Store
+from inference.signature import HeadSpec, Signature, TensorSpec
+
+X = (TensorSpec("x", "FP32", (1,)),)
+MS = 1_000_000
+
+
+class _Replica:
+    """A `ReplicaClient` that nobody asks."""
+
+    def close(self) -> None: ...
+
+
+def served() -> Models:
+    """What a worker serves; made where its event loop runs."""
+    models = Models(lambda name, route: _Replica())  # type: ignore[arg-type, return-value]
+    heads = (HeadSpec("only", ("x",)),)
+    replicas = (ReplicaRoute("m-1", "", "", device="cpu"), ReplicaRoute("m-3", "", "", device="cuda:1"))
+    models.update(
+        RoutingTable(
+            (
+                DeploymentRoute(
+                    "m",
+                    State.READY,
+                    "replica m-3 ready",
+                    signature=Signature("m", X, X),
+                    replicas=replicas,
+                    retiring=(ReplicaRoute("m-0", "", ""),),
+                    wanted=3,
+                    since_s=1_700_000_000.5,
+                ),
+                DeploymentRoute("lm", State.LOADING, "loading on cpu", is_language_model=True),
+                DeploymentRoute("heads", State.FAILED, "no such file", signature=Signature("heads", X, X, heads=heads)),
+            )
+        )
+    )
+    return models
+
+
+def ask(folder: Path | None) -> dict[str, Any]:
+    """Have one worker answer."""
+
+    async def get() -> dict[str, Any]:
+        models = served()
+        app = create_app(models, Server(access_log=False), status_routes(models, folder, Sampler(models)))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            answer = await client.get("/v2/status")
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["cache-control"] == "no-store"
+        found: dict[str, Any] = answer.json()
+        return found
+
+    return asyncio.run(get())
+
+
+@pytest.fixture
+def here() -> Iterator[Recorder]:
+    """This process' recorder, for the test alone."""
+    before = recorders.recorder()
+    yield recorders.use(Store())
+    recorders._current = before
+
+
+def of(status: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(one for one in status["deployments"] if one["name"] == name)
+    return found
+
+
+def test_states_reasons_and_replicas(here: Recorder) -> None:
+    status = ask(None)
+    model = of(status, "m")
+    assert (model["state"], model["reason"], model["since_s"]) == ("READY", "replica m-3 ready", 1_700_000_000.5)
+    assert (model["replicas"]["ready"], model["replicas"]["wanted"]) == (2, 3)
+    assert [(one["id"], one["state"], one["device"]) for one in model["replica_list"]] == [
+        ("m-1", "READY", "cpu"),
+        ("m-3", "READY", "cuda:1"),
+        ("m-0", "RETIRING", ""),
+    ]
+    assert of(status, "heads")["reason"] == "no such file"
+    assert {one["name"]: one["kind"] for one in status["deployments"]} == {
+        "m": "model",
+        "lm": "language model",
+        "heads": "pipeline",
+    }
+    assert "language_model" not in model
+
+
+def test_counts_are_those_of_all_workers_and_of_those_that_ended(tmp_path: Path, here: Recorder) -> None:
+    folder = tmp_path / "metrics"
+    ledger = Ledger(folder)
+    paths = [ledger.add_worker(index) for index in range(3)]
+    for index, path in enumerate(paths, 1):
+        worker = Recorder(Store(path))
+        requests = worker.requests("m", "infer")
+        for _ in range(index):
+            requests.accept()
+            requests.end("ok", index * 10 * MS)
+        requests.accept()  # is on its way
+        worker.requests("m", "generate").accept()
+        worker.requests("m", "generate").end("shed", MS)
+        worker.deployment("m").note_call(4 * index, 64, MS)
+        worker.deployment("m").queue_rows.set(index)
+        worker.language_model("lm").generated_tokens.add(100)
+        worker.language_model("lm").active.set(index)
+    ledger.write_state(
+        {
+            Key("headwater_replica_threads", ("m", "m-1")): 7,
+            Key("headwater_replica_resident_memory_bytes", ("m", "m-1")): 2**30,
+        }
+    )
+    ledger.end_worker(paths[2])
+    status = ask(folder)
+    model = of(status, "m")
+    assert status["scope"] == "server"
+    # 1 + 2 + 3 answered; one each on its way, of which the third was lost; one each shed
+    assert (model["accepted"], model["in_flight"]) == (6 + 3 + 3, 2)
+    assert (model["outcomes"]["ok"], model["outcomes"]["shed"], model["outcomes"]["lost"]) == (6, 3, 1)
+    assert sum(model["seconds"]["counts"]) == 6
+    assert model["seconds"]["sum"] == pytest.approx((1 * 10 + 2 * 20 + 3 * 30) / 1000)
+    assert len(model["seconds"]["counts"]) == len(status["bounds"]["seconds"]) + 1
+    assert (sum(model["rows"]["counts"]), model["rows"]["sum"]) == (3, 4 + 8 + 12)
+    assert model["rows"]["counts"][status["bounds"]["rows"].index(8)] == 1
+    assert model["waiting"] == 1 + 2  # what the ended one had isn't waiting any more
+    language_model = of(status, "lm")["language_model"]
+    assert (language_model["generated_tokens"], language_model["active_sequences"]) == (300, 2)
+    assert [(one["threads"], one["resident_bytes"], one["gpu_bytes"]) for one in model["replica_list"]] == [
+        (7, 2**30, None),
+        (None, None, None),
+        (None, None, None),
+    ]
+
+
+def test_without_metrics_a_worker_tells_its_own_counts_and_says_so(here: Recorder) -> None:
+    here.requests("m", "infer").accept()
+    status = ask(None)
+    assert (status["scope"], of(status, "m")["accepted"], of(status, "m")["in_flight"]) == ("worker", 1, 1)
+
+
+def test_the_pages_questions_fill_no_access_log(here: Recorder) -> None:
+    class Log(AccessLog):
+        paths: ClassVar[list[str]] = []
+
+        def write(self, scope: Mapping[str, Any], status: int, took_s: float, state: Mapping[str, Any]) -> None:
+            self.paths.append(scope["path"])
+
+    async def get() -> None:
+        models = served()
+        records = RequestRecords(Log(), StreamLimits(15, 30))
+        app = create_app(models, Server(), status_routes(models, None, Sampler(models)), records=records)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            for path in ("/v2/status", "/v2/nothing", "/v2"):
+                await client.get(path)
+
+    asyncio.run(get())
+    assert Log.paths == ["/v2/nothing", "/v2"]
+
+
+def test_a_language_model_is_one_before_it_is_loaded(here: Recorder) -> None:
+    assert of(ask(None), "lm")["language_model"]["active_sequences"] == 0

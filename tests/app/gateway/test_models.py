@@ -1,0 +1,264 @@
+"""What a gateway worker serves, as the routing table says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import httpx
+import msgspec
+import pytest
+from fastapi import FastAPI
+
+from app.codecs.tensors import InferRequest, OutputWish, RawTensor
+from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.graph import GraphDispatcher
+from app.errors import BadRequest, Cancelled, NotFound, Unavailable
+from app.gateway.http.bodies import BodyReader
+from app.gateway.models import Models
+from app.gateway.routes.metadata import metadata_routes
+from app.lm.dispatcher import LmDispatcher
+from inference.pipeline import PipelineSpec, StepSpec, make_plan
+from inference.signature import Signature, TensorSpec
+from inference.wire.lm import Load
+from tests.app.lm.stand_in import Replica, event, route_of, spec
+
+
+class Hanging:
+    """A `ReplicaClient` that never answers."""
+
+    async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    def close(self) -> None: ...
+
+
+def signature(name: str, given: str, made: str) -> Signature:
+    return Signature(name, (TensorSpec(given, "FP32", (1,)),), (TensorSpec(made, "FP32", (1,)),), max_batch_size=8)
+
+
+SIGNATURES = {"trunk": signature("abc.trunk", "x", "features"), "head": signature("abc.head", "features", "y")}
+PLAN = make_plan(
+    PipelineSpec(tuple(StepSpec(name, model="m:M") for name in SIGNATURES), ("head",), "graph", "trunk"),
+    SIGNATURES, name="abc", max_batch_size=8,
+)  # fmt: skip
+
+
+def step(name: str) -> DeploymentRoute:
+    return DeploymentRoute(
+        f"abc.{name}", State.READY, "", SIGNATURES[name], (ReplicaRoute(name, "", ""),), part_of="abc"
+    )
+
+
+PIPELINE = DeploymentRoute("abc", State.READY, signature=PLAN.signature, is_graph=True, plan=PLAN)
+PLAIN = DeploymentRoute("plain", State.READY, "", SIGNATURES["head"], (ReplicaRoute("r", "", ""),))
+TABLE = RoutingTable((PIPELINE, step("trunk"), step("head"), PLAIN))
+
+
+def run(scenario: Callable[[Models], Awaitable[None]]) -> None:
+    async def main() -> None:
+        models = Models(lambda name, route: Replica() if route.grpc_socket else Hanging())
+        models.update(TABLE)
+        await asyncio.wait_for(scenario(models), 20)
+        models.close()
+
+    asyncio.run(main())
+
+
+async def settle() -> None:
+    """Let everything that is due happen."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_steps_are_found_by_their_name_but_not_listed() -> None:
+    async def scenario(models: Models) -> None:
+        assert [model.route.name for model in models] == ["abc", "plain"]
+        assert [model.route.name for model in models.with_steps()] == ["abc", "abc.trunk", "abc.head", "plain"]
+        assert models.get("abc.trunk").route.part_of == "abc"
+        with pytest.raises(NotFound, match=r"this server has `abc`, `plain`$"):
+            models.get("abc.tail")
+
+    run(scenario)
+
+
+def test_a_pipeline_finds_its_steps_wherever_the_table_has_them() -> None:
+    async def scenario(models: Models) -> None:
+        assert isinstance(models.get("abc").dispatcher, GraphDispatcher)
+        assert isinstance(models.get("abc.trunk").dispatcher, Dispatcher)
+        models.update(RoutingTable((PIPELINE, step("head"))))
+        request = InferRequest(
+            "", {"x": RawTensor("FP32", (1, 1), bytes(4))}, 1, [OutputWish("y", True)], {}, {}, ("head",)
+        )
+        with pytest.raises(Unavailable, match="step `trunk`: its deployment is gone"):
+            await models.get("abc").dispatcher.infer(request)
+
+    run(scenario)
+
+
+def test_a_name_that_becomes_another_kind_of_model_gets_another_dispatcher() -> None:
+    async def scenario(models: Models) -> None:
+        plain = models.get("plain")
+        as_graph = msgspec.structs.replace(PIPELINE, name="plain")
+        models.update(RoutingTable((PIPELINE, step("trunk"), step("head"), as_graph)))
+        assert isinstance(models.get("plain").dispatcher, GraphDispatcher)
+        with pytest.raises(Unavailable):  # the old one is closed
+            plain.dispatcher.check_ready()
+        models.update(TABLE)
+        assert isinstance(models.get("plain").dispatcher, Dispatcher)
+        again = models.get("plain")
+        models.update(TABLE)
+        assert models.get("plain") is again
+        models.update(RoutingTable((PIPELINE, step("trunk"), step("head"))))
+        with pytest.raises(NotFound):
+            models.get("plain")
+
+    run(scenario)
+
+
+def test_requests_of_pipelines_are_in_flight_until_they_are_answered() -> None:
+    async def scenario(models: Models) -> None:
+        assert models.is_idle
+        request = InferRequest(
+            "", {"x": RawTensor("FP32", (1, 1), bytes(4))}, 1, [OutputWish("y", True)], {}, {}, ("head",)
+        )
+        task = asyncio.create_task(models.get("abc").dispatcher.infer(request))
+        await settle()
+        assert [model.dispatcher.in_flight for model in models.with_steps()] == [1, 1, 0, 0]
+        assert not models.is_idle
+        task.cancel()
+        await settle()
+        assert models.is_idle
+
+    run(scenario)
+
+
+def test_while_the_server_drains_every_model_refuses_new_requests() -> None:
+    async def scenario(models: Models) -> None:
+        models.update(msgspec.structs.replace(TABLE, draining=True))
+        for model in models.with_steps():
+            with pytest.raises(Unavailable, match="stopping"):
+                model.dispatcher.check_ready()
+
+    run(scenario)
+
+
+def test_codecs_are_made_anew_for_another_signature_only() -> None:
+    async def scenario(models: Models) -> None:
+        model = models.get("abc")
+        before = model.codecs()
+        models.update(msgspec.json.decode(msgspec.json.encode(TABLE), type=RoutingTable))
+        assert model.codecs() is before
+        renamed = msgspec.structs.replace(PLAN.signature, description="another")
+        models.update(RoutingTable((msgspec.structs.replace(PIPELINE, signature=renamed),)))
+        assert model.codecs() is not before
+
+    run(scenario)
+
+
+def test_a_model_that_streams_has_no_whole_answer() -> None:
+    async def scenario(models: Models) -> None:
+        streams = msgspec.structs.replace(SIGNATURES["head"], streams=True)
+        models.update(RoutingTable((msgspec.structs.replace(PLAIN, signature=streams),)))
+        with pytest.raises(BadRequest, match="/v2/models/plain/generate_stream"):
+            models.get("plain").codecs()
+
+    run(scenario)
+
+
+LANGUAGE_MODEL = route_of("lm-0")
+
+
+def replica_of(models: Models) -> Replica:
+    (replica,) = models.language_model("lm")._replicas.values()
+    assert isinstance(replica.client, Replica)
+    return replica.client
+
+
+def test_a_language_model_is_found_as_one_and_nothing_else_is() -> None:
+    async def scenario(models: Models) -> None:
+        loading = msgspec.structs.replace(LANGUAGE_MODEL, state=State.LOADING, signature=None, replicas=())
+        models.update(RoutingTable((PLAIN, loading)))
+        dispatcher = models.language_model("lm")  # before anything is known of it
+        assert isinstance(dispatcher, LmDispatcher)
+        with pytest.raises(Unavailable):
+            models.get("lm").codecs()
+        models.update(RoutingTable((PLAIN, LANGUAGE_MODEL)))
+        assert models.language_model("lm", "1") is dispatcher
+        assert dispatcher.check_ready() == LANGUAGE_MODEL.signature
+        with pytest.raises(BadRequest, match=r"`plain` is no language model; models that are: `lm`$"):
+            models.language_model("plain")
+        with pytest.raises(NotFound):
+            models.language_model("other")
+        with pytest.raises(NotFound, match="version"):
+            models.language_model("lm", "2")
+
+    run(scenario)
+
+
+def test_who_sends_tensors_to_a_language_model_is_told_where_to_ask() -> None:
+    async def scenario(models: Models) -> None:
+        models.update(RoutingTable((LANGUAGE_MODEL,)))
+        for check in (models.get("lm").codecs, models.get("lm").check_whole):
+            with pytest.raises(BadRequest, match=r"/generate, .*/generate_stream or /v1/chat/completions"):
+                check()
+
+    run(scenario)
+
+
+def test_requests_of_language_models_are_in_flight_and_cancelled_by_id_and_refused_while_draining() -> None:
+    async def scenario(models: Models) -> None:
+        models.update(RoutingTable((PLAIN, LANGUAGE_MODEL)))
+        request = models.language_model("lm").open("mine", [spec(), spec()])
+        assert (models.in_flight, models.is_idle) == (1, False)
+        await settle()
+        assert await models.cancel_request("other") == 0
+        assert await models.cancel_request("mine") == 2
+        with pytest.raises(Cancelled):
+            await request.news()
+        assert models.is_idle
+        models.update(RoutingTable((LANGUAGE_MODEL,), draining=True))
+        with pytest.raises(Unavailable, match="stopping"):
+            models.language_model("lm").open("mine", [spec()])
+        replica = replica_of(models)
+        models.update(RoutingTable((PLAIN,)))
+        assert replica.is_closed
+
+    run(scenario)
+
+
+def test_statistics_and_configuration_of_a_language_model() -> None:
+    async def scenario(models: Models) -> None:
+        models.update(RoutingTable((LANGUAGE_MODEL,)))
+        request = models.language_model("lm").open("q", [spec()])
+        await settle()
+        replica_of(models).say(event(0, 0, [1, 2], finish="stop"), load=Load(3, 2, 40))
+        assert await request.news()
+        assert await request.news() == []
+        server = FastAPI()
+        server.include_router(metadata_routes(models, BodyReader(1000, 1000)))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://server") as client:
+            (told,) = (await client.get("/v2/models/lm/stats")).json()["model_stats"]
+            metadata = (await client.get("/v2/models/lm")).json()
+            config = (await client.get("/v2/models/lm/config")).json()
+        assert (told["name"], told["inference_count"], told["execution_count"]) == ("lm", 1, 2)
+        assert told["inference_stats"]["success"]["count"] == 1
+        told = told["language_model"]
+        assert told.pop("first_token")["count"] == 1
+        assert told == {
+            "requests": 1,
+            "failures": 0,
+            "shed": 0,
+            "cancelled": 0,
+            "prompt_tokens": 3,
+            "generated_tokens": 2,
+            "contract_violations": 0,
+            "sequences": {"active": 3, "waiting": 2},
+            "cache_used": 40,
+            "limits": {"max_sequences": 4, "max_waiting": 8, "context_length": 64, "cache_tokens": 256},
+        }
+        assert [tensor["name"] for tensor in metadata["inputs"] + metadata["outputs"]] == ["text_input", "text_output"]
+        assert config["input"][0]["data_type"] == "TYPE_STRING"
+
+    run(scenario)
