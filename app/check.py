@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import importlib.util
 import json
 import os
-import socket
 import sys
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,38 +13,24 @@ from typing import Any, TextIO
 import msgspec
 
 from app.config.pipeline import Pipeline
-from app.config.schema import Config, Deployment, Server, load_config, read_config
+from app.config.schema import Config, Deployment, load_config, read_config
 from app.errors import ConfigError
 from app.process.interpreter import InterpreterError
 from app.process.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
-from app.process.sweep import SHARED_MEMORY
-from app.security.keys_file import known_keys
-from app.security.tls import Certificate
+from app.supervisor.preflight import (
+    address_problems,
+    free_shared_memory_problems,
+    needed_shared_memory_bytes,
+    runtime_dir_problems,
+    security_problems,
+    tracing_problems,
+)
 from inference.errors import DeclarationError, Problem
 from inference.pipeline import make_plan
 from inference.signature import Signature
-from inference.wire.tensor_store import ASSUMED_DIMENSION, batch_bytes, uses_store
 
-__all__ = [
-    "address_problems",
-    "check",
-    "region_problems",
-    "runtime_dir_problems",
-    "security_problems",
-    "shared_memory_bytes",
-    "shared_memory_problems",
-    "shared_memory_warnings",
-    "tracing_problems",
-]
+__all__ = ["check"]
 
-MIB = 1024 * 1024
-TRITON_REGION_BYTES = 4 * MIB
-"""What the Python backend's region has at start; PyTriton sets it, and it grows by what is in flight."""
-UNIX_PATH_BYTES = 107
-"""Of a socket's path on Linux: ``sun_path`` less its closing zero."""
-INSTANCE_NAME_BYTES = len("/headwater--xxxxxxxx")
-REPLICA_SOCKET_BYTES = len("/r99999/w/_0_99-server.sock")
-"""Of the path of a replica's longest socket, which is PyTriton's, without the deployment's name."""
 
 _PLACEHOLDER = "none"
 
@@ -101,162 +82,6 @@ def _bare_config(flags: Mapping[str, Any]) -> Config:
     """The server's settings where there is no file; a placeholder stands for the deployments that must be there."""
     content = {"deployments": {_PLACEHOLDER: {"model": "none:None"}}}
     return read_config(content, source="command line", flags=flags)
-
-
-def address_problems(host: str, port: int) -> list[Problem]:
-    """Whether the gateway can listen there."""
-    where = f"{host}:{port}"
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        return [Problem("server.host", f"{host!r} is no address of this machine: {error}", "choose another: --host")]
-    family, kind, protocol, _, address = found[0]
-    try:
-        with socket.socket(family, kind, protocol) as listener:
-            # As the supervisor does: connections of an earlier server that are winding down don't count.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(1)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            holder = _holder(port)
-            return [
-                Problem(
-                    "server.port",
-                    f"{where} is taken{f' by {holder}' if holder else ''}",
-                    "end that process, or choose another port: --port (0 takes a free one)",
-                )
-            ]
-        if error.errno == errno.EACCES:
-            return [Problem("server.port", f"{where} is not allowed to this user", "choose a port from 1024: --port")]
-        mend = "choose another: --host 127.0.0.1, or 0.0.0.0 for all"
-        return [Problem("server.host", f"can't listen on {where}: {error.strerror}", mend)]
-    return []
-
-
-def runtime_dir_problems(server: Server, deployments: Iterable[str]) -> list[Problem]:
-    """Whether sockets, workspaces and temporary files can go where they are meant to go."""
-    title = "server.runtime_dir"
-    wanted = Path(tempfile.gettempdir()) if server.runtime_dir is None else server.runtime_dir
-    # As the supervisor's: made if missing, and relative to the folder in which Headwater is started.
-    root = Path(os.path.abspath(wanted))
-    another = "set `server.runtime_dir` to another folder, or TMPDIR"
-    problems = []
-    there = next(folder for folder in (root, *root.parents) if folder.exists())
-    try:
-        with tempfile.TemporaryDirectory(prefix="headwater-check-", dir=there):
-            pass
-    except OSError as error:
-        problems.append(Problem(title, f"can't write in {there}: {error.strerror}", another))
-    else:
-        if os.statvfs(there).f_flag & os.ST_NOEXEC:
-            reason = f"{there} is mounted noexec, and PyTriton executes Triton from its workspace there"
-            problems.append(Problem(title, reason, f"mount it with exec, or {another}"))
-    if any(character.isspace() for character in str(root)):
-        reason = f"{str(root)!r} has white space, at which PyTriton splits Triton's arguments"
-        problems.append(Problem(title, reason, another))
-    name = max((len(name) for name in deployments), default=0)
-    length = len(os.fsencode(root)) + INSTANCE_NAME_BYTES + len(str(os.getuid())) + name + REPLICA_SOCKET_BYTES
-    if length > UNIX_PATH_BYTES:
-        reason = f"the path of a replica's socket would have {length} bytes; a unix socket's has {UNIX_PATH_BYTES}"
-        mend = f"{another}, {length - UNIX_PATH_BYTES} bytes shorter than {root}; or shorten the deployment's name"
-        problems.append(Problem(title, reason, mend))
-    return problems
-
-
-def security_problems(config: Config) -> list[Problem]:
-    """Whether the API keys and the certificate can be used, if there are any."""
-    problems = []
-    tls = config.server.tls
-    for attempt in (
-        lambda: known_keys(config.security.keys_file),
-        lambda: None if tls is None else Certificate(tls),
-    ):
-        try:
-            attempt()
-        except ConfigError as error:
-            title, _, text = str(error).partition(": ")
-            reason, _, mend = text.rpartition("; ")
-            problems.append(Problem(title, reason or mend, mend if reason else "correct it"))
-    return problems
-
-
-def tracing_problems(server: Server) -> list[Problem]:
-    """Whether what sends traces is installed, if they are wanted."""
-    if server.tracing is None:
-        return []
-    with contextlib.suppress(ModuleNotFoundError):  # of the package itself
-        if importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None:
-            return []
-    reason = "it needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http, which are not installed"
-    return [Problem("server.tracing", reason, "install the extra: pip install 'headwater[otel]'")]
-
-
-def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> int:
-    """What a deployment's replicas need in /dev/shm, with `ASSUMED_DIMENSION` for each dimension that varies.
-
-    Each replica has the Python backend's regions: 4 MiB for each of its instances, and as much as its calls in flight
-    carry. If PyTriton's store is used, its segments are powers of two and are never freed, so those of the smaller
-    batches of the warm-up stay beside the largest: twice the largest, for inputs and outputs each.
-    """
-    region = TRITON_REGION_BYTES * deployment.instances
-    if signature is not None:
-        rows = deployment.batching.max_batch_size
-        taken, given = (batch_bytes(side, rows) for side in (signature.inputs, signature.outputs))
-        region += deployment.max_in_flight * (taken + given)
-        if uses_store(deployment.tensor_store, signature):
-            region += 2 * (_power_of_two(taken) + _power_of_two(given))
-    return region * deployment.replicas.max
-
-
-def shared_memory_problems(needed_bytes: int, free_bytes: int, total_bytes: int) -> list[Problem]:
-    """Whether so much fits into /dev/shm."""
-    if needed_bytes <= free_bytes:
-        return []
-    used = max(total_bytes - free_bytes, 0)
-    # A quarter more, since inputs may be larger than assumed; in steps of 64 MiB.
-    size_mib = -(-(used + needed_bytes * 5 // 4) // (64 * MIB)) * 64
-    return [
-        Problem(
-            "shared memory",
-            f"the replicas need about {_mib(needed_bytes)} in {SHARED_MEMORY}, {_mib(free_bytes)} of "
-            f"{_mib(total_bytes)} are free (counted with {ASSUMED_DIMENSION} for a dimension that varies)",
-            f"docker run --shm-size={size_mib}m (containers have 64 MB by default; in Kubernetes mount an emptyDir "
-            f"with `medium: Memory` at {SHARED_MEMORY}), or lower max_batch_size, max_in_flight or replicas",
-        )
-    ]
-
-
-def region_problems(deployments: Iterable[Deployment]) -> list[Problem]:
-    """Whether what every replica takes of /dev/shm when it starts fits, with the fewest replicas that there may be."""
-    needed = sum(TRITON_REGION_BYTES * one.instances * one.replicas.min for one in deployments)
-    return free_shared_memory_problems(needed)
-
-
-def shared_memory_warnings(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> list[Problem]:
-    """Whether /dev/shm is as large as the replicas may come to need, whoever has how much of it now."""
-    space = os.statvfs(SHARED_MEMORY)
-    total = space.f_blocks * space.f_frsize
-    return shared_memory_problems(needed_shared_memory_bytes(deployments, signatures), total, total)
-
-
-def free_shared_memory_problems(needed_bytes: int) -> list[Problem]:
-    if not SHARED_MEMORY.is_dir():
-        return [Problem("shared memory", f"there is no {SHARED_MEMORY}", f"mount a tmpfs at {SHARED_MEMORY}")]
-    space = os.statvfs(SHARED_MEMORY)
-    return shared_memory_problems(needed_bytes, space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize)
-
-
-def needed_shared_memory_bytes(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> int:
-    return sum(shared_memory_bytes(one, signatures.get(name)) for name, one in deployments.items())
-
-
-def _power_of_two(size_bytes: int) -> int:
-    return 1 << max(size_bytes - 1, 0).bit_length()
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / MIB:,.0f} MiB" if size_bytes >= MIB else f"{size_bytes / 1024:,.0f} KiB"
 
 
 def _signatures(
@@ -374,25 +199,6 @@ def _ended(name: str, deployment: Deployment, tried: Sequence[str], status: int 
         f"{model}: importing or constructing it {how}{said}",
         "do long or dangerous work in load(), not on import or in the constructor",
     )
-
-
-def _holder(port: int) -> str | None:
-    """The process that listens on a TCP port, if this user may see it."""
-    sockets = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                    sockets.add(f"socket:[{fields[9]}]")
-    for process in Path("/proc").iterdir():
-        if not process.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
-            if any(os.readlink(link) in sockets for link in (process / "fd").iterdir()):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f"process {process.name} ({command[:100]})"
-    return None
 
 
 def _summary(

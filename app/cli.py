@@ -151,7 +151,7 @@ def _serve(options: argparse.Namespace) -> int:
     if os.getpid() == 1:
         # The kernel drops a signal that process 1 has no handler for, and the supervisor's comes a second later.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    from app.supervisor import Supervisor
+    from app.supervisor.supervisor import Supervisor
 
     config, user_paths = _read(options.what, _flags(options))
     set_up_logging(config.server.log_format)

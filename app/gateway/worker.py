@@ -1,6 +1,7 @@
 """A gateway worker's process: FastAPI on uvicorn, on the socket that the supervisor listens on.
 
-Run by `app.supervisor` as ``python -m app.gateway.worker SETTINGS_FILE LISTENER_FD``. It ends when the supervisor does.
+Run by `app.supervisor.supervisor` as ``python -m app.gateway.worker SETTINGS_FILE LISTENER_FD``. It ends when the
+supervisor does.
 """
 
 from __future__ import annotations

@@ -16,17 +16,17 @@ import msgspec
 import pytest
 import yaml
 
-from app.check import (
+from app.check import check
+from app.config.schema import Deployment, Server
+from app.supervisor.preflight import (
     MIB,
     address_problems,
-    check,
     region_problems,
     runtime_dir_problems,
     shared_memory_bytes,
     shared_memory_problems,
     shared_memory_warnings,
 )
-from app.config.schema import Deployment, Server
 from inference.errors import Problem
 from inference.signature import HeadSpec, Signature, TensorSpec
 
@@ -262,7 +262,7 @@ def test_a_runtime_dir_mounted_noexec(tmp_path: Path) -> None:
     code = (
         "import json, pathlib, sys, app.check, app.config.schema\n"
         "server = app.config.schema.Server(runtime_dir=pathlib.Path(sys.argv[1]))\n"
-        "print(json.dumps([problem.reason for problem in app.check.runtime_dir_problems(server, [])]))"
+        "print(json.dumps([problem.reason for problem in app.supervisor.preflight.runtime_dir_problems(server, [])]))"
     )
     command = [sys.executable, "-c", code, str(place)]
     ended = in_namespace(f"mount -t tmpfs -o noexec none {place}", command, tmp_path)
@@ -515,7 +515,7 @@ def test_shared_memory_of_a_graph_is_that_of_its_steps(run: Run, steps: str, mon
         counted.append(needed_bytes)
         return []
 
-    monkeypatch.setattr("app.check.shared_memory_problems", count)
+    monkeypatch.setattr("app.supervisor.preflight.shared_memory_problems", count)
     for placement in ("fused", "graph"):
         run({"deployments": {"digits": fan(placement, digit="Digit", parity="Parity")}})
     fused, graph = counted

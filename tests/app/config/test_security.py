@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from app.check import security_problems
 from app.config.schema import Config, read_config
 from app.errors import ConfigError
+from app.supervisor.preflight import security_problems
 
 
 def config(**sections: Any) -> Config:

@@ -25,7 +25,7 @@ from app.telemetry.ledger import read_totals
 from app.telemetry.observer import DeploymentView, Observer, ReplicaView
 from app.telemetry.recorder import use
 from app.telemetry.store import Key, Store
-from tests.app.test_lifecycle import Supervisor, one, run, settle
+from tests.app.supervisor.test_lifecycle import Supervisor, one, run, settle
 
 TRANSITION = re.compile(r"(?P<name>\S+): (?P<before>[A-Z]+) -> (?P<after>[A-Z]+): ")
 

@@ -19,7 +19,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from starlette.types import ASGIApp, Scope
 
-from app.check import tracing_problems
 from app.codecs.tensors import Answer, InferRequest
 from app.config.schema import Server
 from app.config.sections import TracingSection
@@ -28,6 +27,7 @@ from app.dispatch.graph import GraphDispatcher
 from app.errors import ReplicaLost
 from app.gateway.app import create_app
 from app.gateway.models import Models
+from app.supervisor.preflight import tracing_problems
 from app.telemetry.logs import AccessLog
 from app.telemetry.tracing import Tracing, add_model, current, exporting, use
 from inference.lm.null_engine import NullEngine

@@ -18,14 +18,14 @@ from app.config.sections import ReplicaBounds
 from app.control.messages import Drained
 from app.control.routing import State, unavailable
 from app.errors import CallableFailed, NoRoom
-from app.memory_budget import MemoryBudget
 from app.process.children import Children
 from app.process.group_memory import group_members
 from app.process.machine import HOST as HOST_MEMORY
-from app.replica_host import Launched
-from app.replica_memory import ReplicaMemory
-from app.replica_process import GUARDIAN_LOST, ReplicaProcess
-from app.replica_set import ReplicaSet
+from app.supervisor.host import Launched
+from app.supervisor.memory_budget import MemoryBudget
+from app.supervisor.replica_memory import ReplicaMemory
+from app.supervisor.replica_process import GUARDIAN_LOST, ReplicaProcess
+from app.supervisor.replica_set import ReplicaSet
 
 HOST = """
 import json, os, signal, sys, time

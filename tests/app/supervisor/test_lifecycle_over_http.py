@@ -19,11 +19,11 @@ from app.control.server import ControlServer
 from app.gateway.app import create_app
 from app.gateway.models import Models
 from app.gateway.routes.repository import repository_routes
-from app.replica_host import Launched
 from app.security.operator import OperatorGuard
+from app.supervisor.host import Launched
 from tests.app.dispatch.test_dispatcher import NUMBERS
 from tests.app.dispatch.test_dispatcher import Replica as Client
-from tests.app.test_lifecycle import Supervisor, one, until
+from tests.app.supervisor.test_lifecycle import Supervisor, one, until
 
 ASK = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [2]}]}
 

@@ -12,10 +12,9 @@ from typing import Final
 from app.config.schema import Deployment
 from app.errors import CallableFailed, HeadwaterError, Unavailable
 from app.process.group_memory import NOTHING, GroupMemory, group_members, measure_groups
-from app.replica_host import Host, Launched
-from app.replica_memory import Place
-from app.replica_process import ReplicaProcess
-from app.retired import Retired
+from app.supervisor.host import Host, Launched, Retired
+from app.supervisor.replica_memory import Place
+from app.supervisor.replica_process import ReplicaProcess
 from app.telemetry.recorder import recorder
 
 __all__ = ["FIRST_MEASURED_RETRY_S", "REPLICA_END_TIMEOUT_S", "ReplicaStarter"]

@@ -13,12 +13,11 @@ from app.config.schema import Deployment
 from app.config.sections import ReplicaBounds
 from app.control.messages import Command, CommandAnswer
 from app.control.routing import State
-from app.deployments import Deployments, config_of
 from app.errors import CallableFailed, Conflict, HeadwaterError, NotFound
-from app.graph_state import GraphState
-from app.replica_host import Host
-from app.replica_set import ReplicaSet, unloaded
-from app.retired import Retired
+from app.supervisor.deployments import Deployments, config_of
+from app.supervisor.graph_state import GraphState
+from app.supervisor.host import Host, Retired
+from app.supervisor.replica_set import ReplicaSet, unloaded
 
 __all__ = ["Lifecycle"]
 

@@ -15,14 +15,14 @@ import pytest
 from app.config.schema import Config, Deployment
 from app.control.messages import Command, CommandAnswer, Drained
 from app.control.routing import ReplicaRoute, State
-from app.deployments import Deployments
 from app.errors import NoRoom
-from app.graph_state import GraphState, StepState
-from app.lifecycle import Lifecycle
-from app.replica_host import Launched
-from app.replica_memory import ReplicaMemory
-from app.replica_process import ReplicaProcess
-from app.replica_set import ReplicaSet
+from app.supervisor.deployments import Deployments
+from app.supervisor.graph_state import GraphState, StepState
+from app.supervisor.host import Launched
+from app.supervisor.lifecycle import Lifecycle
+from app.supervisor.replica_memory import ReplicaMemory
+from app.supervisor.replica_process import ReplicaProcess
+from app.supervisor.replica_set import ReplicaSet
 from inference.signature import Signature, TensorSpec
 
 SIGNATURES = {
@@ -403,7 +403,7 @@ def test_what_remains_makes_it_failed_and_is_told() -> None:
 
 
 def test_a_replica_that_does_not_end_when_told_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.replica_starter.REPLICA_END_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("app.supervisor.starter.REPLICA_END_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         supervisor = Supervisor(one())

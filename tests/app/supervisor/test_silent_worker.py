@@ -14,7 +14,7 @@ import pytest
 
 from app.config.schema import Config
 from app.control.server import ControlServer
-from app.supervisor import Supervisor
+from app.supervisor.supervisor import Supervisor
 
 
 class Pings:

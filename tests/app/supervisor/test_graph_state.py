@@ -9,7 +9,7 @@ import pytest
 
 from app.config.schema import Deployment
 from app.control.routing import State
-from app.graph_state import GraphState, StepState
+from app.supervisor.graph_state import GraphState, StepState
 from inference.signature import Signature, TensorSpec
 
 Signatures = Mapping[str, Signature]

@@ -12,10 +12,10 @@ from typing import Final
 
 from app.config.schema import Deployment, Server
 from app.errors import NoRoom
-from app.memory_budget import MemoryBudget, Refusal
 from app.process.machine import HOST
 from app.process.machine_memory import gpu_capacities, gpu_name, gpus_used, host_capacity, measure_groups_by_place
-from app.replica_process import ReplicaProcess
+from app.supervisor.memory_budget import MemoryBudget, Refusal
+from app.supervisor.replica_process import ReplicaProcess
 
 __all__ = ["Place", "ReplicaMemory"]
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from app.autoscaler import Autoscaler
 from app.config.schema import Deployment
 from app.control.load import DeploymentLoad, LoadReport, together
 from app.control.messages import Command, CommandAnswer, Drained
 from app.control.routing import State
-from app.memory_budget import MemoryBudget
 from app.process.machine import HOST
-from app.replica_memory import ReplicaMemory
-from app.replica_set import ReplicaSet
-from tests.app.test_lifecycle import GRAPH, Supervisor, one, run, settle, until
+from app.supervisor.autoscaler import Autoscaler
+from app.supervisor.memory_budget import MemoryBudget
+from app.supervisor.replica_memory import ReplicaMemory
+from app.supervisor.replica_set import ReplicaSet
+from tests.app.supervisor.test_lifecycle import GRAPH, Supervisor, one, run, settle, until
 
 NO_GROUP = 1 << 22
 """The groups of the tests' replicas are numbered from here: no process has such a number, as process 1 has 1."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from app.check import runtime_dir_problems
 from app.config.overlay import FIELD, check_allowed, lay_over, parse_overlay
 from app.config.schema import Config, Deployment
 from app.config.sections import ReplicaBounds
 from app.errors import BadRequest, Conflict
-from app.graph_state import GraphState
-from app.replica_host import Host
-from app.replica_set import ReplicaSet
+from app.supervisor.graph_state import GraphState
+from app.supervisor.host import Host
+from app.supervisor.preflight import runtime_dir_problems
+from app.supervisor.replica_set import ReplicaSet
 from inference.reference import is_language_model
 
 __all__ = ["Deployments", "Kept", "config_of"]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.memory_budget import MemoryBudget
 from app.process.machine import HOST
 from app.process.machine_memory import gpu_name, host_capacity, measure_groups_by_place
+from app.supervisor.memory_budget import MemoryBudget
 
 GPU = "GPU 0"
 MIB = 2**20

@@ -15,13 +15,23 @@ from app.config.schema import Config
 from app.control.messages import Command, CommandAnswer
 from app.control.routing import State
 from app.errors import NoRoom
-from app.memory_budget import MemoryBudget
 from app.process.machine import HOST
-from app.replica_memory import ReplicaMemory
-from app.supervisor import Supervisor as RealSupervisor
+from app.supervisor.memory_budget import MemoryBudget
+from app.supervisor.replica_memory import ReplicaMemory
+from app.supervisor.supervisor import Supervisor as RealSupervisor
 from inference.signature import Signature, TensorSpec
-from tests.app.test_lifecycle import GRAPH, SIGNATURES, Replica, Supervisor, one, pipeline, run, settle, until
-from tests.app.test_replica_scaling import BUSY, QUIET, Host, range_of, started
+from tests.app.supervisor.test_lifecycle import (
+    GRAPH,
+    SIGNATURES,
+    Replica,
+    Supervisor,
+    one,
+    pipeline,
+    run,
+    settle,
+    until,
+)
+from tests.app.supervisor.test_replica_scaling import BUSY, QUIET, Host, range_of, started
 
 # A replica that is lost while others start
 
@@ -224,7 +234,7 @@ def test_after_a_slot_has_given_up_load_scales_the_others(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    monkeypatch.setattr("app.replica_set.GROW_RETRY_S", 0.0)
+    monkeypatch.setattr("app.supervisor.replica_set.GROW_RETRY_S", 0.0)
 
     async def scenario() -> None:
         host = Host(range_of(1, 3, max_crashes=2))
@@ -321,7 +331,7 @@ def test_a_replica_that_the_machine_has_no_room_for_says_so_and_keeps_none_from_
 
 
 def test_a_start_that_takes_long_keeps_no_other_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.replica_starter.LONG_START_S", 0.01)
+    monkeypatch.setattr("app.supervisor.starter.LONG_START_S", 0.01)
 
     async def scenario() -> None:
         supervisor = Supervisor({**one(), "b": {"model": "m:B"}})
@@ -401,8 +411,8 @@ def test_what_cannot_be_measured_ends_all_the_same_and_the_unload_says_what_it_c
     async def scenario() -> None:
         host = Host(one())
         a = await started(host)
-        monkeypatch.setattr("app.replica_starter.measure_groups", no_descriptors)
-        monkeypatch.setattr("app.replica_starter.group_members", no_descriptors)
+        monkeypatch.setattr("app.supervisor.starter.measure_groups", no_descriptors)
+        monkeypatch.setattr("app.supervisor.starter.group_members", no_descriptors)
         answer = await host.do("unload", "a")
         assert (answer.status, answer.content["leftovers"]) == (
             500,

@@ -8,7 +8,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from app.config.schema import Deployment
@@ -16,54 +15,27 @@ from app.config.sections import ReplicaBounds
 from app.control.messages import Drained
 from app.control.routing import DeploymentRoute, State
 from app.errors import CallableFailed, Conflict, NoRoom
-from app.replica_host import Host, Launched
-from app.replica_memory import Place
-from app.replica_process import ReplicaProcess
-from app.replica_starter import FIRST_MEASURED_RETRY_S, ReplicaStarter
-from app.retired import Retired
+from app.supervisor.host import Host, Launched, Retired
+from app.supervisor.replica_process import ReplicaProcess
+from app.supervisor.slot import FIRST_BACKOFF_S, LAST_BACKOFF_S, STEADY_AFTER_S, Slot
+from app.supervisor.starter import FIRST_MEASURED_RETRY_S, ReplicaStarter
 from app.telemetry.recorder import recorder
 from inference.reference import is_language_model
 from inference.signature import Signature
 
-__all__ = [
-    "FIRST_BACKOFF_S",
-    "LAST_BACKOFF_S",
-    "STEADY_AFTER_S",
-    "ReplicaSet",
-    "Slot",
-    "unloaded",
-]
+__all__ = ["ReplicaSet", "unloaded"]
+
 
 logger = logging.getLogger("headwater")
 
-FIRST_BACKOFF_S: Final = 0.5
-LAST_BACKOFF_S: Final = 30.0
-STEADY_AFTER_S: Final = 60.0
-"""A process that lived this long is replaced at once, without the backoff of earlier crashes."""
 FAILED_STARTS_LIMIT: Final = 5
 """Starts in a row that end before ready; then the deployment has failed."""
+
 ROOM_RETRY_S: Final = 2.0
 """How often to look again for memory that a replica needs."""
+
 GROW_RETRY_S: Final = 300.0
 """How long load calls for no other replica after one could not be started."""
-
-
-@dataclass(eq=False)
-class Slot:
-    """A place that one replica after another has."""
-
-    launched: Launched | None = None
-    place: Place | None = None
-    """Room that was found for the next."""
-    is_kept: bool = True
-    """Whether a replica that ends is replaced."""
-    released: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
-
-    def release(self) -> None:
-        """Let no other replica follow."""
-        self.is_kept = False
-        self.released.set()
 
 
 class ReplicaSet:

@@ -20,32 +20,32 @@ from typing import Any
 
 import msgspec
 
-from app.autoscaler import Autoscaler
-from app.check import (
+from app.config.schema import Config, Deployment
+from app.control.load import DeploymentLoad, together
+from app.control.messages import Drained, WorkerSettings
+from app.control.routing import DeploymentRoute, RoutingTable, State
+from app.control.server import ControlServer
+from app.errors import StartError
+from app.process.children import Children, ProcessWatch
+from app.process.sweep import make_instance_folder, sweep_stale
+from app.security.keys_file import keys_are_wanted
+from app.security.operator import is_loopback
+from app.supervisor.autoscaler import Autoscaler
+from app.supervisor.deployments import Deployments
+from app.supervisor.graph_state import StepState
+from app.supervisor.host import Launched
+from app.supervisor.lifecycle import Lifecycle
+from app.supervisor.preflight import (
     region_problems,
     runtime_dir_problems,
     security_problems,
     shared_memory_warnings,
     tracing_problems,
 )
-from app.config.schema import Config, Deployment
-from app.control.load import DeploymentLoad, together
-from app.control.messages import Drained, WorkerSettings
-from app.control.routing import DeploymentRoute, RoutingTable, State
-from app.control.server import ControlServer
-from app.deployments import Deployments
-from app.errors import StartError
-from app.graph_state import StepState
-from app.lifecycle import Lifecycle
-from app.process.children import Children, ProcessWatch
-from app.process.sweep import make_instance_folder, sweep_stale
-from app.replica_host import Launched
-from app.replica_memory import ReplicaMemory
-from app.replica_process import GUARDIAN_LOST, ReplicaProcess
-from app.replica_set import FIRST_BACKOFF_S, LAST_BACKOFF_S, STEADY_AFTER_S
-from app.replica_starter import REPLICA_END_TIMEOUT_S
-from app.security.keys_file import keys_are_wanted
-from app.security.operator import is_loopback
+from app.supervisor.replica_memory import ReplicaMemory
+from app.supervisor.replica_process import GUARDIAN_LOST, ReplicaProcess
+from app.supervisor.slot import FIRST_BACKOFF_S, LAST_BACKOFF_S, STEADY_AFTER_S
+from app.supervisor.starter import REPLICA_END_TIMEOUT_S
 from app.telemetry.logs import REPLICA_LOGGER
 from app.telemetry.observer import DeploymentView, Observer, ReplicaView
 from app.telemetry.recorder import recorder
@@ -203,7 +203,7 @@ class Supervisor:
         return lock
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """See `app.replica_host.Host`."""
+        """See `app.supervisor.host.Host`."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
@@ -220,20 +220,20 @@ class Supervisor:
 
     @property
     def is_stopping(self) -> bool:
-        """See `app.replica_host.Host`."""
+        """See `app.supervisor.host.Host`."""
         return self._stop_requested.is_set()
 
     async def wait_for_stop(self, timeout_s: float) -> None:
-        """See `app.replica_host.Host`."""
+        """See `app.supervisor.host.Host`."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._stop_requested.wait(), timeout_s)
 
     async def drain(self, name: str, timeout_s: float, replicas: list[str] | None) -> Drained:
-        """See `app.replica_host.Host`."""
+        """See `app.supervisor.host.Host`."""
         return await self._control.drain(name, timeout_s, replicas)
 
     def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
-        """See `app.replica_host.Host`."""
+        """See `app.supervisor.host.Host`."""
         self._next_replica += 1
         id = f"{name}-{self._next_replica}"
 
@@ -260,7 +260,7 @@ class Supervisor:
         return Launched(replica, exited)
 
     def on_change(self) -> None:
-        """See `app.replica_host.Host`."""
+        """See `app.supervisor.host.Host`."""
         self._publish()
         if not self._is_announced and all(one.is_decided for one in self._sets.values()):
             self._is_announced = True

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.config.sections import ReplicaBounds, Scaling
-from app.scaling import Demand, ScalingPolicy
+from app.supervisor.autoscaler import Demand, ScalingPolicy
 
 TICK_S = 0.5
 SCALING = Scaling(queue_wait_ms=100, up_after_s=2, down_after_s=10)

@@ -1,0 +1,1 @@
+"""The parent process: starts, watches, replaces, scales and ends replicas and workers."""
