@@ -56,6 +56,6 @@ EXPOSE 8000
 # SIGTERM drains; give it `--stop-timeout` 45, more than server.shutdown_timeout_s.
 STOPSIGNAL SIGTERM
 # -I: what lies in /models is not imported here.
-HEALTHCHECK --interval=15s --timeout=10s --start-period=180s --retries=3 CMD ["python3", "-I", "-m", "app.health"]
+HEALTHCHECK --interval=15s --timeout=10s --start-period=180s --retries=3 CMD ["python3", "-I", "-m", "app.cli.health"]
 ENTRYPOINT ["headwater"]
 CMD ["serve", "/etc/headwater/demo.yaml"]

@@ -1,5 +1,5 @@
 """``python -m app`` is ``headwater``."""
 
-from app.cli import main
+from app.cli.main import main
 
 main()

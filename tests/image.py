@@ -128,7 +128,7 @@ def serves(container: Container) -> None:
     lines = [line.strip() for line in container.post("/v1/completions", asked) if line.strip()]
     events = [line for line in lines if line.startswith(b"data: {")]
     expect("a stream: tokens, and [DONE]", len(events) >= 8 and lines[-1] == b"data: [DONE]", lines)
-    healthy = container.run("python3", "-I", "-m", "app.health", check=False)
+    healthy = container.run("python3", "-I", "-m", "app.cli.health", check=False)
     expect("the health check has nothing to say", healthy == "", healthy)
 
 
@@ -143,7 +143,7 @@ def with_defaults(engine: Engine, image: str) -> None:
         first = container.run("cat", "/proc/1/cmdline").replace("\0", " ")
         expect("process 1 is Headwater itself", "headwater serve" in first, first)
         check = engine.inspect(container.id, "{{json .Config.Healthcheck}}")
-        expect("the image has a health check", "app.health" in check, check)
+        expect("the image has a health check", "app.cli.health" in check, check)
         # Several replicas' processes, and a callable's orphan, come to process 1 as they end.
         container.run("sh", "-c", "(sleep 0.1 &) ; true")
         status, took_s = container.stop()

@@ -19,7 +19,8 @@ def modules_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["app.gateway.worker", "app.supervisor.supervisor", "app.cli", "app.process.guardian", "app.check"]
+    "module",
+    ["app.gateway.worker", "app.supervisor.supervisor", "app.cli.main", "app.process.guardian", "app.cli.check"],
 )
 def test_the_http_side_imports_neither_torch_nor_pytriton(module: str) -> None:
     assert not modules_after(f"import {module}") & {"torch", "pytriton", "transformers", "sklearn"}

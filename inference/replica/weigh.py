@@ -1,7 +1,7 @@
 """Loads models and says how large their weights are.
 
 ``python -m inference.replica.weigh`` reads one JSON `inference.replica.probe.Request` on its standard input, loads what
-it names, and prints one JSON `Weight`. A process of its own, for the planner; see `app.plan.weights`.
+it names, and prints one JSON `Weight`. A process of its own, for the planner; see `app.cli.plan.measuring`.
 """
 
 from __future__ import annotations

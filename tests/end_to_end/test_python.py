@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.check import check
+from app.cli.check import check
 from tests.running import Running, leftovers, segments_of, serve, wait_for
 
 SERVICE = {"model": "interpreter:Interpreter", "warmup_batch_sizes": [1]}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from app.check import check
+from app.cli.check import check
 from app.config.schema import Deployment
 from app.process import interpreter
 from app.process.interpreter import InterpreterError, find_interpreter, foreign_environment, stage_package

@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from app.cli.client import ServerClient
 from app.errors import CommandError
-from app.server_client import ServerClient
 
 
 def asked_with(environment: dict[str, str], answer: httpx.Response) -> httpx.Request:

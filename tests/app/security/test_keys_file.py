@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import main
+from app.cli.main import main
 from app.errors import ConfigError
 from app.security.keys import Key
 from app.security.keys_file import change_file, keys_are_wanted, known_keys, read_file

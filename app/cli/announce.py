@@ -1,0 +1,78 @@
+"""See app/cli/announce.py."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import sys
+from typing import Any
+
+from app.codecs.infer_request import example_body
+from inference.signature import Signature
+
+
+def print_what_is_served(
+    url: str, served: list[tuple[str, Signature | None, str]], *, asks_for_keys: bool = False
+) -> None:
+    """Print what is served, with a line to paste for each."""
+    if any(signature is not None for _, signature, _ in served):
+        print(f"\nHeadwater serves at {url}   (docs: {url}/docs)\n")
+    else:
+        print(f"\nHeadwater listens at {url}, but serves nothing yet\n")
+    if asks_for_keys:
+        print('  To what follows, add an API key: -H "X-API-Key: $HEADWATER_KEY"\n')
+    for name, signature, reason in served:
+        if signature is None:
+            print(f"  {name}: not served: {reason}\n")
+            continue
+        if signature.language_model is not None:
+            _announce_language_model(url, signature)
+            continue
+        shapes = [", ".join(f"{spec.name} {spec.datatype}{_dims(spec.shape)}" for spec in side)
+                  for side in (signature.inputs, signature.outputs)]  # fmt: skip
+        print(f"  {name}: {shapes[0]} -> {shapes[1]}")
+        body = example_body(signature)
+        if signature.streams:
+            row = _curl(f"{url}/v2/models/{name}/generate_stream", signature.example_row())
+            print(f"    {row.replace('curl -s', 'curl -sN', 1)}")
+        elif body is not None:
+            print(f"    {_curl(f'{url}/v2/models/{name}/infer', body)}")
+        if signature.embedding is not None:
+            print(f"    {_curl(f'{url}/v1/embeddings', {'model': name, 'input': 'Rivers begin here.'})}")
+        print()
+    sys.stdout.flush()
+
+
+def log_what_is_served(url: str, served: list[tuple[str, Signature | None, str]]) -> None:
+    """The same where every line is to be JSON, with nothing to paste."""
+    logger = logging.getLogger("headwater")
+    for name, signature, reason in served:
+        if signature is None:
+            logger.error("%s: not served: %s", name, reason, extra={"model": name})
+    names = [name for name, signature, _ in served if signature is not None]
+    logger.info("serving at %s: %s", url, ", ".join(names) or "nothing yet", extra={"url": url, "models": names})
+
+
+def _announce_language_model(url: str, signature: Signature) -> None:
+    assert signature.language_model is not None
+    limits = signature.language_model.limits
+    sizes = f"{limits.context_length} tokens, {limits.max_sequences} sequences at once"
+    print(f"  {signature.name}: language model, {sizes}")
+    question = {"role": "user", "content": "def fibonacci(n):"}
+    for path, asked in (
+        ("chat/completions", {"messages": [question]}),
+        ("completions", {"prompt": "import os\n", "max_tokens": 64}),
+    ):
+        row = _curl(f"{url}/v1/{path}", {"model": signature.name, "stream": True, **asked})
+        print(f"    {row.replace('curl -s', 'curl -sN', 1)}")
+    print()
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return "[rows, " + ", ".join("any" if dim < 0 else str(dim) for dim in shape) + "]"
+
+
+def _curl(url: str, body: dict[str, Any]) -> str:
+    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
+    return f"curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(text)}"

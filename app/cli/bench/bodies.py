@@ -1,0 +1,215 @@
+"""Requests made from a model's metadata, or read from a file."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import orjson
+
+from app.cli.bench.target import Body
+from app.cli.client import Metadata, Tensor
+from app.errors import CommandError
+from inference.datatypes import DATATYPES, float32_to_bf16, pack_bytes
+
+__all__ = ["SENTENCES", "Wishes", "infer_bodies", "read_bodies", "stream_bodies"]
+
+VARIETY: Final = 16
+"""Requests that differ; sent in turn."""
+MOST_BYTES: Final = 64 * 1024 * 1024
+"""Of all of them together; of large ones there are fewer."""
+VARYING_DIM: Final = 16
+SENTENCES: Final = (
+    "Rivers begin here.",
+    "The train to the coast leaves at a quarter past seven, unless it rains.",
+    "I would gladly recommend it to everyone.",
+    "Shares fell on Monday after the company lowered its forecast for the year.",
+    "Nobody had told the two engineers that the bridge would be closed for repairs until the end of the month.",
+    "It stopped working after a week, and nobody answers the phone.",
+    "A new telescope saw the light of a galaxy that is older than any found before.",
+    "Add the flour slowly.",
+    "The home team scored twice in the last ten minutes and went through to the final.",
+    "Doctors advise people over sixty to be vaccinated before winter.",
+    "She read the letter again, folded it, and put it back into the drawer without a word.",
+    "Parliament will vote on the bill next week.",
+)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What requests should look like, where the metadata leaves it open."""
+
+    rows: int = 1
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of a row, by input: whole shapes."""
+    binary: bool = False
+    """Whether tensors travel as bytes, both ways."""
+    seed: int = 0
+    prompts: Sequence[str] = ()
+    max_tokens: int = 64
+    ignores_eos: bool = False
+
+
+def infer_bodies(metadata: Metadata, heads: Sequence[str] | None, wishes: Wishes) -> tuple[Body, ...]:
+    """Bodies of unary requests, of random values: numbers below 1, integers below 100, sentences.
+
+    Raises:
+        CommandError: a wish and the model contradict each other.
+    """
+    _check_shapes(metadata, wishes)
+    draw = np.random.default_rng(wishes.seed)
+    binary = wishes.binary or not all(
+        DATATYPES[one.datatype].json for one in (*metadata.inputs, *metadata.outputs) if one.datatype in DATATYPES
+    )
+    parameters: dict[str, Any] = {}
+    if heads is not None:
+        parameters["heads"] = list(heads)
+    if binary:
+        parameters["binary_data_output"] = True
+    bodies: list[Body] = []
+    for _ in range(VARIETY):
+        values = [(one, _values(one, _shape(one, wishes), draw)) for one in metadata.inputs]
+        bodies.append(_infer_body(values, parameters, binary))
+        if len(bodies[0].content) * (len(bodies) + 1) > MOST_BYTES:
+            break
+    return tuple(dict.fromkeys(bodies))
+
+
+def stream_bodies(
+    kind: str, metadata: Metadata | None, model: str, heads: Sequence[str] | None, wishes: Wishes
+) -> tuple[Body, ...]:
+    """Bodies of requests for streams.
+
+    Args:
+        kind: one of `app.cli.bench.target.KINDS` that streams.
+        metadata: of the model; needed for ``generate`` only.
+        model: its name.
+        heads: the wanted ones; None: all.
+        wishes: see there.
+
+    Raises:
+        CommandError: a wish and the model contradict each other.
+    """
+    prompts = wishes.prompts or SENTENCES
+    limits: dict[str, Any] = {"max_tokens": wishes.max_tokens}
+    if wishes.ignores_eos:
+        limits["ignore_eos"] = True
+    contents: list[dict[str, Any]] = []
+    if kind == "chat":
+        contents = [{"messages": [{"role": "user", "content": prompt}], **limits} for prompt in prompts]
+    elif kind == "completions":
+        contents = [{"prompt": prompt, **limits} for prompt in prompts]
+    elif metadata is not None and any(one.name == "text_input" for one in metadata.inputs):
+        contents = [{"text_input": prompt, "parameters": limits} for prompt in prompts]
+    elif metadata is not None:
+        _check_shapes(metadata, wishes)
+        draw = np.random.default_rng(wishes.seed)
+        chosen = {"parameters": {"heads": list(heads)}} if heads is not None else {}
+        for _ in range(VARIETY):
+            fields = {one.name: _row(one, wishes, draw) for one in metadata.inputs}
+            contents.append({**fields, **chosen})
+    return tuple(_stream_body(kind, model, content) for content in contents)
+
+
+def read_bodies(path: Path, kind: str, model: str) -> tuple[Body, ...]:
+    """Bodies of a file: one as JSON, or a list of them.
+
+    Raises:
+        CommandError: it can't be read, or is no such thing.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CommandError(f"--input: {path}: can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CommandError(f"--input: {path}: expected JSON, got this: {error}") from error
+    listed = content if isinstance(content, list) else [content]
+    if not listed or not all(isinstance(one, dict) for one in listed):
+        raise CommandError(f"--input: {path}: expected a request's body as a JSON object, or a list of them")
+    if kind == "infer":
+        return tuple(Body(orjson.dumps(one)) for one in listed)
+    return tuple(_stream_body(kind, model, one) for one in listed)
+
+
+def _stream_body(kind: str, model: str, content: Mapping[str, Any]) -> Body:
+    if kind in ("chat", "completions"):
+        # Without usage the tokens could only be told by their events.
+        asked = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+        return Body(orjson.dumps({**asked, **content}))
+    return Body(orjson.dumps(content))
+
+
+def _infer_body(values: Sequence[tuple[Tensor, Any]], parameters: Mapping[str, Any], binary: bool) -> Body:
+    inputs: list[dict[str, Any]] = []
+    data: list[bytes] = []
+    for tensor, value in values:
+        entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(value.shape)}
+        if binary:
+            raw = pack_bytes(value.reshape(-1)) if tensor.datatype == "BYTES" else value.tobytes()
+            data.append(raw)
+            entry["parameters"] = {"binary_data_size": len(raw)}
+        elif tensor.datatype == "BYTES":
+            entry["data"] = [element.decode() for element in value.reshape(-1)]
+        else:
+            entry["data"] = value.reshape(-1).tolist()
+        inputs.append(entry)
+    head = orjson.dumps({"inputs": inputs, **({"parameters": parameters} if parameters else {})})
+    return Body(b"".join((head, *data)), len(head) if binary else None)
+
+
+def _row(tensor: Tensor, wishes: Wishes, draw: np.random.Generator) -> Any:
+    """One row as the generate routes take it."""
+    if not DATATYPES[tensor.datatype].json:
+        raise CommandError(f"--mode: input {tensor.name!r} is {tensor.datatype}, which has no JSON form; use infer")
+    value = _values(tensor, [1, *_shape(tensor, wishes)[1:]], draw)[0]
+    if tensor.datatype != "BYTES":
+        return value.tolist()
+    text = np.vectorize(bytes.decode, otypes=[object])(value) if getattr(value, "shape", ()) else value
+    return text.tolist() if isinstance(text, np.ndarray) else text.decode()
+
+
+def _check_shapes(metadata: Metadata, wishes: Wishes) -> None:
+    inputs = {one.name: one for one in metadata.inputs}
+    for name, shape in wishes.shapes.items():
+        if name not in inputs:
+            raise CommandError(f"--shape: expected one of the inputs {', '.join(inputs)}, got {name!r}")
+        declared = inputs[name].shape[1:]
+        fits = len(shape) == len(declared) and all(
+            want < 0 or want == got for want, got in zip(declared, shape, strict=False)
+        )
+        if not fits:
+            told = ",".join("any" if dim < 0 else str(dim) for dim in declared)
+            raise CommandError(f"--shape: {name}: expected a row of {told}, got {','.join(map(str, shape))}")
+    for one in metadata.inputs:
+        if one.datatype not in DATATYPES:
+            raise CommandError(f"input {one.name!r}: expected a datatype of the protocol, got {one.datatype!r}")
+
+
+def _shape(tensor: Tensor, wishes: Wishes) -> list[int]:
+    wanted = wishes.shapes.get(tensor.name)
+    row = wanted if wanted is not None else [VARYING_DIM if dim < 0 else dim for dim in tensor.shape[1:]]
+    first = tensor.shape[:1]
+    return [wishes.rows if first == [-1] else dim for dim in first] + list(row)
+
+
+def _values(tensor: Tensor, shape: Sequence[int], draw: np.random.Generator) -> Any:
+    datatype = DATATYPES[tensor.datatype]
+    if tensor.datatype == "BYTES":
+        texts = random.Random(int(draw.integers(1 << 62)))
+        value = np.empty(tuple(shape), dtype=object)
+        value.reshape(-1)[:] = [
+            " ".join(texts.sample(SENTENCES, texts.randint(1, 3))).encode() for _ in range(value.size)
+        ]
+        return value
+    if tensor.datatype == "BOOL":
+        return draw.random(shape) < 0.5
+    if tensor.datatype == "BF16":
+        return float32_to_bf16(draw.random(shape, dtype=np.float32))
+    if datatype.numpy.kind == "f":
+        return draw.random(shape).astype(datatype.numpy)
+    return draw.integers(0, 100, shape).astype(datatype.numpy)

@@ -1,0 +1,341 @@
+"""``headwater bench`` on the command line.
+
+A progress bar on standard error, if that is a terminal.
+
+Does what a plan says: asks the server what it is, puts load on it, and tells what came of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from app.cli.bench.closed_loop import STOPPED
+from app.cli.bench.load import Generator, generator
+from app.cli.bench.outcomes import OF_REQUESTS, OF_RUNS, read_limits
+from app.cli.bench.plan import Plan, check_answers, points_of
+from app.cli.bench.results import Results
+from app.cli.bench.table import table_text
+from app.cli.client import Server
+from app.cli.options import add_report_options, checked, listed, number, whole
+from app.cli.report.plots import check_plots
+from app.errors import CommandError
+
+__all__ = ["Progress", "add_bench_command", "bench"]
+
+
+MOST_CONNECTIONS = 20_000
+
+MOST_PROCESSES = 64
+
+
+def add_bench_command(commands: Any) -> None:
+    """Add the command to a parser's commands."""
+    bench = commands.add_parser(
+        "bench",
+        help="put load on a running server, and measure",
+        description="Put load on a running server, and measure. Exit status: 0; 1 if requests failed, the run ended "
+        "early or nothing could be measured; 2 for options that make no sense. What the figures mean: docs/bench.md.",
+    )
+    bench.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
+    bench.add_argument("--model", metavar="NAME", help="the model; may be left out if the server has one only")
+    bench.add_argument(
+        "--mode", choices=("infer", "stream", "chat", "completions"), default="infer",
+        help="infer: whole answers; stream: /v2/.../generate_stream; chat, completions: OpenAI's streams; "
+        "default: %(default)s",
+    )  # fmt: skip
+    loop = bench.add_mutually_exclusive_group()
+    loop.add_argument(
+        "--connections", type=listed(whole(1, MOST_CONNECTIONS)), metavar="N[,N]",
+        help="closed loop: each connection waits for its answer; default: 1,16",
+    )  # fmt: skip
+    loop.add_argument(
+        "--rate", type=listed(_number(0)), metavar="R[,R]",
+        help="open loop: requests/s, sent at their times whatever the server does",
+    )  # fmt: skip
+    bench.add_argument(
+        "--arrivals", choices=("poisson", "constant"), default="poisson",
+        help="of --rate: at independent times, or at equal distances; default: %(default)s",
+    )  # fmt: skip
+    bench.add_argument(
+        "--max-connections", type=whole(1, MOST_CONNECTIONS), default=1024, metavar="N",
+        help="of --rate, at most; default: %(default)s",
+    )  # fmt: skip
+    bench.add_argument("--seconds", type=_number(0), default=5.0, metavar="S", help="of each run; default: 5")
+    bench.add_argument(
+        "--warmup", type=_number(0, inclusive=True), default=1.0, metavar="S",
+        help="before each run, not counted; default: 1",
+    )  # fmt: skip
+    bench.add_argument("--repeats", type=whole(1, 1000), default=3, metavar="N", help="default: 3")
+    bench.add_argument(
+        "--timeout", type=_number(0), default=30.0, metavar="S",
+        help="after which a request without its whole answer counts as failed; default: 30",
+    )  # fmt: skip
+    bench.add_argument(
+        "--processes", type=whole(1, MOST_PROCESSES), default=1, metavar="N",
+        help="of the generator, which share the load; default: 1",
+    )  # fmt: skip
+    bench.add_argument(
+        "--input", type=Path, metavar="FILE.json",
+        help="a request's body, or a list of them, sent in turn; default: made from the model's metadata",
+    )  # fmt: skip
+    bench.add_argument("--rows", type=whole(1, 100_000), default=1, metavar="N", help="in each request; default: 1")
+    bench.add_argument(
+        "--shape", type=_shape, action="append", default=[], metavar="INPUT=D[,D]",
+        help="of a row of an input whose dimensions vary; default: 16 for each that does; may be repeated",
+    )  # fmt: skip
+    bench.add_argument("--binary", action="store_true", help="tensors as bytes instead of JSON, both ways")
+    bench.add_argument("--seed", type=whole(0, 2**31), default=0, metavar="N", help="of inputs and times; default: 0")
+    bench.add_argument(
+        "--heads", type=_heads, action="append", metavar="A[,B]",
+        help="of a pipeline: the heads to ask for, or all; repeated: one measurement each",
+    )  # fmt: skip
+    bench.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT",
+        help="of streams of text; repeated: sent in turn; default: a few sentences",
+    )  # fmt: skip
+    bench.add_argument("--max-tokens", type=whole(1, 1_000_000), default=64, metavar="N", help="default: %(default)s")
+    bench.add_argument(
+        "--ignore-eos", action="store_true", help="go on to --max-tokens; a field that not every server takes"
+    )
+    bench.add_argument(
+        "--slo", type=checked(read_limits), default={}, metavar="LIMIT=MS[,LIMIT=MS]",
+        help=f"goodput counts requests that meet {', '.join(OF_REQUESTS)}; {', '.join(OF_RUNS)} are met or not by a "
+        "whole run",
+    )  # fmt: skip
+    bench.add_argument(
+        "--api-key-file", type=Path, metavar="FILE",
+        help="has the API key; default: the environment variable HEADWATER_KEY",
+    )  # fmt: skip
+    add_report_options(bench, "a page with plots")
+    bench.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from app.cli.bench.bodies import Wishes
+    from app.cli.bench.load import Load
+    from app.cli.bench.plan import Plan
+
+    _check_together(options)
+    loads = (
+        [Load(None, rate) for rate in options.rate]
+        if options.rate
+        else [Load(connections) for connections in options.connections or (1, 16)]
+    )
+    return bench(Plan(
+        options.url.rstrip("/"), options.model, options.mode, loads, options.arrivals, options.max_connections,
+        options.seconds, options.warmup, options.repeats, options.timeout, options.processes, options.input,
+        options.heads or (None,),
+        Wishes(options.rows, dict(options.shape), options.binary, options.seed, options.prompt, options.max_tokens,
+               options.ignore_eos),
+        options.slo, _key(options.api_key_file), options.json, options.html,
+    ))  # fmt: skip
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    """Options that contradict each other.
+
+    Raises:
+        CommandError: some do.
+    """
+    if options.input is not None:
+        for name, value in (
+            ("--heads", options.heads), ("--binary", options.binary), ("--shape", options.shape),
+            ("--prompt", options.prompt), ("--ignore-eos", options.ignore_eos),
+        ):  # fmt: skip
+            if value:
+                raise CommandError(f"{name}: expected not to be given with --input, which says all of the request")
+    if options.mode in ("chat", "completions") and options.heads:
+        raise CommandError(f"--heads: expected --mode infer or stream, got {options.mode}")
+    if options.mode != "infer" and options.binary:
+        raise CommandError(f"--binary: expected --mode infer, got {options.mode}")
+    if options.mode == "infer":
+        for name in ("ttft_ms", "itl_ms", "tpot_ms"):
+            if name in options.slo:
+                raise CommandError(f"--slo: {name}: expected a mode that streams, got --mode infer")
+    if options.rate and options.processes > options.max_connections:
+        raise CommandError("--processes: expected at most as many as --max-connections")
+
+
+def _key(path: Path | None) -> str:
+    from app.cli.client import api_key
+
+    if path is None:
+        return api_key()
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"--api-key-file: {path}: can't be read: {getattr(error, 'strerror', error)}") from error
+    if not key or not (key.isascii() and key.isprintable()):
+        raise CommandError(f"--api-key-file: {path}: expected one line of visible ASCII characters")
+    return key
+
+
+def _number(above: float, *, inclusive: bool = False) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = number(text)
+        if not (math.isfinite(value) and (value > above or (inclusive and value == above))):
+            words = f"{above:g} or more" if inclusive else f"above {above:g}"
+            raise argparse.ArgumentTypeError(f"expected a number {words}, got {text!r}")
+        return value
+
+    return read
+
+
+def _shape(text: str) -> tuple[str, tuple[int, ...]]:
+    name, _, dims = text.rpartition("=")
+    try:
+        shape = tuple(int(dim) for dim in dims.split(",") if dim)
+    except ValueError:
+        shape = (-1,)
+    if not name or any(dim < 0 for dim in shape):
+        raise argparse.ArgumentTypeError(f"expected an input and a row's dimensions, such as x=3,224,224, got {text!r}")
+    return name, shape
+
+
+def _heads(text: str) -> tuple[str, ...] | None:
+    if text == "all":
+        return None
+    heads = tuple(text.split(","))
+    if not all(heads):
+        raise argparse.ArgumentTypeError(f"expected heads with commas between them, or all, got {text!r}")
+    return heads
+
+
+STEP_S = 0.5
+
+
+class Progress:
+    """Runs that take known times, one after the other.
+
+    Args:
+        total_s: of all together.
+    """
+
+    def __init__(self, total_s: float) -> None:
+        self._total_s = total_s
+        self._done_s = 0.0
+
+    @contextlib.asynccontextmanager
+    async def shown(self) -> AsyncIterator[Progress]:
+        """Show it while the block runs."""
+        if not sys.stderr.isatty():
+            yield self
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        # No thread of its own: it would take the generator's time in steps of five milliseconds.
+        with Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as self._bar:
+            self._task = self._bar.add_task("", total=self._total_s)
+            yield self
+
+    @contextlib.asynccontextmanager
+    async def run(self, what: str, seconds: float) -> AsyncIterator[None]:
+        """One of the runs, while the block does it."""
+        bar = getattr(self, "_bar", None)
+        if bar is None:
+            yield
+            return
+        began_s = time.perf_counter()
+
+        async def move() -> None:
+            while True:
+                passed_s = min(time.perf_counter() - began_s, seconds)
+                bar.update(self._task, description=what, completed=self._done_s + passed_s, refresh=True)
+                await asyncio.sleep(STEP_S)
+
+        moving = asyncio.ensure_future(move())
+        try:
+            yield
+        finally:
+            moving.cancel()
+            self._done_s += seconds
+
+
+def bench(plan: Plan) -> int:
+    """Measure, print the table, write the files.
+
+    Returns:
+        The exit status: 0, or 1 if a figure is not to be relied on.
+
+    Raises:
+        CommandError: nothing could be measured.
+    """
+    _check_files(plan)
+    server = Server(plan.url, plan.key)
+    about = server.about()
+    model = plan.model or server.only_model()
+    points = points_of(plan, server, model)
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+    results = Results(plan, model, about, points, started)
+    with generator(plan.processes) as load:
+        uvloop.run(_measure(results, load))
+    told = results.told()
+    print(table_text(told))
+    if plan.json is not None:
+        _write(plan.json, json.dumps(told, indent=1) + "\n", "--json")
+    if plan.html is not None:
+        from app.cli.bench.table import page_html
+
+        _write(plan.html, page_html(results), "--html")
+    return 0 if told["valid"] else 1
+
+
+async def _measure(results: Results, load: Generator) -> None:
+    """Every load once, then all of them again: what else the machine does harms all alike."""
+    plan = results.plan
+    loop = asyncio.get_running_loop()
+    await check_answers(results.points)
+    total_s = plan.run_s * plan.repeats * len(results.points)
+    loop.add_signal_handler(signal.SIGINT, load.stop)
+    try:
+        async with Progress(total_s).shown() as progress:
+            for repeat in range(plan.repeats):
+                for point, runs in zip(results.points, results.runs, strict=True):
+                    what = f"{point}, repeat {repeat + 1} of {plan.repeats}"
+                    async with progress.run(what, plan.run_s):
+                        outcomes = await load.run(plan.job(point, repeat))
+                    if outcomes.requests:
+                        runs.append(outcomes)
+                    if outcomes.ended:
+                        results.ended = outcomes.ended
+                        return
+                    if load.is_stopped:
+                        results.ended = STOPPED
+                        return
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+def _check_files(plan: Plan) -> None:
+    """Before anything long begins: whether what comes of it can be written."""
+    if plan.html is not None:
+        check_plots()
+    for option, path in (("--json", plan.json), ("--html", plan.html)):
+        if path is not None:
+            where = path if path.exists() else path.parent
+            if path.is_dir() or not where.exists() or not os.access(where, os.W_OK):
+                raise CommandError(f"{option}: {path}: expected a file that can be written; is its folder there?")
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise CommandError(f"{option}: {path}: can't be written: {error.strerror}") from error

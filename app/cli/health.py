@@ -1,0 +1,63 @@
+"""``headwater health``: whether a server is ready, for a container's health check.
+
+Run as ``python -m app.cli.health [URL]`` it costs a tenth of the command, since it imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import ssl
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Final
+from urllib.parse import urlsplit
+
+__all__ = ["default_url", "health_status", "unhealthy"]
+
+TIMEOUT_S: Final = 8.0
+
+
+def default_url(environment: Mapping[str, str] = os.environ) -> str:
+    """The server in the same container, on the port that the environment says."""
+    scheme = "https" if "HEADWATER_SERVER__TLS__CERTIFICATE" in environment else "http"
+    return f"{scheme}://127.0.0.1:{environment.get('HEADWATER_SERVER__PORT', '8000')}"
+
+
+def health_status(url: str) -> int:
+    """0 if the server is ready; else 1, and why not on standard error."""
+    reason = unhealthy(url)
+    if reason:
+        print(f"headwater: {reason}", file=sys.stderr)
+    return 1 if reason else 0
+
+
+def unhealthy(url: str, timeout_s: float = TIMEOUT_S) -> str:
+    """Why the server isn't ready; empty: it is."""
+    try:
+        with _opener(url).open(f"{url.rstrip('/')}/v2/health/ready", timeout=timeout_s) as response:
+            return "" if response.status == 200 else f"{url}: expected status 200, got {response.status}"
+    except urllib.error.HTTPError as error:
+        text = ""
+        with error, contextlib.suppress(ValueError, OSError, AttributeError):
+            text = str(json.loads(error.read(65536)).get("error", ""))
+        return f"{url}: {text or f'status {error.code}'}"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        return f"{url}: no answer: {reason}; is the server running there? Say where with --url"
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """Asks the server itself, through no proxy."""
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if urlsplit(url).scheme == "https" and urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1"):
+        # A loopback's name is in nobody's certificate, and who answers there is this machine.
+        handlers.append(urllib.request.HTTPSHandler(context=ssl._create_unverified_context()))
+    return urllib.request.build_opener(*handlers)
+
+
+if __name__ == "__main__":
+    sys.exit(health_status(sys.argv[1] if len(sys.argv) > 1 else default_url()))

@@ -1,0 +1,212 @@
+"""The command line: ``headwater serve`` and ``check``, and what commands a running server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import app
+from app.cli.announce import log_what_is_served, print_what_is_served
+from app.cli.bench.command import add_bench_command
+from app.cli.health import default_url, health_status
+from app.cli.keys import add_key_commands
+from app.cli.plan.options import add_plan_command
+from app.config.schema import Config, load_config, read_config, read_yaml
+from app.errors import CommandError, ConfigError, StartError
+from app.security.keys_file import keys_are_wanted
+from app.telemetry.logs import set_up_logging
+from inference.reference import is_language_model
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command; ends the process with its exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        status = int(options.run(options))
+    except (ConfigError, StartError, CommandError) as error:
+        print(f"headwater: {error}", file=sys.stderr)
+        status = 1
+    sys.exit(status)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="headwater", description="Serve PyTorch models over HTTP, through PyTriton.")
+    parser.add_argument("--version", action="version", version=f"headwater {app.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve what a configuration names, or one model")
+    serve.add_argument(
+        "what",
+        metavar="CONFIG | MODULE:CLASS | onnx:PATH",
+        help="a YAML file, or a model such as my.models:Scale or onnx:head.onnx",
+    )
+    serve.add_argument("--host", help="address to listen on")
+    serve.add_argument("--port", type=int, help="port to listen on; 0 takes a free one")
+    serve.add_argument("--workers", type=int, help="gateway processes")
+    _add_set(serve)
+    serve.set_defaults(run=_serve)
+
+    check = commands.add_parser("check", help="check the environment, and a configuration if one is given")
+    check.add_argument("config", nargs="?", type=Path, metavar="CONFIG")
+    check.add_argument("--json", action="store_true", help="print JSON")
+    check.add_argument("--host")
+    check.add_argument("--port", type=int)
+    _add_set(check)
+    check.set_defaults(run=_check)
+
+    status = commands.add_parser("status", help="show the models of a running server, and their states")
+    _add_url(status)
+    status.set_defaults(run=_status)
+    health = commands.add_parser("health", help="whether a running server is ready: exit status 0, or 1 and why not")
+    health.add_argument("--url", default=default_url(), help="the server's; default: %(default)s")
+    health.set_defaults(run=_health)
+    for action, what in (
+        ("load", "load a model that is not loaded"),
+        ("unload", "unload a model, and see that nothing of it remains"),
+        ("reload", "replace a model's replicas without a gap"),
+    ):
+        command = commands.add_parser(action, help=f"{what}, on a running server on this machine")
+        command.add_argument("name", metavar="NAME", help="the deployment")
+        if action != "unload":
+            command.add_argument(
+                "--config", metavar="FILE | JSON",
+                help="a deployment's section, laid over the one that the server was started with: a YAML or JSON file, "
+                "or JSON such as '{\"timeout_s\": 5}'",
+            )  # fmt: skip
+        _add_url(command)
+        command.set_defaults(run=_command, action=action)
+    scale = commands.add_parser("scale", help="have another number of a model's replicas, on a running server")
+    scale.add_argument("name", metavar="NAME", help="the deployment, or PIPELINE.STEP")
+    scale.add_argument("replicas", metavar="N | MIN-MAX", type=_bounds, help="how many, or between how many it scales")
+    _add_url(scale)
+    scale.set_defaults(run=_scale)
+    add_bench_command(commands)
+    add_plan_command(commands, lambda options: _read(options.what, _flags(options)))
+    add_key_commands(commands)
+    return parser
+
+
+def _bounds(text: str) -> dict[str, int]:
+    least, separator, most = text.partition("-")
+    try:
+        return {"min": int(least), "max": int(most)} if separator else {"replicas": int(text)}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number such as 3, or 1-3, got {text!r}") from None
+
+
+def _add_url(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000",
+        help="the server's; default: %(default)s; its API key is taken from the environment variable HEADWATER_KEY",
+    )  # fmt: skip
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", dest="fields",
+        help="set any field of the configuration, such as deployments.text.timeout_s=5; may be repeated",
+    )  # fmt: skip
+
+
+def _flags(options: argparse.Namespace) -> dict[str, Any]:
+    import yaml
+
+    flags: dict[str, Any] = {}
+    for pair in options.fields:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise ConfigError(f"flag --set: expected FIELD=VALUE, got {pair!r}")
+        flags[name] = yaml.safe_load(value)
+    for name in ("host", "port", "workers"):
+        if getattr(options, name, None) is not None:
+            flags[f"server.{name}"] = getattr(options, name)
+    return flags
+
+
+def _read(what: str, flags: dict[str, Any]) -> tuple[Config, tuple[str, ...]]:
+    """The configuration, and what to put first on the replicas' ``sys.path``."""
+    here = os.getcwd()
+    if ":" in what and not Path(what).exists():
+        content = {"deployments": {_name(what): {"model": what}}}
+        return read_config(content, source=what, flags=flags), (here,)
+    folder = str(Path(what).resolve().parent)
+    return load_config(Path(what), flags=flags), tuple(dict.fromkeys((here, folder)))
+
+
+def _serve(options: argparse.Namespace) -> int:
+    if os.getpid() == 1:
+        # The kernel drops a signal that process 1 has no handler for, and the supervisor's comes a second later.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    from app.supervisor.supervisor import Supervisor
+
+    config, user_paths = _read(options.what, _flags(options))
+    set_up_logging(config.server.log_format)
+    asks_for_keys = keys_are_wanted(config.security.keys_file)
+    announce = (
+        log_what_is_served
+        if config.server.log_format == "json"
+        else functools.partial(print_what_is_served, asks_for_keys=asks_for_keys)
+    )
+    return asyncio.run(Supervisor(config, user_paths, announce).run())
+
+
+def _check(options: argparse.Namespace) -> int:
+    from app.cli.check import check
+
+    return check(options.config, as_json=options.json, flags=_flags(options))
+
+
+def _status(options: argparse.Namespace) -> int:
+    from app.cli.client import ServerClient, status_table
+
+    print(status_table(ServerClient(options.url).index()))
+    return 0
+
+
+def _health(options: argparse.Namespace) -> int:
+    return health_status(options.url)
+
+
+def _command(options: argparse.Namespace) -> int:
+    from app.cli.client import ServerClient, command_line
+
+    given = getattr(options, "config", None)
+    config = None if given is None else _section(given)
+    print(command_line(options.action, ServerClient(options.url).command(options.action, options.name, config)))
+    return 0
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from app.cli.client import ServerClient, command_line
+
+    print(command_line("scale", ServerClient(options.url).scale(options.name, options.replicas)))
+    return 0
+
+
+def _section(given: str) -> str:
+    """A deployment's section as JSON text, of JSON or of a file that holds it or YAML."""
+    if given.lstrip().startswith("{"):
+        return given
+    try:
+        return json.dumps(read_yaml(Path(given)))
+    except (TypeError, ValueError) as error:  # YAML has dates, and keys of any type
+        raise ConfigError(f"{given}: expected what JSON can say: {error}") from error
+
+
+def _name(model: str) -> str:
+    """What a model that is served alone is called."""
+    last = model.rpartition(":")[2]
+    if is_language_model(model):
+        return Path(last).absolute().name
+    return Path(last).stem if model.startswith("onnx:") else last.lower()

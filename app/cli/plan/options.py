@@ -1,0 +1,116 @@
+"""``headwater plan`` on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from app.cli.options import add_report_options, checked, listed, number, whole
+from app.cli.plan.known_sizes import read_size
+
+__all__ = ["add_plan_command"]
+
+MOST_ROWS: Final = 65_536
+MOST_REPLICAS: Final = 64
+MOST_SECONDS: Final = 3600
+
+
+def add_plan_command(commands: Any, read: Callable[[argparse.Namespace], Any]) -> None:
+    """Add the command to a parser's commands.
+
+    Args:
+        commands: the parser's.
+        read: gives the configuration that the options name; see `app.cli.plan.command.run`.
+    """
+    plan = commands.add_parser(
+        "plan",
+        help="measure a deployment at several sizes, and recommend configurations",
+        description="Run a deployment at several sizes, fit models of its memory and speed, say what fits, and write "
+        "three configurations, each of which is run. Exit status: 0; 1 if nothing fits, something could not be run, or "
+        "it was cut off; 2 for options that make no sense. How it works: docs/plan.md.",
+    )
+    plan.add_argument(
+        "what", nargs="?", metavar="CONFIG | MODULE:CLASS | onnx:PATH | lm:PATH", help="as of `headwater serve`"
+    )
+    plan.add_argument("--deployment", metavar="NAME", help="which one; may be left out if there is one only")
+    plan.add_argument(
+        "--batch-sizes", type=listed(whole(1, MOST_ROWS)), default=(1, 8, 32), metavar="N[,N]",
+        help="rows in a call, at most; default: 1,8,32",
+    )  # fmt: skip
+    plan.add_argument(
+        "--sequences", type=listed(whole(1, 4096)), default=(1, 8, 32), metavar="N[,N]",
+        help="of a language model instead: sequences at once; default: 1,8,32",
+    )  # fmt: skip
+    plan.add_argument(
+        "--instances", type=listed(whole(1, MOST_REPLICAS)), default=(1, 2), metavar="N[,N]",
+        help="threads of a replica that compute at once; default: 1,2",
+    )  # fmt: skip
+    plan.add_argument(
+        "--replicas", type=listed(whole(1, MOST_REPLICAS)), default=(1, 2), metavar="N[,N]", help="default: 1,2"
+    )  # fmt: skip
+    plan.add_argument(
+        "--memory", type=checked(read_size), metavar="SIZE",
+        help="of the device that it computes on, such as 16GiB; default: what that has",
+    )  # fmt: skip
+    plan.add_argument(
+        "--headroom", type=_part, default=0.2, metavar="PART", help="of the memory, kept free; default: 0.2"
+    )  # fmt: skip
+    plan.add_argument("--seconds", type=_seconds, default=4.0, metavar="S", help="of load at each size; default: 4")
+    plan.add_argument(
+        "--input", type=Path, metavar="FILE.json",
+        help="a request's body with one row, or a list of them; default: made from the model's metadata",
+    )  # fmt: skip
+    plan.add_argument(
+        "--tokens", type=whole(1, 1_000_000), default=64, metavar="N",
+        help="of a language model's answers; default: 64",
+    )  # fmt: skip
+    plan.add_argument(
+        "--out", type=Path, metavar="FOLDER",
+        help="where the three files go; default: beside CONFIG, or here if there is no file",
+    )  # fmt: skip
+    add_report_options(plan, "a report with curves")
+    plan.add_argument(
+        "--rounds", type=whole(1, 100), default=3, metavar="N",
+        help="how often each recommended configuration is run, in turns with the others; default: 3",
+    )  # fmt: skip
+    plan.add_argument(
+        "--no-verify", action="store_true",
+        help="don't run sizes that were not measured, nor the recommended configurations",
+    )  # fmt: skip
+    plan.add_argument(
+        "--strict", action="store_true",
+        help="exit status 1 also if a memory is off by more than 10 %% of what was measured, or a speed by 15 %%, or "
+        "rounds differ by that much",
+    )  # fmt: skip
+    plan.add_argument("--dry-run", action="store_true", help="print the sizes that would be measured, and end")
+    plan.add_argument(
+        "--from-sizes", metavar="weights=SIZE[,process=SIZE][,row=SIZE][,instance=SIZE]",
+        help="compute what fits from these sizes, and run nothing; needs --memory, and no CONFIG",
+    )  # fmt: skip
+    plan.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", dest="fields",
+        help="as of `headwater serve`",
+    )  # fmt: skip
+    plan.set_defaults(run=lambda options: _run(options, read))
+
+
+def _run(options: argparse.Namespace, read: Callable[[argparse.Namespace], Any]) -> int:
+    from app.cli.plan.command import run  # its imports take time, which other commands are spared
+
+    return run(options, read)
+
+
+def _part(text: str) -> float:
+    value = number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected a part such as 0.2, from 0 to below 1, got {text!r}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = number(text)
+    if not 0 < value <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, at most {MOST_SECONDS}, got {text!r}")
+    return value

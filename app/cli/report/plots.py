@@ -1,0 +1,181 @@
+"""Plots as SVG for `app.cli.report.page`, whose colours they take, light or dark.
+
+Needs the extra ``reports``: matplotlib.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from app.errors import CommandError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Curve", "cdf", "check_plots", "line_chart"]
+
+WIDTH_IN: Final = 5.6
+HEIGHT_IN: Final = 3.4
+MOST_POINTS: Final = 400
+"""Of a curve: more could not be seen, and would make the page large."""
+SERIES: Final = 8
+# Colours that stand for the page's variables; an SVG within a page can use those.
+_INK: Final = "#010203"
+_QUIET: Final = "#010204"
+_LINE: Final = "#010205"
+_SERIES_COLOURS: Final = tuple(f"#0103{place + 1:02x}" for place in range(SERIES))
+_VARIABLES: Final = {_INK: "var(--ink)", _QUIET: "var(--quiet)", _LINE: "var(--line)"} | {
+    colour: f"var(--series-{place + 1})" for place, colour in enumerate(_SERIES_COLOURS)
+}
+_STYLE: Final[Any] = {
+    "svg.fonttype": "none",
+    "font.size": 10,
+    "text.color": _INK,
+    "axes.labelcolor": _QUIET,
+    "axes.edgecolor": _LINE,
+    "axes.titlesize": 11,
+    "axes.titlecolor": _INK,
+    "xtick.color": _LINE,
+    "ytick.color": _LINE,
+    "xtick.labelcolor": _QUIET,
+    "ytick.labelcolor": _QUIET,
+    "grid.color": _LINE,
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.formatter.useoffset": False,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a chart."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    """The least of what was measured at each point, where it was measured several times."""
+    high: Sequence[float] | None = None
+    dashed: bool = False
+    """Predicted, or otherwise not measured."""
+
+
+def check_plots() -> None:
+    """Before anything long begins: whether plots can be made.
+
+    Raises:
+        CommandError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--html: expected matplotlib for the plots, got none: pip install 'headwater[reports]'")
+
+
+def line_chart(
+    title: str, x_label: str, y_label: str, curves: Sequence[Curve], *, log_x: bool = False, log_y: bool = False
+) -> str:
+    """Lines with a mark at each point, and bars from the least to the greatest of what was measured there.
+
+    A curve of one point is a mark. The axis of y begins at 0 unless it is logarithmic.
+    """
+
+    def draw(axes: Axes) -> None:
+        for place, curve in enumerate(curves):
+            points = [(x, y, *_bar(curve, at, y)) for at, (x, y) in enumerate(zip(curve.x, curve.y, strict=True))
+                      if math.isfinite(y)]  # fmt: skip
+            if not points:
+                continue
+            x, y, below, above = zip(*points, strict=True)
+            axes.errorbar(
+                x, y, yerr=(below, above), label=curve.label, color=_SERIES_COLOURS[place % SERIES],
+                marker="o", markersize=4, linewidth=1.6, elinewidth=1, capsize=3,
+                linestyle="--" if curve.dashed or place >= SERIES else "-",
+            )  # fmt: skip
+        values = sorted({x for curve in curves for x in curve.x})
+        if log_x:
+            axes.set_xscale("log", base=2)
+        if log_x and len(values) <= 12:
+            axes.set_xticks(values, [f"{value:g}" for value in values])
+            axes.minorticks_off()
+        if log_y:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
+
+    return _svg(title, x_label, y_label, draw, len(curves))
+
+
+def cdf(title: str, x_label: str, samples: Sequence[tuple[str, Sequence[float]]], *, log_x: bool = False) -> str:
+    """Which part of all values is at most as large: a line for each set of values."""
+
+    def draw(axes: Axes) -> None:
+        for place, (label, values) in enumerate(samples):
+            if len(values):
+                x, y = _steps(sorted(values))
+                axes.plot(
+                    x, y, label=label, color=_SERIES_COLOURS[place % SERIES], linewidth=1.6,
+                    linestyle="--" if place >= SERIES else "-",
+                )  # fmt: skip
+        axes.set_ylim(0, 1.02)
+        if log_x:
+            axes.set_xscale("log")
+
+    return _svg(title, x_label, "part of all", draw, len(samples))
+
+
+def _bar(curve: Curve, at: int, y: float) -> tuple[float, float]:
+    if curve.low is None or curve.high is None:
+        return 0.0, 0.0
+    return max(0.0, y - curve.low[at]), max(0.0, curve.high[at] - y)
+
+
+def _steps(ordered: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Points of the curve, the rarest at its ends among them."""
+    count = len(ordered)
+    step = max(1, count // MOST_POINTS)
+    places = sorted({*range(0, count, step), *range(max(0, count - 20), count)})
+    return [ordered[place] for place in places], [(place + 1) / count for place in places]
+
+
+def _svg(title: str, x_label: str, y_label: str, draw: Any, labels: int) -> str:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # Ids of its own: several figures stand on one page.
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"{next(_numbers)}"}):
+        figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_title(title, loc="left")
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.set_axisbelow(True)
+        draw(axes)
+        if labels > 1 and axes.get_legend_handles_labels()[0]:
+            axes.legend()
+        return _as_markup(figure, title)
+
+
+def _as_markup(figure: Figure, title: str) -> str:
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = drawn.getvalue()
+    svg = svg[svg.index("<svg") :]  # no XML declaration within HTML
+    label = title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # The page's own font, and ids that are nobody else's.
+    svg = re.sub(r"font: ([0-9.]+px) [^;\"]*", r"font-size: \1", svg)
+    svg = re.sub(r"""font-family: [^;"]*;?""", "", svg)
+    svg = re.sub(r' id="(?:figure|axes|patch|matplotlib|xtick|ytick|line2d|text|legend|LineCollection)[\w.]*"', "", svg)
+    return re.sub("|".join(_VARIABLES), lambda found: _VARIABLES[found[0]], svg)

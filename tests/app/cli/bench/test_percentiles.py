@@ -1,0 +1,54 @@
+"""Percentiles against numpy's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.cli.bench.outcomes import distribution, percentile
+
+VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=300)
+
+
+@given(VALUES, st.integers(1, 1000))
+def test_they_are_those_of_the_inverted_distribution(values: list[float], per_mille: int) -> None:
+    ordered = sorted(values)
+    got = percentile(ordered, per_mille)
+    assert got in values
+    assert sum(value <= got for value in values) * 1000 >= len(values) * per_mille
+    below = [value for value in ordered if value < got]
+    assert len(below) * 1000 < len(values) * per_mille
+
+
+@given(VALUES)
+def test_numpy_has_the_same(values: list[float]) -> None:
+    # Fractions that a binary number holds exactly: elsewhere numpy can be one rank off.
+    for per_mille in (125, 250, 500, 750, 875, 1000):
+        expected = np.percentile(values, per_mille / 10, method="inverted_cdf")
+        assert percentile(sorted(values), per_mille) == expected
+
+
+@given(VALUES)
+def test_a_distribution_holds_what_was_measured(values: list[float]) -> None:
+    told = distribution(values, 1000)
+    assert told["count"] == len(values)
+    assert told["mean"] == pytest.approx(float(np.mean(values)) * 1000)
+    assert (told["min"], told["max"]) == (min(values) * 1000, max(values) * 1000)
+    assert told["p50"] is not None
+
+
+@pytest.mark.parametrize(("count", "known"), [(9, "p50"), (99, "p90"), (999, "p99"), (1000, "p99.9")])
+def test_a_percentile_of_too_few_values_is_none(count: int, known: str) -> None:
+    told = distribution(list(range(1, count + 1)))
+    names = ["p50", "p90", "p99", "p99.9"]
+    place = names.index(known)
+    assert all(told[name] is not None for name in names[: place + 1])
+    assert all(told[name] is None for name in names[place + 1 :])
+
+
+def test_nothing_has_no_figures() -> None:
+    told = distribution([])
+    assert told.pop("count") == 0
+    assert set(told.values()) == {None}

@@ -1,0 +1,87 @@
+"""The load of a plan, and the command of ``headwater bench`` that makes the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.cli import client as bench_server
+from app.cli.bench import command as bench_run
+from app.cli.bench.plan import Plan, points_of
+from app.cli.client import Metadata, Server, Tensor
+from app.cli.main import main
+from app.cli.plan.point import Point
+from app.cli.plan.subject import WARMUP_S, Subject, make_subject
+from app.cli.plan.trial import served_at
+from app.config.schema import read_config
+
+URL = "http://127.0.0.1:8000"
+METADATA = Metadata("one", [Tensor("x", "FP32", [-1, 4]), Tensor("text", "BYTES", [-1, 1])])
+UNARY = {"deployments": {"one": {"model": "my.models:Scale", "timeout_s": 7}}}
+
+
+def subject(content: dict[str, Any], **options: Any) -> Subject:
+    config = read_config(content, source="test", environment={}, flags={})
+    given = {"cores": 2, "seconds": 2.5, "tokens": 9, "input": None, **options}
+    return make_subject("models.yaml", config, "one", (), **given)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What ``headwater bench`` makes of arguments."""
+    found: list[Plan] = []
+
+    def bench(plan: Plan) -> int:
+        found.append(plan)
+        return 0
+
+    monkeypatch.setattr(bench_run, "bench", bench)
+    monkeypatch.setattr(bench_server.Server, "metadata", lambda self, model: METADATA)
+    monkeypatch.setattr(bench_server.Server, "models", lambda self: ["one"])
+
+    def read(arguments: list[str]) -> Plan:
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", *arguments])
+        assert ended.value.code == 0
+        return found[-1]
+
+    return read
+
+
+def language_model(folder: Path) -> dict[str, Any]:
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "max_position_embeddings": 100}
+    (folder / "config.json").write_text(json.dumps(config))
+    return {"deployments": {"one": {"model": f"lm:{folder}"}}}
+
+
+@pytest.mark.parametrize("kind", ["unary", "language model", "of a file", "language model, of a file"])
+def test_the_command_sends_the_same_requests_as_the_plan(read: Any, tmp_path: Path, kind: str) -> None:
+    content = language_model(tmp_path) if "language model" in kind else UNARY
+    options: dict[str, Any] = {}
+    if "of a file" in kind:
+        file = tmp_path / "rows with a space.json"
+        file.write_text('[{"prompt": "a", "max_tokens": 3}, {"prompt": "b"}]')
+        options["input"] = file
+    planned = subject(content, **options)
+    point = Point(4, 1, 2)
+    told = read(planned.bench_arguments(URL, point))
+    (found,) = points_of(told, Server(URL), "one")
+    assert found.target == planned.target(URL)
+    assert found.load.connections == planned.connections(point)
+    assert (told.seconds, told.warmup_s) == (2.5, WARMUP_S)
+
+
+@pytest.mark.parametrize(
+    ("server", "url"),
+    [
+        ({}, "http://127.0.0.1:8000"),
+        ({"host": "0.0.0.0", "port": 9000}, "http://127.0.0.1:9000"),
+        ({"host": "::1"}, "http://[::1]:8000"),
+    ],
+)
+def test_where_a_profile_is_asked(server: dict[str, Any], url: str) -> None:
+    config = read_config({**UNARY, "server": server}, source="test", environment={}, flags={})
+    assert served_at(config) == url

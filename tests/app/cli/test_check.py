@@ -1,0 +1,529 @@
+"""``headwater check``: it collects every problem, and each says why and how to mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from app.cli.check import check
+from app.config.schema import Deployment, Server
+from app.supervisor.preflight import (
+    MIB,
+    address_problems,
+    region_problems,
+    runtime_dir_problems,
+    shared_memory_bytes,
+    shared_memory_problems,
+    shared_memory_warnings,
+)
+from inference.errors import Problem
+from inference.signature import HeadSpec, Signature, TensorSpec
+
+ROOT = Path(__file__).parents[3]
+SCALE = {"model": "inference.zoo.scale:Scale"}
+
+Run = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Check a configuration from an own folder, and return the exit status and the parsed report."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_check(content: object = None, *, text: str | None = None, **flags: Any) -> tuple[int, dict[str, Any]]:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(content, sort_keys=False) if text is None else text)
+        dotted = {"server.port": 0, **{f"server.{name}": value for name, value in flags.items()}}
+        status = check(path, as_json=True, flags=dotted)
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert report["ok"] == (status == 0) == (report["problems"] == [])
+        return status, report
+
+    return run_check
+
+
+def only(report: dict[str, Any]) -> dict[str, str]:
+    (problem,) = report["problems"]
+    assert all(problem[part] for part in ("title", "reason", "mend"))
+    found: dict[str, str] = problem
+    return found
+
+
+def in_namespace(mount: str, command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a mount namespace of its own, after mounting something there."""
+    namespace = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    try:
+        subprocess.run([*namespace, mount], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this system allows no mount namespaces")
+    return subprocess.run(
+        [*namespace, f'{mount} && exec "$@"', "sh", *command],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_ready_to_serve(run: Run) -> None:
+    status, report = run({"deployments": {"double": SCALE}})
+    assert status == 0
+    assert report["versions"]["numpy"].startswith("1.")
+    (deployment,) = report["deployments"]
+    assert deployment["name"] == "double"
+    assert deployment["ok"]
+    (tensor,) = deployment["inputs"]
+    assert (tensor["name"], tensor["datatype"], tensor["shape"], tensor["optional"]) == ("x", "FP32", [-1], False)
+    assert [tensor["name"] for tensor in deployment["outputs"]] == ["y"]
+
+
+def test_text_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"deployments": {"double": SCALE}}))
+    assert check(path, as_json=False, flags={"server.port": 0}) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("triton     2.") for line in lines)
+    assert "double  inference.zoo.scale:Scale  x FP32 [-1] -> y FP32 [-1]" in lines
+    assert lines[-1] == "ready to serve"
+    assert "\033" not in "".join(lines)
+
+
+def test_text_of_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"deployments": {"double": {"model": "inference.zoo.scale:Twice"}}}))
+    assert check(path, as_json=False, flags={"server.port": 0}) == 1
+    *_, title, why, mend = capsys.readouterr().out.splitlines()
+    assert title == "deployment double"
+    assert why.startswith("  why   inference.zoo.scale:Twice: ")
+    assert why.endswith("has no Twice; its models are Scale")
+    assert mend == "  mend  name one of these, or add Twice"
+
+
+def test_without_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(None, as_json=True, flags={"server.port": 0}) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["deployments"] == []
+    assert report["versions"]["pytriton"]
+
+
+def test_the_models_own_libraries_are_not_imported_here() -> None:
+    code = (
+        "import sys, app.cli.check, pathlib\n"
+        f"status = app.cli.check.check(pathlib.Path({str(ROOT / 'configs' / 'demo.yaml')!r}), as_json=True, "
+        "flags={'server.port': 0})\n"
+        "print(status, {'torch', 'pytriton'} & sys.modules.keys() or 'neither', file=sys.stderr)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.stderr.splitlines()[-1] == "0 neither"
+
+
+def test_bad_yaml(run: Run) -> None:
+    status, report = run(text="deployments: {a: [\n")
+    assert status == 1
+    assert "config.yaml: not valid YAML" in only(report)["reason"]
+    assert report["versions"]["numpy"]  # the rest is checked all the same
+
+
+def test_a_bad_field(run: Run) -> None:
+    _, report = run({"deployments": {"double": {**SCALE, "timeout_s": -1}}})
+    assert "`deployments.double.timeout_s`" in only(report)["reason"]
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(tmp_path / "none.yaml", as_json=True) == 1
+    assert "none.yaml: can't be read" in only(json.loads(capsys.readouterr().out))["reason"]
+
+
+def test_a_model_that_can_not_be_imported(run: Run) -> None:
+    _, report = run({"deployments": {"gone": {"model": "gone.models:Gone"}, "double": SCALE}})
+    assert only(report)["title"] == "deployment gone"
+    assert "gone.models:Gone: there is no module 'gone'" in only(report)["reason"]
+    assert [(one["name"], one["ok"]) for one in report["deployments"]] == [("gone", False), ("double", True)]
+
+
+def test_models_in_the_working_folder_are_found(run: Run, tmp_path: Path) -> None:
+    # The user's own `app` and `inference` hide none of ours.
+    (tmp_path / "app.py").write_text("from inference.zoo.scale import Scale\n\n\nclass Mine(Scale):\n    pass\n")
+    (tmp_path / "json.py").write_text("raise RuntimeError('imported in place of the standard library')\n")
+    status, _ = run({"deployments": {"mine": {"model": "app:Mine"}}})
+    assert status == 0
+
+
+def test_a_model_that_ends_the_process_does_not_hide_the_others(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text(
+        "import os, sys\nprint('out of luck', file=sys.stderr, flush=True)\nos._exit(9)\n"
+    )
+    _, report = run({"deployments": {"first": SCALE, "deadly": {"model": "deadly:X"}, "last": SCALE}})
+    assert only(report)["title"] == "deployment deadly"
+    assert "ended the process with status 9: out of luck" in only(report)["reason"]
+    assert [one["ok"] for one in report["deployments"]] == [True, False, True]
+
+
+def test_a_language_model_is_looked_at_but_not_loaded(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    tiny = "lm:inference.zoo:weights/tiny_lm"
+    _, report = run(
+        {
+            "deployments": {
+                "good": {"model": tiny, "options": {"max_sequences": 4}},
+                "wrong": {"model": tiny, "options": {"max_sequences": 0}},
+                "gone": {"model": "lm:nowhere"},
+                "empty": {"model": "lm:empty"},
+            }
+        }
+    )
+    assert [one["ok"] for one in report["deployments"]] == [True, False, False, False]
+    assert [tensor["name"] for tensor in report["deployments"][0]["inputs"]] == ["text_input"]
+    titles, reasons = zip(*((one["title"], one["reason"]) for one in report["problems"]), strict=True)
+    assert titles == ("deployment wrong", "deployment gone", "deployment empty")
+    assert reasons[0] == f"{tiny}: options.max_sequences: expected `int` >= 1, got 0"
+    assert reasons[1] == f"lm:nowhere: there is no folder {tmp_path}/nowhere"
+    assert reasons[2].startswith(f"lm:empty: expected config.json, the model's configuration, in {tmp_path}/empty: ")
+
+
+def test_each_model_gets_its_own_environment(run: Run, tmp_path: Path) -> None:
+    source = "import os\nfrom inference.zoo.scale import Scale\nassert os.environ.get('MODE') == 'fast', 'slow'\n"
+    (tmp_path / "moody.py").write_text(source)
+    fast = {"model": "moody:Scale", "environment": {"MODE": "fast"}}
+    _, report = run({"deployments": {"fast": fast, "slow": {"model": "moody:Scale"}}})
+    assert only(report)["title"] == "deployment slow"
+    assert "raised AssertionError: slow" in only(report)["reason"]
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        (problem,) = address_problems("127.0.0.1", port)
+        assert problem.title == "server.port"
+        assert f"127.0.0.1:{port} is taken by process {os.getpid()} (" in problem.reason
+        assert "--port" in problem.mend
+    assert address_problems("127.0.0.1", port) == []
+
+
+def test_a_host_that_is_none_of_ours() -> None:
+    (problem,) = address_problems("203.0.113.1", 0)  # TEST-NET-3, RFC 5737: nobody's
+    assert problem.title == "server.host"
+    assert "203.0.113.1" in problem.reason
+
+
+def test_a_host_that_is_no_address() -> None:
+    (problem,) = address_problems("999.1.1.1.invalid", 0)
+    assert problem.title == "server.host"
+    assert "is no address of this machine" in problem.reason
+
+
+def test_a_runtime_dir_is_left_as_it_was(tmp_path: Path) -> None:
+    assert runtime_dir_problems(Server(), ["double"]) == []
+    runtime_dir_problems(Server(runtime_dir=tmp_path / "new" / "er"), ["double"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_runtime_dir_that_can_not_be_written() -> None:
+    (problem,) = runtime_dir_problems(Server(runtime_dir=Path("/proc/headwater")), ["double"])
+    assert "can't write in /proc" in problem.reason
+
+
+def test_a_runtime_dir_that_is_a_file() -> None:
+    (problem,) = runtime_dir_problems(Server(runtime_dir=Path("/dev/null")), ["double"])
+    assert "can't write in /dev/null: Not a directory" in problem.reason
+
+
+def test_a_runtime_dir_with_white_space() -> None:
+    (problem,) = runtime_dir_problems(Server(runtime_dir=Path("/tmp/two words")), ["double"])
+    assert "white space" in problem.reason
+
+
+def test_a_runtime_dir_too_long_for_sockets() -> None:
+    long = Path("/tmp") / ("x" * 40)
+    assert runtime_dir_problems(Server(runtime_dir=long), []) == []
+    (problem,) = runtime_dir_problems(Server(runtime_dir=long), ["a-rather-long-name"])
+    assert "a unix socket's has 107" in problem.reason
+    assert "bytes shorter than" in problem.mend
+
+
+def test_a_runtime_dir_mounted_noexec(tmp_path: Path) -> None:
+    place = tmp_path / "mnt"
+    place.mkdir()
+    code = (
+        "import json, pathlib, sys, app.cli.check, app.config.schema\n"
+        "server = app.config.schema.Server(runtime_dir=pathlib.Path(sys.argv[1]))\n"
+        "print(json.dumps([problem.reason for problem in app.supervisor.preflight.runtime_dir_problems(server, [])]))"
+    )
+    command = [sys.executable, "-c", code, str(place)]
+    ended = in_namespace(f"mount -t tmpfs -o noexec none {place}", command, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert any(f"{place} is mounted noexec" in reason for reason in json.loads(ended.stdout))
+
+
+def test_a_small_shared_memory(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"deployments": {"double": {**SCALE, "replicas": 4}}}))
+    code = (
+        "import pathlib, sys, app.cli.check\n"
+        "sys.exit(app.cli.check.check(pathlib.Path('c.yaml'), as_json=True, flags={'server.port': 0}))"
+    )
+    ended = in_namespace("mount -t tmpfs -o size=8m none /dev/shm", [sys.executable, "-c", code], tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    problem = only(json.loads(ended.stdout))
+    assert problem["title"] == "shared memory"
+    assert "need about 16 MiB in /dev/shm, 8 MiB of 8 MiB are free" in problem["reason"]
+    assert "--shm-size=64m" in problem["mend"]
+
+
+def test_the_size_to_ask_for_holds_what_is_there_and_a_quarter_more() -> None:
+    assert shared_memory_problems(64 * MIB, 64 * MIB, 64 * MIB) == []
+    (problem,) = shared_memory_problems(200 * MIB, 50 * MIB, 64 * MIB)
+    assert "--shm-size=320m" in problem.mend  # 14 used, 250 wanted
+
+
+def image_model() -> Signature:
+    image = TensorSpec("image", "FP32", (3, 224, 224))  # 588 KiB a row
+    return Signature("image", (image,), (TensorSpec("logits", "FP32", (1000,)),))
+
+
+def deployment(**fields: Any) -> Deployment:
+    return Deployment.model_validate({"model": "some:Model", **fields})
+
+
+def test_shared_memory_grows_with_batch_calls_in_flight_and_replicas() -> None:
+    one = deployment(batching={"max_batch_size": 1, "max_in_flight": 1}, tensor_store="off")
+    assert 4.5 * MIB < shared_memory_bytes(one, image_model()) < 5 * MIB
+    many = deployment(batching={"max_batch_size": 32, "max_in_flight": 2}, tensor_store="off", replicas=3)
+    assert 3 * 40 * MIB < shared_memory_bytes(many, image_model()) < 3 * 43 * MIB
+
+
+def test_what_replicas_take_when_they_start_counts_the_fewest_and_their_instances() -> None:
+    assert region_problems([deployment()]) == []
+    # More than any machine's /dev/shm: 1000 x 64 x 4 MiB for each.
+    (problem,) = region_problems([deployment(replicas=64, instances=64)] * 1000)
+    assert "need about 16,384,000 MiB in /dev/shm" in problem.reason
+    assert "--shm-size=" in problem.mend
+    assert region_problems([deployment(replicas={"min": 1, "max": 64}, instances=64)]) == []
+
+
+def test_shared_memory_that_replicas_may_come_to_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = SimpleNamespace(f_frsize=4096, f_blocks=64 * MIB // 4096, f_bavail=0)
+    monkeypatch.setattr("app.cli.check.os.statvfs", lambda path: space)
+    wanted = {"image": deployment(batching={"max_batch_size": 32}, tensor_store="off")}
+    assert shared_memory_warnings(wanted, {"image": image_model()}) == []  # whoever has how much of it now
+    both = shared_memory_warnings({**wanted, "more": wanted["image"]}, {"image": image_model(), "more": image_model()})
+    (problem,) = both
+    assert "64 MiB of 64 MiB" in problem.reason
+
+
+def test_shared_memory_of_the_store() -> None:
+    batching = {"max_batch_size": 32, "max_in_flight": 2}
+    image, logits = image_model().inputs[0], image_model().outputs[0]
+    taking = msgspec.structs.replace(image_model(), heads=(HeadSpec("h", ("logits",)),))
+    giving = msgspec.structs.replace(taking, inputs=(logits,), outputs=(image,))
+    streaming = msgspec.structs.replace(image_model(), streams=True)
+    for signature, auto_is in ((taking, "off"), (giving, "on"), (streaming, "on"), (image_model(), "off")):
+        needed = {
+            store: shared_memory_bytes(deployment(batching=batching, tensor_store=store), signature)
+            for store in ("off", "on", "auto")
+        }
+        assert needed["auto"] == needed[auto_is]
+        assert 64 * MIB <= needed["on"] - needed["off"] < 65 * MIB  # the image's 18.4 MiB, rounded up to 32, twice
+
+
+def test_every_problem_is_reported(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        _, report = run(
+            {"deployments": {"gone": {"model": "gone:Gone"}, "double": {**SCALE, "options": {"by": 3}}}},
+            port=server.getsockname()[1],
+            runtime_dir="/proc/headwater",
+        )
+    titles = [problem["title"] for problem in report["problems"]]
+    assert titles == ["deployment gone", "deployment double", "server.port", "server.runtime_dir"]
+
+
+# Pipelines.
+
+STEPS = """
+from inference import Model, Tensor
+
+
+class Trunk(Model):
+    \"\"\"Looks.\"\"\"
+
+    inputs = [Tensor("x", "FP32", [64])]
+    outputs = [Tensor("features", "FP32", [8])]
+
+
+class Digit(Model):
+    \"\"\"Says which digit it is.\"\"\"
+
+    inputs = [Tensor("features", "FP32", [-1])]
+    outputs = [Tensor("digit", "FP32", [10])]
+
+
+class Parity(Model):
+    inputs = [Tensor("features", "FP32", [8])]
+    outputs = [Tensor("parity", "FP32", [2])]
+
+
+class Wide(Model):
+    inputs = [Tensor("features", "FP32", [16])]
+    outputs = [Tensor("wide", "FP32", [1])]
+
+
+class Contradicts(Model):
+    inputs = [Tensor("features", "FP32", [8])]
+
+
+class Deadly(Model):
+    inputs = [Tensor("features", "FP32", [8])]
+    outputs = [Tensor("never", "FP32", [1])]
+
+    def __init__(self):
+        import os, sys
+
+        print("out of luck", file=sys.stderr, flush=True)
+        os._exit(9)
+"""
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> str:
+    """The name of a module with steps."""
+    (tmp_path / "steps.py").write_text(STEPS)
+    return "steps"
+
+
+def fan(placement: str, **heads: str) -> dict[str, Any]:
+    models = {name: {"model": f"steps:{model}"} for name, model in heads.items()}
+    return {"pipeline": {"placement": placement, "trunk": {"model": "steps:Trunk"}, "heads": models}}
+
+
+@pytest.mark.parametrize("placement", ["fused", "graph"])
+def test_a_pipeline_is_told_with_its_steps_and_the_signature_of_the_whole(run: Run, steps: str, placement: str) -> None:
+    status, report = run({"deployments": {"digits": fan(placement, digit="Digit", parity="Parity"), "double": SCALE}})
+    assert (status, report["problems"]) == (0, [])
+    digits, double = report["deployments"]
+    assert "pipeline" not in double
+    assert digits["ok"]
+    assert digits["model"] is None
+    assert digits["pipeline"] == {
+        "placement": placement,
+        "steps": {"trunk": "steps:Trunk", "digit": "steps:Digit", "parity": "steps:Parity"},
+        "heads": ["digit", "parity"],
+    }
+    assert [tensor["name"] for tensor in digits["inputs"]] == ["x"]
+    assert [tensor["name"] for tensor in digits["outputs"]] == ["digit", "parity"]
+
+
+def test_a_step_that_is_a_deployment_that_stands_elsewhere(run: Run, steps: str) -> None:
+    pipeline = fan("graph", digit="Digit")
+    pipeline["pipeline"]["trunk"] = {"deployment": "eyes"}
+    status, report = run({"deployments": {"digits": pipeline, "eyes": {"model": "steps:Trunk"}}})
+    assert status == 0
+    assert report["deployments"][0]["pipeline"]["steps"]["trunk"] == "deployment eyes"
+    assert [tensor["name"] for tensor in report["deployments"][0]["inputs"]] == ["x"]
+
+
+def test_text_of_a_pipeline(
+    tmp_path: Path, steps: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "config.yaml"
+    content = {"deployments": {"digits": fan("fused", digit="Digit", parity="Parity")}}
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    assert check(path, as_json=False, flags={"server.port": 0}) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("digits  fused pipeline  x FP32 [64] -> digit FP32 [10], parity FP32 [2]")
+    assert lines[start + 1 : start + 4] == [
+        "          step trunk  steps:Trunk",
+        "          head digit  steps:Digit",
+        "          head parity  steps:Parity",
+    ]
+    assert lines[-1] == "ready to serve"
+
+
+def test_every_broken_step_of_a_fused_pipeline_is_named(run: Run, steps: str) -> None:
+    broken = fan("fused", digit="Digit", gone="Gone", contradicts="Contradicts", option="Parity")
+    broken["pipeline"]["heads"]["option"]["options"] = {"k": 1}
+    status, report = run({"deployments": {"digits": broken, "double": SCALE}})
+    assert status == 1
+    assert [problem["title"] for problem in report["problems"]] == [
+        "deployment digits, step gone",
+        "deployment digits, step contradicts",
+        "deployment digits, step option",
+    ]
+    gone, contradicts, option = (problem["reason"] for problem in report["problems"])
+    assert gone.startswith("steps:Gone: ")
+    assert "has no Gone" in gone
+    assert "steps:Contradicts: Contradicts.outputs: expected at least one Tensor" in contradicts
+    assert "steps:Parity: unknown option 'k'" in option
+    assert [one["ok"] for one in report["deployments"]] == [False, True]
+
+
+def test_a_step_that_ends_the_process_is_named_and_hides_no_others(run: Run, steps: str) -> None:
+    broken = fan("fused", gone="Gone", deadly="Deadly", digit="Digit")
+    _, report = run({"deployments": {"first": SCALE, "digits": broken, "last": SCALE}})
+    gone, deadly = report["problems"]
+    assert gone["title"] == "deployment digits, step gone"
+    assert deadly["title"] == "deployment digits, step deadly"
+    assert "steps:Deadly: importing or constructing it ended the process with status 9: out of luck" in deadly["reason"]
+    assert [one["ok"] for one in report["deployments"]] == [True, False, True]
+
+
+def test_a_broken_step_of_a_graph_is_named_as_the_deployment_that_it_is(run: Run, steps: str) -> None:
+    _, report = run({"deployments": {"digits": fan("graph", digit="Digit", gone="Gone")}})
+    assert only(report)["title"] == "deployment digits.gone"
+    assert [one["ok"] for one in report["deployments"]] == [False]
+
+
+@pytest.mark.parametrize("placement", ["fused", "graph"])
+def test_steps_that_do_not_fit_together(run: Run, steps: str, placement: str) -> None:
+    _, report = run({"deployments": {"digits": fan(placement, digit="Digit", wide="Wide"), "double": SCALE}})
+    problem = only(report)
+    assert problem["title"] == "deployment digits"
+    assert problem["reason"] == (
+        "step `wide`, input `features`: shape mismatch: expected FP32 [16], got FP32 [8] from `trunk.features`"
+    )
+    assert [one["ok"] for one in report["deployments"]] == [False, True]
+
+
+def test_each_step_of_a_graph_gets_its_own_environment(run: Run, tmp_path: Path) -> None:
+    source = "import os\n" + STEPS + "\n\nassert os.environ['MODE'] == 'fast', 'slow'\n"
+    (tmp_path / "steps.py").write_text(source)
+    pipeline = fan("graph", digit="Digit", parity="Parity")
+    pipeline["pipeline"]["heads"]["parity"]["environment"] = {"MODE": "slow"}
+    _, report = run({"deployments": {"digits": {**pipeline, "environment": {"MODE": "fast"}}}})
+    assert only(report)["title"] == "deployment digits.parity"
+    assert "raised AssertionError: slow" in only(report)["reason"]
+
+
+def test_shared_memory_of_a_graph_is_that_of_its_steps(run: Run, steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+
+    def count(needed_bytes: int, *_: int) -> list[Problem]:
+        counted.append(needed_bytes)
+        return []
+
+    monkeypatch.setattr("app.supervisor.preflight.shared_memory_problems", count)
+    for placement in ("fused", "graph"):
+        run({"deployments": {"digits": fan(placement, digit="Digit", parity="Parity")}})
+    fused, graph = counted
+    assert 4 * MIB < fused < 5 * MIB
+    assert 12 * MIB < graph < 13 * MIB
+
+
+def test_the_longest_name_of_a_step_counts_in_the_runtime_dir(run: Run, steps: str, tmp_path: Path) -> None:
+    content = {"deployments": {"digits": fan("graph", **{"a-name-of-" + "x" * 40: "Digit"})}}
+    _, report = run(content, runtime_dir="/tmp/" + "x" * 20)
+    assert "a unix socket's has 107" in only(report)["reason"]

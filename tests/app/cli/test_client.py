@@ -1,0 +1,119 @@
+"""The command line against a running server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.cli.client import ServerClient, command_line, status_table
+from app.cli.main import _section
+from app.errors import CommandError, ConfigError
+
+UNLOADED = {
+    "name": "a", "state": "UNAVAILABLE", "took_s": 1.25, "drained": 3, "ended": 1,
+    "freed": {"host_bytes": 300 * 1024 * 1024, "gpu_bytes": None}, "leftovers": [],
+}  # fmt: skip
+
+
+def client(answer: httpx.Response | Exception, asked: list[httpx.Request] | None = None) -> ServerClient:
+    def handle(request: httpx.Request) -> httpx.Response:
+        if asked is not None:
+            asked.append(request)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return ServerClient("http://127.0.0.1:8000/", httpx.MockTransport(handle))
+
+
+def test_it_asks_the_route_of_the_action() -> None:
+    asked: list[httpx.Request] = []
+    assert client(httpx.Response(200, json=UNLOADED), asked).command("unload", "a b/c") == UNLOADED
+    assert (asked[0].method, str(asked[0].url)) == (
+        "POST",
+        "http://127.0.0.1:8000/v2/repository/models/a%20b%2Fc/unload",
+    )
+
+
+def test_a_config_travels_as_the_text_that_it_is() -> None:
+    asked: list[httpx.Request] = []
+    client(httpx.Response(200, json={"state": "READY"}), asked).command("load", "a", '{"timeout_s": 3}')
+    assert json.loads(asked[0].content) == {"parameters": {"config": '{"timeout_s": 3}'}}
+
+
+def test_a_section_is_given_as_json_or_as_a_file_of_it_or_yaml(tmp_path: Path) -> None:
+    assert _section(' {"timeout_s": 3}') == ' {"timeout_s": 3}'
+    for name, text in (("a.json", '{"timeout_s": 3}'), ("a.yaml", "timeout_s: 3\n")):
+        (tmp_path / name).write_text(text)
+        assert json.loads(_section(str(tmp_path / name))) == {"timeout_s": 3}
+    (tmp_path / "dates.yaml").write_text("when: 2026-01-01\n")
+    for given, told in (
+        ("nowhere.yaml", "can't be read"),
+        (str(tmp_path / "dates.yaml"), "expected what JSON can say"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            _section(given)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (httpx.Response(409, json={"error": "model `a` is READY"}), "model `a` is READY"),
+        (httpx.Response(404, json={"detail": "?"}), "status 404"),
+        (httpx.Response(502, text="<html>"), "status 502 with something else"),
+        (httpx.Response(200, json=[]), "is it a Headwater server?"),
+        (httpx.ConnectError("refused"), "is the server running there?"),
+    ],
+)
+def test_a_failure_is_told_as_the_server_tells_it(answer: httpx.Response | Exception, told: str) -> None:
+    with pytest.raises(CommandError) as raised:
+        client(answer).command("load", "a")
+    assert told in str(raised.value)
+
+
+def test_a_url_that_is_none_is_told() -> None:
+    with pytest.raises(CommandError, match="no answer"):
+        ServerClient("nonsense").index()
+
+
+def test_the_table_has_a_line_per_model_with_columns_below_each_other() -> None:
+    since = "2026-01-02T03:04:05.678Z"
+    scaled = {"ready": 1, "wanted": 2, "min": 1, "max": 3}
+    index: list[dict[str, Any]] = [
+        {
+            "name": "a", "version": "1", "state": "READY", "since": since, "reason": "replica a-1",
+            "replicas": scaled, "devices": ["cuda:0", "cuda:1"], "shortage": "no room",
+        },
+        {
+            "name": "longer", "version": "1", "state": "UNAVAILABLE", "since": since, "reason": "",
+            "replicas": {"ready": 0, "wanted": 1, "min": 1, "max": 1}, "devices": [],
+        },
+        {"name": "graph", "version": "1", "state": "READY", "since": since, "reason": "its steps are"},
+    ]  # fmt: skip
+    assert status_table(client(httpx.Response(200, json=index)).index()).splitlines() == [
+        "MODEL   VERSION  STATE        REPLICAS      DEVICES        SINCE                     REASON",
+        "a       1        READY        1/2 (1 to 3)  cuda:0,cuda:1  2026-01-02T03:04:05.678Z  replica a-1; no room",
+        "longer  1        UNAVAILABLE  0/1                          2026-01-02T03:04:05.678Z",
+        "graph   1        READY                                     2026-01-02T03:04:05.678Z  its steps are",
+    ]
+
+
+def test_a_scaling_says_how_many_replicas_there_are() -> None:
+    answer = {
+        "name": "a", "state": "READY", "took_s": 1.25, "replicas": {"ready": 3, "wanted": 3, "min": 3, "max": 3},
+    }  # fmt: skip
+    told = client(httpx.Response(200, json=answer)).scale("a", {"replicas": 3})
+    assert command_line("scale", told) == "a: scale done in 1.2 s, now READY; 3/3 replicas"
+
+
+def test_what_came_of_a_command_is_one_line() -> None:
+    assert command_line("unload", UNLOADED) == (
+        "a: unload done in 1.2 s, now UNAVAILABLE; 3 requests finished, 1 ended; freed 300 MiB"
+    )
+    assert command_line("load", {"name": "a", "state": "READY", "took_s": 4.06}) == "a: load done in 4.1 s, now READY"
+    on_gpu = {**UNLOADED, "freed": {"host_bytes": 0, "gpu_bytes": 1024 * 1024}, "warnings": ["unload() raised"]}
+    assert command_line("unload", on_gpu).endswith("; freed 0 MiB, 1 MiB on GPUs; unload() raised")
