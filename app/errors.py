@@ -34,9 +34,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 __all__ = [
+    "RETRY_AFTER_LOST_S",
     "BadRequest",
     "BodyTooLarge",
     "BodyTooSlow",
@@ -64,7 +65,11 @@ __all__ = [
     "Unauthorized",
     "Unavailable",
     "UnsupportedMediaType",
+    "openai_error",
 ]
+
+RETRY_AFTER_LOST_S: Final = 2
+"""What a client is told to wait when a replica was lost: about as long as another one takes to have room for it."""
 
 
 class HeadwaterError(Exception):
@@ -257,3 +262,8 @@ class StartError(Exception):
 
 class CommandError(Exception):
     """A running server refused or failed what it was told to do, or can't be reached; the message says why."""
+
+
+def openai_error(error: HeadwaterError) -> dict[str, object]:
+    """The body of an error in the form of OpenAI's API."""
+    return {"error": {"message": error.message, "type": error.kind, "param": error.field, "code": error.status}}

@@ -7,8 +7,7 @@ from typing import Final
 
 import msgspec
 
-from app.errors import Unavailable
-from app.transport.batch import RETRY_AFTER_LOST_S
+from app.errors import RETRY_AFTER_LOST_S, Unavailable
 from inference.pipeline import Plan
 from inference.signature import Signature
 

@@ -22,10 +22,10 @@ from app.dispatch.policy import GatherClock, LengthClasses
 from app.dispatch.pool import LOST_RETRY_S, Connect, ReplicaCalls
 from app.dispatch.protocol import Fail
 from app.dispatch.queue import DEFAULT_WEIGHTS, Item
-from app.errors import BadRequest, QueueFull, ReplicaLost, Unavailable
+from app.errors import RETRY_AFTER_LOST_S, BadRequest, QueueFull, ReplicaLost, Unavailable
 from app.telemetry.recorder import Statistics, recorder
 from app.telemetry.tracing import add_model
-from app.transport.batch import RETRY_AFTER_LOST_S, encode_nothing
+from app.transport.batch import encode_nothing
 from app.transport.protocol import FrameReplicaClient, ReplicaClient
 from app.transport.triton import TritonClient
 from inference.signature import Signature

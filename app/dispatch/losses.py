@@ -20,9 +20,8 @@ from app.codecs.tensors import InferRequest
 from app.dispatch.pending import Part
 from app.dispatch.pool import ReplicaCalls
 from app.dispatch.queue import Item
-from app.errors import Quarantined, QueueFull, ReplicaLost
+from app.errors import RETRY_AFTER_LOST_S, Quarantined, QueueFull, ReplicaLost
 from app.telemetry.recorder import DeploymentMeter, Statistics
-from app.transport.batch import RETRY_AFTER_LOST_S
 
 __all__ = ["LIMIT", "Losses", "Quarantine", "Retries", "fingerprint"]
 

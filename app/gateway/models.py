@@ -15,10 +15,9 @@ from app.dispatch.dispatcher import Dispatcher
 from app.dispatch.graph import GraphDispatcher
 from app.dispatch.pool import Connect
 from app.dispatch.protocol import drain
-from app.errors import BadRequest, NotFound, Unavailable
+from app.errors import RETRY_AFTER_LOST_S, BadRequest, NotFound, Unavailable
 from app.lm.dispatcher import LmDispatcher
 from app.telemetry.recorder import recorder
-from app.transport.batch import RETRY_AFTER_LOST_S
 from inference.signature import Signature
 
 __all__ = ["Models", "ServedModel"]

@@ -12,8 +12,7 @@ from typing import Final, Protocol
 
 import orjson
 
-from app.errors import HeadwaterError
-from app.gateway.http.replies import error_reply
+from app.errors import HeadwaterError, openai_error
 from app.lm.text_stream import TextPiece, Usage
 
 __all__ = ["LEAST_LOGPROB", "AnswerForm", "Chunks", "shown_logprob"]
@@ -75,7 +74,7 @@ class Chunks:
     def end(self, usage: Usage, error: HeadwaterError | None) -> list[bytes]:
         """The events that end the stream."""
         if error is not None:
-            return [error_reply(error, "/v1/").content()[0], b"[DONE]"]
+            return [orjson.dumps(openai_error(error)), b"[DONE]"]
         if self._includes_usage:
             return [b'%b,"choices":[],"usage":%b}' % (self._head, orjson.dumps(usage.as_json())), b"[DONE]"]
         return [b"[DONE]"]

@@ -15,6 +15,7 @@ import msgspec
 
 from app.dispatch.admission import FinishRate
 from app.errors import (
+    RETRY_AFTER_LOST_S,
     BadRequest,
     CallableFailed,
     Cancelled,
@@ -27,7 +28,6 @@ from app.errors import (
 )
 from app.lm.sequence import SequenceOwner, TokenSlot
 from app.telemetry.recorder import LmStatistics
-from app.transport.batch import RETRY_AFTER_LOST_S
 from app.transport.protocol import FrameReplicaClient, FrameRequest
 from inference.wire.lm import (
     CONTROL,

@@ -18,13 +18,12 @@ from app.control.load import Moment
 from app.control.routing import DeploymentRoute, ReplicaRoute, State, unavailable
 from app.dispatch.pool import LOST_RETRY_S, Connect
 from app.dispatch.protocol import Fail
-from app.errors import BadRequest, HeadwaterError, ReplicaLost, Unavailable
+from app.errors import RETRY_AFTER_LOST_S, BadRequest, HeadwaterError, ReplicaLost, Unavailable
 from app.lm.channel import NOTHING, Channel, call_name, control_request
 from app.lm.request import RequestRun
 from app.lm.sequence import Generation, SequenceSpec
 from app.telemetry.recorder import LmStatistics, recorder
 from app.telemetry.tracing import add_generation
-from app.transport.batch import RETRY_AFTER_LOST_S
 from app.transport.protocol import FrameReplicaClient
 from inference.signature import Signature
 from inference.wire.lm import CancelRequest, Load, decode_frame

@@ -5,16 +5,13 @@ What has come of one sequence and was not yet read: one slot, which merges, and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 
 from app.errors import ContractBroken, HeadwaterError
 from inference.engine import Sampling
 from inference.wire.lm import SequenceEvent, Submit
-
-if TYPE_CHECKING:
-    from app.lm.channel import Channel
 
 __all__ = ["Generation", "SequenceOwner", "SequenceSpec", "TokenSlot", "Tokens"]
 
@@ -65,6 +62,14 @@ class Generation(Protocol):
         ...
 
 
+class SequenceChannel(Protocol):
+    """What carries a sequence, as the sequence knows it."""
+
+    def cancel(self, slot: TokenSlot) -> None:
+        """Have the replica end the sequence."""
+        ...
+
+
 class SequenceOwner(Protocol):
     """A request, as its sequences' channel knows it."""
 
@@ -110,7 +115,7 @@ class TokenSlot:
         self.owner = owner
         self.place = place
         self.prompt_tokens = len(spec.prompt)
-        self.channel: Channel | None = None
+        self.channel: SequenceChannel | None = None
         """That it was submitted on."""
         self.number = -1
         """Its name there."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from app.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor
-from app.errors import BadRequest, CallableFailed, HeadwaterError, ReplicaLost
+from app.errors import RETRY_AFTER_LOST_S, BadRequest, CallableFailed, HeadwaterError, ReplicaLost
 from app.transport.protocol import FrameRequest
 from app.transport.segments import Segment, Segments
 from inference.datatypes import DATATYPES
@@ -23,7 +23,7 @@ from inference.signature import Signature, TensorSpec
 from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, placeholder_shape
 from inference.wire.shared_memory import SHARED_FROM_BYTES, aligned, stand_in_shape
 
-__all__ = ["RETRY_AFTER_LOST_S", "encode_batch", "encode_for_frames", "encode_nothing", "row_error", "sliced"]
+__all__ = ["encode_batch", "encode_for_frames", "encode_nothing", "row_error", "sliced"]
 
 
 def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport], rows: int) -> dict[str, SlicedTensor]:
@@ -184,9 +184,6 @@ def _row_parameters(batch: Sequence[Rows]) -> dict[str, list[Scalar]]:
         name: [value for request, _, count in batch for value in [request.row_parameters[name]] * count]
         for name in batch[0][0].row_parameters
     }
-
-
-RETRY_AFTER_LOST_S: Final = 2
 
 
 def row_error(reports: Sequence[RowReport], first_row: int, rows: int) -> HeadwaterError | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from app.errors import HeadwaterError
+from app.errors import HeadwaterError, openai_error
 from app.gateway.http.exchange import exchange_of
 
 __all__ = ["Reply", "error_reply", "json_reply"]
@@ -62,9 +62,7 @@ def json_reply(content: object, status: int = 200, headers: Headers | None = Non
 def error_reply(error: HeadwaterError, path: str) -> Reply:
     """An error in the form of the API that the path belongs to: OpenAI's under ``/v1``, Triton's elsewhere."""
     if path.startswith("/v1/"):
-        content: object = {
-            "error": {"message": error.message, "type": error.kind, "param": error.field, "code": error.status}
-        }
+        content: object = openai_error(error)
     else:
         content = {"error": error.message}
     headers: Headers = []
