@@ -61,6 +61,7 @@ class FusedPipeline:
                 planned, models[planned.name], device,
                 handovers=_handovers(plan, planned), is_head=planned.name in self._heads, executor=executor,
                 on_broken=on_broken, watch=watch,
+                is_alone=[step.name for step in plan.steps] == [plan.signature.name],
             )
             for planned in plan.steps
         }  # fmt: skip

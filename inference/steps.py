@@ -112,6 +112,7 @@ class Step:
         executor: runs calls, one after another, outside the event loop.
         on_broken: called if the device can't be used any more.
         watch: what each call of the model runs in; of one that streams, what computes each yield.
+        is_alone: whether this is a plain model that streams, which is no step of a pipeline to its clients.
     """
 
     def __init__(
@@ -125,8 +126,10 @@ class Step:
         executor: Executor,
         on_broken: Callable[[str], None] = lambda reason: None,
         watch: WatchCall = contextlib.nullcontext,
+        is_alone: bool = False,
     ) -> None:
         self.name = planned.name
+        self._title = f"{'model' if is_alone else 'step'} `{planned.name}`"
         self.planned = planned
         self.model = model
         self.is_head = is_head
@@ -386,12 +389,12 @@ class Step:
             return RowReport(Status.RAISED, text)
         if isinstance(error, BadOutput):
             # That of a hand-over names the step already.
-            return RowReport(Status.BAD_OUTPUT, text if text.startswith("step `") else f"step `{self.name}`: {text}")
+            return RowReport(Status.BAD_OUTPUT, text if text.startswith("step `") else f"{self._title}: {text}")
         reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
         if breaks_device(reason, self._device):
             self._on_broken(reason)
             return RowReport(Status.BROKEN, reason)
-        return RowReport(Status.RAISED, f"step `{self.name}`: {reason}")
+        return RowReport(Status.RAISED, f"{self._title}: {reason}")
 
     async def _in_executor(self, call: Callable[[], T]) -> T:
         def run() -> T:

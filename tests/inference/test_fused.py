@@ -541,6 +541,21 @@ class TestStreams:
             }
         assert models["stream"].closed.is_set()
 
+    @BOTH
+    def test_a_plain_models_failure_names_the_model_and_no_step(self, kind: type[Counter]) -> None:
+        pipeline = fused({"count": kind(breaks=RuntimeError("dry"))}, ["count"], name="count")
+        *_, last = pieces_of(ask(pipeline, {"f": rows(1)}), "count")
+        assert last.failures == {0: RowReport(Status.RAISED, "model `count`: RuntimeError: dry")}
+
+    def test_a_plain_models_yield_that_is_not_as_declared_names_the_model_and_no_step(self) -> None:
+        class Liar(Counter):
+            def __call__(self, *, f: Any) -> Any:
+                yield {"other": f}
+
+        pipeline = fused({"count": Liar()}, ["count"], name="count")
+        *_, last = pieces_of(ask(pipeline, {"f": rows(1)}), "count")
+        assert last.failures[0].message == "model `count`: Liar returned an output 'other', expected piece"
+
     def test_a_yield_that_is_not_as_declared_ends_the_stream(self) -> None:
         class Liar(Counter):
             def __call__(self, *, f: Any) -> Any:
