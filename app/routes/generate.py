@@ -11,18 +11,16 @@ from typing import TypeVar, cast
 from starlette.types import ASGIApp, Receive, Scope
 
 from app.answers import Answer, HeadAnswer, Outputs
-from app.bodies import BodyReader
+from app.bodies import LARGE_BYTES, BodyReader, decoded
 from app.disconnects import DisconnectWatch
 from app.errors import HeadwaterError
 from app.event_stream import EventStream
-from app.generate_codec import GenerateDecoder
 from app.lm.generate_answer import GenerateAnswer
 from app.lm.generate_request import GenerateRequest
 from app.metrics.accounting import accept
 from app.models import Models, ServedModel
 from app.replies import Reply
 from app.routes.boundary import Endpoint
-from app.routes.infer import LARGE_BYTES
 from app.routes.text_answers import TextAnswers
 from app.tensors import InferRequest
 
@@ -49,7 +47,7 @@ class GenerateEndpoint(Endpoint):
         decoder, encoder = model.generate_codecs()
         body, _ = await self._reader.read(scope, receive)
         began_ns = time.perf_counter_ns()
-        request = await _decoded(decoder, body)
+        request = await decoded(decoder.decode, body)
         decoded_ns = time.perf_counter_ns()
         with DisconnectWatch(scope, receive):
             answer = await model.dispatcher.infer(request)
@@ -75,7 +73,7 @@ class GenerateStreamEndpoint(Endpoint):
             return await _text_answer(self._models, self._reader, scope, receive, streams=True)
         decoder, encoder = model.generate_codecs()
         body, _ = await self._reader.read(scope, receive)
-        request = await _decoded(decoder, body)
+        request = await decoded(decoder.decode, body)
         statuses: dict[str, str] = {}
 
         def ending(error: HeadwaterError | None) -> list[bytes]:
@@ -118,17 +116,11 @@ async def _text_answer(models: Models, reader: BodyReader, scope: Scope, receive
     dispatcher = models.language_model(scope["path_params"]["model"])
     dispatcher.check_ready()
     raw, _ = await reader.read(scope, receive)
-    request = GenerateRequest.read(raw)
+    request = await decoded(GenerateRequest.read, raw)
     form = GenerateAnswer(dispatcher.route.name, request.id or "")
     return await TextAnswers(models).answer(
         scope, receive, dispatcher, request, lambda plan, texts: form, streams=streams
     )
-
-
-async def _decoded(decoder: GenerateDecoder, body: bytes) -> InferRequest:
-    if len(body) < LARGE_BYTES:
-        return decoder.decode(body)
-    return await asyncio.to_thread(decoder.decode, body)
 
 
 async def _encoded(

@@ -7,7 +7,7 @@ import time
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.bodies import BodyReader
+from app.bodies import LARGE_BYTES, BodyReader
 from app.disconnects import DisconnectWatch
 from app.errors import BadRequest, HeadwaterError
 from app.metrics.accounting import accept
@@ -19,9 +19,6 @@ from app.security.key_check import KeyCheck
 from app.security.limits import KeyLimits
 
 __all__ = ["InferEndpoint", "InferShortcut"]
-
-LARGE_BYTES = 256 * 1024
-"""From here on coding takes milliseconds and is left to a thread, so that other requests don't wait for it."""
 
 _JSON = (b"content-type", b"application/json")
 _OCTETS = (b"content-type", b"application/octet-stream")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.types import ASGIApp, Receive, Scope
 
-from app.bodies import BodyReader
+from app.bodies import BodyReader, decoded
 from app.lm.chat_request import ChatRequest
 from app.lm.completion_request import CompletionRequest
 from app.metrics.accounting import accept
@@ -35,7 +37,8 @@ class OpenAITextEndpoint(Endpoint):
     async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
-        request = self._kind.read(raw)
+        read: Callable[[bytes], ChatRequest | CompletionRequest] = self._kind.read
+        request = await decoded(read, raw)
         accept(scope, self._models.get(request.model).route.name, self._route)
         dispatcher = self._models.language_model(request.model)
         return await self._answers.answer(

@@ -173,7 +173,7 @@ class TestFields:
     @pytest.mark.parametrize(
         ("body", "said"),
         [
-            (b"", ("body", "a JSON object with the inputs by name", "empty")),
+            (b"", ("body: expected a JSON object, got an empty body",)),
             (b"[]", ("body: expected an object, got an array",)),
             (b"{", ("body: expected JSON, got malformed JSON",)),
             (b"{}", ("text: expected the required inputs 'text', got an object without 'text'",)),
