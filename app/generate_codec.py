@@ -15,7 +15,18 @@ import orjson
 from app.answers import Answer, HeadAnswer
 from app.errors import BadRequest, CallableFailed, HeadwaterError
 from app.input_shapes import DeclaredInput, declared_input, element_count
-from app.json_faults import PARSE_ERRORS, at, check_keys, check_size, colons, key_text, read_json, shape_text, shown, unreadable
+from app.json_faults import (
+    PARSE_ERRORS,
+    at,
+    check_keys,
+    check_size,
+    colons,
+    key_text,
+    read_json,
+    shape_text,
+    shown,
+    unreadable,
+)
 from app.json_values import checked_size, flat_json
 from app.request_parameters import RequestParameters
 from app.response_codec import omission_parameters

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 import app
 from app.bodies import BodyReader
 from app.errors import BadRequest
+from app.json_faults import read_json
 from app.lm.dispatcher import LmDispatcher
 from app.models import VERSION, Models, ServedModel
 from app.routing import State
@@ -71,9 +72,10 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     async def index_by_post(request: Request) -> JSONResponse:
         body, _ = await reader.read(request.scope, request.receive)
         try:
-            asked = msgspec.json.decode(body, type=_IndexRequest) if body.strip() else _IndexRequest()
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequest(f'body: expected {{"ready": true or false}} or nothing: {error}', field="body") from error
+            asked: _IndexRequest = read_json(body, _IndexRequest) if body.strip() else _IndexRequest()
+        except BadRequest as error:
+            expected = 'expected {"ready": true or false} or an empty body'
+            raise BadRequest(f"{error.message}; {expected}", field=error.field) from None
         return JSONResponse(
             [index_entry(one) for one in models.with_steps() if not asked.ready or one.route.state is State.READY]
         )

@@ -139,7 +139,10 @@ def test_what_can_never_fit_is_refused() -> None:
         ({"top_logprobs": 1}, 'top_logprobs: expected it with "logprobs": true only'),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs: expected an integer from 0 to 20, got 21"),
         ({"stream_options": {}}, 'stream_options: expected it with "stream": true only'),
-        ({"stream_options": {"x": 1}, "stream": True}, "stream_options.x: expected one of the fields include_usage, include_obfuscation, got 'x'"),
+        (
+            {"stream_options": {"x": 1}, "stream": True},
+            "stream_options.x: expected one of the fields include_usage, include_obfuscation, got 'x'",
+        ),
         ({"stream_options": {"include_obfuscation": True}, "stream": True}, "stream_options.include_obfuscation: "),
         ({"timeout_s": 0}, "timeout_s: expected seconds, above 0"),
         ({"response_format": {"type": "json_object"}}, 'response_format: this model supports {"type": "text"} only'),
