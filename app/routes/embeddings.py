@@ -76,8 +76,8 @@ def _read(raw: bytes) -> tuple[_Body, list[str]]:
     try:
         value: str | list[str] = read_json(body.input, str | list[str], "input")
     except BadRequest as error:
-        hint = "; expected a string or an array of strings: this model takes no token ids"
-        raise BadRequest(error.message + hint, field="input") from None
+        hint = "this model takes a string or an array of strings, and no token ids"
+        raise BadRequest(f"{error.message}; {hint}", field="input") from None
     texts = [value] if isinstance(value, str) else value
     if not texts:
         raise BadRequest("input: expected at least one string, got an empty list", field="input")
