@@ -20,6 +20,7 @@ from inference.pipeline import INPUT, PlannedStep
 from inference.pulse import WatchCall
 from inference.report import RowReport, Status
 from inference.signature import TensorSpec
+from inference.stream_control import StreamControl
 from inference.values import checked, converted, copied, joined, overlaps, refuses_writes, rows_of, settled, version_of
 
 __all__ = ["Given", "Handover", "Made", "Step"]
@@ -157,8 +158,14 @@ class Step:
             _join(made, await self._isolate(given, good, made, is_retry=True, split=False))
         return made
 
-    async def iterate(self, given: Given) -> AsyncGenerator[Made, None]:
-        """Call a model that streams, and give what it yields, one after another; a failure is the last."""
+    async def iterate(self, given: Given, control: StreamControl) -> AsyncGenerator[Made, None]:
+        """Call a model that streams, and give what it yields, one after another; a failure is the last.
+
+        Args:
+            given: what to call it with.
+            control: of the stream. If it is cancelled, an async generator is cancelled where it awaits, and no other is
+                asked for its next yield.
+        """
         rows = list(range(given.rows))
         results: AsyncGenerator[_Piece, None] | None = None
         watched: list[_Watched] = []
@@ -168,12 +175,12 @@ class Step:
             return _owned(self._piece(result, rows, watched))
 
         try:
-            while True:
+            while not control.is_cancelled:
                 try:
                     if results is None:
                         self._count(given, Made(), is_retry=False)
                         arguments, watched = self._arguments(given, rows)
-                        results = self._results(arguments, own)
+                        results = self._results(arguments, own, control)
                     with self._watching(watched):
                         piece = await anext(results)
                     made = Made()
@@ -182,6 +189,10 @@ class Step:
                 except StopAsyncIteration:
                     return
                 except BaseException as error:
+                    if control.is_cancelled:
+                        if not isinstance(error, asyncio.CancelledError):
+                            self._failures.note(error)
+                        return
                     made = Made(failures=dict.fromkeys(rows, self._report(error)))
                 yield made
                 if made.failures:
@@ -192,8 +203,8 @@ class Step:
                 await self._close(results)
 
     async def _results(
-        self, arguments: Mapping[str, Any], own: Callable[[object], _Piece]
-    ) -> AsyncGenerator[_Piece, None]:  # fmt: skip
+        self, arguments: Mapping[str, Any], own: Callable[[object], _Piece], control: StreamControl
+    ) -> AsyncGenerator[_Piece, None]:
         """What the model yields, whichever kind of generator it is, checked and in memory of our own."""
         iterator = self.model(**arguments)
         end = object()
@@ -201,7 +212,7 @@ class Step:
             self._turn_grad_off()
             try:
                 while True:
-                    with self._watch():
+                    with self._watch(), control.awaiting_model():
                         result = await anext(iterator, end)
                     if result is end:
                         return
