@@ -97,7 +97,8 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     quarantine_s: float = 600
     """For how long a request that took two replicas down is refused."""
     generation: int = 0
-    """Grows with each load and reload, which lift the quarantine."""
+    """Grows with each load and reload, which lift the quarantine and load a language model's tokenizer and chat
+    template anew."""
 
 
 class RoutingTable(msgspec.Struct, frozen=True, tag="table"):

@@ -16,9 +16,10 @@ from inference.pipeline import INPUT, Plan, PlannedStep
 from inference.report import RowReport, Status
 from inference.request import Part
 from inference.steps import Given, Made, Step
+from inference.stream_control import StreamControl
 from inference.values import copied, rows_of, settled
 
-__all__ = ["BatchRun", "StreamControl"]
+__all__ = ["BatchRun"]
 
 MAX_MESSAGE_CHARS = 2000
 
@@ -34,22 +35,6 @@ class _Result(NamedTuple):
     values: Mapping[str, Any]
     failures: Mapping[int, RowReport]
     """By row of the batch."""
-
-
-class StreamControl:
-    """What a stream that runs and whoever asked for it know of each other."""
-
-    __slots__ = ("has_turn", "is_cancelled")
-
-    def __init__(self) -> None:
-        self.is_cancelled = False
-        """Whether it shall end."""
-        self.has_turn = False
-        """Whether all others wait for it: then it must wait for nobody."""
-
-    def cancel(self) -> None:
-        """Nobody wants more of it."""
-        self.is_cancelled = True
 
 
 class BatchRun:
@@ -156,12 +141,12 @@ class BatchRun:
             self._keep({wire.step for step in after for wire in step.wires})
         control.has_turn = False
         self._count(source.name, 0 if given.is_warmup else 1, 0, 0.0)
-        async with contextlib.aclosing(self._steps[source.name].iterate(given)) as results:
+        async with contextlib.aclosing(self._steps[source.name].iterate(given, control)) as results:
             started_s = time.perf_counter()
             async for made in results:
                 took_s = time.perf_counter() - started_s
                 if control.is_cancelled:
-                    return
+                    break
                 self._take(source.name, made, took_s, rows, failures)
                 yield self._framed(await self._follow(source.name, made, took_s, after, turn))
                 if not self._unanswered:
@@ -170,6 +155,8 @@ class BatchRun:
                     break
                 del made  # the next one may be long in coming
                 started_s = time.perf_counter()
+        if control.is_cancelled:
+            return
         yield self._framed([(Piece(head, len(self._wanted[head]), 0), []) for head in self._unanswered])
 
     def failed(self, report: RowReport) -> Array:

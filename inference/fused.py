@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from inference.arrays import Array
-from inference.batch_run import BatchRun, StreamControl
+from inference.batch_run import BatchRun
 from inference.errors import DeclarationError
 from inference.frame import FRAME, Frame, Piece, encode_frame
 from inference.model import Model
@@ -20,6 +20,7 @@ from inference.report import RowReport, Status
 from inference.request import Part, TritonRequest, read_request
 from inference.steps import Handover, Step
 from inference.stream_channel import ChannelStream, StreamChannels
+from inference.stream_control import StreamControl
 
 __all__ = ["FusedPipeline"]
 

@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator
 from typing import Final
 
 from inference.arrays import Array
-from inference.batch_run import StreamControl
 from inference.parcel import (
     PARCEL_BYTES,
     PARCEL_WINDOW,
@@ -21,6 +20,7 @@ from inference.parcel import (
     Entry,
     encode_parcel,
 )
+from inference.stream_control import StreamControl
 
 __all__ = ["ChannelStream", "StreamChannels"]
 

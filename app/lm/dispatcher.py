@@ -98,7 +98,8 @@ class LmDispatcher:
         self._runs: set[RequestRun] = set()
         self._waiting_since_s: float | None = None
         """Since when sequences have waited at the engines, as far as seen."""
-        self._folder = ""
+        self._text_source: tuple[str, int] | None = None
+        """The folder that the text work is loaded from, and the deployment's generation at that time."""
         self._text: asyncio.Task[_Text] | None = None
         self.statistics = LmStatistics(recorder().language_model(route.name))
         self.is_draining = False
@@ -153,7 +154,7 @@ class LmDispatcher:
         for replica in route.retiring:
             self._replicas[replica.id].is_retiring = True
         if route.signature is not None and route.signature.language_model is not None:
-            self._prepare_text(route.signature.language_model.folder)
+            self._prepare_text(route.signature.language_model.folder, route.generation)
 
     def close(self) -> None:
         """End all requests with `ReplicaLost`."""
@@ -190,7 +191,7 @@ class LmDispatcher:
         """
         while (task := self._text) is not None:
             found = task.result() if task.done() else await asyncio.shield(task)
-            if task is not self._text:  # another folder meanwhile
+            if task is not self._text:  # another folder or a reload meanwhile
                 continue
             if found.text is None:
                 raise Unavailable(
@@ -327,12 +328,13 @@ class LmDispatcher:
 
     # Text
 
-    def _prepare_text(self, folder: str) -> None:
-        """Load what the text work needs, unless it is loaded from there; what failed is tried again."""
+    def _prepare_text(self, folder: str, generation: int) -> None:
+        """Load what the text work needs from a folder, unless it was since the last reload; a failed load is tried
+        again."""
         task = self._text
         has_failed = task is not None and task.done() and task.result().text is None
-        if folder != self._folder or has_failed:
-            self._folder = folder
+        if (folder, generation) != self._text_source or has_failed:
+            self._text_source = folder, generation
             self._text = self._loop.create_task(self._loaded(Path(folder)))
 
     async def _loaded(self, folder: Path) -> _Text:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+
+from inference.lm.transformers_parts import Cache, CacheLayerMixin
 
 __all__ = ["SlotCache"]
 

@@ -21,6 +21,7 @@ from inference.lm.protocol import EngineLimits, Finish, SequenceRequest, TokenEv
 from inference.lm.sampling import Choice, Sampler, choose
 from inference.lm.slot_cache import SlotCache
 from inference.lm.step_mask import StepMask
+from inference.lm.transformers_parts import attention_of
 
 __all__ = ["SlotEngine"]
 
@@ -80,8 +81,9 @@ class SlotEngine:
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         context_length = context_length_of(config, context_length)
-        if model.config._attn_implementation not in ("sdpa", "eager"):
-            raise ReplicaError(f"attention: expected sdpa or eager, got {model.config._attn_implementation}")
+        attention = attention_of(model.config)
+        if attention not in ("sdpa", "eager"):
+            raise ReplicaError(f"attention: expected sdpa or eager, got {attention}")
         if "logits_to_keep" not in inspect.signature(model.forward).parameters:
             raise ReplicaError(f"model: expected a causal language model, got {type(model).__name__}")
         if cache_tokens is None:

@@ -567,6 +567,19 @@ def test_text_is_loaded_as_soon_as_the_folder_is_known_and_again_for_another() -
     run(scenario)
 
 
+def test_text_is_loaded_anew_after_a_reload_of_the_same_folder() -> None:
+    async def scenario() -> None:
+        asked, dispatcher = texts("old", "new")
+        assert await dispatcher.text() == "old"  # type: ignore[comparison-overlap]
+        dispatcher.update(route_of("b", generation=1))
+        assert await dispatcher.text() == "new"  # type: ignore[comparison-overlap]
+        dispatcher.update(route_of("b", "c", generation=1))
+        assert await dispatcher.text() == "new"  # type: ignore[comparison-overlap]
+        assert asked == ["/folder", "/folder"]
+
+    run(scenario)
+
+
 def texts(*answers: object) -> tuple[list[str], LmDispatcher]:
     """A dispatcher whose loads have these answers, in turn; an exception is raised."""
     asked: list[str] = []
