@@ -6,6 +6,7 @@ Run by `app.supervisor` as ``python -m app.worker SETTINGS_FILE LISTENER_FD``. I
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import logging
 import socket
@@ -129,6 +130,9 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     if options.tracing is not None:
         tracing.use(tracing.exporting(options.tracing))
     app = create_app(models, options, *routers, keys=keys, cors_origins=security.cors_origins)
+    if app.records.log is not None:
+        # Requests that are cut off at the end are logged when the event loop, and so the log's timer, stands.
+        atexit.register(app.records.log.flush)
     server = uvicorn.Server(
         uvicorn.Config(
             app.entry,
