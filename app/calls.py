@@ -21,7 +21,6 @@ from app.replica_calls import ReplicaCalls
 from app.row_errors import row_error
 from app.row_slices import SlicedTensor
 from app.segments import Segments
-from app.statistics import Statistics
 from app.triton_client import FrameReplicaClient, ReplicaClient
 from inference.frame import decode_frame
 from inference.report import REPORT, RowReport, Status, decode_reports
@@ -36,8 +35,7 @@ class Calls:
 
     Args:
         name: the deployment's.
-        statistics: where to count.
-        meter: likewise.
+        meter: where to count.
         on_lost: called with a replica that gets no call any more.
         on_lost_part: called with rows that a replica was lost with, and the reason.
         on_unsent: called with rows that a replica never had.
@@ -48,7 +46,6 @@ class Calls:
     def __init__(
         self,
         name: str,
-        statistics: Statistics,
         meter: DeploymentMeter,
         *,
         on_lost: Callable[[ReplicaCalls], None],
@@ -58,7 +55,6 @@ class Calls:
         on_end: Callable[[ReplicaCalls], None],
     ) -> None:
         self._name = name
-        self._statistics = statistics
         self._meter = meter
         self._on_lost = on_lost
         self._on_lost_part = on_lost_part
@@ -149,9 +145,7 @@ class Calls:
             self._segments.note_answer(tensors.values(), rows)
         if any(report.status is Status.BROKEN for report in reports):
             self._on_lost(replica)
-        if not is_merged:
-            self._statistics.note_call(rows, compute_us * 1000)
-        self._meter.note_call(rows, signature.max_batch_size, 0 if is_merged else compute_us * 1000)
+        self._meter.note_call(rows, signature.max_batch_size, compute_us * 1000, is_merged=is_merged)
         outputs = sliced(signature, tensors, reports, rows)
         self._distribute(parts, outputs, reports, started_ns, compute_us * 1000)
 
@@ -202,7 +196,6 @@ class Calls:
                         client.cancel(call.name)
                     break
         pending.stream = None
-        self._statistics.note_call(rows, compute_us * 1000)
         self._meter.note_call(rows, pending.signature.max_batch_size, compute_us * 1000)
         call.end()
 
@@ -210,7 +203,7 @@ class Calls:
         """Lead one of a call's frames to its requests. Returns what the call computed by now, in microseconds."""
         frame, pieces = decode_frame(raw)
         for count in frame.counts:
-            self._statistics.note_step(count)
+            self._meter.note_step(count)
             compute_us += count.compute_us
             for part in parts:
                 if part.pending.trace is not None:

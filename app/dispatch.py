@@ -28,7 +28,6 @@ from app.pending import Part, Pending
 from app.replica_calls import ReplicaCalls
 from app.routing import DeploymentRoute, ReplicaRoute, State
 from app.row_errors import RETRY_AFTER_LOST_S, unavailable
-from app.statistics import Statistics
 from app.tensors import InferRequest, RawTensor
 from app.tracing import add_model
 from app.triton_client import FrameReplicaClient, ReplicaClient, TritonClient
@@ -73,7 +72,6 @@ class Dispatcher:
         self._replicas: dict[str, ReplicaCalls] = {}
         self._dispatch_due = False
         self._delay: asyncio.TimerHandle | None = None
-        self.statistics = Statistics()
         self._meter = recorder().deployment(route.name)
         self._gathering = GatherClock()
         self.in_flight = 0
@@ -84,12 +82,11 @@ class Dispatcher:
         """Whether new requests are refused; those under way are still answered."""
         self.route = route
         self._is_closed = False
-        self._losses = Losses(route.name, self.statistics, self._meter, on_quarantined)
+        self._losses = Losses(route.name, self._meter, on_quarantined)
         self._quarantine = self._losses.quarantine
         self._retries = self._losses.retries
         self._calls = Calls(
             route.name,
-            self.statistics,
             self._meter,
             on_lost=self._lose,
             on_lost_part=self._take_loss,
@@ -286,12 +283,11 @@ class Dispatcher:
         succeeded = collector.succeeded
         if succeeded:
             rows = pending.request.rows
-            self.statistics.note_request(rows, pending.queue_ns, pending.compute_ns)
             self._meter.note_request(
                 rows, pending.queue_ns, pending.batch_wait_ns, pending.compute_ns, pending.transport_ns()
             )
         elif collector.failed:
-            self.statistics.failures += 1
+            self._meter.failures.add()
         if pending.trace is not None:
             error = collector.error
             name = type(error).__name__ if error is not None else ""
@@ -313,16 +309,11 @@ class Dispatcher:
     def _admit(self, request: InferRequest, signature: Signature, held_bytes: int) -> None:
         if signature.streams and request.rows > signature.max_batch_size:
             raise self._too_many(request.rows, signature.max_batch_size)
-        try:
-            self._admission.check(request.rows, held_bytes, request.priority)
-        except QueueFull:
-            self.statistics.shed += 1
-            raise
+        self._admission.check(request.rows, held_bytes, request.priority)
 
     def _displace(self, item: Item, error: QueueFull) -> None:
         """A request gives way to one that has the better claim to its place in the queue."""
         pending = _part(item).pending
-        self.statistics.displaced += 1
         for other in pending.items:
             self._queue.remove(other)
         pending.collector.fail(error)

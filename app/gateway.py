@@ -72,6 +72,7 @@ def create_app(
     if records is None:
         log = AccessLog(log_format=server.log_format, payloads=server.log_payloads) if server.access_log else None
         records = RequestRecords(log, StreamLimits(server.stream_ping_s, server.write_timeout_s))
+    gateway.records = records
     generate = GenerateEndpoint(models, reader)
     generate_stream = GenerateStreamEndpoint(models, reader)
     routes = [
@@ -129,6 +130,8 @@ def create_app(
 class Gateway(FastAPI):
     """FastAPI, behind what every request passes first: that is outside of its own layers, which the one route that is
     called most has no need of."""
+
+    records: RequestRecords
 
     @functools.cached_property
     def entry(self) -> ASGIApp:

@@ -24,7 +24,6 @@ from app.metrics.recorder import recorder
 from app.routing import DeploymentRoute
 from app.row_errors import unavailable
 from app.row_slices import element_count
-from app.statistics import Statistics
 from app.tensors import InferRequest, OutputWish, RawTensor
 from inference.datatypes import DATATYPES
 from inference.pipeline import INPUT, Plan, PlannedStep, Wire, tensor_text
@@ -61,7 +60,6 @@ class GraphDispatcher:
         self._find = find
         self._loop = asyncio.get_running_loop()
         self.route = route
-        self.statistics = Statistics()
         self._meter = recorder().deployment(route.name)
         self._runs: set[_Run] = set()
         """Requests under way."""
@@ -141,7 +139,6 @@ class GraphDispatcher:
         limit = self.route.max_queue_size
         if self._rows and self._rows + request.rows > limit:
             # Before the trunk has run for what its heads would refuse.
-            self.statistics.shed += 1
             raise QueueFull(
                 f"model `{self.route.name}`: the queue is full: {self._rows} of {limit} rows are under way",
                 retry_after_s=1,
@@ -156,10 +153,9 @@ class GraphDispatcher:
         self._runs.discard(run)
         self._rows -= run.request.rows
         if run.collector.succeeded:
-            self.statistics.note_request(run.request.rows, 0, int(run.collector.took_ms() * 1e6))
             self._meter.rows.add(run.request.rows)
         elif run.collector.failed:
-            self.statistics.failures += 1
+            self._meter.failures.add()
         run.end()
 
 

@@ -13,7 +13,6 @@ from app.pending import Part
 from app.quarantine import Quarantine, fingerprint
 from app.retries import Retries
 from app.row_errors import RETRY_AFTER_LOST_S
-from app.statistics import Statistics
 from app.tensors import InferRequest
 
 __all__ = ["Losses"]
@@ -28,16 +27,12 @@ class Losses:
 
     Args:
         name: the deployment's.
-        statistics: where to count.
-        meter: likewise.
+        meter: where to count.
         on_quarantined: called with the fingerprint of a request that took two replicas down.
     """
 
-    def __init__(
-        self, name: str, statistics: Statistics, meter: DeploymentMeter, on_quarantined: Callable[[bytes], None]
-    ) -> None:
+    def __init__(self, name: str, meter: DeploymentMeter, on_quarantined: Callable[[bytes], None]) -> None:
         self._name = name
-        self._statistics = statistics
         self._meter = meter
         self._on_quarantined = on_quarantined
         self._loop = asyncio.get_running_loop()
@@ -74,7 +69,6 @@ class Losses:
         if not has_able or not pending.signature.idempotent:
             part.fail(error)
             return
-        self._statistics.retried += 1
         self._meter.retries.add()
         self.retries.push(pending.items[part.index])
 
@@ -93,7 +87,6 @@ class Losses:
         now_s = self._loop.time()
         left_s = self.quarantine.refused_s(mark, now_s)
         if left_s:
-            self._statistics.quarantined += 1
             raise Quarantined(
                 f"model `{self._name}`: the same request took two replicas down, and is refused for another "
                 f"{left_s:.0f} s; to lift that, reload the model",
@@ -102,7 +95,6 @@ class Losses:
         if not self.quarantine.is_suspected(mark, now_s):
             return b""
         if self.retries.rows + request.rows > most_rows:
-            self._statistics.shed += 1
             raise QueueFull(f"model `{self._name}`: too many requests wait to be computed alone", retry_after_s=1)
         return mark
 

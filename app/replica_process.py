@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from app.config import Deployment
+from app.replica_log import ReplicaLog
 from app.routing import LAST_LINES, ReplicaRoute
 from app.sweep import Journal, sweep_replica
 from inference.environment import library_path
@@ -46,7 +47,7 @@ class ReplicaProcess:
         directory: the replica's folder, which is made.
         user_paths: put first on the replica's ``sys.path``.
         on_progress: called with each stage of the start.
-        on_log: called with each line that the replica writes.
+        on_log: called with each line that the replica writes, and with the lines of a traceback together.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class ReplicaProcess:
         self._deployment = deployment
         self._user_paths = user_paths
         self._on_progress = on_progress
-        self._on_log = on_log
+        self._log = ReplicaLog(on_log)
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         """What it wrote last."""
         self._has_explained = False
@@ -156,6 +157,7 @@ class ReplicaProcess:
             self.leftovers = sweep_replica(self.directory)
         else:
             await asyncio.gather(*self._tasks)
+        self._log.flush()
         self.mark_ending()
         self.kill()
 
@@ -233,13 +235,13 @@ class ReplicaProcess:
 
     def _take_log(self, line: str) -> None:
         self._lines.append(line)
-        self._on_log(line)
+        self._log.take(line)
 
     def _take_status(self, line: str) -> None:
         try:
             status = msgspec.json.decode(line, type=ReplicaStatus)
         except msgspec.MsgspecError as error:  # a callable has found the pipe and writes to it
-            self._on_log(f"not a status: {line[:200]!r} ({error})")
+            self._log.take(f"not a status: {line[:200]!r} ({error})")
             return
         if status.event == "progress":
             self._on_progress(status.text)

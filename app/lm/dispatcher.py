@@ -20,7 +20,6 @@ from app.errors import BadRequest, HeadwaterError, ReplicaLost, Unavailable
 from app.lm.channel import NOTHING, Channel, call_name, control_request
 from app.lm.generation import Generation, SequenceSpec
 from app.lm.request_run import RequestRun
-from app.lm.statistics import LmStatistics
 from app.load_report import Moment
 from app.metrics.recorder import recorder
 from app.routing import DeploymentRoute, ReplicaRoute, State
@@ -101,7 +100,7 @@ class LmDispatcher:
         self._text_source: tuple[str, int] | None = None
         """The folder that the text work is loaded from, and the deployment's generation at that time."""
         self._text: asyncio.Task[_Text] | None = None
-        self.statistics = LmStatistics(recorder().language_model(route.name))
+        self._meter = recorder().language_model(route.name)
         self.is_draining = False
         """Whether new requests are refused; those under way are still answered."""
         self.route = route
@@ -220,7 +219,7 @@ class LmDispatcher:
         run = RequestRun(
             request_id,
             specs,
-            self.statistics,
+            self._meter,
             start=self._start,
             on_left=self._runs.discard,
             idle_s=self.route.timeout_s,
@@ -291,7 +290,7 @@ class LmDispatcher:
         replica = min(able, key=lambda one: (now_s < one.avoided_until_s, one.sequences))
         if replica.channel is None:
             on_end = partial(self._on_channel_end, replica)
-            replica.channel = Channel(self.route.name, replica.client, self.statistics, on_end)
+            replica.channel = Channel(self.route.name, replica.client, self._meter, on_end)
         run.submit(replica.channel)
 
     def _on_channel_end(self, replica: _Replica, error: HeadwaterError) -> None:

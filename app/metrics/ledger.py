@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from app.metrics.catalogue import CATALOGUE, OUTCOMES, REQUESTS
+from app.metrics.catalogue import ALL_SERIES, OUTCOMES, REQUESTS
 from app.metrics.instruments import ACCEPTED_AT
 from app.metrics.store import Key, Store, read_store
 
@@ -148,4 +148,4 @@ def _private(path: str, flags: int) -> int:
 
 def _is_kept(key: Key) -> bool:
     """Whether it still holds when who counted it has ended."""
-    return key.name == REQUESTS or CATALOGUE[key.name].kind != "gauge"
+    return key.name == REQUESTS or ALL_SERIES[key.name].kind != "gauge"

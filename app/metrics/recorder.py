@@ -6,12 +6,14 @@ Objects that count often keep the meter that they are given.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 from app.errors import Cancelled, HeadwaterError
 from app.metrics.catalogue import Outcome, Phase, Route
-from app.metrics.instruments import Counter, Gauge, Histogram, Requests
+from app.metrics.instruments import Counter, Gauge, Histogram, Requests, Statistics
 from app.metrics.store import Snapshot, Store
+from inference.frame import StepCount
 
 __all__ = ["DeploymentMeter", "LanguageModelMeter", "Recorder", "outcome_of", "outcome_of_status", "recorder", "use"]
 
@@ -54,6 +56,10 @@ class DeploymentMeter:
         """Requests: rows, and time in each of these phases."""
         self.serialise = Histogram(store, PHASE_SECONDS, name, "serialise")
         """Of requests' bodies and of answers', each request once."""
+        self.failures = Counter(store, "headwater_failures", name)
+        self._batches: dict[int, Statistics] = {}
+        """By rows."""
+        self._steps: dict[str, Statistics] = {}
         self._heads: dict[str, tuple[Histogram, dict[Outcome, Counter]]] = {}
 
     def note_request(
@@ -88,11 +94,31 @@ class DeploymentMeter:
         for phase, took_ns in zip(self._phases, phases, strict=True):
             phase.observe_all(took_ns)
 
-    def note_call(self, rows: int, capacity_rows: int, compute_ns: int) -> None:
-        """A replica has answered a call, which had room for so many rows."""
+    def note_call(self, rows: int, capacity_rows: int, compute_ns: int, *, is_merged: bool = False) -> None:
+        """A replica has answered a call.
+
+        Args:
+            rows: it had.
+            capacity_rows: it had room for.
+            compute_ns: what the callable took.
+            is_merged: whether Triton computed it in one execution with another call, which counts both.
+        """
         self.batch_rows.observe(rows)
         self.batch_capacity_rows.add(capacity_rows)
+        if is_merged:
+            return
         self.compute.add(compute_ns)
+        found = self._batches.get(rows)
+        if found is None:
+            found = self._batches[rows] = Statistics(self._store, "headwater_batches", 2, self._name, str(rows))
+        found.add(1, compute_ns)
+
+    def note_step(self, count: StepCount) -> None:
+        """A step of a fused pipeline has run."""
+        found = self._steps.get(count.step)
+        if found is None:
+            found = self._steps[count.step] = Statistics(self._store, "headwater_steps", 3, self._name, count.step)
+        found.add(count.calls, count.retries, count.compute_us * 1000)
 
     def note_head(self, head: str, error: HeadwaterError | None, took_ms: float) -> None:
         """A head of a pipeline has said its last of a request."""
@@ -123,6 +149,8 @@ class LanguageModelMeter:
         self.inter_token = Histogram(store, "headwater_inter_token_seconds", name)
         self.prompt_tokens = Counter(store, "headwater_prompt_tokens", name)
         self.generated_tokens = Counter(store, "headwater_generated_tokens", name)
+        self.sequences = Counter(store, "headwater_sequences", name)
+        self.frames = Counter(store, "headwater_frames", name)
         self.contract_violations = Counter(store, "headwater_contract_violations", name)
         self.active = Gauge(store, "headwater_active_sequences", name)
         self.waiting = Gauge(store, "headwater_waiting_sequences", name)
@@ -144,6 +172,11 @@ class Recorder:
         self._requests: dict[tuple[str, str], Requests] = {}
         self._counters: dict[tuple[str, ...], Counter] = {}
         self._http: dict[tuple[str, int], Counter] = {}
+
+    @property
+    def folder(self) -> Path | None:
+        """Where all processes of the server count; None: this one counts in memory."""
+        return None if self._store.path is None else self._store.path.parent
 
     def deployment(self, name: str) -> DeploymentMeter:
         """The meter of a deployment that is called with tensors."""
