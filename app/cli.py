@@ -17,7 +17,7 @@ from typing import Any
 
 import app
 from app.bench.options import add_bench_command
-from app.config import Config, load_config, read_config, read_yaml
+from app.config import Config, Unparsed, load_config, read_config, read_yaml
 from app.errors import CommandError, ConfigError, StartError
 from app.health import default_url, health_status
 from app.logs import set_up_logging
@@ -123,14 +123,12 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def _flags(options: argparse.Namespace) -> dict[str, Any]:
-    import yaml
-
     flags: dict[str, Any] = {}
     for pair in options.fields:
         name, separator, value = pair.partition("=")
         if not separator:
             raise ConfigError(f"flag --set: expected FIELD=VALUE, got {pair!r}")
-        flags[name] = yaml.safe_load(value)
+        flags[name] = Unparsed(value)
     for name in ("host", "port", "workers"):
         if getattr(options, name, None) is not None:
             flags[f"server.{name}"] = getattr(options, name)

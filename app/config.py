@@ -39,9 +39,12 @@ from app.sections import (
 from app.security.sections import SecuritySection, TlsSection
 from inference.lm.reference import is_language_model
 
-__all__ = ["Batching", "Config", "Deployment", "Server", "load_config", "read_config", "read_yaml"]
+__all__ = ["Batching", "Config", "Deployment", "Server", "Unparsed", "load_config", "read_config", "read_yaml"]
 
 ENVIRONMENT_PREFIX = "HEADWATER_"
+
+_FLAG = re.compile(r'(?:"[^"]+"|[^".]+)(?:\.(?:"[^"]+"|[^".]+))*\Z')
+_FLAG_PART = re.compile(r'"[^"]+"|[^".]+')
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
 
@@ -306,10 +309,21 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: expected UTF-8 text: {error.reason} at byte {error.start}") from error
+    return _parse_yaml(text, where=str(path))
+
+
+def _parse_yaml(text: str, *, where: str) -> Any:
     try:
-        return yaml.load(text, Loader=_UniqueKeys)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        return _copy(yaml.load(text, Loader=_UniqueKeys))
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
+        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        reason = "an anchor that holds itself, or more levels of nesting than can be read"
+        raise ConfigError(f"{where}: not valid YAML: {reason}") from error
+
+
+class Unparsed(str):
+    """The text of a flag's value, which is YAML."""
 
 
 def read_config(
@@ -325,8 +339,10 @@ def read_config(
         content: what the YAML file held.
         source: named in messages.
         environment: variables such as ``HEADWATER_SERVER__PORT=9000``: the path of a field in capitals or as it is,
-            its parts joined by two underscores; values are parsed as YAML. Default: the process's own.
-        flags: dotted path to value, such as ``{"server.port": 9000}``.
+            its parts joined by two underscores, and what is no letter and no digit of a name as one; values are parsed
+            as YAML. Default: the process's own.
+        flags: dotted path to value, such as ``{"server.port": 9000}``; a part with a dot stands in double quotes.
+            `Unparsed` values are parsed as YAML.
 
     Raises:
         ConfigError: a field is wrong; the message names it, what was expected and what came.
@@ -337,14 +353,19 @@ def read_config(
     overrides: dict[tuple[str, ...], str] = {}
     for name, text in (os.environ if environment is None else environment).items():
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            where = f"environment variable {name}"
             path = name[len(ENVIRONMENT_PREFIX) :].split("__")
-            try:
-                value = yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ConfigError(f"environment variable {name}: not valid YAML: {text!r}") from error
-            overrides[_set(merged, path, value, where=f"environment variable {name}")] = f"environment variable {name}"
+            overrides[_set(merged, path, _parse_yaml(text, where=where), where=where)] = where
     for dotted, value in flags.items():
-        overrides[_set(merged, dotted.split("."), value, where=f"flag {dotted}")] = f"flag {dotted}"
+        where = f"flag {dotted}"
+        if not _FLAG.match(dotted):
+            raise ConfigError(
+                f"{where}: expected names with dots between them, such as server.port, and a name that has a dot "
+                'in double quotes, such as deployments."my.model".timeout_s'
+            )
+        if isinstance(value, Unparsed):
+            value = _parse_yaml(value, where=where)
+        overrides[_set(merged, _FLAG_PART.findall(dotted), value, where=where)] = where
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -357,13 +378,13 @@ def _copy(value: Any) -> Any:
 
 
 def _set(tree: dict[str, Any], path: list[str], value: object, *, where: str) -> tuple[str, ...]:
-    """Set a nested field; a part matches an existing key, or a field's lower-case name, whatever its case.
+    """Set a nested field.
 
     Returns the field's path as it is in the tree.
     """
     matched = []
     for part in path[:-1]:
-        part = _match(tree, part)
+        part = _match(tree, part, where=where)
         matched.append(part)
         branch = tree.setdefault(part, {})
         if branch is None:
@@ -371,13 +392,32 @@ def _set(tree: dict[str, Any], path: list[str], value: object, *, where: str) ->
         if not isinstance(branch, dict):
             raise ConfigError(f"{where}: `{part}` is no section")
         tree = branch
-    last = _match(tree, path[-1])
+    last = _match(tree, path[-1], where=where)
     tree[last] = value
     return (*matched, last)
 
 
-def _match(tree: Mapping[str, Any], part: str) -> str:
-    return next((key for key in tree if isinstance(key, str) and key.lower() == part.lower()), part.lower())
+def _match(tree: Mapping[str, Any], part: str, *, where: str) -> str:
+    """The key that a part of a path stands for.
+
+    One in quotes is taken as it is. Any other stands for the key that is the same, or the same whatever its case, or
+    the same once everything but letters and digits is an underscore; if there is none, for a field's lower-case name.
+    """
+    if part.startswith('"'):
+        return part[1:-1]
+    keys = [key for key in tree if isinstance(key, str)]
+    for plain in (str, str.lower, _underscored):
+        found = [key for key in keys if plain(key) == plain(part)]
+        if len(found) > 1:
+            either = " or ".join(f"`{key}`" for key in found)
+            raise ConfigError(f"{where}: `{part}` is {either}; use --set, with the name in double quotes")
+        if found:
+            return found[0]
+    return part.lower()
+
+
+def _underscored(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def _describe(detail: Any, overrides: Mapping[tuple[str, ...], str]) -> str:
