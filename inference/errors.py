@@ -7,17 +7,28 @@
     ├── BadInput                 raised by a callable: the client's rows are wrong (400)
     ├── BadOutput                a callable returned something other than it declared (500)
     └── ReplicaError             the replica can't start or go on; its message is for the operator
+        └── EnvironmentUnfit     the Python installation or the machine lacks what every replica needs
 """
 
-__all__ = ["BadInput", "BadOutput", "DeclarationError", "ModelError", "ReplicaError"]
+__all__ = ["BadInput", "BadOutput", "DeclarationError", "EnvironmentUnfit", "ModelError", "ReplicaError"]
 
 
 class ModelError(Exception):
     """Base of every error of the model side."""
 
+    @property
+    def is_permanent(self) -> bool:
+        """Whether another start of the replica would raise it again."""
+        return False
+
 
 class DeclarationError(ModelError):
     """A declaration contradicts itself; raised when the model is imported or constructed."""
+
+    @property
+    def is_permanent(self) -> bool:
+        """See `ModelError`."""
+        return True
 
 
 class BadInput(ModelError):
@@ -33,3 +44,12 @@ class BadOutput(ModelError):
 
 class ReplicaError(ModelError):
     """The replica can't start or go on."""
+
+
+class EnvironmentUnfit(ReplicaError):
+    """The Python installation or the machine lacks what every replica needs."""
+
+    @property
+    def is_permanent(self) -> bool:
+        """See `ModelError`."""
+        return True

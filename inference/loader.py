@@ -27,6 +27,11 @@ class LoadError(ReplicaError):
         self.problem = problem
         """The same in parts."""
 
+    @property
+    def is_permanent(self) -> bool:
+        """Whether another start would raise it again: all but what the user's code raised while it ran."""
+        return isinstance(self.__cause__, (type(None), ModuleNotFoundError, SyntaxError, DeclarationError))
+
 
 def load_class(reference: str) -> type[Model]:
     """Import a model's class.

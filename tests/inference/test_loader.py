@@ -142,6 +142,31 @@ def test_a_declaration_error_names_the_users_line(write: Write, tmp_path: Path) 
     assert message.endswith("correct the declaration")
 
 
+@pytest.mark.parametrize(
+    ("source", "is_permanent"),
+    [
+        ("VALUE = 1", True),  # no class of that name
+        ("class Scale: pass", True),
+        ("import not_installed_here", True),
+        ("class Scale(:", True),
+        ("from inference import Tensor\nTensor('x', 'FP99', [1])", True),
+        ("raise OSError('no weights yet')", False),
+    ],
+)
+def test_what_cannot_change_by_trying_again_is_said_to_be_so(write: Write, source: str, is_permanent: bool) -> None:
+    with pytest.raises(LoadError) as caught:
+        load_class(f"{write(source)}:Scale")
+    assert caught.value.is_permanent is is_permanent
+
+
+def test_a_constructor_that_raises_may_succeed_later_and_a_wrong_option_may_not(write: Write) -> None:
+    cls = load_class(f"{write(GOOD.replace('= factor', '= 1 / factor'))}:Scale")
+    for options, is_permanent in (({"factor": 0}, False), ({"fcator": 0}, True)):
+        with pytest.raises(LoadError) as caught:
+            construct(cls, options)
+        assert caught.value.is_permanent is is_permanent
+
+
 def test_an_unknown_option(write: Write) -> None:
     cls = load_class(f"{write(GOOD)}:Scale")
     message = construction_failure(cls, factor=1, fcator=2)
