@@ -10,7 +10,18 @@
         └── EnvironmentUnfit     the Python installation or the machine lacks what every replica needs
 """
 
-__all__ = ["BadInput", "BadOutput", "DeclarationError", "EnvironmentUnfit", "ModelError", "ReplicaError"]
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "BadInput",
+    "BadOutput",
+    "DeclarationError",
+    "EnvironmentUnfit",
+    "ModelError",
+    "ReplicaError",
+    "did_you_mean",
+]
 
 
 class ModelError(Exception):
@@ -23,7 +34,14 @@ class ModelError(Exception):
 
 
 class DeclarationError(ModelError):
-    """A declaration contradicts itself; raised when the model is imported or constructed."""
+    """A declaration contradicts itself; raised when the model is imported or constructed.
+
+    Its arguments are messages, one for each fault.
+    """
+
+    def __str__(self) -> str:
+        """All messages."""
+        return "; ".join(map(str, self.args))
 
     @property
     def is_permanent(self) -> bool:
@@ -53,3 +71,9 @@ class EnvironmentUnfit(ReplicaError):
     def is_permanent(self) -> bool:
         """See `ModelError`."""
         return True
+
+
+def did_you_mean(wrong: object, known: Iterable[object]) -> str:
+    """The end of a message about an unknown name: the known name that is most like it, if any is."""
+    found = difflib.get_close_matches(str(wrong), [str(name) for name in known], n=1)
+    return f"; did you mean `{found[0]}`?" if found else ""

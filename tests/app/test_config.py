@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.config import Unparsed, load_config, read_config
+from app.config import InvalidConfig, Unparsed, load_config, read_config
 from app.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"deployments": {"scale": {"model": "inference.zoo.scale:Scale"}}}
@@ -98,7 +98,8 @@ def test_all_wrong_fields_are_named_at_once() -> None:
 
 def test_what_came_from_outside_the_file_is_said_to() -> None:
     with pytest.raises(
-        ConfigError, match=r"`server\.prot`: unknown field \(environment variable HEADWATER_SERVER__PROT"
+        ConfigError,
+        match=r"`server\.prot`: unknown field; did you mean `port`\? \(environment variable HEADWATER_SERVER__PROT",
     ):
         read(MINIMAL, {"HEADWATER_SERVER__PROT": "1"})
     with pytest.raises(
@@ -286,3 +287,55 @@ def test_a_name_that_stands_for_several_is_refused() -> None:
 def test_a_flag_that_is_no_path_is_refused(field: str) -> None:
     with pytest.raises(ConfigError, match="expected names with dots between them"):
         read_config(MINIMAL, source="t", environment={}, flags={field: 1})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({**MINIMAL, "sever": {}}, "`sever`: unknown field; did you mean `server`?"),
+        ({"deployments": {"a": {"model": "m:M", "batchin": {}}}}, "did you mean `batching`?"),
+        ({"deployments": {"a": {"model": "m:M", "replicas": {"max": 2, "mini": 1}}}}, "did you mean `min`?"),
+        (
+            {
+                "deployments": {
+                    "a": {"pipeline": {"trunk": {"model": "m:T"}, "heads": {"h": {"model": "m:H", "on_eror": 1}}}}
+                }
+            },
+            "`deployments.a.pipeline.heads.h.on_eror`: unknown field; did you mean `on_error`?",
+        ),
+        (
+            {
+                "deployments": {
+                    "scale": {"model": "m:M"},
+                    "p": {"pipeline": {"placement": "graph", "steps": {"h": {"deployment": "scal"}}, "heads": ["h"]}},
+                }
+            },
+            "unknown deployment `scal`; expected one of `scale`, `p`; did you mean `scale`?",
+        ),
+    ],
+)
+def test_an_unknown_name_comes_with_the_one_that_may_be_meant(content: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(content)
+    assert message in str(caught.value)
+
+
+def test_all_that_is_wrong_with_a_deployment_as_a_whole_is_named_at_once() -> None:
+    fields = {"model": "lm:x", "pipeline": {"trunk": {"model": "m:T"}, "heads": {"h": {"model": "m:H"}}}}
+    with pytest.raises(InvalidConfig) as caught:
+        deployment(**fields, options={"a": 1}, instances=9, max_compute_s=3, batching={"max_in_flight": 1})
+    assert len(caught.value.problems) == 6
+    assert all(problem.startswith("`deployments.a`: ") for problem in caught.value.problems)
+
+
+def test_what_is_right_of_a_configuration_is_left_when_the_rest_is_refused() -> None:
+    content = {
+        "server": {"port": 7, "workers": 0},
+        "sever": {},
+        "deployments": {"good": {"model": "m:M"}, "bad": {"model": "m"}},
+    }
+    with pytest.raises(InvalidConfig) as caught:
+        read(content)
+    rest = caught.value.rest
+    assert rest is not None
+    assert (list(rest.deployments), rest.server.port, rest.server.workers) == (["good"], 7, 1)

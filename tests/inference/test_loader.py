@@ -243,3 +243,17 @@ def test_the_probe_names_a_gpu_that_is_absent() -> None:
     (problem,) = finding["problems"]
     assert f"device {wanted!r} was asked for" in problem["reason"]
     assert "`device: cpu`" in problem["mend"]
+
+
+def test_all_options_that_are_wrong_are_named_at_once(write: Write) -> None:
+    message = construction_failure(load_class(f"{write(GOOD)}:Scale"), fcator=2, ofset=1)
+    assert "unknown option 'fcator'; its options are factor, offset; did you mean `factor`?" in message
+    assert "unknown option 'ofset'; its options are factor, offset; did you mean `offset`?" in message
+    assert "option 'factor' is required, but missing" in message
+
+
+def test_a_class_or_module_that_is_almost_there_is_named(write: Write) -> None:
+    assert "its models are Scale; did you mean `Scale`?" in failure(f"{write(GOOD)}:Scal")
+    assert "there is no module 'scal' in 'inference.zoo'; did you mean `scale`?" in failure("inference.zoo.scal:Scale")
+    name = write(GOOD)
+    assert re.search(r"did you mean `loader_case_\d+`\?", failure(f"{name[:6]}_{name[6:]}:Scale"))
