@@ -17,7 +17,7 @@ from typing import Any
 
 import app
 from app.bench.options import add_bench_command
-from app.config import Config, load_config, read_config, read_yaml
+from app.config import Unparsed, load_what, read_yaml
 from app.errors import CommandError, ConfigError, StartError
 from app.health import default_url, health_status
 from app.logs import set_up_logging
@@ -25,7 +25,6 @@ from app.openapi import example_body
 from app.plan.options import add_plan_command
 from app.security.key_commands import add_key_commands
 from app.security.keys_file import keys_are_wanted
-from inference.lm.reference import is_language_model
 from inference.signature import Signature
 
 __all__ = ["main"]
@@ -61,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
 
     check = commands.add_parser("check", help="check the environment, and a configuration if one is given")
-    check.add_argument("config", nargs="?", type=Path, metavar="CONFIG")
+    check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | onnx:PATH", help="as of `headwater serve`")
     check.add_argument("--json", action="store_true", help="print JSON")
     check.add_argument("--host")
     check.add_argument("--port", type=int)
@@ -95,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_url(scale)
     scale.set_defaults(run=_scale)
     add_bench_command(commands)
-    add_plan_command(commands, lambda options: _read(options.what, _flags(options)))
+    add_plan_command(commands, lambda options: load_what(options.what, flags=_flags(options)))
     add_key_commands(commands)
     return parser
 
@@ -123,28 +122,16 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def _flags(options: argparse.Namespace) -> dict[str, Any]:
-    import yaml
-
     flags: dict[str, Any] = {}
     for pair in options.fields:
         name, separator, value = pair.partition("=")
         if not separator:
             raise ConfigError(f"flag --set: expected FIELD=VALUE, got {pair!r}")
-        flags[name] = yaml.safe_load(value)
+        flags[name] = Unparsed(value)
     for name in ("host", "port", "workers"):
         if getattr(options, name, None) is not None:
             flags[f"server.{name}"] = getattr(options, name)
     return flags
-
-
-def _read(what: str, flags: dict[str, Any]) -> tuple[Config, tuple[str, ...]]:
-    """The configuration, and what to put first on the replicas' ``sys.path``."""
-    here = os.getcwd()
-    if ":" in what and not Path(what).exists():
-        content = {"deployments": {_name(what): {"model": what}}}
-        return read_config(content, source=what, flags=flags), (here,)
-    folder = str(Path(what).resolve().parent)
-    return load_config(Path(what), flags=flags), tuple(dict.fromkeys((here, folder)))
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -153,7 +140,7 @@ def _serve(options: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     from app.supervisor import Supervisor
 
-    config, user_paths = _read(options.what, _flags(options))
+    config, user_paths = load_what(options.what, flags=_flags(options))
     set_up_logging(config.server.log_format)
     asks_for_keys = keys_are_wanted(config.security.keys_file)
     announce = (
@@ -167,7 +154,7 @@ def _serve(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from app.check import check
 
-    return check(options.config, as_json=options.json, flags=_flags(options))
+    return check(options.what, as_json=options.json, flags=_flags(options))
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -245,14 +232,6 @@ def _log_what_is_served(url: str, served: list[tuple[str, Signature | None, str]
             logger.error("%s: not served: %s", name, reason, extra={"model": name})
     names = [name for name, signature, _ in served if signature is not None]
     logger.info("serving at %s: %s", url, ", ".join(names) or "nothing yet", extra={"url": url, "models": names})
-
-
-def _name(model: str) -> str:
-    """What a model that is served alone is called."""
-    last = model.rpartition(":")[2]
-    if is_language_model(model):
-        return Path(last).absolute().name
-    return Path(last).stem if model.startswith("onnx:") else last.lower()
 
 
 def _announce_language_model(url: str, signature: Signature) -> None:

@@ -68,6 +68,8 @@ class ReplicaProcess:
         self.facts: dict[str, str] = {}
         self.reason = ""
         """Why it failed or ended, as far as known."""
+        self.is_permanent = False
+        """Whether another start would fail in the same way."""
         self.leftovers: list[str] = []
         """What could not be swept."""
         loop = asyncio.get_running_loop()
@@ -82,6 +84,7 @@ class ReplicaProcess:
         self._log = ReplicaLog(on_log)
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         """What it wrote last."""
+        self._cause = ""
         self._has_explained = False
         """Whether the reason is in its own words."""
         self._command_fd: int | None = None
@@ -180,6 +183,10 @@ class ReplicaProcess:
             text = "..." + text[-TOLD_CHARS:]
         return f"{self.reason or 'it ended'}{LAST_LINES}{text}"
 
+    def cause(self) -> str:
+        """Why it failed, in the words for clients: class and message of the error, if it was one."""
+        return self._cause or self.reason or "it ended before it was ready"
+
     def route(self) -> ReplicaRoute:
         """How gateway workers reach it."""
         signature = self.signature
@@ -252,6 +259,8 @@ class ReplicaProcess:
                 self.ready.set_result(True)
         elif status.event == "failed":
             self.reason = status.text
+            self.is_permanent = status.is_permanent
+            self._cause = status.cause
             self._has_explained = True
         elif status.event == "ending":
             self.mark_ending(status.text)

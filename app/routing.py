@@ -53,6 +53,8 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     state: State
     reason: str = ""
     """Why it is in that state; the stage while it loads."""
+    failure: str = ""
+    """What clients are told instead of the reason, if a start has failed and none succeeded since."""
     signature: Signature | None = None
     """Known once a replica has been ready."""
     replicas: tuple[ReplicaRoute, ...] = ()

@@ -19,7 +19,7 @@ RETRY_AFTER_UNLOADED_S: Final = 60
 def unavailable(route: DeploymentRoute) -> Unavailable:
     """Says that a deployment can't take requests, and why."""
     wait_s = RETRY_AFTER_S.get(route.state, RETRY_AFTER_UNLOADED_S if route.is_set_aside else RETRY_AFTER_LOST_S)
-    reason = route.reason.partition(LAST_LINES)[0] or "no replica is ready"
+    reason = route.failure or route.reason.partition(LAST_LINES)[0] or "no replica is ready"
     return Unavailable(f"model `{route.name}` is {route.state.value}: {reason}", retry_after_s=wait_s)
 
 

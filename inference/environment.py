@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from inference.errors import ReplicaError
+from inference.errors import EnvironmentUnfit
 
 __all__ = ["Problem", "library_path", "package_versions", "problems", "require", "versions"]
 
@@ -68,10 +68,10 @@ def require() -> None:
     """Check, in some milliseconds and without starting a process, that a replica can run here.
 
     Raises:
-        ReplicaError: it can't; the message says why and how to mend it.
+        EnvironmentUnfit: it can't; the message says why and how to mend it.
     """
     for problem in problems():
-        raise ReplicaError(str(problem))
+        raise EnvironmentUnfit(str(problem))
 
 
 def problems(*, deep: bool = False, path: str | None = None) -> list[Problem]:

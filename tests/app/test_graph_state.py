@@ -10,6 +10,7 @@ import pytest
 from app.config import Deployment
 from app.graph_state import GraphState, StepState
 from app.routing import State
+from app.row_errors import unavailable
 from inference.signature import Signature, TensorSpec
 
 Signatures = Mapping[str, Signature]
@@ -211,3 +212,21 @@ def test_what_an_operator_did_holds_whatever_its_steps_are_in() -> None:
     state.release()
     state.update(told(state))
     assert (state.state, state.reason, state.route(1).is_open) == (State.READY, "all steps ready", True)
+
+
+def test_clients_are_told_of_a_step_what_its_own_clients_are() -> None:
+    state = graph()
+    for one, known in (
+        (State.FAILED, without("head_a")),
+        (State.LOADING, without("head_a")),
+        (State.FAILED, SIGNATURES),
+    ):
+        steps = told(
+            state, known, head_a=(one, "OSError: no weights at /srv/m.py:3"), head_b=(State.UNAVAILABLE, "lost")
+        )
+        name = state.deployments["head_a"]
+        state.update({**steps, name: steps[name]._replace(failure="OSError: no weights")})
+        client = unavailable(state.route(1)).message
+        assert "OSError: no weights" in client
+        assert "/srv" not in client
+        assert "/srv" in state.route(1).reason
