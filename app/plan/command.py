@@ -26,12 +26,14 @@ from app.plan.subject import Subject, choose_deployment, make_subject
 from app.plan.weights import weigh_deployment
 from app.reports.plots import check_plots
 
-__all__ = ["run"]
+__all__ = ["exit_status", "run"]
 
 Read = Callable[[argparse.Namespace], tuple[Config, tuple[str, ...]]]
 
 SIZE_S: Final = 10.0
 """About how long a size takes besides its load, where imports are quick."""
+NOT_HELD: Final = 3
+"""Exit status: everything was run, but figures differ too much from round to round or from what was predicted."""
 CHECKS: Final = 2
 """Sizes that are predicted first and run after, at most."""
 
@@ -83,7 +85,7 @@ def run(options: argparse.Namespace, read: Read) -> int:
     finally:
         _write(plan, options)
     print(plan_text(plan))
-    return _status(plan, strict=options.strict)
+    return exit_status(plan)
 
 
 def _on_paper(options: argparse.Namespace) -> int:
@@ -167,30 +169,30 @@ def _write(plan: Plan, options: argparse.Namespace) -> None:
         raise CommandError(f"{error.filename}: can't be written: {error.strerror}") from error
 
 
-def _status(plan: Plan, *, strict: bool) -> int:
-    status = 0
+def exit_status(plan: Plan) -> int:
+    """0, 1 or `NOT_HELD`; says on standard error why it is not 0."""
+    failures, doubts = [], []
     if plan.ended:
-        print(f"headwater: the plan is not complete: {plan.ended}", file=sys.stderr)
-        status = 1
+        failures.append(f"the plan is not complete: {plan.ended}")
     if plan.predictor is not None and (excess := smallest_need(plan)):
-        print(f"headwater: nothing fits: the smallest size, one replica with batches of one row, {excess}",
-              file=sys.stderr)  # fmt: skip
-        status = 1
+        failures.append(f"nothing fits: the smallest size, one replica with batches of one row, {excess}")
     trials = [*plan.trials, *(one.trial for one in plan.recommendations if one.trial is not None)]
     for trial in trials:
         if trial.error and not plan.ended:
-            print(f"headwater: {trial.point} could not be run: {trial.error}", file=sys.stderr)
-            status = 1
+            failures.append(f"{trial.point} could not be run: {trial.error}")
         if (measured := trial.measured) is not None and is_unsteady(measured):
-            print(f"headwater: {trial.point}: its rounds differ by {measured.spread:.0%}: the machine was busy with "
-                  "something else, and its figures are not to be relied on", file=sys.stderr)  # fmt: skip
-            status = 1 if strict else status
-        for one in trial.comparisons:
-            if strict and is_off(one):
-                print(f"headwater: {trial.point}: {one.what}: predicted {one.error:+.1%} of what was measured",
-                      file=sys.stderr)  # fmt: skip
-                status = 1
-    return status
+            doubts.append(
+                f"{trial.point}: its rounds differ by {measured.spread:.0%}: the machine was busy with something else, "
+                "and its figures are not to be relied on"
+            )
+        doubts += [
+            f"{trial.point}: {one.what}: predicted {one.error:+.1%} of what was measured"
+            for one in trial.comparisons
+            if is_off(one)
+        ]
+    for line in dict.fromkeys((*failures, *doubts)):  # two profiles may have one size
+        print(f"headwater: {line}", file=sys.stderr)
+    return 1 if failures else NOT_HELD if doubts else 0
 
 
 def _say(text: str) -> None:

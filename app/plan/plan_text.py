@@ -46,14 +46,12 @@ def _sweep_lines(plan: Plan) -> list[str]:
         size = (str(row.point.rows), str(row.point.instances), str(row.point.replicas))
         one = row.measured
         if one is None:
-            rows.append((*size, "-", "-", "-", "-", "-", "-", row.error))
+            rows.append((*size, "-", "-", "-", "-", "-", "-", row.note))
             continue
         mean = "-" if one.mean_rows != one.mean_rows else f"{one.mean_rows:.1f}"
-        notes = ["the load's generator was busy"] if one.load_share > 0.9 else []
-        notes += [f"at the second try; at the first: {row.first_error}"] if row.first_error else []
         rows.append((
             *size, size_text(one.host), size_text(one.device) if one.device else "-", f"{one.rate:.4g}",
-            f"{one.p50_ms:.1f}", f"{one.p99_ms:.1f}", mean, "; ".join(notes),
+            f"{one.p50_ms:.1f}", f"{one.p99_ms:.1f}", mean, row.note,
         ))  # fmt: skip
     return ["Measured:", columns(rows)]
 
