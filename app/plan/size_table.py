@@ -10,6 +10,7 @@ from app.plan.prediction import Prediction
 
 __all__ = ["SizeRow", "size_rows", "smallest_need"]
 
+
 class SizeRow(NamedTuple):
     """One size."""
 
@@ -25,9 +26,7 @@ def size_rows(plan: Plan) -> list[SizeRow]:
     assert plan.predictor is not None
     measured = {one.point for one in plan.sweep.measured}
     replicas = max(point.replicas for point in measured)
-    points = grid(
-        [point.rows for point in measured], [point.instances for point in measured], range(1, replicas + 1)
-    )
+    points = grid([point.rows for point in measured], [point.instances for point in measured], range(1, replicas + 1))
     found = []
     for point in points:
         predicted = plan.predictor.at(point)

@@ -101,9 +101,7 @@ def run_sweep(
             break
 
 
-def measure_outliers_again(
-    sweep: Sweep, measure: Callable[[Point], Measured], progress: Callable[[Row], None]
-) -> None:
+def measure_outliers_again(sweep: Sweep, measure: Callable[[Point], Measured], progress: Callable[[Row], None]) -> None:
     """Measure each outlier twice more, and take the medians.
 
     Args:

@@ -51,9 +51,7 @@ def test_what_holds_is_0(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_figures_that_did_not_hold_are_3(
-    rounds: list[Measured], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_that_did_not_hold_are_3(rounds: list[Measured], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(plan_with(*rounds)) == 3
     assert told in capsys.readouterr().err
 

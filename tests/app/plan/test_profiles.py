@@ -13,14 +13,17 @@ from app.plan.profiles import Budget, Profile, recommend
 
 MODEL = MemoryModel(server=100, files=200, host=ReplicaTerms(fixed=1000, instance=50, row=10))
 
+MOST = Point(32, 2, 8)
+RATES = MappingProxyType({Point(1): 100.0, Point(8): 300.0, Point(32): 400.0})
+
 
 def profiles(
     budget: Budget,
     *,
     model: MemoryModel = MODEL,
     cores: int = 4,
-    most: Point = Point(32, 2, 8),
-    rates: Mapping[Point, float] = MappingProxyType({Point(1): 100.0, Point(8): 300.0, Point(32): 400.0}),
+    most: Point = MOST,
+    rates: Mapping[Point, float] = RATES,
 ) -> dict[str, Profile]:
     return {one.name: one for one in recommend(model, rates, budget, most=most, cores=cores)}
 
