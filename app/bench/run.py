@@ -17,10 +17,10 @@ from app.bench.plan import Plan
 from app.bench.preparing import check_answers, points_of
 from app.bench.progress import Progress
 from app.bench.results import Results
-from app.bench.server import Server
 from app.bench.table import table_text
 from app.errors import CommandError
 from app.reports.plots import check_plots
+from app.server_client import ServerClient
 
 __all__ = ["bench"]
 
@@ -35,7 +35,7 @@ def bench(plan: Plan) -> int:
         CommandError: nothing could be measured.
     """
     _check_files(plan)
-    server = Server(plan.url, plan.key)
+    server = ServerClient(plan.url, key=plan.key, option="URL")
     about = server.about()
     model = plan.model or server.only_model()
     points = points_of(plan, server, model)
