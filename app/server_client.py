@@ -15,6 +15,7 @@ import httpx
 import msgspec
 
 from app.errors import CommandError
+from app.reports.columns import columns
 
 __all__ = ["Head", "Metadata", "ServerClient", "Tensor", "api_key", "command_line", "status_table", "tls_context"]
 
@@ -249,12 +250,7 @@ def tls_context(url: str) -> ssl.SSLContext:
 def status_table(index: Sequence[Mapping[str, Any]]) -> str:
     """The models as a table for people."""
     head = ("MODEL", "VERSION", "STATE", "REPLICAS", "DEVICES", "SINCE", "REASON")
-    rows = [head, *map(_cells, index)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
-        for row in rows
-    )
+    return columns([head, *map(_cells, index)])
 
 
 def command_line(action: str, answer: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from app.plan.profiles import PROFILES, Budget
 from app.plan.size_table import smallest_need
 from app.plan.subject import Subject, choose_deployment, make_subject
 from app.plan.weights import weigh_deployment
+from app.reports.options import check_writable, write_file
 from app.reports.plots import check_plots
 
 __all__ = ["exit_status", "run"]
@@ -68,8 +69,9 @@ def run(options: argparse.Namespace, read: Read) -> int:
     if options.dry_run:
         return 0
     out, stem = _where(options)
-    for file in (options.json, options.html, out / "x"):
-        _check_folder(file)
+    check_writable("--json", options.json)
+    check_writable("--html", options.html)
+    check_writable("--out", out / f"{stem}-balanced.yaml")
     capacity = host_capacity()
     budget = _budget(options, subject, capacity)
     _say(f"loading {name} to weigh it")
@@ -120,19 +122,6 @@ def _where(options: argparse.Namespace) -> tuple[Path, str]:
     return folder, f"{stem}-{options.deployment}" if options.deployment else stem
 
 
-def _check_folder(file: Path | None) -> None:
-    """See that a file can be written, before it takes minutes to have something to write.
-
-    Raises:
-        CommandError: it can't.
-    """
-    if file is None:
-        return
-    there = next((folder for folder in (file.parent, *file.parent.parents) if folder.exists()), Path("/"))
-    if not there.is_dir() or not os.access(there, os.W_OK) or file.is_dir():
-        raise CommandError(f"{file}: can't be written; name another file or folder with --out, --json or --html")
-
-
 def _budget(options: argparse.Namespace, subject: Subject, capacity: int | None) -> Budget:
     """What may be taken. ``--memory`` is of the device that it computes on.
 
@@ -160,13 +149,9 @@ def _write(plan: Plan, options: argparse.Namespace) -> None:
     Raises:
         CommandError: one can't be written.
     """
-    try:
-        if options.json is not None:
-            options.json.write_text(json.dumps(plan_json(plan), indent=2) + "\n", encoding="utf-8")
-        if options.html is not None:
-            options.html.write_text(plan_page(plan), encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"{error.filename}: can't be written: {error.strerror}") from error
+    write_file("--json", options.json, json.dumps(plan_json(plan), indent=2) + "\n")
+    if options.html is not None:
+        write_file("--html", options.html, plan_page(plan))
 
 
 def exit_status(plan: Plan) -> int:

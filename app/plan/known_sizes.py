@@ -10,10 +10,10 @@ from pydantic import TypeAdapter, ValidationError
 from app.errors import CommandError
 from app.memory_budget import size_text
 from app.option_values import named
-from app.plan.columns import columns
 from app.plan.memory_model import MemoryModel, ReplicaTerms
 from app.plan.point import Point
 from app.plan.profiles import Budget, recommend
+from app.reports.columns import columns
 from app.sections import MemorySize
 
 __all__ = ["largest_batches", "paper_model", "paper_text", "read_size", "read_sizes"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from app.memory_budget import size_text
 from app.plan.accuracy import MEMORY_TOLERANCE, RATE_TOLERANCE, Comparison
-from app.plan.columns import columns
 from app.plan.measuring import Measured
 from app.plan.planning import Plan
 from app.plan.profile_comments import spread_text
 from app.plan.size_table import size_rows, smallest_need
 from app.plan.trial import Trial
+from app.reports.columns import columns
 
 __all__ = ["is_off", "is_unsteady", "model_lines", "plan_text"]
 

@@ -20,6 +20,7 @@ from app.plan.subject import Subject
 from app.plan.sweep import Row, Sweep, measure_outliers_again, run_sweep
 from app.plan.trial import Recommendation, Trial
 from app.plan.weights import Weights
+from app.reports.options import write_file
 
 __all__ = ["Plan", "Planner"]
 
@@ -186,12 +187,7 @@ class Planner:
 
     def _write(self, one: Recommendation) -> None:
         assert one.trial is not None
-        assert one.file is not None
         subject = self._plan.subject
         section = section_of(subject.deployment, one.trial.point, subject.cores)
         lines = profile_comments(one, subject, served_at(self._config))
-        try:
-            one.file.parent.mkdir(parents=True, exist_ok=True)
-            one.file.write_text(profile_yaml(self._config, subject.name, section, lines), encoding="utf-8")
-        except OSError as error:
-            raise CommandError(f"--out: {one.file} can't be written: {error.strerror}") from error
+        write_file("--out", one.file, profile_yaml(self._config, subject.name, section, lines))
