@@ -44,12 +44,24 @@ def checked(read: Callable[[str], _T]) -> Callable[[str], _T]:
     return told
 
 
-def number(text: str) -> float:
-    """A number, or NaN if it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], float]:
+    """Reads a finite number that ``accepts`` holds for.
+
+    Args:
+        accepts: whether it is in bounds.
+        expected: what is, in words.
+    """
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and accepts(value)):
+            raise ValueError(f"expected {expected}, got {text!r}")
+        return value
+
+    return read
 
 
 def named(text: str, names: Collection[str], read: Callable[[str], _T]) -> dict[str, _T]:

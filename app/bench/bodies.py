@@ -12,9 +12,9 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
-from app.bench.server import Metadata, Tensor
 from app.bench.target import Body
 from app.errors import CommandError
+from app.server_client import Metadata, Tensor
 from inference.datatypes import DATATYPES, float32_to_bf16, pack_bytes
 
 __all__ = ["SENTENCES", "Wishes", "infer_bodies", "read_bodies", "stream_bodies"]

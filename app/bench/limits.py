@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -59,16 +58,9 @@ def read_limits(text: str) -> dict[str, float]:
     Raises:
         ValueError: the message says what was expected.
     """
-    return named(text, (*OF_REQUESTS, *OF_RUNS), _milliseconds)
+    return named(text, (*OF_REQUESTS, *OF_RUNS), number(lambda ms: ms > 0, "milliseconds above 0, such as 200"))
 
 
 def request_limits(told: Mapping[str, float]) -> Limits:
     """Those that single requests have to meet."""
     return Limits(*(told[name] / 1000 if name in told else None for name in OF_REQUESTS))
-
-
-def _milliseconds(text: str) -> float:
-    value = number(text)
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"expected milliseconds above 0, such as 200, got {text!r}")
-    return value

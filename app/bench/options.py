@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,8 @@ __all__ = ["add_bench_command"]
 
 MOST_CONNECTIONS = 20_000
 MOST_PROCESSES = 64
+POSITIVE = checked(number(lambda value: value > 0, "a number above 0"))
+NOT_NEGATIVE = checked(number(lambda value: value >= 0, "a number 0 or more"))
 
 
 def add_bench_command(commands: Any) -> None:
@@ -40,7 +40,7 @@ def add_bench_command(commands: Any) -> None:
         help="closed loop: each connection waits for its answer; default: 1,16",
     )  # fmt: skip
     loop.add_argument(
-        "--rate", type=listed(_number(0)), metavar="R[,R]",
+        "--rate", type=listed(POSITIVE), metavar="R[,R]",
         help="open loop: requests/s, sent at their times whatever the server does",
     )  # fmt: skip
     bench.add_argument(
@@ -51,14 +51,14 @@ def add_bench_command(commands: Any) -> None:
         "--max-connections", type=whole(1, MOST_CONNECTIONS), default=1024, metavar="N",
         help="of --rate, at most; default: %(default)s",
     )  # fmt: skip
-    bench.add_argument("--seconds", type=_number(0), default=5.0, metavar="S", help="of each run; default: 5")
+    bench.add_argument("--seconds", type=POSITIVE, default=5.0, metavar="S", help="of each run; default: 5")
     bench.add_argument(
-        "--warmup", type=_number(0, inclusive=True), default=1.0, metavar="S",
+        "--warmup", type=NOT_NEGATIVE, default=1.0, metavar="S",
         help="before each run, not counted; default: 1",
     )  # fmt: skip
     bench.add_argument("--repeats", type=whole(1, 1000), default=3, metavar="N", help="default: 3")
     bench.add_argument(
-        "--timeout", type=_number(0), default=30.0, metavar="S",
+        "--timeout", type=POSITIVE, default=30.0, metavar="S",
         help="after which a request without its whole answer counts as failed; default: 30",
     )  # fmt: skip
     bench.add_argument(
@@ -160,17 +160,6 @@ def _key(path: Path | None) -> str:
     if not key or not (key.isascii() and key.isprintable()):
         raise CommandError(f"--api-key-file: {path}: expected one line of visible ASCII characters")
     return key
-
-
-def _number(above: float, *, inclusive: bool = False) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        value = number(text)
-        if not (math.isfinite(value) and (value > above or (inclusive and value == above))):
-            words = f"{above:g} or more" if inclusive else f"above {above:g}"
-            raise argparse.ArgumentTypeError(f"expected a number {words}, got {text!r}")
-        return value
-
-    return read
 
 
 def _shape(text: str) -> tuple[str, tuple[int, ...]]:

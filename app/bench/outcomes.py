@@ -77,15 +77,15 @@ class Outcomes:
         """Failures among the requests; 0 without any."""
         return self.failures / self.requests if self.requests else 0.0
 
-    def latency_ms(self, per_mille: int) -> float:
-        """A percentile of the latency, for example 500 for the median.
+    def latency_ms(self, percent: float) -> float:
+        """A percentile of the latency, for example 50 for the median.
 
         Raises:
             ValueError: there was no good answer.
         """
         if not self.latencies_s:
             raise ValueError("no request had a good answer")
-        return percentile(sorted(self.latencies_s), per_mille) * 1000
+        return percentile(self.latencies_s, percent) * 1000
 
     def note(self, sample: Sample, begin_s: float, limits: Limits) -> tuple[bool, bool, int]:
         """Count a request.

@@ -3,42 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["PER_MILLE", "distribution", "percentile"]
+import numpy as np
+import numpy.typing as npt
 
-PER_MILLE: Final = {"p50": 500, "p90": 900, "p99": 990, "p99.9": 999}
-"""Those that are reported."""
+__all__ = ["distribution", "percentile"]
+
+_ENOUGH: Final = {"p50": (50.0, 1), "p90": (90.0, 10), "p99": (99.0, 100), "p99.9": (99.9, 1000)}
+"""Those that are reported, and how many values each needs so that it does not only repeat the greatest."""
 
 
-def percentile(ordered: Sequence[float], per_mille: int) -> float:
-    """The smallest value that at least so many thousandths of all do not exceed.
+def percentile(values: Sequence[float] | npt.NDArray[Any], percent: float) -> float:
+    """The smallest value that at least so many percent of all do not exceed.
 
     Args:
-        ordered: the values, smallest first; at least one.
-        per_mille: 1 to 1000. Whole numbers, since a sum of fractions could end one rank off.
+        values: in any order; at least one.
+        percent: 0 to 100.
     """
-    return ordered[-(-len(ordered) * per_mille // 1000) - 1]
+    return float(np.percentile(values, percent, method="inverted_cdf"))
 
 
 def distribution(values: Sequence[float], scale: float = 1.0) -> dict[str, float | int | None]:
     """Count, mean, least, greatest and percentiles.
 
-    A percentile for which there are too few values, so that it could only repeat the greatest, is None: p99 needs 100
-    values, p99.9 needs 1,000.
+    A percentile for which there are too few values is None: p90 needs 10, p99 100, p99.9 1,000.
 
     Args:
         values: in any order.
         scale: what they are multiplied by, such as 1000 for milliseconds.
     """
-    ordered = sorted(values)
-    count = len(ordered)
+    scaled = np.asarray(values, float) * scale
+    count = len(scaled)
     told: dict[str, float | int | None] = {"count": count, "mean": None, "min": None, "max": None}
-    if ordered:
-        told |= {
-            "mean": sum(ordered) / count * scale, "min": ordered[0] * scale, "max": ordered[-1] * scale,
-        }  # fmt: skip
-    for name, per_mille in PER_MILLE.items():
-        enough = count * (1000 - per_mille) >= 1000 or (per_mille == 500 and count > 0)
-        told[name] = percentile(ordered, per_mille) * scale if enough else None
+    if count:
+        told |= {"mean": float(scaled.mean()), "min": float(scaled.min()), "max": float(scaled.max())}
+    for name, (percent, least) in _ENOUGH.items():
+        told[name] = percentile(scaled, percent) if count >= least else None
     return told

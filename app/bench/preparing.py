@@ -13,9 +13,9 @@ from app.bench.bodies import infer_bodies, read_bodies, stream_bodies
 from app.bench.connection import Dialler
 from app.bench.faults import AskFailed
 from app.bench.plan import Plan, Point
-from app.bench.server import Metadata, Server
 from app.bench.target import Body, Target
 from app.errors import CommandError
+from app.server_client import Metadata, ServerClient
 
 __all__ = ["check_answers", "points_of"]
 
@@ -23,7 +23,7 @@ REFUSALS: Final = (400, 401, 403, 404, 405, 413, 415, 422)
 """An answer of these is about the request, and the next one would be the same."""
 
 
-def points_of(plan: Plan, server: Server, model: str) -> list[Point]:
+def points_of(plan: Plan, server: ServerClient, model: str) -> list[Point]:
     """What is to be measured, with the requests.
 
     Raises:

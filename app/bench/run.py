@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 from datetime import datetime, timezone
-from pathlib import Path
 
 import uvloop
 
@@ -17,10 +15,10 @@ from app.bench.plan import Plan
 from app.bench.preparing import check_answers, points_of
 from app.bench.progress import Progress
 from app.bench.results import Results
-from app.bench.server import Server
 from app.bench.table import table_text
-from app.errors import CommandError
+from app.reports.options import check_writable, write_file
 from app.reports.plots import check_plots
+from app.server_client import ServerClient
 
 __all__ = ["bench"]
 
@@ -34,8 +32,11 @@ def bench(plan: Plan) -> int:
     Raises:
         CommandError: nothing could be measured.
     """
-    _check_files(plan)
-    server = Server(plan.url, plan.key)
+    if plan.html is not None:
+        check_plots()
+    check_writable("--json", plan.json)
+    check_writable("--html", plan.html)
+    server = ServerClient(plan.url, key=plan.key, option="URL")
     about = server.about()
     model = plan.model or server.only_model()
     points = points_of(plan, server, model)
@@ -45,12 +46,11 @@ def bench(plan: Plan) -> int:
         uvloop.run(_measure(results, load))
     told = results.told()
     print(table_text(told))
-    if plan.json is not None:
-        _write(plan.json, json.dumps(told, indent=1) + "\n", "--json")
+    write_file("--json", plan.json, json.dumps(told, indent=1) + "\n")
     if plan.html is not None:
         from app.bench.page import page_html
 
-        _write(plan.html, page_html(results), "--html")
+        write_file("--html", plan.html, page_html(results))
     return 0 if told["valid"] else 1
 
 
@@ -78,21 +78,3 @@ async def _measure(results: Results, load: Generator) -> None:
                         return
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-
-
-def _check_files(plan: Plan) -> None:
-    """Before anything long begins: whether what comes of it can be written."""
-    if plan.html is not None:
-        check_plots()
-    for option, path in (("--json", plan.json), ("--html", plan.html)):
-        if path is not None:
-            where = path if path.exists() else path.parent
-            if path.is_dir() or not where.exists() or not os.access(where, os.W_OK):
-                raise CommandError(f"{option}: {path}: expected a file that can be written; is its folder there?")
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise CommandError(f"{option}: {path}: can't be written: {error.strerror}") from error

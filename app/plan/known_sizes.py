@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -11,10 +10,10 @@ from pydantic import TypeAdapter, ValidationError
 from app.errors import CommandError
 from app.memory_budget import size_text
 from app.option_values import named
-from app.plan.columns import columns
 from app.plan.memory_model import MemoryModel, ReplicaTerms
 from app.plan.point import Point
 from app.plan.profiles import Budget, recommend
+from app.reports.columns import columns
 from app.sections import MemorySize
 
 __all__ = ["largest_batches", "paper_model", "paper_text", "read_size", "read_sizes"]
@@ -102,8 +101,10 @@ def paper_text(sizes: Mapping[str, int], memory: int, headroom: float, instances
     table = [(str(point.replicas), str(point.instances), str(point.rows), size_text(need)) for point, need in found]
     lines += [columns([head, *table]), ""]
     profiles = []
-    rows = [point.rows for point, _ in found if point.calls == 1] or [1]
-    for one in recommend(model, lambda point: math.nan, budget, rows=rows, instances=instances, cores=SEVERAL):
+    # Nothing is measured: the larger a batch of one call is, the more it gives.
+    rates = {point: float(point.rows) for point, _ in found if point.calls == 1} or {Point(1): 1.0}
+    most = Point(MOST_ROWS, max(instances), MOST_REPLICAS)
+    for one in recommend(model, rates, budget, most=most, cores=SEVERAL):
         if one.point is None:
             profiles.append((one.name, "-", "-", "-", "-", one.note))
         else:

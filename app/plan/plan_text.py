@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from app.memory_budget import size_text
 from app.plan.accuracy import MEMORY_TOLERANCE, RATE_TOLERANCE, Comparison
-from app.plan.columns import columns
 from app.plan.measuring import Measured
 from app.plan.planning import Plan
 from app.plan.profile_comments import spread_text
 from app.plan.size_table import size_rows, smallest_need
 from app.plan.trial import Trial
+from app.reports.columns import columns
 
 __all__ = ["is_off", "is_unsteady", "model_lines", "plan_text"]
 
@@ -46,14 +46,12 @@ def _sweep_lines(plan: Plan) -> list[str]:
         size = (str(row.point.rows), str(row.point.instances), str(row.point.replicas))
         one = row.measured
         if one is None:
-            rows.append((*size, "-", "-", "-", "-", "-", "-", row.error))
+            rows.append((*size, "-", "-", "-", "-", "-", "-", row.note))
             continue
         mean = "-" if one.mean_rows != one.mean_rows else f"{one.mean_rows:.1f}"
-        notes = ["the load's generator was busy"] if one.load_share > 0.9 else []
-        notes += [f"at the second try; at the first: {row.first_error}"] if row.first_error else []
         rows.append((
             *size, size_text(one.host), size_text(one.device) if one.device else "-", f"{one.rate:.4g}",
-            f"{one.p50_ms:.1f}", f"{one.p99_ms:.1f}", mean, "; ".join(notes),
+            f"{one.p50_ms:.1f}", f"{one.p99_ms:.1f}", mean, row.note,
         ))  # fmt: skip
     return ["Measured:", columns(rows)]
 

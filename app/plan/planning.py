@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from app.config import Config
 from app.errors import CommandError
 from app.plan.accuracy import held_out_error, unseen_points
 from app.plan.measuring import Measured, measure_point, measure_server_under_load
-from app.plan.point import Point, section_of, takes_instances
+from app.plan.point import Point, section_of
 from app.plan.prediction import Predictor, fit
 from app.plan.profile_comments import figures, profile_comments
 from app.plan.profile_yaml import profile_yaml, served_at
-from app.plan.profiles import Budget, recommend
+from app.plan.profiles import WORTH, Budget, recommend
 from app.plan.subject import Subject
-from app.plan.sweep import Row, Sweep, run_sweep
+from app.plan.sweep import Row, Sweep, measure_outliers_again, run_sweep
 from app.plan.trial import Recommendation, Trial
 from app.plan.weights import Weights
+from app.reports.options import write_file
 
 __all__ = ["Plan", "Planner"]
 
@@ -73,6 +74,8 @@ class Planner:
         """
         plan, subject = self._plan, self._plan.subject
         run_sweep(plan.sweep, points, self._measure, plan.capacity, self._tell)
+        if not plan.sweep.ended:
+            measure_outliers_again(plan.sweep, self._measure, self._tell)
         plan.ended = plan.sweep.ended
         measured = plan.sweep.measured
         if not measured:
@@ -87,6 +90,7 @@ class Planner:
             if checks:
                 self._check([one.point for one in measured])
             self._verify(rounds)
+            self._settle()
         except KeyboardInterrupt:
             plan.ended = "stopped by hand"
 
@@ -94,9 +98,8 @@ class Planner:
         return measure_point(self._plan.subject, point)
 
     def _tell(self, row: Row) -> None:
-        told = row.error if row.measured is None else figures(row.measured, self._plan.subject.unit)
-        again = f" (at the second try; at the first: {row.first_error})" if row.first_error else ""
-        self._progress(f"{row.point}: {told}{again}")
+        told = [] if row.measured is None else [figures(row.measured, self._plan.subject.unit)]
+        self._progress(f"{row.point}: {'; '.join(filter(None, (*told, row.note)))}")
 
     def _recommend(self) -> None:
         plan = self._plan
@@ -104,17 +107,18 @@ class Planner:
         measured = plan.sweep.measured
         profiles = recommend(
             plan.predictor.largest,
-            plan.predictor.speed.rows_per_s,
+            {one.point: one.rate for one in measured},
             plan.budget,
-            rows=[one.point.rows for one in measured],
-            instances=[one.point.instances for one in measured] if takes_instances(plan.subject.deployment) else [1],
+            most=Point(*map(max, zip(*(one.point for one in measured), strict=True))),
             cores=plan.subject.cores,
         )
+        trials: dict[Point, Trial] = {}
         for profile in profiles:
             found = Recommendation(profile)
             plan.recommendations.append(found)
             if profile.point is not None:
-                found.trial = Trial(profile.point, plan.predictor.at(profile.point))
+                predicted = plan.predictor.at(profile.point)
+                found.trial = trials.setdefault(profile.point, Trial(profile.point, predicted))
                 found.file = self._out / f"{self._stem}-{profile.name}.yaml"
                 self._write(found)
 
@@ -132,12 +136,42 @@ class Planner:
     def _verify(self, rounds: int) -> None:
         """Run each profile's file, all of them once, then all of them again: what else the machine does harms all."""
         subject = self._plan.subject
+        by_size: dict[Point, list[Recommendation]] = {}
+        for one in self._plan.recommendations:
+            if one.profile.point is not None:
+                by_size.setdefault(one.profile.point, []).append(one)
         for number in range(1, rounds + 1):
-            for one in self._plan.recommendations:
-                if one.trial is not None and one.file is not None and not one.trial.error:
-                    measure = functools.partial(measure_server_under_load, subject, one.trial.point, str(one.file), {})
-                    self._try(one.trial, f"{one.profile.name}, round {number} of {rounds}", measure)
+            for point, same in by_size.items():
+                trial = same[0].trial
+                assert trial is not None
+                if trial.error:
+                    continue
+                names = " and ".join(one.profile.name for one in same)
+                measure = functools.partial(measure_server_under_load, subject, point, str(same[0].file), {})
+                self._try(trial, f"{names}, round {number} of {rounds}", measure)
+                for one in same:
                     self._write(one)
+
+    def _settle(self) -> None:
+        """Give ``throughput`` the size of another profile that was faster when both were run."""
+        plan = self._plan
+        rates = {one.profile.name: one.trial.measured.rate for one in plan.recommendations
+                 if one.trial is not None and one.trial.measured is not None}  # fmt: skip
+        if "throughput" not in rates:
+            return
+        name = max(rates, key=lambda name: rates[name])
+        if rates[name] <= WORTH * rates["throughput"]:
+            return
+        found = {one.profile.name: one for one in plan.recommendations}
+        one, faster = found["throughput"], found[name]
+        assert one.trial is not None
+        note = (
+            f"as {name}: {one.trial.point} was to be faster, but gave {rates['throughput']:.4g} {plan.subject.unit}, "
+            f"and {faster.profile.point} {rates[name]:.4g}"
+        )
+        plan.trials.append(one.trial)
+        one.profile, one.trial = replace(faster.profile, name="throughput", note=note), faster.trial
+        self._write(one)
 
     def _try(self, trial: Trial, title: str, measure: Callable[[], Measured]) -> None:
         try:
@@ -153,12 +187,7 @@ class Planner:
 
     def _write(self, one: Recommendation) -> None:
         assert one.trial is not None
-        assert one.file is not None
         subject = self._plan.subject
         section = section_of(subject.deployment, one.trial.point, subject.cores)
         lines = profile_comments(one, subject, served_at(self._config))
-        try:
-            one.file.parent.mkdir(parents=True, exist_ok=True)
-            one.file.write_text(profile_yaml(self._config, subject.name, section, lines), encoding="utf-8")
-        except OSError as error:
-            raise CommandError(f"--out: {one.file} can't be written: {error.strerror}") from error
+        write_file("--out", one.file, profile_yaml(self._config, subject.name, section, lines))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from app.plan.planning import Plan
 from app.plan.point import Point, grid
 from app.plan.prediction import Prediction
 
 __all__ = ["SizeRow", "size_rows", "smallest_need"]
-
-BEYOND: Final = 1
-"""Replicas, and doublings of the batch size, beyond those that were measured."""
 
 
 class SizeRow(NamedTuple):
@@ -25,16 +22,11 @@ class SizeRow(NamedTuple):
 
 
 def size_rows(plan: Plan) -> list[SizeRow]:
-    """Sizes that were measured and some beyond, the small ones first."""
+    """Sizes up to the largest that was measured, the small ones first."""
     assert plan.predictor is not None
     measured = {one.point for one in plan.sweep.measured}
-    rows = {point.rows for point in measured}
     replicas = max(point.replicas for point in measured)
-    points = grid(
-        [*rows, *(max(rows) << power for power in range(1, BEYOND + 1))],
-        [point.instances for point in measured],
-        range(1, replicas + BEYOND + 1),
-    )
+    points = grid([point.rows for point in measured], [point.instances for point in measured], range(1, replicas + 1))
     found = []
     for point in points:
         predicted = plan.predictor.at(point)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from app.bench.bodies import Wishes, infer_bodies, read_bodies, stream_bodies
-from app.bench.server import Server
 from app.bench.target import Body, Target
 from app.config import Config, Deployment
 from app.errors import CommandError
 from app.plan.cache_size import CacheShape, cache_shape
 from app.plan.point import Point
+from app.server_client import ServerClient
 from inference.lm.reference import is_language_model
 from inference.loader import LoadError
 
@@ -86,7 +86,7 @@ class Subject:
             wishes = Wishes(max_tokens=self.tokens, ignores_eos=True)
             bodies = self._bodies("completions") or stream_bodies("completions", None, self.name, None, wishes)
             return Target(url, "/v1/completions", bodies, "completions", timeout_s=timeout_s)
-        bodies = self._bodies("infer") or infer_bodies(Server(url).metadata(self.name), None, Wishes())
+        bodies = self._bodies("infer") or infer_bodies(ServerClient(url, key="").metadata(self.name), None, Wishes())
         return Target.infer(url, self.name, bodies, timeout_s=timeout_s)
 
     def bench_arguments(self, url: str, point: Point) -> list[str]:

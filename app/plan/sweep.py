@@ -1,7 +1,12 @@
-"""Measures sizes one after the other; one that fails twice leaves its reason, and what was measured stays."""
+"""Measures sizes one after the other; one that fails twice leaves its reason, and what was measured stays.
+
+A size that is out of line with the others is measured again: one that something else on the machine disturbed would
+bend the models, and the recommendations with them.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -10,11 +15,19 @@ from app.errors import CommandError
 from app.memory_budget import size_text
 from app.plan.measuring import Measured
 from app.plan.point import Point
+from app.plan.profile_comments import spread_text
+from app.plan.trial import combined
 
-__all__ = ["Row", "Sweep", "run_sweep"]
+__all__ = ["Row", "Sweep", "measure_outliers_again", "run_sweep"]
 
 SAFE_PART: Final = 0.9
 """Of the machine's memory: a size that would take more is not tried."""
+SLOW_FACTOR: Final = 1.5
+"""An outlier is so many times slower than a size that should not be faster."""
+TAIL_FACTOR: Final = 4.0
+"""An outlier's p99, relative to its p50, is so many times that of the other sizes."""
+MORE_ROUNDS: Final = 2
+"""With the first three, so that the median is not the outlier."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,19 @@ class Row:
     """Why it was not measured, in one line; empty: it was."""
     first_error: str = ""
     """Why the first try failed, where there was a second."""
+
+    @property
+    def note(self) -> str:
+        """What a reader must know of the figures, or why there are none; empty: nothing."""
+        if self.measured is None:
+            return self.error
+        notes = ["the load's generator was busy"] if self.measured.load_share > 0.9 else []
+        if self.first_error:
+            notes.append(f"at the second try; at the first: {self.first_error}")
+        if self.measured.rates:
+            rates = spread_text(self.measured)
+            notes.append(f"an outlier, so medians of {len(self.measured.rates)} measurements: {rates}")
+        return "; ".join(notes)
 
 
 @dataclass
@@ -73,6 +99,48 @@ def run_sweep(
             sweep.ended = f"the smallest size, {point}, can't be measured: {row.error}"
         if sweep.ended:
             break
+
+
+def measure_outliers_again(sweep: Sweep, measure: Callable[[Point], Measured], progress: Callable[[Row], None]) -> None:
+    """Measure each outlier twice more, and take the medians.
+
+    Args:
+        sweep: has all sizes; an outlier's row is replaced.
+        measure: as of `run_sweep`.
+        progress: gets each row that is replaced.
+    """
+    first = sweep.measured
+    for place, row in enumerate(sweep.rows):
+        if row.measured is None or not _is_outlier(row.measured, first):
+            continue
+        rounds = [row.measured]
+        for _ in range(MORE_ROUNDS):
+            if (again := _measured(sweep, row.point, measure).measured) is not None:
+                rounds.append(again)
+            if sweep.ended:
+                return
+        sweep.rows[place] = replace(row, measured=combined(rounds))
+        progress(sweep.rows[place])
+
+
+def _is_outlier(one: Measured, measured: Sequence[Measured]) -> bool:
+    """Whether something else than its size seems to have slowed it down.
+
+    Sizes are compared that can be whatever the model is: a call takes no longer than one with more rows, and a larger
+    size gives no less than a smaller one.
+    """
+    others = [other for other in measured if other is not one]
+    tails = [other.p99_ms / other.p50_ms for other in others]
+    if tails and one.p99_ms / one.p50_ms > TAIL_FACTOR * statistics.median_low(tails):
+        return True
+    size = one.point
+    for other in others:
+        if all(less <= more for less, more in zip(other.point, size, strict=True)):
+            if other.rate > SLOW_FACTOR * one.rate:
+                return True
+        elif other.point[1:] == size[1:] and size.rows / one.rate > SLOW_FACTOR * other.point.rows / other.rate:
+            return True
+    return False
 
 
 def _measured(sweep: Sweep, point: Point, measure: Callable[[Point], Measured]) -> Row:

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from app.bench.bodies import Wishes, infer_bodies, read_bodies, stream_bodies
-from app.bench.server import Metadata
 from app.errors import CommandError
 from app.generate_codec import GenerateDecoder
 from app.request_codec import RequestDecoder
+from app.server_client import Metadata
 from inference.datatypes import DATATYPES
 from inference.signature import Signature, TensorSpec
 

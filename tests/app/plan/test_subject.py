@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from app.bench import run as bench_run
-from app.bench import server as bench_server
 from app.bench.plan import Plan
 from app.bench.preparing import points_of
-from app.bench.server import Metadata, Server, Tensor
 from app.cli import main
 from app.config import read_config
 from app.plan.point import Point
 from app.plan.profile_yaml import served_at
 from app.plan.subject import WARMUP_S, Subject, make_subject
+from app.server_client import Metadata, ServerClient, Tensor
 
 URL = "http://127.0.0.1:8000"
 METADATA = Metadata("one", [Tensor("x", "FP32", [-1, 4]), Tensor("text", "BYTES", [-1, 1])])
@@ -40,8 +39,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Any:
         return 0
 
     monkeypatch.setattr(bench_run, "bench", bench)
-    monkeypatch.setattr(bench_server.Server, "metadata", lambda self, model: METADATA)
-    monkeypatch.setattr(bench_server.Server, "models", lambda self: ["one"])
+    monkeypatch.setattr(ServerClient, "metadata", lambda self, model: METADATA)
+    monkeypatch.setattr(ServerClient, "models", lambda self: ["one"])
 
     def read(arguments: list[str]) -> Plan:
         with pytest.raises(SystemExit) as ended:
@@ -69,7 +68,7 @@ def test_the_command_sends_the_same_requests_as_the_plan(read: Any, tmp_path: Pa
     planned = subject(content, **options)
     point = Point(4, 1, 2)
     told = read(planned.bench_arguments(URL, point))
-    (found,) = points_of(told, Server(URL), "one")
+    (found,) = points_of(told, ServerClient(URL), "one")
     assert found.target == planned.target(URL)
     assert found.load.connections == planned.connections(point)
     assert (told.seconds, told.warmup_s) == (2.5, WARMUP_S)
