@@ -106,13 +106,21 @@ class BoundedConnection(HttpToolsProtocol):
         if len(data) > _PIECE_BYTES:
             data = memoryview(data)
         while data and not self.pipeline:
-            piece, data = data[:_PIECE_BYTES], data[_PIECE_BYTES:]
-            self._head_bytes += len(piece)
+            piece = data[:_PIECE_BYTES]
+            taken = len(piece)
+            self._head_bytes += taken
+            would_upgrade = False
             try:
-                self.parser.feed_data(piece)
+                try:
+                    self.parser.feed_data(piece)
+                except httptools.HttpParserUpgrade as stop:
+                    taken, would_upgrade = stop.args[0], True
+                if would_upgrade:
+                    self._ignore_upgrade()
             except httptools.HttpParserError as error:
                 self._refuse(_unparsable(error))
                 return
+            data = data[taken:]
             if self._head_bytes > MAX_HEADER_BYTES:
                 self._refuse(HeadersTooLarge(f"headers: expected at most {MAX_HEADER_BYTES} bytes, got more"))
                 return
@@ -120,6 +128,18 @@ class BoundedConnection(HttpToolsProtocol):
         if self._in_head and self._head_timer is None and not self.pipeline:
             late = BodyTooSlow(f"headers: expected all of them within {self._head_timeout_s:g} s")
             self._head_timer = self.loop.call_later(self._head_timeout_s, self._refuse, late)
+
+    def _ignore_upgrade(self) -> None:
+        """Take the request's head as if it asked for no other protocol (RFC 9110, 7.8).
+
+        The parser stops behind such a head and says nothing of its body: another one reads the head without the
+        ``Upgrade`` header, and then what follows.
+        """
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
     def on_message_begin(self) -> None:
         """The parser is at a request's first byte."""
@@ -130,6 +150,10 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The parser is behind a request's headers."""
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise httptools.HttpParserInvalidMethodError
+            return  # they come again, see `_ignore_upgrade`
         self._end_head()
         if not self.url.startswith(b"/") and httptools.parse_url(self.url).path is None:
             raise httptools.HttpParserInvalidURLError("a target without a path")
@@ -151,6 +175,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The parser is behind a request's body."""
+        if self._in_head:  # of one that would upgrade
+            return
         self._end_rest()
         super().on_message_complete()
         self._head_bytes = 0
@@ -276,9 +302,12 @@ def _unparsable(error: httptools.HttpParserError) -> BadRequest:
     """What the client is told of bytes that the parser, or the one of targets, refuses."""
     if isinstance(error, httptools.HttpParserCallbackError):
         cause = error.__context__
-        if cause is not None and not isinstance(cause, httptools.HttpParserInvalidURLError):
+        if isinstance(cause, httptools.HttpParserInvalidMethodError):
+            return BadRequest("request: expected another method than CONNECT, since this server is no proxy")
+        if isinstance(cause, httptools.HttpParserInvalidURLError):
+            return BadRequest("request: expected a target with a path, such as /v2")
+        if cause is not None:
             raise cause  # a fault of ours: the event loop logs it and closes the connection
-        return BadRequest("request: expected a target with a path, such as /v2")
     return BadRequest(f"request: expected HTTP/1.1, but its parser says: {error}")
 
 

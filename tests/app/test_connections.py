@@ -462,3 +462,66 @@ def test_a_refusal_has_an_id_and_a_line_of_the_access_log_and_no_warning(caplog:
 
     run(scenario, access_log=log)
     assert caplog.records == []
+
+
+# Upgrades, which nobody has to take (RFC 9110, 7.8)
+
+UPGRADE = b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"TLS/1.0"])
+@pytest.mark.parametrize(
+    "body",
+    [b"Content-Length: 5\r\n\r\n12345", b"Transfer-Encoding: chunked\r\n\r\n2\r\n12\r\n3\r\n345\r\n0\r\n\r\n"],
+    ids=["length", "chunked"],
+)
+@pytest.mark.parametrize("piece_bytes", [1, 50, 100_000])
+def test_a_request_that_would_upgrade_is_answered_as_if_it_would_not(
+    protocol: bytes, body: bytes, piece_bytes: int
+) -> None:
+    async def main() -> None:
+        async with serving(Gated(), timeout_s=10) as server:
+            reader, writer = await connect(server.port)
+            await until(lambda: len(server.connections) == 1)
+            (connection,) = server.connections
+            sent = b"POST /a HTTP/1.1\r\n" + UPGRADE % protocol + body
+            sent += b"GET /b HTTP/1.1\r\n" + UPGRADE % protocol + b"\r\n" + sent + LAST
+            for start in range(0, len(sent), piece_bytes):
+                connection.data_received(sent[start : start + piece_bytes])
+            answers = await until_closed(reader)
+            assert [line for line in answers.split(b"\n") if line.startswith(b"/")] == [
+                b"/a 5", b"/b 0", b"/a 5", b"/last 0",
+            ]  # fmt: skip
+            assert answers.count(b"HTTP/1.1 200 OK\r\n") == 4
+            writer.close()
+
+    asyncio.run(main())
+
+
+def test_an_upgrade_of_an_older_version_is_answered_too() -> None:
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(b"POST /a HTTP/1.0\r\n" + UPGRADE % b"h2c" + b"Content-Length: 3\r\n\r\nabc")
+        assert (await until_closed(reader)).endswith(b"connection: close\r\n\r\n/a 3\n")
+        writer.close()
+
+    run_with(Gated(), scenario)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n",
+        b"CONNECT /v2 HTTP/1.1\r\nHost: x\r\n",
+        b"GET http://x HTTP/1.1\r\nHost: x\r\n",
+        b"GET http://x HTTP/1.1\r\n" + UPGRADE % b"h2c",
+    ],
+)
+def test_a_tunnel_and_a_target_without_a_path_are_refused(head: bytes) -> None:
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(head + b"\r\n")
+        assert (await until_closed(reader)).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        writer.close()
+
+    run_with(Gated(), scenario)
