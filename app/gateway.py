@@ -101,6 +101,7 @@ def create_app(
             allow_headers=CORS_REQUEST_HEADERS,
             expose_headers=CORS_ANSWER_HEADERS,
         )
+    gateway.records = records
     entry = RequestContext(entry, records)
     gateway.entry = ForwardedHeaders(InferShortcut(entry, infer, records, check, cors=bool(cors_origins)))
     gateway.add_exception_handler(HeadwaterError, _on_error)
@@ -132,6 +133,7 @@ class Gateway(FastAPI):
     called most has no need of."""
 
     records: RequestRecords
+    """What becomes of each request; connections add what they refuse before it is one."""
 
     @functools.cached_property
     def entry(self) -> ASGIApp:

@@ -148,7 +148,9 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
             ws="none",
             http=cast(
                 "type[asyncio.Protocol]",
-                functools.partial(BoundedConnection, head_timeout_s=options.body_timeout_s, others=connections),
+                functools.partial(
+                    BoundedConnection, head_timeout_s=options.body_timeout_s, others=connections, records=app.records
+                ),
             ),
             ssl_context_factory=None if certificate is None else lambda config, default: certificate.context,
         )

@@ -12,8 +12,11 @@ from typing import Any, NamedTuple, cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from app.access_log import AccessLog
 from app.connection import BoundedConnection
 from app.connections import Connections
+from app.event_stream import StreamLimits
+from app.middleware import RequestRecords
 
 __all__ = ["TIMEOUT_S", "Served", "connect", "run_with", "serving", "until", "until_closed"]
 
@@ -30,10 +33,17 @@ class Served(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def serving(
-    application: ASGIApp, limit: int = 100, keep_alive_s: int = 75, timeout_s: float = TIMEOUT_S
+    application: ASGIApp,
+    limit: int = 100,
+    keep_alive_s: int = 75,
+    timeout_s: float = TIMEOUT_S,
+    access_log: AccessLog | None = None,
 ) -> AsyncIterator[Served]:
     """Serve an application as a worker does."""
-    connection = functools.partial(BoundedConnection, head_timeout_s=timeout_s, others=Connections(limit))
+    records = RequestRecords(access_log, StreamLimits())
+    connection = functools.partial(
+        BoundedConnection, head_timeout_s=timeout_s, others=Connections(limit), records=records
+    )
     config = uvicorn.Config(
         cast(Any, application), log_config=None, lifespan="off", ws="none", timeout_keep_alive=keep_alive_s,
         timeout_graceful_shutdown=5, http=cast("type[asyncio.Protocol]", connection),
