@@ -172,7 +172,3 @@ def _offsets(data: bytes | memoryview, elements: int) -> list[int]:
             offsets.append(offset)
             count = 0
     return offsets
-
-
-LARGE_BYTES = 256 * 1024
-"""From here on coding takes milliseconds and is left to a thread, so that other requests don't wait for it."""

@@ -23,7 +23,7 @@ from app.dispatch.pool import LOST_RETRY_S, Connect, ReplicaCalls
 from app.dispatch.protocol import Fail
 from app.dispatch.queue import DEFAULT_WEIGHTS, Item
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, QueueFull, ReplicaLost, Unavailable
-from app.telemetry.recorder import Statistics, recorder
+from app.telemetry.recorder import recorder
 from app.telemetry.tracing import add_model
 from app.transport.batch import encode_nothing
 from app.transport.protocol import FrameReplicaClient, ReplicaClient
@@ -67,7 +67,6 @@ class Dispatcher:
         self._replicas: dict[str, ReplicaCalls] = {}
         self._dispatch_due = False
         self._delay: asyncio.TimerHandle | None = None
-        self.statistics = Statistics()
         self._meter = recorder().deployment(route.name)
         self._gathering = GatherClock()
         self.in_flight = 0
@@ -78,12 +77,11 @@ class Dispatcher:
         """Whether new requests are refused; those under way are still answered."""
         self.route = route
         self._is_closed = False
-        self._losses = Losses(route.name, self.statistics, self._meter, on_quarantined)
+        self._losses = Losses(route.name, self._meter, on_quarantined)
         self._quarantine = self._losses.quarantine
         self._retries = self._losses.retries
         self._calls = Calls(
             route.name,
-            self.statistics,
             self._meter,
             on_lost=self._lose,
             on_lost_part=self._take_loss,
@@ -280,12 +278,11 @@ class Dispatcher:
         succeeded = collector.succeeded
         if succeeded:
             rows = pending.request.rows
-            self.statistics.note_request(rows, pending.queue_ns, pending.compute_ns)
             self._meter.note_request(
                 rows, pending.queue_ns, pending.batch_wait_ns, pending.compute_ns, pending.transport_ns()
             )
         elif collector.failed:
-            self.statistics.failures += 1
+            self._meter.failures.add()
         if pending.trace is not None:
             error = collector.error
             name = type(error).__name__ if error is not None else ""
@@ -307,16 +304,11 @@ class Dispatcher:
     def _admit(self, request: InferRequest, signature: Signature, held_bytes: int) -> None:
         if signature.streams and request.rows > signature.max_batch_size:
             raise self._too_many(request.rows, signature.max_batch_size)
-        try:
-            self._admission.check(request.rows, held_bytes, request.priority)
-        except QueueFull:
-            self.statistics.shed += 1
-            raise
+        self._admission.check(request.rows, held_bytes, request.priority)
 
     def _displace(self, item: Item, error: QueueFull) -> None:
         """A request gives way to one that has the better claim to its place in the queue."""
         pending = _part(item).pending
-        self.statistics.displaced += 1
         for other in pending.items:
             self._queue.remove(other)
         pending.collector.fail(error)

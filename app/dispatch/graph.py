@@ -20,7 +20,7 @@ from app.dispatch.deadlines import Deadlines
 from app.dispatch.dispatcher import Dispatcher
 from app.dispatch.protocol import Fail
 from app.errors import BadRequest, CallableFailed, HeadwaterError, QueueFull, Unavailable
-from app.telemetry.recorder import Statistics, recorder
+from app.telemetry.recorder import recorder
 from inference.datatypes import DATATYPES
 from inference.pipeline import INPUT, Plan, PlannedStep, Wire, tensor_text
 from inference.signature import Signature, TensorSpec
@@ -57,7 +57,6 @@ class GraphDispatcher:
         self._find = find
         self._loop = asyncio.get_running_loop()
         self.route = route
-        self.statistics = Statistics()
         self._meter = recorder().deployment(route.name)
         self._runs: set[_Run] = set()
         """Requests under way."""
@@ -137,7 +136,6 @@ class GraphDispatcher:
         limit = self.route.max_queue_size
         if self._rows and self._rows + request.rows > limit:
             # Before the trunk has run for what its heads would refuse.
-            self.statistics.shed += 1
             raise QueueFull(
                 f"model `{self.route.name}`: the queue is full: {self._rows} of {limit} rows are under way",
                 retry_after_s=1,
@@ -152,10 +150,9 @@ class GraphDispatcher:
         self._runs.discard(run)
         self._rows -= run.request.rows
         if run.collector.succeeded:
-            self.statistics.note_request(run.request.rows, 0, int(run.collector.took_ms() * 1e6))
             self._meter.rows.add(run.request.rows)
         elif run.collector.failed:
-            self.statistics.failures += 1
+            self._meter.failures.add()
         run.end()
 
 

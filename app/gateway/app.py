@@ -72,6 +72,7 @@ def create_app(
     if records is None:
         log = AccessLog(log_format=server.log_format, payloads=server.log_payloads) if server.access_log else None
         records = RequestRecords(log, StreamLimits(server.stream_ping_s, server.write_timeout_s))
+    gateway.records = records
     generate = GenerateEndpoint(models, reader)
     generate_stream = GenerateStreamEndpoint(models, reader)
     routes = [
@@ -100,6 +101,7 @@ def create_app(
             allow_headers=CORS_REQUEST_HEADERS,
             expose_headers=CORS_ANSWER_HEADERS,
         )
+    gateway.records = records
     entry = RequestContext(entry, records)
     gateway.entry = ForwardedHeaders(InferShortcut(entry, infer, records, check, cors=bool(cors_origins)))
     gateway.add_exception_handler(HeadwaterError, _on_error)
@@ -129,6 +131,9 @@ def create_app(
 class Gateway(FastAPI):
     """FastAPI, behind what every request passes first: that is outside of its own layers, which the one route that is
     called most has no need of."""
+
+    records: RequestRecords
+    """What becomes of each request; connections add what they refuse before it is one."""
 
     @functools.cached_property
     def entry(self) -> ASGIApp:

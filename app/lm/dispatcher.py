@@ -22,7 +22,7 @@ from app.errors import RETRY_AFTER_LOST_S, BadRequest, HeadwaterError, ReplicaLo
 from app.lm.channel import NOTHING, Channel, call_name, control_request
 from app.lm.request import RequestRun
 from app.lm.sequence import Generation, SequenceSpec
-from app.telemetry.recorder import LmStatistics, recorder
+from app.telemetry.recorder import recorder
 from app.telemetry.tracing import add_generation
 from app.transport.protocol import FrameReplicaClient
 from inference.signature import Signature
@@ -95,9 +95,10 @@ class LmDispatcher:
         self._runs: set[RequestRun] = set()
         self._waiting_since_s: float | None = None
         """Since when sequences have waited at the engines, as far as seen."""
-        self._folder = ""
+        self._text_source: tuple[str, int] | None = None
+        """The folder that the text work is loaded from, and the deployment's generation at that time."""
         self._text: asyncio.Task[_Text] | None = None
-        self.statistics = LmStatistics(recorder().language_model(route.name))
+        self._meter = recorder().language_model(route.name)
         self.is_draining = False
         """Whether new requests are refused; those under way are still answered."""
         self.route = route
@@ -150,7 +151,7 @@ class LmDispatcher:
         for replica in route.retiring:
             self._replicas[replica.id].is_retiring = True
         if route.signature is not None and route.signature.language_model is not None:
-            self._prepare_text(route.signature.language_model.folder)
+            self._prepare_text(route.signature.language_model.folder, route.generation)
 
     def close(self) -> None:
         """End all requests with `ReplicaLost`."""
@@ -187,7 +188,7 @@ class LmDispatcher:
         """
         while (task := self._text) is not None:
             found = task.result() if task.done() else await asyncio.shield(task)
-            if task is not self._text:  # another folder meanwhile
+            if task is not self._text:  # another folder or a reload meanwhile
                 continue
             if found.text is None:
                 raise Unavailable(
@@ -216,7 +217,7 @@ class LmDispatcher:
         run = RequestRun(
             request_id,
             specs,
-            self.statistics,
+            self._meter,
             start=self._start,
             on_left=self._runs.discard,
             idle_s=self.route.timeout_s,
@@ -287,7 +288,7 @@ class LmDispatcher:
         replica = min(able, key=lambda one: (now_s < one.avoided_until_s, one.sequences))
         if replica.channel is None:
             on_end = partial(self._on_channel_end, replica)
-            replica.channel = Channel(self.route.name, replica.client, self.statistics, on_end)
+            replica.channel = Channel(self.route.name, replica.client, self._meter, on_end)
         run.submit(replica.channel)
 
     def _on_channel_end(self, replica: _Replica, error: HeadwaterError) -> None:
@@ -324,12 +325,13 @@ class LmDispatcher:
 
     # Text
 
-    def _prepare_text(self, folder: str) -> None:
-        """Load what the text work needs, unless it is loaded from there; what failed is tried again."""
+    def _prepare_text(self, folder: str, generation: int) -> None:
+        """Load what the text work needs from a folder, unless it was since the last reload; a failed load is tried
+        again."""
         task = self._text
         has_failed = task is not None and task.done() and task.result().text is None
-        if folder != self._folder or has_failed:
-            self._folder = folder
+        if (folder, generation) != self._text_source or has_failed:
+            self._text_source = folder, generation
             self._text = self._loop.create_task(self._loaded(Path(folder)))
 
     async def _loaded(self, folder: Path) -> _Text:

@@ -16,12 +16,13 @@ from inference.errors import DeclarationError
 from inference.pipeline import INPUT, Plan, PlannedStep
 from inference.runtime.request import Part
 from inference.runtime.step import Given, Made, Step
+from inference.runtime.stream_control import StreamControl
 from inference.runtime.values import copied, rows_of, settled
 from inference.wire.arrays import Array, zeros
 from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, encode_frame, tensor_bytes
 from inference.wire.report import RowReport, Status
 
-__all__ = ["BatchRun", "Pace", "StreamControl"]
+__all__ = ["BatchRun", "Pace"]
 
 
 SMOOTHING = 0.2
@@ -66,22 +67,6 @@ class _Result(NamedTuple):
     values: Mapping[str, Any]
     failures: Mapping[int, RowReport]
     """By row of the batch."""
-
-
-class StreamControl:
-    """What a stream that runs and whoever asked for it know of each other."""
-
-    __slots__ = ("has_turn", "is_cancelled")
-
-    def __init__(self) -> None:
-        self.is_cancelled = False
-        """Whether it shall end."""
-        self.has_turn = False
-        """Whether all others wait for it: then it must wait for nobody."""
-
-    def cancel(self) -> None:
-        """Nobody wants more of it."""
-        self.is_cancelled = True
 
 
 class BatchRun:
@@ -188,12 +173,12 @@ class BatchRun:
             self._keep({wire.step for step in after for wire in step.wires})
         control.has_turn = False
         self._count(source.name, 0 if given.is_warmup else 1, 0, 0.0)
-        async with contextlib.aclosing(self._steps[source.name].iterate(given)) as results:
+        async with contextlib.aclosing(self._steps[source.name].iterate(given, control)) as results:
             started_s = time.perf_counter()
             async for made in results:
                 took_s = time.perf_counter() - started_s
                 if control.is_cancelled:
-                    return
+                    break
                 self._take(source.name, made, took_s, rows, failures)
                 yield self._framed(await self._follow(source.name, made, took_s, after, turn))
                 if not self._unanswered:
@@ -202,6 +187,8 @@ class BatchRun:
                     break
                 del made  # the next one may be long in coming
                 started_s = time.perf_counter()
+        if control.is_cancelled:
+            return
         yield self._framed([(Piece(head, len(self._wanted[head]), 0), []) for head in self._unanswered])
 
     def failed(self, report: RowReport) -> Array:

@@ -76,7 +76,7 @@ def server(folder: Path) -> Iterator[Running]:
         "pieces": pieces(folder, "pieces"),
         "endless": pieces(folder, "endless", **endless),
         "async": async_pieces(folder, "async"),
-        "async-endless": async_pieces(folder, "async-endless", **endless),
+        "async-silent": async_pieces(folder, "async-silent", count=ENDLESS, interval_s=3600),
         "wide": {
             "model": "fanout:WidePieces",
             "options": {"count": WIDE, "width": 20_000},
@@ -187,12 +187,11 @@ def test_a_step_before_the_stream_fails_it(server: Running, folder: Path) -> Non
     assert end["heads"] == {"post": "failed"}
 
 
-@pytest.mark.parametrize("name", ["endless", "async-endless"])
+@pytest.mark.parametrize("name", ["endless", "async-silent"])
 def test_a_client_that_leaves_ends_the_generator(server: Running, folder: Path, name: str) -> None:
     pipeline = pipeline_of(server, folder, name)
     with pipeline.stream(1) as response:
         events = events_in(response)
-        next(events)
         next(events)
         assert pipeline.calls()["closed"] == 0
     wait_for(lambda: pipeline.calls()["closed"] == 1, 60, "the generator to be closed")
@@ -200,10 +199,10 @@ def test_a_client_that_leaves_ends_the_generator(server: Running, folder: Path, 
     with pipeline.stream(1) as response:
         next(events_in(response))
     wait_for(lambda: pipeline.calls()["closed"] == 2, 60, "the next one to be closed")
-    assert 2 <= count < ENDLESS
+    assert 1 <= count < ENDLESS
 
 
-@pytest.mark.parametrize("name", ["endless", "async-endless"])
+@pytest.mark.parametrize("name", ["endless", "async-silent"])
 def test_a_worker_that_is_killed_takes_its_streams_with_it(server: Running, folder: Path, name: str) -> None:
     pipeline = pipeline_of(server, folder, name)
     with pipeline.stream(1) as response:

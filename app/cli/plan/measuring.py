@@ -103,7 +103,7 @@ def measure_server_under_load(subject: Subject, point: Point, what: str, fields:
     )
     rate = outcomes.tokens_per_s if subject.is_language_model else outcomes.requests_per_s
     return Measured(
-        point, found, memory.host, device, device_name, rate, outcomes.latency_ms(500), outcomes.latency_ms(990),
+        point, found, memory.host, device, device_name, rate, outcomes.latency_ms(50), outcomes.latency_ms(99),
         connections, mean_rows, outcomes.cpu_share,
     )  # fmt: skip
 

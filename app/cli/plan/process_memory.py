@@ -46,7 +46,7 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """Of one server, in bytes. The sum of all four is what it takes."""
+    """Of one server, in bytes. The sum of all three is what it takes."""
 
     server: int
     """The supervisor and the gateway workers."""
@@ -54,8 +54,6 @@ class ServerMemory:
     """Each one's own: its processes', its guardian among them, without what it shares with others."""
     files: int
     """Pages of files, libraries above all, that any of them map: once."""
-    device: int = 0
-    """Of the GPUs' memory, of all replicas together."""
 
     @property
     def host(self) -> int:

@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app.errors import CallableFailed, ClientGone, HeadersTooLarge, HeadwaterError
-from app.gateway.http.connection import MAX_HEADER_BYTES
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.http.replies import error_reply
 from app.telemetry.logs import AccessLog
@@ -28,6 +27,7 @@ from app.telemetry.recorder import leave, note_error
 from app.telemetry.tracing import Trace, current
 
 __all__ = [
+    "MAX_HEADER_BYTES",
     "Endpoint",
     "EndpointRoute",
     "EndpointShortcut",
@@ -37,6 +37,9 @@ __all__ = [
     "RequestRecords",
     "internal_error",
 ]
+
+MAX_HEADER_BYTES: Final = 32 * 1024
+"""Of a request's headers and its path together."""
 
 
 _NAMES: Final = (b"x-forwarded-for", b"x-forwarded-proto")

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope
 
 from app.codecs.faults import shown
 from app.errors import HeadwaterError, NotFound
-from app.gateway.http.bodies import BodyReader
+from app.gateway.http.bodies import BodyReader, decoded
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.event_stream import EventStream
 from app.gateway.http.exchange import DisconnectWatch
@@ -191,7 +191,8 @@ class OpenAITextEndpoint(Endpoint):
     async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
-        request = self._kind.read(raw)
+        read: Callable[[bytes], ChatRequest | CompletionRequest] = self._kind.read
+        request = await decoded(read, raw)
         accept(scope, self._models.get(request.model).route.name, self._route)
         dispatcher = self._models.language_model(request.model)
         return await self._answers.answer(

@@ -35,6 +35,7 @@ from inference.signature import HeadSpec, Signature, TensorSpec
 from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, encode_frame
 from inference.wire.report import CallNote, Status
 from inference.wire.shared_memory import MappedCall
+from tests.counted import count_from_zero, counts_of, requests_of
 
 FACTORS = {"a": 2.0, "b": 3.0, "c": 5.0}
 """What each head multiplies with; head `a` answers `out_a`, and so on."""
@@ -295,6 +296,7 @@ def test_every_request_gets_its_own_rows_of_its_heads(
     chance = random.Random(seed)
 
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench(max_in_flight=max_in_flight)
         count = itertools.count(1)
         sent = []
@@ -323,8 +325,7 @@ def test_every_request_gets_its_own_rows_of_its_heads(
             assert numbers(answer) == expected(values, heads)
             assert answer.omitted == []
         assert bench.dispatcher.in_flight == 0
-        assert bench.dispatcher.statistics.requests == len(requests)
-        assert bench.dispatcher.statistics.rows == sum(rows for rows, _ in requests)
+        assert requests_of("m")[:2] == (len(requests), sum(rows for rows, _ in requests))
 
     run(scenario)
 
@@ -943,6 +944,7 @@ def test_closing_ends_what_is_under_way_and_what_waits() -> None:
 
 def test_statistics_count_what_each_step_did() -> None:
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench()
         task = bench.send(1, heads="ab")
         await settle()
@@ -952,20 +954,22 @@ def test_statistics_count_what_each_step_did() -> None:
         call.end()
         await task
         await settle()
-        counts = bench.dispatcher.statistics
-        assert counts.steps == {
-            "trunk": StepCount("trunk", 1, 1, 150),
-            "a": StepCount("a", 1, 2, 20),
-            "b": StepCount("b", 1, 0, 3),
+        counts = counts_of("m")
+        assert dict(counts.statistics("headwater_steps")) == {
+            "trunk": [1, 1, 150_000],
+            "a": [1, 2, 20_000],
+            "b": [1, 0, 3_000],
         }
-        assert (counts.requests, counts.rows, counts.calls, counts.failures) == (1, 1, 1, 0)
-        assert counts.compute_ns == counts.call_compute_ns == 173_000
+        assert requests_of("m") == (1, 1, 1, 0)
+        assert counts.sum("headwater_request_phase_seconds", "compute") == (1, 173_000)
+        assert counts.statistics("headwater_batches") == [("1", [1, 173_000])]
 
     run(scenario)
 
 
 def test_a_request_in_several_calls_is_counted_once() -> None:
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench(max_in_flight=2)
         task = bench.send(*range(8), heads="a")
         await settle()
@@ -975,8 +979,7 @@ def test_a_request_in_several_calls_is_counted_once() -> None:
         for call in bench.calls:
             call.end()
         await settle()
-        counts = bench.dispatcher.statistics
-        assert (counts.requests, counts.rows, counts.calls, counts.failures) == (1, 8, 2, 0)
+        assert requests_of("m") == (1, 8, 2, 0)
 
     run(scenario)
 

@@ -180,7 +180,7 @@ def test_what_is_meant_for_our_python_does_not_reach_the_other(tmp_path: Path) -
 def test_the_staged_folder_has_our_package_only(tmp_path: Path) -> None:
     folder = stage_package(tmp_path / "stage")
     assert os.listdir(folder) == ["inference"]
-    assert (folder / "inference" / "replica.py").samefile(ROOT / "inference" / "replica.py")
+    assert (folder / "inference" / "environment.py").samefile(ROOT / "inference" / "environment.py")
 
 
 def test_nothing_but_the_standard_library_is_imported_before_the_other_python_is_asked() -> None:
