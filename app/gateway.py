@@ -25,7 +25,7 @@ from app.middleware import RequestContext, RequestRecords, internal_error
 from app.models import Models
 from app.openapi import openapi_schema
 from app.replies import Reply, error_reply
-from app.routes.boundary import EndpointRoute, EndpointShortcut
+from app.routes.boundary import EndpointRoute, EndpointShortcut, HeadAsGet
 from app.routes.cancel import CancelEndpoint
 from app.routes.docs import docs_routes
 from app.routes.embeddings import EmbeddingsEndpoint
@@ -90,7 +90,7 @@ def create_app(
     ]
     gateway.router.routes[:0] = routes  # which answers other methods
     check: KeyCheck | None = None
-    entry: ASGIApp = EndpointShortcut(gateway.entry, routes)
+    entry: ASGIApp = EndpointShortcut(HeadAsGet(gateway.entry), routes)
     if keys is not None:
         entry = check = KeyCheck(entry, keys)
     if cors_origins:
@@ -155,6 +155,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     path = request.url.path
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
+        if "GET" in allowed and "HEAD" not in allowed:
+            allowed = allowed.replace("GET", "GET, HEAD")
         reply = error_reply(
             MethodNotAllowed(f"method {request.method}: not allowed on {path[:200]}; allowed: {allowed}"), path
         )

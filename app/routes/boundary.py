@@ -13,7 +13,7 @@ from app.metrics.accounting import note_error
 from app.middleware import internal_error
 from app.replies import error_reply
 
-__all__ = ["Endpoint", "EndpointRoute", "EndpointShortcut"]
+__all__ = ["Endpoint", "EndpointRoute", "EndpointShortcut", "HeadAsGet"]
 
 
 class Endpoint(ABC):
@@ -80,3 +80,26 @@ class EndpointShortcut:
                     app = route.app
                     break
         await app(scope, receive, send)
+
+
+class HeadAsGet:
+    """Has HEAD answered as GET is, by whatever answers that; the server leaves the body out.
+
+    Args:
+        app: the framework's.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection's scope."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        asked = {**scope, "method": "GET"}
+        try:
+            await self._app(asked, receive, send)
+        finally:
+            if "route" in asked:
+                scope["route"] = asked["route"]  # by which it is counted

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Final
+from urllib.parse import unquote
+
 from starlette.types import Receive, Scope
 
 from app.errors import NotFound
@@ -13,6 +16,9 @@ from app.security.key_check import owned_id
 
 __all__ = ["CancelEndpoint"]
 
+_PREFIX: Final = "/v2/requests/"
+_SUFFIX: Final = "/cancel"
+
 
 class CancelEndpoint(Endpoint):
     """Cancels the sequences of a request to a language model."""
@@ -22,7 +28,8 @@ class CancelEndpoint(Endpoint):
 
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
         """See `Endpoint.answer`."""
-        request_id = scope["path_params"]["request_id"]
+        # The path as sent: the decoded one has `%2F` both for an escaped slash and for `%252F`.
+        request_id = unquote(scope["raw_path"].decode("ascii")[len(_PREFIX) : -len(_SUFFIX)])
         cancelled = await self._models.cancel_request(owned_id(scope["state"], request_id))
         if not cancelled:
             raise NotFound(
