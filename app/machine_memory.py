@@ -1,19 +1,19 @@
-"""How much memory the machine and its GPUs have, and what process groups have of it, place by place."""
+"""How much memory the machine has, and what process groups have of it, place by place."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
-from app.group_memory import PAGE_BYTES
+import psutil
+
 from app.memory_budget import HOST
+from app.process.gpu import gpu_processes
+from app.process.proc import members
 
-__all__ = ["gpu_capacities", "gpu_name", "gpus_used", "host_capacity", "measure_groups_by_place"]
-
-Answer = TypeVar("Answer")
+__all__ = ["host_capacity", "measure_groups_by_place"]
 
 UNLIMITED_BYTES: Final = 1 << 60
 """What cgroup v1 says where there is no limit is above this."""
@@ -56,36 +56,6 @@ def _cgroup_limits(root: Path) -> Iterator[Path]:
             yield folder / inner / name
 
 
-def gpu_name(device: str, visible: str | None) -> str | None:
-    """How the budget calls a GPU; None for what is none.
-
-    Args:
-        device: as the configuration or a replica says: ``cpu``, ``cuda``, ``cuda:N``.
-        visible: the replica's ``CUDA_VISIBLE_DEVICES``.
-    """
-    if not device.startswith("cuda"):
-        return None
-    index = int(device.partition(":")[2] or 0)
-    if visible is None:
-        return f"GPU {index}"
-    shown = [one.strip() for one in visible.split(",")]
-    if index >= len(shown) or not shown[index]:
-        return None
-    if shown[index].isdigit():
-        return f"GPU {int(shown[index])}"
-    return next((name for name, uuid in _each_gpu(_uuid).items() if uuid.startswith(shown[index])), None)
-
-
-def gpu_capacities() -> dict[str, int]:
-    """The memory of each GPU, by name; none where NVML is not there to tell."""
-    return _each_gpu(lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).total))
-
-
-def gpus_used() -> dict[str, int]:
-    """What is used of each GPU's memory, by whomever."""
-    return _each_gpu(lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).used))
-
-
 def measure_groups_by_place(groups: Collection[int]) -> dict[int, dict[str, int]]:
     """What each of these process groups has of the machine's memory and of each GPU's.
 
@@ -93,54 +63,21 @@ def measure_groups_by_place(groups: Collection[int]) -> dict[int, dict[str, int]
     the kernel doesn't tell it, the resident set.
     """
     found: dict[int, dict[str, int]] = {group: {HOST: 0} for group in groups}
-    members: dict[int, int] = {}
-    for pid, group in _members(groups):
-        members[pid] = group
-        found[group][HOST] += _host_bytes(pid)
-    for name, processes in _each_gpu(lambda nvml, gpu: list(nvml.nvmlDeviceGetComputeRunningProcesses(gpu))).items():
-        for process in processes:
-            if process.pid in members and process.usedGpuMemory:
-                has = found[members[process.pid]]
-                has[name] = has.get(name, 0) + int(process.usedGpuMemory)
+    group_of: dict[int, int] = {}
+    for process, group in members(groups):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            found[group][HOST] += _host_bytes(process)
+        group_of[process.pid] = group
+    for name, processes in (gpu_processes() or {}).items():
+        for pid, used_bytes in processes.items():
+            if pid in group_of and used_bytes:
+                has = found[group_of[pid]]
+                has[name] = has.get(name, 0) + used_bytes
     return found
 
 
-def _uuid(nvml: Any, gpu: Any) -> str:
-    return str(nvml.nvmlDeviceGetUUID(gpu))
-
-
-def _members(groups: Collection[int]) -> Iterator[tuple[int, int]]:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                group = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[2])
-                if group in groups:
-                    yield int(entry.name), group
-
-
-def _host_bytes(pid: int) -> int:
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("Pss:")).split()[1])
-    with contextlib.suppress(OSError, IndexError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
-    return 0
-
-
-def _each_gpu(ask: Callable[[Any, Any], Answer]) -> dict[str, Answer]:
-    """Ask NVML about each GPU, by name; nothing where it is not there to tell (the package nvidia-ml-py, a driver)."""
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-    except ImportError:
-        return {}
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return {}
-    try:
-        count = nvml.nvmlDeviceGetCount()
-        return {f"GPU {index}": ask(nvml, nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)}
-    except nvml.NVMLError:
-        return {}
-    finally:
-        nvml.nvmlShutdown()
+def _host_bytes(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.AccessDenied):
+        memory = process.memory_full_info()
+        return int(getattr(memory, "pss", memory.rss))  # a kernel may be built without it
+    return int(process.memory_info().rss)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
-from app.process_stat import process_stat
+import psutil
 
 __all__ = ["ProcessWatch"]
 
-_STOPPED = "Tt"
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 class ProcessWatch:
@@ -32,9 +33,10 @@ class ProcessWatch:
         parent = os.getpid()
         stopped = set()
         for pid in self._watched:
-            stat = process_stat(pid)
-            if stat is not None and stat.parent == parent and stat.state in _STOPPED:
-                stopped.add(pid)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if process.ppid() == parent and process.status() in _STOPPED:
+                    stopped.add(pid)
         found = sorted(stopped & self._suspects)
         self._suspects = stopped
         return found

@@ -12,8 +12,9 @@ from typing import Final
 
 from app.config import Deployment, Server
 from app.errors import NoRoom
-from app.machine_memory import gpu_capacities, gpu_name, gpus_used, host_capacity, measure_groups_by_place
+from app.machine_memory import host_capacity, measure_groups_by_place
 from app.memory_budget import HOST, MemoryBudget, Refusal
+from app.process.gpu import gpu_capacities, gpu_name, gpus_used
 from app.replica_process import ReplicaProcess
 
 __all__ = ["Place", "ReplicaMemory"]

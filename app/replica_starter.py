@@ -11,8 +11,8 @@ from typing import Final
 
 from app.config import Deployment
 from app.errors import CallableFailed, HeadwaterError, Unavailable
-from app.group_memory import NOTHING, GroupMemory, group_members, measure_groups
 from app.metrics.recorder import recorder
+from app.process.proc import NOTHING, GroupMemory, group_members, measure_groups
 from app.replica_host import Host, Launched
 from app.replica_memory import Place
 from app.replica_process import ReplicaProcess

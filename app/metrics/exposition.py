@@ -12,8 +12,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.metrics.catalogue import CATALOGUE, Series
-from app.metrics.processes import process_use
 from app.metrics.totals import Totals
+from app.process.proc import process_use
 
 __all__ = ["ReplicaText", "exposition"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from app.metrics.ledger import Ledger
-from app.metrics.processes import group_uses
 from app.metrics.recorder import recorder, use
 from app.metrics.store import Key
+from app.process.proc import group_uses
 from app.routing import State
 
 __all__ = ["MEASURE_EVERY_S", "DeploymentView", "Observer", "ReplicaView"]

@@ -13,7 +13,7 @@ from typing import Final
 
 from app.config import Config
 from app.errors import CommandError
-from app.machine_memory import gpu_capacities, gpu_name, host_capacity
+from app.machine_memory import host_capacity
 from app.plan.known_sizes import paper_text, read_sizes
 from app.plan.plan_json import plan_json
 from app.plan.plan_page import plan_page
@@ -25,6 +25,7 @@ from app.plan.size_table import smallest_need
 from app.plan.subject import Subject, choose_deployment, make_subject
 from app.plan.weights import weigh_deployment
 from app.reports.options import check_writable, write_file
+from app.process.gpu import gpu_capacities, gpu_name
 from app.reports.plots import check_plots
 
 __all__ = ["exit_status", "run"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,14 +13,14 @@ import uvloop
 from app.bench.closed_loop import closed_loop
 from app.bench.outcomes import Outcomes
 from app.errors import CommandError
-from app.machine_memory import gpus_used, measure_groups_by_place
+from app.machine_memory import measure_groups_by_place
 from app.memory_budget import HOST
 from app.plan.memory_model import MeasuredMemory
 from app.plan.point import Point, section_of
 from app.plan.process_memory import ServerMemory, descendants, mark_peaks, measure_server
 from app.plan.server import PlanServer, serve_point
 from app.plan.subject import WARMUP_S, Subject
-from app.process_stat import process_stat
+from app.process.gpu import gpus_used
 
 __all__ = ["Measured", "measure_point", "measure_server_under_load"]
 
@@ -135,7 +137,10 @@ def _device_name(subject: Subject, server: PlanServer) -> str:
 
 def _device_bytes(server: PlanServer, before: int) -> int:
     """Of all GPUs, by process where NVML can tell; otherwise by how much more is used than before."""
-    groups = {stat.group for pid in descendants(server.pid) if (stat := process_stat(pid)) is not None}
+    groups = set()
+    for pid in descendants(server.pid):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            groups.add(os.getpgid(pid))
     found = measure_groups_by_place(groups)
     told = sum(count for places in found.values() for place, count in places.items() if place != HOST)
     return told or max(0, sum(gpus_used().values()) - before)

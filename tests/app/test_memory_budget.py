@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.machine_memory import gpu_name, host_capacity, measure_groups_by_place
+from app.machine_memory import host_capacity, measure_groups_by_place
 from app.memory_budget import HOST, MemoryBudget
+from app.process.gpu import gpu_name
 
 GPU = "GPU 0"
 MIB = 2**20

@@ -17,9 +17,9 @@ from app.children import Children
 from app.config import Deployment
 from app.control import Drained
 from app.errors import CallableFailed, NoRoom
-from app.group_memory import group_members
 from app.memory_budget import HOST as HOST_MEMORY
 from app.memory_budget import MemoryBudget
+from app.process.proc import group_members
 from app.replica_host import Launched
 from app.replica_memory import ReplicaMemory
 from app.replica_process import GUARDIAN_LOST, ReplicaProcess

@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.metrics.observer import DeploymentView, Observer, ReplicaView
-from app.metrics.processes import group_uses, process_use
 from app.metrics.recorder import use
 from app.metrics.store import Key, Store
 from app.metrics.totals import read_totals
+from app.process.proc import group_uses, process_use
 from app.routing import State
 from tests.app.test_lifecycle import Supervisor, one, run, settle
 
@@ -209,7 +209,6 @@ def test_gpu_memory_is_what_nvml_tells(monkeypatch: pytest.MonkeyPatch, works: b
 def test_a_process_is_measured() -> None:
     use = process_use(os.getpid())
     assert use is not None
-    assert use.group == os.getpgid(0)
     assert use.threads >= 1
     assert use.resident_bytes > 5_000_000
     assert use.cpu_s > 0
