@@ -83,6 +83,10 @@ class GraphDispatcher:
         """See `app.draining.Drainable`; it has no replicas itself."""
         return [run.collector.fail for run in self._runs if not run.collector.is_done]
 
+    def cancel(self, request_id: str) -> int:
+        """See `Dispatcher.cancel`."""
+        return sum(run.collector.cancel() for run in list(self._runs) if run.request.cancel_id == request_id)
+
     @property
     def signature(self) -> Signature | None:
         """The pipeline's signature, once known."""
@@ -158,7 +162,7 @@ class GraphDispatcher:
         if run.collector.succeeded:
             self.statistics.note_request(run.request.rows, 0, int(run.collector.took_ms() * 1e6))
             self._meter.rows.add(run.request.rows)
-        elif run.collector.failed:
+        elif run.collector.failed and not run.collector.is_cancelled:
             self.statistics.failures += 1
         run.end()
 

@@ -23,6 +23,7 @@ from app.dispatch import Dispatcher
 from app.errors import (
     BadRequest,
     CallableFailed,
+    Cancelled,
     DeadlineExceeded,
     HeadwaterError,
     ReplicaLost,
@@ -718,6 +719,32 @@ def test_a_stream_whose_client_leaves_while_it_waits_is_not_computed() -> None:
         bench.calls[0].end()
         await settle()
         assert len(bench.calls) == 1
+
+    run(scenario)
+
+
+def test_streams_are_cancelled_by_their_request_s_id_whether_they_run_or_wait() -> None:
+    async def scenario() -> None:
+        bench = Bench(STREAMING, max_in_flight=1)
+        running, waiting = bench.stream(1, cancel_id="mine"), bench.stream(2, cancel_id="mine")
+        other = bench.stream(3, cancel_id="other")
+        await settle()
+        (call,) = bench.calls
+        call.say(call.piece("a", is_last=False))
+        await settle()
+        assert bench.dispatcher.cancel("nobody's") == 0
+        assert bench.dispatcher.cancel("mine") == 2
+        assert bench.dispatcher.cancel("mine") == 0
+        for reader in (running, waiting):
+            with pytest.raises(Cancelled, match="the request was cancelled"):
+                await reader.task
+        assert running.statuses == [("a", "ok")]
+        assert bench.replicas["m-0"].cancelled == [call.name]
+        call.end()
+        await settle()
+        assert bench.calls[1].values.tolist() == [3]
+        assert bench.dispatcher.statistics.failures == 0
+        other.task.cancel()
 
     run(scenario)
 
