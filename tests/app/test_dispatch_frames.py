@@ -723,6 +723,30 @@ def test_a_stream_whose_client_leaves_while_it_waits_is_not_computed() -> None:
     run(scenario)
 
 
+def test_a_replica_is_told_for_how_long_anyone_waits_for_a_head() -> None:
+    async def scenario() -> None:
+        bench = Bench(pipeline(a=HeadSpec("a", ("out_a",), 0.5)), timeout_s=20, max_in_flight=1)
+        bench.send(1)
+        await settle()
+        tasks = [bench.send(2, heads="a", timeout_us=100_000), bench.send(3, heads="ab", timeout_us=2_000_000)]
+        await settle()
+        bench.calls[0].answer("a", "b", "c")
+        await settle()
+        first, second = (call.note.left_s for call in bench.calls)
+        assert first == {"a": pytest.approx(0.5, abs=0.4), "b": pytest.approx(20, abs=1), "c": pytest.approx(20, abs=1)}
+        assert second == {"a": pytest.approx(0.5, abs=0.4), "b": pytest.approx(2, abs=0.5)}
+        assert second["a"] > 0.1
+        for task in tasks:
+            task.cancel()
+        stream = Bench(STREAMING)
+        reader = stream.stream(1)
+        await settle()
+        assert stream.calls[0].note.left_s == {}
+        reader.task.cancel()
+
+    run(scenario)
+
+
 def test_streams_are_cancelled_by_their_request_s_id_whether_they_run_or_wait() -> None:
     async def scenario() -> None:
         bench = Bench(STREAMING, max_in_flight=1)
