@@ -265,8 +265,8 @@ class ControlServer:
             if counted is not None and not counted.done():
                 counted.set_result(message.streams)
             return
-        is_cancel = isinstance(message, Cancel)
-        task = asyncio.create_task(self._cancel(message, writer) if is_cancel else self._carry_out(message, writer))
+        carry_out = self._cancel(message, writer) if isinstance(message, Cancel) else self._carry_out(message, writer)
+        task = asyncio.create_task(carry_out)
         self._commands.add(task)
         task.add_done_callback(self._commands.discard)
 
