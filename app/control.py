@@ -2,9 +2,9 @@
 
 Downwards: `RoutingTable`, whole, whenever anything changes; `Drain`, answered by a worker's `Drained`; and a worker's
 `Command`, answered by a `CommandAnswer`. Any number of each may be under way; a message's ``id`` tells which answer is
-whose. A `Ping` is answered by a `Pong`. What one worker says is `Quarantined`, the others are told. The connection's
-end tells the supervisor that a worker is gone, and with it all that was in flight there; and a worker that its
-supervisor is.
+whose. A `Ping` is answered by a `Pong`. What one worker says is `Quarantined`, the others are told. What one
+worker asks to `Cancel`, the others cancel, and the one gets the sum of their `CancelCount`. The connection's end tells
+the supervisor that a worker is gone, and with it all that was in flight there; and a worker that its supervisor is.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ LOAD_FRESH_S: Final = 3.0
 """A worker that said nothing of its load for so long has none that is known."""
 DRAIN_GRACE_S: Final = 5.0
 """How much longer than it should a worker may take to say that it has drained."""
+CANCEL_TIMEOUT_S: Final = 3.0
+"""How long a worker may take to say what it cancelled."""
 
 
 class Command(msgspec.Struct, frozen=True, tag="command"):
@@ -98,8 +100,23 @@ class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
     """In hexadecimal digits."""
 
 
-_DOWN: Final = msgspec.json.Decoder(RoutingTable | Drain | CommandAnswer | Ping | Quarantined)
-_UP: Final = msgspec.json.Decoder(Command | Drained | Pong | Quarantined | LoadReport)
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Asks for the end of what runs under a request's id: a worker the supervisor, and that the other workers."""
+
+    id: int
+    request_id: str
+    """As `app.security.key_check.owned_id` has it."""
+
+
+class CancelCount(msgspec.Struct, frozen=True, tag="cancel_count"):
+    """What a `Cancel` ended."""
+
+    id: int
+    streams: int = 0
+
+
+_DOWN: Final = msgspec.json.Decoder(RoutingTable | Drain | CommandAnswer | Ping | Quarantined | Cancel | CancelCount)
+_UP: Final = msgspec.json.Decoder(Command | Drained | Pong | Quarantined | LoadReport | Cancel | CancelCount)
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
@@ -124,6 +141,7 @@ class ControlServer:
         self._loads: dict[asyncio.StreamWriter, tuple[float, LoadReport]] = {}
         """What each worker said last, and when."""
         self._drains: dict[int, tuple[asyncio.StreamWriter, asyncio.Future[Drained]]] = {}
+        self._cancels: dict[int, tuple[asyncio.StreamWriter, asyncio.Future[int]]] = {}
         self._numbers = itertools.count()
         self._commands: set[asyncio.Task[None]] = set()
         self._server: asyncio.AbstractServer | None = None
@@ -215,11 +233,18 @@ class ControlServer:
                 if other is writer:
                     del self._drains[number]
                     future.set_result(Drained())
+            for cancelling, counted in self._cancels.values():
+                if cancelling is writer and not counted.done():
+                    counted.set_result(0)
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
-    def _take(self, message: Command | Drained | Pong | Quarantined | LoadReport, writer: asyncio.StreamWriter) -> None:
+    def _take(
+        self,
+        message: Command | Drained | Pong | Quarantined | LoadReport | Cancel | CancelCount,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         if isinstance(message, LoadReport):
             self._loads[writer] = asyncio.get_running_loop().time(), message
             return
@@ -235,7 +260,13 @@ class ControlServer:
             if future is not None:  # None: it came too late
                 future.set_result(message)
             return
-        task = asyncio.create_task(self._carry_out(message, writer))
+        if isinstance(message, CancelCount):
+            _, counted = self._cancels.get(message.id, (None, None))
+            if counted is not None and not counted.done():
+                counted.set_result(message.streams)
+            return
+        carry_out = self._cancel(message, writer) if isinstance(message, Cancel) else self._carry_out(message, writer)
+        task = asyncio.create_task(carry_out)
         self._commands.add(task)
         task.add_done_callback(self._commands.discard)
 
@@ -251,6 +282,26 @@ class ControlServer:
         if writer in self._writers:
             writer.write(_line(answer))
 
+    async def _cancel(self, order: Cancel, asking: asyncio.StreamWriter) -> None:
+        """Have all other workers cancel what one was asked to, and tell it how much that was."""
+        asked: dict[int, asyncio.Future[int]] = {}
+        for writer in self._writers - {asking}:
+            number = next(self._numbers)
+            asked[number] = asyncio.get_running_loop().create_future()
+            self._cancels[number] = writer, asked[number]
+            writer.write(_line(Cancel(number, order.request_id)))
+        try:
+            if asked:
+                await asyncio.wait(asked.values(), timeout=CANCEL_TIMEOUT_S)
+        finally:
+            for number in asked:
+                del self._cancels[number]
+        if late := sum(not counted.done() for counted in asked.values()):
+            logger.warning("%d gateway workers don't say what they cancelled", late)
+        if asking in self._writers:
+            streams = sum(counted.result() for counted in asked.values() if counted.done())
+            asking.write(_line(CancelCount(order.id, streams)))
+
 
 class SupervisorLink:
     """A worker's end.
@@ -258,17 +309,21 @@ class SupervisorLink:
     Args:
         on_drain: does what a `Drain` says.
         on_quarantined: takes in what another worker found, the model and the fingerprint.
+        on_cancel: cancels the streams here that have a request's id, and counts them.
     """
 
     def __init__(
         self,
         on_drain: Callable[[Drain], Awaitable[Drained]],
         on_quarantined: Callable[[str, bytes], None] = lambda model, mark: None,
+        on_cancel: Callable[[str], int] = lambda request_id: 0,
     ) -> None:
         self._on_drain = on_drain
         self._on_quarantined = on_quarantined
+        self._on_cancel = on_cancel
         self._writer: asyncio.StreamWriter | None = None
         self._answers: dict[int, asyncio.Future[CommandAnswer]] = {}
+        self._cancels: dict[int, asyncio.Future[int]] = {}
         self._numbers = itertools.count()
         self._draining: set[asyncio.Task[None]] = set()
 
@@ -288,6 +343,12 @@ class SupervisorLink:
                     self._writer.write(_line(Pong()))
                 elif isinstance(message, Quarantined):
                     self._on_quarantined(message.model, bytes.fromhex(message.fingerprint))
+                elif isinstance(message, Cancel):
+                    self._writer.write(_line(CancelCount(message.id, self._on_cancel(message.request_id))))
+                elif isinstance(message, CancelCount):
+                    counted = self._cancels.get(message.id)
+                    if counted is not None and not counted.done():
+                        counted.set_result(message.streams)
                 else:
                     task = asyncio.create_task(self._drain(message))
                     self._draining.add(task)
@@ -303,6 +364,9 @@ class SupervisorLink:
             for future in answers.values():
                 if not future.done():
                     future.set_exception(_gone())
+            for counted in self._cancels.values():
+                if not counted.done():
+                    counted.set_result(0)
 
     def report(self, load: LoadReport) -> None:
         """Tell the supervisor of the load here."""
@@ -335,6 +399,20 @@ class SupervisorLink:
             return await future
         finally:
             self._answers.pop(number, None)
+
+    async def cancel_elsewhere(self, request_id: str) -> int:
+        """Cancel in all other workers what runs under a request's id. Returns how many streams that were; none once the
+        supervisor is gone."""
+        if self._writer is None:
+            return 0
+        number = next(self._numbers)
+        counted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._cancels[number] = counted
+        self._writer.write(_line(Cancel(number, request_id)))
+        try:
+            return await counted
+        finally:
+            del self._cancels[number]
 
     async def _drain(self, order: Drain) -> None:
         try:

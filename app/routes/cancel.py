@@ -21,7 +21,7 @@ _SUFFIX: Final = "/cancel"
 
 
 class CancelEndpoint(Endpoint):
-    """Cancels the sequences of a request to a language model."""
+    """Cancels the sequences of a request to a language model, or the stream of a model or pipeline."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -33,8 +33,8 @@ class CancelEndpoint(Endpoint):
         cancelled = await self._models.cancel_request(owned_id(scope["state"], request_id))
         if not cancelled:
             raise NotFound(
-                f"request {shown(request_id)}: expected the X-Request-Id of a request to a language model that is "
-                "under way, got one of which nothing runs; it may have ended",
+                f"request {shown(request_id)}: expected the X-Request-Id of a stream or of a request to a language "
+                "model that is under way, got one of which nothing runs; it may have ended",
                 field="request_id",
             )
         scope["state"]["note"] = f"cancelled={cancelled}"

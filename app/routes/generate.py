@@ -22,6 +22,7 @@ from app.models import Models, ServedModel
 from app.replies import Reply
 from app.routes.boundary import Endpoint
 from app.routes.text_answers import TextAnswers
+from app.security.key_check import owned_id
 from app.tensors import InferRequest
 
 __all__ = ["GenerateEndpoint", "GenerateStreamEndpoint"]
@@ -74,6 +75,7 @@ class GenerateStreamEndpoint(Endpoint):
         decoder, encoder = model.generate_codecs()
         body, _ = await self._reader.read(scope, receive)
         request = await decoded(decoder.decode, body)
+        request.cancel_id = owned_id(scope["state"], scope["state"]["request_id"])
         statuses: dict[str, str] = {}
 
         def ending(error: HeadwaterError | None) -> list[bytes]:

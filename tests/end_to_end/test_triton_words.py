@@ -110,7 +110,9 @@ def test_a_model_that_is_gone_and_a_stub_that_is_gone(triton: EmbeddedTriton) ->
     run(triton, "m", killed)
 
 
-def test_a_server_that_is_stopping_refuses_no_call_in_words_that_we_do_not_know(triton: EmbeddedTriton, held: Held) -> None:
+def test_a_server_that_is_stopping_refuses_no_call_in_words_that_we_do_not_know(
+    triton: EmbeddedTriton, held: Held
+) -> None:
     async def scenario(client: TritonClient) -> None:
         held.may_answer.clear()
         first = asyncio.create_task(call(client))

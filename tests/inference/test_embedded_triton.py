@@ -92,7 +92,7 @@ def test_a_model_is_written_into_a_local_store_with_the_scripts_that_are_patched
 
 def test_instances_ask_the_first_one_by_the_function_that_is_made_patient() -> None:
     name = "get_config_from_handshake_server"
-    assert list(inspect.signature(getattr(communication, name)).parameters)[0] == "socket_path"
+    assert next(iter(inspect.signature(getattr(communication, name)).parameters)) == "socket_path"
     assert getattr(pytriton_model, name).__qualname__ == "patient.<locals>.ask_again"
 
 
