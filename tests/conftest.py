@@ -27,7 +27,9 @@ SHARED_SERVER = re.compile(r"\b(?:services|demo): Running\b|\b(lm): Running\b")
 """How a module's tests ask for a server that lasts as long as the session. Some ask for both of the first two."""
 
 
-HEAVY = re.compile(r"\b(import|from) (torch|pytriton|onnx|transformers|tests\.running|tests\.browser)\b|: Running\b|llamas")
+HEAVY = re.compile(
+    r"\b(import|from) (torch|pytriton|onnx|transformers|tests\.running|tests\.browser)\b|: Running\b|llamas"
+)
 """What a module that needs Triton, torch or a browser has in its text."""
 
 

@@ -69,6 +69,8 @@ class InferRequest:
     """1 is the most urgent; 0 stands for the default."""
     timeout_us: int = 0
     """The client's own deadline in microseconds; 0 for none."""
+    cancel_id: str = ""
+    """By which a client may cancel it (`app.security.key_check.owned_id`); empty: it can't be."""
 
 
 Outputs = dict[str, RawTensor]

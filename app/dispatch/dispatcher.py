@@ -179,6 +179,11 @@ class Dispatcher:
         # What is answered may still be read: that takes no replica.
         return [pending.collector.fail for pending in found if not pending.collector.is_done]
 
+    def cancel(self, request_id: str) -> int:
+        """Cancel what runs or waits here under a request's id. Returns how many streams that were."""
+        found = [one.collector for one in self._requests if one.request.cancel_id == request_id]
+        return sum(collector.cancel() for collector in found)
+
     def _add(self, replica: ReplicaRoute) -> None:
         client = self._connect(self.route.name, replica)
         self._replicas[replica.id] = ReplicaCalls(replica, client)
@@ -281,7 +286,7 @@ class Dispatcher:
             self._meter.note_request(
                 rows, pending.queue_ns, pending.batch_wait_ns, pending.compute_ns, pending.transport_ns()
             )
-        elif collector.failed:
+        elif collector.failed and not collector.is_cancelled:
             self._meter.failures.add()
         if pending.trace is not None:
             error = collector.error

@@ -78,6 +78,10 @@ class GraphDispatcher:
         """See `app.dispatch.protocol.Drainable`; it has no replicas itself."""
         return [run.collector.fail for run in self._runs if not run.collector.is_done]
 
+    def cancel(self, request_id: str) -> int:
+        """See `Dispatcher.cancel`."""
+        return sum(run.collector.cancel() for run in list(self._runs) if run.request.cancel_id == request_id)
+
     @property
     def signature(self) -> Signature | None:
         """The pipeline's signature, once known."""
@@ -151,7 +155,7 @@ class GraphDispatcher:
         self._rows -= run.request.rows
         if run.collector.succeeded:
             self._meter.rows.add(run.request.rows)
-        elif run.collector.failed:
+        elif run.collector.failed and not run.collector.is_cancelled:
             self._meter.failures.add()
         run.end()
 

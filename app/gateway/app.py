@@ -20,6 +20,7 @@ from app.gateway.http.entry import (
     EndpointRoute,
     EndpointShortcut,
     ForwardedHeaders,
+    HeadAsGet,
     RequestContext,
     RequestRecords,
     internal_error,
@@ -90,7 +91,7 @@ def create_app(
     ]
     gateway.router.routes[:0] = routes  # which answers other methods
     check: KeyCheck | None = None
-    entry: ASGIApp = EndpointShortcut(gateway.entry, routes)
+    entry: ASGIApp = EndpointShortcut(HeadAsGet(gateway.entry), routes)
     if keys is not None:
         entry = check = KeyCheck(entry, keys)
     if cors_origins:
@@ -155,6 +156,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     path = request.url.path
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
+        if "GET" in allowed and "HEAD" not in allowed:
+            allowed = allowed.replace("GET", "GET, HEAD")
         reply = error_reply(
             MethodNotAllowed(f"method {request.method}: not allowed on {path[:200]}; allowed: {allowed}"), path
         )

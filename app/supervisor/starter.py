@@ -11,7 +11,7 @@ from typing import Final
 
 from app.config.schema import Deployment
 from app.errors import CallableFailed, HeadwaterError, Unavailable
-from app.process.group_memory import NOTHING, GroupMemory, group_members, measure_groups
+from app.process.proc import NOTHING, GroupMemory, group_members, measure_groups
 from app.supervisor.host import Host, Launched, Retired
 from app.supervisor.replica_memory import Place
 from app.supervisor.replica_process import ReplicaProcess

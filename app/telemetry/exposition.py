@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.process.uses import process_use
+from app.process.proc import process_use
 from app.telemetry.catalogue import CATALOGUE, Series
 from app.telemetry.ledger import Totals
 

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import math
 import sys
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from inference.errors import BadOutput
 from inference.model import Model
@@ -33,9 +35,12 @@ from inference.signature import TensorSpec
 from inference.wire.arrays import Array, argument, wire
 from inference.wire.report import RowReport
 
-__all__ = ["Given", "Handover", "Made", "Step"]
+__all__ = ["LATE", "Given", "Handover", "Made", "Step"]
 
 T = TypeVar("T")
+
+LATE: Final = "its time was over"
+"""Why rows fail that nobody waits for any more; whoever waited knows that already."""
 
 
 class Handover(NamedTuple):
@@ -61,6 +66,8 @@ class Given(NamedTuple):
     is_warmup: bool = False
     shared: frozenset[str] = frozenset()
     """Those of the inputs whose memory other steps read too."""
+    until_s: float = math.inf
+    """When nobody waits for it any more, on the clock of `time.monotonic`: a coroutine is then cancelled."""
 
 
 @dataclass(slots=True)
@@ -273,7 +280,7 @@ class Step:
             if not isinstance(piece, _Piece):
                 self._turn_grad_off()
                 with self._watch():
-                    result = await piece
+                    result = await _in_time(piece, given.until_s)
                 piece = await self._in_executor(lambda: self._piece(result, rows, watched))
         return piece
 
@@ -397,6 +404,24 @@ class Step:
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.is_grad_enabled():
             torch.set_grad_enabled(False)
+
+
+async def _in_time(computed: Awaitable[object], until_s: float) -> object:
+    """What a model computes.
+
+    Raises:
+        CallFailed: nobody waited for it any more; it was cancelled.
+    """
+    if until_s == math.inf:
+        return await computed
+    task = asyncio.ensure_future(computed)
+    await asyncio.wait({task}, timeout=max(0.0, until_s - time.monotonic()))
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})  # it may clean up
+        if task.cancelled():
+            raise CallFailed(LATE)
+    return task.result()
 
 
 def _join(made: Made, pieces: Sequence[_Piece]) -> None:

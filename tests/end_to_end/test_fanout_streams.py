@@ -83,7 +83,7 @@ def server(folder: Path) -> Iterator[Running]:
             "environment": {"FANOUT_LOG": str(folder / "wide")},
         },
     }
-    with serve({"deployments": deployments}) as running:
+    with serve({"deployments": deployments, "server": {"workers": 2}}) as running:
         yield running
         segments = segments_of(running.folder)
         assert running.stop() == 0
@@ -200,6 +200,25 @@ def test_a_client_that_leaves_ends_the_generator(server: Running, folder: Path, 
         next(events_in(response))
     wait_for(lambda: pipeline.calls()["closed"] == 2, 60, "the next one to be closed")
     assert 1 <= count < ENDLESS
+
+
+@pytest.mark.parametrize("name", ["endless", "async-silent"])
+def test_a_stream_is_cancelled_by_its_id_whichever_worker_is_asked(server: Running, folder: Path, name: str) -> None:
+    pipeline = pipeline_of(server, folder, name)
+    url = f"{server.url}/v2/models/{name}/generate_stream"
+    for _ in range(4):  # who takes a connection is the system's choice
+        pipeline.forget()
+        headers = {"X-Request-Id": "mine"}
+        with httpx.stream("POST", url, json={"x": [1.0] * 4}, headers=headers, timeout=20) as response:
+            events = events_in(response)
+            next(events)
+            told = httpx.post(f"{server.url}/v2/requests/mine/cancel")
+            assert (told.status_code, told.json()) == (200, {"request_id": "mine", "cancelled": 1})
+            *_, error, end = events
+        assert error["error"] == "the request was cancelled"
+        assert end["final"]
+        wait_for(lambda: pipeline.calls()["closed"] == 1, 60, "the generator to be closed")
+        assert httpx.post(f"{server.url}/v2/requests/mine/cancel").status_code == 404
 
 
 @pytest.mark.parametrize("name", ["endless", "async-silent"])

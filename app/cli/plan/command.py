@@ -24,7 +24,8 @@ from app.cli.plan.text import is_off, is_unsteady, plan_text, smallest_need
 from app.cli.report.plots import check_plots
 from app.config.schema import Config
 from app.errors import CommandError
-from app.process.machine_memory import gpu_capacities, gpu_name, host_capacity
+from app.process.gpu import gpu_capacities, gpu_name
+from app.process.machine import host_capacity
 
 __all__ = ["exit_status", "run"]
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import re
 import resource
 import sys
 import termios
 from collections import deque
 from typing import Any, Final, Protocol
+from urllib.parse import unquote
 
 import httptools
 from uvicorn._types import ASGI3Application
@@ -106,6 +108,10 @@ def allow_open_files(connections: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
     return connections
 
+
+_SLASH: Final = ord("/")
+
+_ESCAPED_SLASH: Final = re.compile("%2f", re.IGNORECASE)
 
 _PIECE_BYTES: Final = 16 * 1024
 """How much is parsed at once: as many requests as fit into this may wait behind the one under way."""
@@ -233,10 +239,14 @@ class BoundedConnection(HttpToolsProtocol):
                 raise httptools.HttpParserInvalidMethodError
             return  # they come again, see `_ignore_upgrade`
         self._end_head()
-        if not self.url.startswith(b"/") and httptools.parse_url(self.url).path is None:
+        if self.url[0] != _SLASH and httptools.parse_url(self.url).path is None:
             raise httptools.HttpParserInvalidURLError("a target without a path")
         self._others.begin(self)
         super().on_headers_complete()
+        if b"%" in self.url:
+            # An escaped slash is a part of a name (RFC 3986, 2.2); decoded, it would pass for a separator.
+            kept = _ESCAPED_SLASH.sub("%252F", self.scope["raw_path"].decode("ascii"))
+            self.scope["path"] = unquote(kept)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Start the application on a request, which finds an `Exchange` in its scope."""
@@ -256,9 +266,10 @@ class BoundedConnection(HttpToolsProtocol):
         if self._in_head:  # of one that would upgrade
             return
         self._end_rest()
-        super().on_message_complete()
         self._head_bytes = 0
-        self.cycle.more_body = False  # uvicorn leaves it where the answer was first
+        # uvicorn says neither where the answer came first.
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
 
     def on_response_complete(self) -> None:
         """An answer is complete, if perhaps not its request's body."""

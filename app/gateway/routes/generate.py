@@ -20,6 +20,7 @@ from app.gateway.http.replies import Reply
 from app.gateway.models import Models, ServedModel
 from app.gateway.routes.texts import TextAnswers
 from app.lm.generate import GenerateAnswer, GenerateRequest
+from app.security.key_check import owned_id
 from app.telemetry.recorder import accept
 
 __all__ = ["GenerateEndpoint", "GenerateStreamEndpoint"]
@@ -72,6 +73,7 @@ class GenerateStreamEndpoint(Endpoint):
         decoder, encoder = model.generate_codecs()
         body, _ = await self._reader.read(scope, receive)
         request = await decoded(decoder.decode, body)
+        request.cancel_id = owned_id(scope["state"], scope["state"]["request_id"])
         statuses: dict[str, str] = {}
 
         def ending(error: HeadwaterError | None) -> list[bytes]:

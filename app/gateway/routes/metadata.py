@@ -86,6 +86,7 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
         return counts_by_deployment(await read_records(recorder().folder))
 
     @router.get("/v2", summary="The server's name, version and protocol extensions")
+    @router.get("/v2/", include_in_schema=False)
     async def server() -> JSONResponse:
         return JSONResponse({"name": "headwater", "version": app.__version__, "extensions": EXTENSIONS})
 

@@ -24,6 +24,7 @@ from app.dispatch.dispatcher import Dispatcher
 from app.errors import (
     BadRequest,
     CallableFailed,
+    Cancelled,
     DeadlineExceeded,
     HeadwaterError,
     ReplicaLost,
@@ -718,6 +719,56 @@ def test_a_stream_whose_client_leaves_while_it_waits_is_not_computed() -> None:
         bench.calls[0].end()
         await settle()
         assert len(bench.calls) == 1
+
+    run(scenario)
+
+
+def test_a_replica_is_told_for_how_long_anyone_waits_for_a_head() -> None:
+    async def scenario() -> None:
+        bench = Bench(pipeline(a=HeadSpec("a", ("out_a",), 0.5)), timeout_s=20, max_in_flight=1)
+        bench.send(1)
+        await settle()
+        tasks = [bench.send(2, heads="a", timeout_us=100_000), bench.send(3, heads="ab", timeout_us=2_000_000)]
+        await settle()
+        bench.calls[0].answer("a", "b", "c")
+        await settle()
+        first, second = (call.note.left_s for call in bench.calls)
+        assert first == {"a": pytest.approx(0.5, abs=0.4), "b": pytest.approx(20, abs=1), "c": pytest.approx(20, abs=1)}
+        assert second == {"a": pytest.approx(0.5, abs=0.4), "b": pytest.approx(2, abs=0.5)}
+        assert second["a"] > 0.1
+        for task in tasks:
+            task.cancel()
+        stream = Bench(STREAMING)
+        reader = stream.stream(1)
+        await settle()
+        assert stream.calls[0].note.left_s == {}
+        reader.task.cancel()
+
+    run(scenario)
+
+
+def test_streams_are_cancelled_by_their_request_s_id_whether_they_run_or_wait() -> None:
+    async def scenario() -> None:
+        bench = Bench(STREAMING, max_in_flight=1)
+        running, waiting = bench.stream(1, cancel_id="mine"), bench.stream(2, cancel_id="mine")
+        other = bench.stream(3, cancel_id="other")
+        await settle()
+        (call,) = bench.calls
+        call.say(call.piece("a", is_last=False))
+        await settle()
+        assert bench.dispatcher.cancel("nobody's") == 0
+        assert bench.dispatcher.cancel("mine") == 2
+        assert bench.dispatcher.cancel("mine") == 0
+        for reader in (running, waiting):
+            with pytest.raises(Cancelled, match="the request was cancelled"):
+                await reader.task
+        assert running.statuses == [("a", "ok")]
+        assert bench.replicas["m-0"].cancelled == [call.name]
+        call.end()
+        await settle()
+        assert bench.calls[1].values.tolist() == [3]
+        assert bench.dispatcher.statistics.failures == 0
+        other.task.cancel()
 
     run(scenario)
 

@@ -17,6 +17,7 @@ from app.dispatch.graph import GraphDispatcher
 from app.errors import (
     BadRequest,
     CallableFailed,
+    Cancelled,
     DeadlineExceeded,
     HeadwaterError,
     QueueFull,
@@ -623,6 +624,24 @@ def test_a_client_that_goes_away_cancels_every_step() -> None:
         assert [bench.call(head).is_cancelled for head in ("head_a", "head_b")] == [True, True]
         assert bench.dispatcher.in_flight == 0
         assert counts_of("p").total("headwater_failures") == 0
+
+    run(scenario)
+
+
+def test_a_stream_is_cancelled_by_its_request_s_id_with_every_step() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        request = bench.request()
+        request.cancel_id = "mine"
+        stream = asyncio.ensure_future(anext(bench.dispatcher.stream(request)))
+        await settle()
+        assert bench.dispatcher.cancel("other") == 0
+        assert bench.dispatcher.cancel("mine") == 1
+        with pytest.raises(Cancelled):
+            await stream
+        await settle()
+        assert bench.call("trunk").is_cancelled
+        assert (bench.dispatcher.in_flight, bench.dispatcher.statistics.failures) == (0, 0)
 
     run(scenario)
 

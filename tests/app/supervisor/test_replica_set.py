@@ -19,8 +19,8 @@ from app.control.messages import Drained
 from app.control.routing import State, unavailable
 from app.errors import CallableFailed, NoRoom
 from app.process.children import Children
-from app.process.group_memory import group_members
 from app.process.machine import HOST as HOST_MEMORY
+from app.process.proc import group_members
 from app.supervisor.host import Launched
 from app.supervisor.memory_budget import MemoryBudget
 from app.supervisor.replica_memory import ReplicaMemory

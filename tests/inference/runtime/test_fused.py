@@ -217,6 +217,42 @@ class TestFrames:
 
         assert asyncio.run(listen()) == [["quick"], ["slow"]]
 
+    def test_a_head_whose_time_is_over_is_cancelled_where_it_awaits_and_others_are_not_begun(self) -> None:
+        cancelled = []
+
+        class Hangs(Stage):
+            async def __call__(self, **inputs: Any) -> Any:
+                self.seen.append([])
+                try:
+                    await asyncio.get_running_loop().create_future()
+                except asyncio.CancelledError:
+                    cancelled.append(self)
+                    raise
+
+        models: dict[str, Any] = {
+            "trunk": Stage(doubled, ["x"], "features"),
+            "slow": Hangs(doubled, ["features"], "y"),
+            "between": Stage(adding(1), ["features"], "w"),
+            "after": Stage(adding(1), ["w"], "z"),
+            "patient": Stage(adding(2), ["features"], "v"),
+        }
+        pipeline = fused(models, ["slow", "after", "patient"])
+        answers = asyncio.run(asyncio.wait_for(_gather(pipeline, left_s={"slow": 0.02, "after": 0.01}), 10))
+        assert cancelled == [models["slow"]]
+        assert [len(models[name].seen) for name in ("slow", "between", "after", "patient")] == [1, 0, 0, 1]
+        words = only(answers)
+        late = {0: RowReport(Status.RAISED, "its time was over")}
+        assert (words["slow"].failures, words["after"].failures) == (late, late)
+        assert words["patient"].outputs["v"].tolist() == [[4]]
+
+    def test_a_batch_that_is_late_is_not_begun(self) -> None:
+        pipeline, models = trunk_and_heads(2)
+        heads = list(only(asyncio.run(_gather(pipeline))))
+        before = len(models["trunk"].seen)
+        words = only(asyncio.run(_gather(pipeline, left_s=dict.fromkeys(heads, 0))))
+        assert all(word.failures for word in words.values())
+        assert len(models["trunk"].seen) == before
+
     def test_heads_that_are_known_to_be_quick_share_a_frame(self) -> None:
         pipeline, _ = trunk_and_heads(3, wait_for_next_s=1000)
         ask(pipeline, {"x": rows(1)})
