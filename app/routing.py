@@ -53,8 +53,6 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     state: State
     reason: str = ""
     """Why it is in that state; the stage while it loads."""
-    failure: str = ""
-    """What clients are told instead of the reason, if a start has failed and none succeeded since."""
     signature: Signature | None = None
     """Known once a replica has been ready."""
     replicas: tuple[ReplicaRoute, ...] = ()
@@ -100,6 +98,8 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     """For how long a request that took two replicas down is refused."""
     generation: int = 0
     """Grows with each load and reload, which lift the quarantine."""
+    failure: str = ""
+    """What clients are told instead of the reason, if a start has failed and none succeeded since."""
 
 
 class RoutingTable(msgspec.Struct, frozen=True, tag="table"):
