@@ -108,7 +108,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
             ws="none",
             http=cast(
                 "type[asyncio.Protocol]",
-                functools.partial(BoundedConnection, head_timeout_s=options.body_timeout_s, others=connections),
+                functools.partial(BoundedConnection, head_timeout_s=options.client_timeout_s, others=connections),
             ),
             ssl_context_factory=None if certificate is None else lambda config, default: certificate.context,
         )
