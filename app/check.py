@@ -223,7 +223,7 @@ def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> 
         rows = deployment.batching.max_batch_size
         taken, given = (batch_bytes(side, rows) for side in (signature.inputs, signature.outputs))
         region += deployment.max_in_flight * (taken + given)
-        if uses_store(deployment.tensor_store, signature):
+        if uses_store(signature):
             region += 2 * (_power_of_two(taken) + _power_of_two(given))
     return region * deployment.replicas.max
 
@@ -373,7 +373,7 @@ def _request(name: str, deployment: Deployment, path: tuple[str, ...]) -> dict[s
         "options": deployment.options,
         "pipeline": deployment.pipeline.spec() if deployment.pipeline is not None else None,
         "max_batch_size": deployment.batching.max_batch_size,
-        "device": deployment.device,
+        "device": deployment.placements[0],
         "path": path,
         "working_dir": path[0],
     }

@@ -53,8 +53,6 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     state: State
     reason: str = ""
     """Why it is in that state; the stage while it loads."""
-    failure: str = ""
-    """What clients are told instead of the reason, if a start has failed and none succeeded since."""
     signature: Signature | None = None
     """Known once a replica has been ready."""
     replicas: tuple[ReplicaRoute, ...] = ()
@@ -101,6 +99,8 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     generation: int = 0
     """Grows with each load and reload, which lift the quarantine and load a language model's tokenizer and chat
     template anew."""
+    failure: str = ""
+    """What clients are told instead of the reason, if a start has failed and none succeeded since."""
 
 
 class RoutingTable(msgspec.Struct, frozen=True, tag="table"):

@@ -24,8 +24,8 @@ from app.plan.profiles import PROFILES, Budget
 from app.plan.size_table import smallest_need
 from app.plan.subject import Subject, choose_deployment, make_subject
 from app.plan.weights import weigh_deployment
-from app.reports.options import check_writable, write_file
 from app.process.gpu import gpu_capacities, gpu_name
+from app.reports.options import check_writable, write_file
 from app.reports.plots import check_plots
 
 __all__ = ["exit_status", "run"]

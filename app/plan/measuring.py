@@ -65,7 +65,9 @@ def measure_point(subject: Subject, point: Point) -> Measured:
         CommandError: it doesn't start, or requests fail; says why.
     """
     section = section_of(subject.deployment, point, subject.cores)
-    fields = {**subject.server, "deployments": {subject.name: section}, "server.memory_fraction": WHOLE_MACHINE}
+    fields = {**subject.server, "deployments": {subject.name: section}}
+    if not isinstance(fields.get("server.memory_limit"), int):
+        fields["server.memory_limit"] = WHOLE_MACHINE
     return measure_server_under_load(subject, point, subject.what, fields)
 
 

@@ -36,7 +36,7 @@ def weigh_deployment(name: str, deployment: Deployment, path: Sequence[str]) -> 
         "model": deployment.model or "",
         "options": deployment.options,
         "pipeline": deployment.pipeline.spec() if deployment.pipeline is not None else None,
-        "device": deployment.device,
+        "device": deployment.placements[0],
         "path": path,
         "working_dir": path[0],
     }
