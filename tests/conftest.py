@@ -89,7 +89,7 @@ SERVED = {
             "timeout_s": 20,
         },
     },
-    "server": {"max_body_bytes": 20_000_000, "body_timeout_s": 5},
+    "server": {"max_body_bytes": 20_000_000, "client_timeout_s": 5},
 }
 
 

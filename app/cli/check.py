@@ -195,7 +195,7 @@ def _request(name: str, deployment: Deployment, path: tuple[str, ...]) -> dict[s
         "options": deployment.options,
         "pipeline": deployment.pipeline.spec() if deployment.pipeline is not None else None,
         "max_batch_size": deployment.batching.max_batch_size,
-        "device": deployment.device,
+        "device": deployment.placements[0],
         "path": path,
         "working_dir": path[0],
     }

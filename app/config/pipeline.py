@@ -11,7 +11,6 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 from app.config.sections import (
     Batching,
     Device,
-    Devices,
     Environment,
     Faults,
     Instances,
@@ -22,7 +21,6 @@ from app.config.sections import (
     Replicas,
     Scaling,
     Section,
-    TensorStore,
     Threads,
     WarmupBatchSizes,
 )
@@ -57,12 +55,10 @@ class Step(Section):
     replicas: Replicas | None = None
     scaling: Scaling | None = None
     device: Device | None = None
-    devices: Devices | None = None
     memory: MemorySize | None = None
     instances: Instances | None = None
     threads: Threads | None = None
     environment: Environment | None = None
-    tensor_store: TensorStore | None = None
     warmup_batch_sizes: WarmupBatchSizes | None = None
     load_timeout_s: PositiveSeconds | None = None
     max_compute_s: PositiveSeconds | None = None
@@ -82,8 +78,6 @@ class Step(Section):
                 f"`{name}`" for name in ("options", *self.own_settings()) if name in self.model_fields_set
             )
             faults.append(f"{names}: of the deployment `{self.deployment}`; expected them there and not in the step")
-        if self.device is not None and self.devices is not None:
-            faults.append("expected either `device` or `devices`")
         if faults:
             raise Faults(faults)
         return self
@@ -91,8 +85,8 @@ class Step(Section):
     def own_settings(self) -> dict[str, Any]:
         """What it says of the replicas that compute it."""
         names = (
-            "batching", "replicas", "scaling", "device", "devices", "memory", "instances", "threads", "environment",
-            "tensor_store", "warmup_batch_sizes", "load_timeout_s", "max_compute_s", "python",
+            "batching", "replicas", "scaling", "device", "memory", "instances", "threads", "environment",
+            "warmup_batch_sizes", "load_timeout_s", "max_compute_s", "python",
         )  # fmt: skip
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 

@@ -16,11 +16,11 @@ from app.config.sections import (
     AllowLoad,
     Batching,
     Device,
-    Devices,
     Environment,
     Faults,
     Instances,
     LogFormat,
+    MemoryLimit,
     MemorySize,
     ModelReference,
     PositiveInt,
@@ -32,7 +32,6 @@ from app.config.sections import (
     Section,
     SecuritySection,
     Strategy,
-    TensorStore,
     Threads,
     TlsSection,
     TracingSection,
@@ -43,6 +42,8 @@ from inference.errors import did_you_mean
 from inference.reference import is_language_model
 
 __all__ = [
+    "DEFAULT_MEMORY_PART",
+    "FORMER_FIELDS",
     "PLACEHOLDER",
     "Batching",
     "Config",
@@ -64,6 +65,21 @@ PLACEHOLDER: Final = "none:None"
 _FLAG = re.compile(r'(?:"[^"]+"|[^".]+)(?:\.(?:"[^"]+"|[^".]+))*\Z')
 _FLAG_PART = re.compile(r'"[^"]+"|[^".]+')
 
+DEFAULT_MEMORY_PART: Final = 0.8
+
+FORMER_FIELDS: Final = {
+    "body_timeout_s": "it is `client_timeout_s` now",
+    "crash_window_s": "it is fixed now, at 300 s",
+    "devices": "it is `device` now, which takes a list, too",
+    "memory_fraction": "it is `memory_limit` now, which takes a part such as 0.8, too",
+    "stream_ping_s": "it is fixed now, at 15 s",
+    "tensor_store": "it is fixed now: the size of a full batch decides",
+    "utilization": "it is fixed now, at low 0.5 and high 0.9",
+    "worker_timeout_s": "it is fixed now, at 10 s",
+    "write_timeout_s": "it is `client_timeout_s` now",
+}
+"""What became of fields that earlier versions had."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
 
 
@@ -83,9 +99,8 @@ class Deployment(Section):
     """How many, or ``{min, max}``: as many as its load takes; see ``scaling``."""
     scaling: Scaling = Field(default_factory=Scaling)
     device: Device = "auto"
-    """``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the first GPU if there is one."""
-    devices: Devices | None = None
-    """Several, over which its replicas are placed; instead of ``device``."""
+    """``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the first GPU if there is one. Or several, such as
+    ``[cuda:0, cuda:1]``, over which its replicas are placed."""
     memory: MemorySize | None = None
     """What one replica takes of its device's memory, at most; default: what replicas of it were measured to take."""
     instances: Instances = 1
@@ -94,8 +109,6 @@ class Deployment(Section):
     """Threads of torch and of its math libraries; default: as many as the machine has cores."""
     environment: Environment = Field(default_factory=dict)
     """Variables that the replica gets besides the supervisor's own."""
-    tensor_store: TensorStore = "auto"
-    """Whether tensors go through PyTriton's shared-memory store: faster for large ones, slower for small ones."""
     warmup_batch_sizes: WarmupBatchSizes | None = None
     """Batch sizes to warm up; default: powers of two up to ``max_batch_size``. Empty: no warm-up."""
     load_timeout_s: PositiveSeconds = 600
@@ -104,8 +117,7 @@ class Deployment(Section):
     """How long one call of the user's code may take, or of a stream one yield; then the replica hangs, and is replaced.
     Default: no limit."""
     max_crashes: PositiveInt = 10
-    """After so many losses of replicas that served, within ``crash_window_s``, none is started any more."""
-    crash_window_s: PositiveSeconds = 300
+    """After so many losses of replicas that served, within five minutes, none is started any more."""
     quarantine_s: Annotated[float, Field(ge=0, le=86_400)] = 600
     """For how long a request that took two replicas down is refused; 0: not at all."""
     drain_timeout_s: PositiveSeconds = 30
@@ -127,8 +139,6 @@ class Deployment(Section):
             yield "expected either `model` or `pipeline`"
         if self.pipeline is not None and self.options:
             yield "options: expected in the pipeline's steps, each of which has its own"
-        if self.devices is not None and self.device != "auto":
-            yield "expected either `device` or `devices`"
         if self.instances > 1 and self.pipeline is not None and self.pipeline.placement == "fused":
             yield (
                 f"instances: expected 1 of a fused pipeline, which computes one batch at a time, got {self.instances}; "
@@ -157,7 +167,7 @@ class Deployment(Section):
     @property
     def placements(self) -> tuple[str, ...]:
         """The devices that its replicas may be placed on."""
-        return self.devices or (self.device,)
+        return (self.device,) if isinstance(self.device, str) else self.device
 
     def step(self, name: str) -> Deployment:
         """Of a pipeline in placement ``graph``: the deployment of a step that has a model of its own."""
@@ -166,8 +176,6 @@ class Deployment(Section):
         own = step.own_settings()
         if "environment" in own:
             own["environment"] = {**self.environment, **own["environment"]}
-        if "device" in own:
-            own["devices"] = None
         return self.model_copy(update={"model": step.model, "pipeline": None, "options": step.options, **own})
 
 
@@ -189,14 +197,9 @@ class Server(Section):
     """Rows that may wait, of all deployments together; each is sure of an equal part of it."""
     max_queue_bytes: Annotated[int, Field(ge=1_000)] = 1024 * 1024 * 1024
     """Likewise, of the tensors of requests that wait."""
-    body_timeout_s: PositiveSeconds = 30
-    """How long a request's body may take to arrive."""
-    stream_ping_s: PositiveSeconds = 15
-    """How often a stream says that it is alive while there is nothing else to say."""
-    write_timeout_s: PositiveSeconds = 30
-    """How long a stream waits for a client that doesn't read; then it is cut off."""
-    worker_timeout_s: PositiveSeconds = 10
-    """How long a gateway process may give no sign of life; then it is killed, and another takes its place."""
+    client_timeout_s: PositiveSeconds = 30
+    """How long a client may keep the server waiting: a request's head and its body each may take so long to arrive, and
+    a stream waits so long for a client that doesn't read; then it is cut off."""
     shutdown_timeout_s: PositiveSeconds = 30
     """How long requests in flight may take to finish after SIGTERM."""
     runtime_dir: Path | None = None
@@ -213,10 +216,9 @@ class Server(Section):
     """Whether ``GET /metrics`` is there."""
     ui: bool = True
     """Whether the status page and the playground are there, at ``/``."""
-    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Which part of the memory of the machine, and of each GPU, replicas may take."""
-    memory_limit: MemorySize | None = None
-    """How much of the machine's memory replicas may take, instead of that part."""
+    memory_limit: MemoryLimit = DEFAULT_MEMORY_PART
+    """What replicas may take together: a part of the memory of the machine, and of each GPU; or so many bytes of the
+    machine's, and the default part of each GPU's."""
     allow_load: AllowLoad = "settings"
     """What an operator may load or reload with a configuration of its own: ``settings``, models that the configuration
     names, and no field that chooses code; ``any``, any model; ``never``, nothing."""
@@ -522,6 +524,8 @@ def _describe(detail: Any, overrides: Mapping[tuple[str, ...], str]) -> Iterator
 
 def _text(detail: Any, where: str, location: tuple[str, ...]) -> str:
     if detail["type"] == "extra_forbidden":
+        if location[-1] in FORMER_FIELDS:
+            return f"`{where}`: {FORMER_FIELDS[location[-1]]}"
         return f"`{where}`: unknown field{did_you_mean(location[-1], _fields_beside(location))}"
     if detail["type"] == "missing":
         return f"`{where}`: required, but missing"

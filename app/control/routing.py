@@ -58,8 +58,6 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     """Known once a replica has been ready."""
     replicas: tuple[ReplicaRoute, ...] = ()
     """Those ready."""
-    failure: str = ""
-    """What clients are told instead of the reason, if a start has failed and none succeeded since."""
     max_queue_size: int = 1024
     """Rows, this worker's share."""
     priority_weights: dict[int, int] = {}
@@ -102,6 +100,8 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     generation: int = 0
     """Grows with each load and reload, which lift the quarantine and load a language model's tokenizer and chat
     template anew."""
+    failure: str = ""
+    """What clients are told instead of the reason, if a start has failed and none succeeded since."""
 
 
 class RoutingTable(msgspec.Struct, frozen=True, tag="table"):

@@ -68,11 +68,11 @@ def create_app(
         records: what becomes of each request; default: as ``server`` says.
     """
     gateway = Gateway(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    reader = BodyReader(server.max_body_bytes, server.body_timeout_s)
+    reader = BodyReader(server.max_body_bytes, server.client_timeout_s)
     infer = InferEndpoint(models, reader)
     if records is None:
         log = AccessLog(log_format=server.log_format, payloads=server.log_payloads) if server.access_log else None
-        records = RequestRecords(log, StreamLimits(server.stream_ping_s, server.write_timeout_s))
+        records = RequestRecords(log, StreamLimits(write_timeout_s=server.client_timeout_s))
     gateway.records = records
     generate = GenerateEndpoint(models, reader)
     generate_stream = GenerateStreamEndpoint(models, reader)

@@ -147,7 +147,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
             http=cast(
                 "type[asyncio.Protocol]",
                 functools.partial(
-                    BoundedConnection, head_timeout_s=options.body_timeout_s, others=connections, records=app.records
+                    BoundedConnection, head_timeout_s=options.client_timeout_s, others=connections, records=app.records
                 ),
             ),
             ssl_context_factory=None if certificate is None else lambda config, default: certificate.context,

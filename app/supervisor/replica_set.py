@@ -31,6 +31,9 @@ logger = logging.getLogger("headwater")
 FAILED_STARTS_LIMIT: Final = 5
 """Starts in a row that end before ready; then the deployment has failed."""
 
+CRASH_WINDOW_S: Final = 300.0
+"""The time in which losses of replicas that served count for ``max_crashes``."""
+
 ROOM_RETRY_S: Final = 2.0
 """How often to look again for memory that a replica needs."""
 
@@ -501,14 +504,11 @@ class ReplicaSet:
         """A replica that served was lost. Returns whether its slot gives up, because that happens too often."""
         now_s = time.monotonic()
         self._crashes.append(now_s)
-        while self._crashes[0] < now_s - self.config.crash_window_s:
+        while self._crashes[0] < now_s - CRASH_WINDOW_S:
             self._crashes.popleft()
         if len(self._crashes) < self.config.max_crashes:
             return False
-        reason = (
-            f"{len(self._crashes)} replicas were lost within crash_window_s = {self.config.crash_window_s:g} s, the "
-            f"last: {replica.account()}"
-        )
+        reason = f"{len(self._crashes)} replicas were lost within {CRASH_WINDOW_S:g} s, the last: {replica.account()}"
         self._give_up(slot, reason, f"one replica less: {reason}")
         return True
 

@@ -90,7 +90,7 @@ class ReplicaStarter:
             OSError: the machine lacks what it takes; the room is given back.
         """
         try:
-            placed = config.model_copy(update={"device": place.device, "devices": None})
+            placed = config.model_copy(update={"device": place.device})
             launched = self._host.launch(self._name, placed, on_progress)
         except OSError:
             self._host.memory.give_back(place)

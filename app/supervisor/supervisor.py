@@ -59,6 +59,8 @@ replica_logger = logging.getLogger(REPLICA_LOGGER)
 PR_SET_CHILD_SUBREAPER = 36
 WORKER_END_TIMEOUT_S = 5.0
 """How long a gateway worker may take to end once nothing is under way in it."""
+WORKER_TIMEOUT_S = 10.0
+"""How long a gateway worker may give no sign of life; then it is killed, and another takes its place."""
 WATCH_EVERY_S = 0.5
 PING_EVERY = 2
 """Looks at the processes, for each sign of life that a worker is asked for."""
@@ -392,14 +394,13 @@ class Supervisor:
             await asyncio.sleep(WATCH_EVERY_S)
 
     def _end_silent_workers(self) -> None:
-        timeout_s = self._config.server.worker_timeout_s
         workers = {process.pid for process in self._workers.values()}
         for pid, unanswered in self._control.ping().items():
             # In pings, not on a clock: while we are stopped ourselves, nobody can answer us.
-            if pid in workers and unanswered * PING_EVERY * WATCH_EVERY_S >= timeout_s:
+            if pid in workers and unanswered * PING_EVERY * WATCH_EVERY_S >= WORKER_TIMEOUT_S:
                 logger.error(
-                    "%s (%d) has given no sign of life for worker_timeout_s = %g s: killing it",
-                    self._role(pid), pid, timeout_s,
+                    "%s (%d) has given no sign of life for %g s: killing it",
+                    self._role(pid), pid, WORKER_TIMEOUT_S,
                 )  # fmt: skip
                 _signal(pid, signal.SIGKILL)
 

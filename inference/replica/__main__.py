@@ -109,7 +109,7 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter, stop: thread
     signature, device = served.signature, served.device
 
     reporter.progress("starting Triton")
-    if not uses_store(spec.tensor_store, signature):
+    if not uses_store(signature):
         os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
     triton = EmbeddedTriton(directory, spec.token)
     served.bind(triton)

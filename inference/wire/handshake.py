@@ -33,7 +33,6 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     """Threads that compute at once."""
     device: str = "auto"
     threads: int | None = None
-    tensor_store: Literal["auto", "on", "off"] = "auto"
     warmup_batch_sizes: tuple[int, ...] | None = None
     load_timeout_s: float = 600
     max_compute_s: float | None = None

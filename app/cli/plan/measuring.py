@@ -71,7 +71,9 @@ def measure_point(subject: Subject, point: Point) -> Measured:
         CommandError: it doesn't start, or requests fail; says why.
     """
     section = section_of(subject.deployment, point, subject.cores)
-    fields = {**subject.server, "deployments": {subject.name: section}, "server.memory_fraction": WHOLE_MACHINE}
+    fields = {**subject.server, "deployments": {subject.name: section}}
+    if not isinstance(fields.get("server.memory_limit"), int):
+        fields["server.memory_limit"] = WHOLE_MACHINE
     return measure_server_under_load(subject, point, subject.what, fields)
 
 
@@ -174,7 +176,7 @@ def weigh_deployment(name: str, deployment: Deployment, path: Sequence[str]) -> 
         "model": deployment.model or "",
         "options": deployment.options,
         "pipeline": deployment.pipeline.spec() if deployment.pipeline is not None else None,
-        "device": deployment.device,
+        "device": deployment.placements[0],
         "path": path,
         "working_dir": path[0],
     }

@@ -57,7 +57,7 @@ def repository_routes(
         server: limits.
     """
     router = APIRouter(tags=["operations"], responses=_REFUSALS)
-    reader = BodyReader(server.max_body_bytes, server.body_timeout_s)
+    reader = BodyReader(server.max_body_bytes, server.client_timeout_s)
 
     async def answer(request: Request, action: str, model: str) -> JSONResponse:
         guard.check(request.headers)

@@ -361,9 +361,9 @@ def deployment(**fields: Any) -> Deployment:
 
 
 def test_shared_memory_grows_with_batch_calls_in_flight_and_replicas() -> None:
-    one = deployment(batching={"max_batch_size": 1, "max_in_flight": 1}, tensor_store="off")
+    one = deployment(batching={"max_batch_size": 1, "max_in_flight": 1})
     assert 4.5 * MIB < shared_memory_bytes(one, image_model()) < 5 * MIB
-    many = deployment(batching={"max_batch_size": 32, "max_in_flight": 2}, tensor_store="off", replicas=3)
+    many = deployment(batching={"max_batch_size": 32, "max_in_flight": 2}, replicas=3)
     assert 3 * 40 * MIB < shared_memory_bytes(many, image_model()) < 3 * 43 * MIB
 
 
@@ -379,7 +379,7 @@ def test_what_replicas_take_when_they_start_counts_the_fewest_and_their_instance
 def test_shared_memory_that_replicas_may_come_to_need(monkeypatch: pytest.MonkeyPatch) -> None:
     space = SimpleNamespace(f_frsize=4096, f_blocks=64 * MIB // 4096, f_bavail=0)
     monkeypatch.setattr("app.cli.check.os.statvfs", lambda path: space)
-    wanted = {"image": deployment(batching={"max_batch_size": 32}, tensor_store="off")}
+    wanted = {"image": deployment(batching={"max_batch_size": 32})}
     assert shared_memory_warnings(wanted, {"image": image_model()}) == []  # whoever has how much of it now
     both = shared_memory_warnings({**wanted, "more": wanted["image"]}, {"image": image_model(), "more": image_model()})
     (problem,) = both
@@ -387,18 +387,14 @@ def test_shared_memory_that_replicas_may_come_to_need(monkeypatch: pytest.Monkey
 
 
 def test_shared_memory_of_the_store() -> None:
-    batching = {"max_batch_size": 32, "max_in_flight": 2}
+    one = deployment(batching={"max_batch_size": 32, "max_in_flight": 2})
     image, logits = image_model().inputs[0], image_model().outputs[0]
     taking = msgspec.structs.replace(image_model(), heads=(HeadSpec("h", ("logits",)),))
     giving = msgspec.structs.replace(taking, inputs=(logits,), outputs=(image,))
     streaming = msgspec.structs.replace(image_model(), streams=True)
-    for signature, auto_is in ((taking, "off"), (giving, "on"), (streaming, "on"), (image_model(), "off")):
-        needed = {
-            store: shared_memory_bytes(deployment(batching=batching, tensor_store=store), signature)
-            for store in ("off", "on", "auto")
-        }
-        assert needed["auto"] == needed[auto_is]
-        assert 64 * MIB <= needed["on"] - needed["off"] < 65 * MIB  # the image's 18.4 MiB, rounded up to 32, twice
+    inline = shared_memory_bytes(one, image_model())
+    for signature, uses_it in ((taking, False), (giving, True), (streaming, True)):
+        assert (shared_memory_bytes(one, signature) > inline) is uses_it
 
 
 def test_every_problem_is_reported(run: Run) -> None:

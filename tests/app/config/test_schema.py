@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from app.config.schema import InvalidConfig, Unparsed, load_config, read_config
+from app.config.pipeline import Step
+from app.config.schema import FORMER_FIELDS, Config, Deployment, InvalidConfig, Unparsed, load_config, read_config
+from app.config.sections import ReplicaBounds, Section
 from app.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"deployments": {"scale": {"model": "inference.zoo.scale:Scale"}}}
@@ -160,14 +163,13 @@ def test_as_many_calls_are_in_flight_as_instances_need_unless_said_otherwise() -
     [
         ({"memory": "much"}, "`deployments.a.memory`: expected bytes, or a number with a unit such as 512MiB"),
         ({"memory": 0}, "`deployments.a.memory`: "),
-        ({"device": "cpu", "devices": ["cuda:0"]}, "expected either `device` or `devices`"),
-        ({"devices": []}, "`deployments.a.devices`: "),
-        ({"devices": ["cuda", "cuda:0"]}, "`deployments.a.devices`: expected each device once"),
-        ({"devices": ["auto", "cuda:0"]}, "`deployments.a.devices`: expected cpu, cuda or cuda:N each"),
+        ({"device": []}, "`deployments.a.device`: "),
+        ({"device": {"cpu": 1}}, "`deployments.a.device`: expected auto, cpu, cuda or cuda:N, or a list such as "),
+        ({"device": ["cuda", "cuda:0"]}, "`deployments.a.device`: expected each device once"),
+        ({"device": ["auto", "cuda:0"]}, "`deployments.a.device`: expected cpu, cuda or cuda:N each, got 'auto'"),
         ({"instances": 0}, "`deployments.a.instances`: "),
         ({"instances": 3, "batching": {"max_in_flight": 2}}, "batching.max_in_flight: expected at least instances = 3"),
         ({"model": "lm:x", "instances": 2}, "instances: expected 1 of a language model"),
-        ({"scaling": {"utilization": {"low": 0.9, "high": 0.5}}}, "expected low < high, got low 0.9 and high 0.5"),
         ({"scaling": {"queue_wait_ms": 0}}, "`deployments.a.scaling.queue_wait_ms`: "),
     ],
 )
@@ -178,7 +180,7 @@ def test_what_replicas_cannot_have_is_refused(fields: dict[str, Any], message: s
 
 
 def test_a_fused_pipeline_has_one_instance_and_a_step_of_a_graph_its_own() -> None:
-    steps = {"trunk": {"model": "m:T"}, "heads": {"h": {"model": "m:H", "instances": 3, "devices": ["cuda:1", "cpu"]}}}
+    steps = {"trunk": {"model": "m:T"}, "heads": {"h": {"model": "m:H", "instances": 3, "device": ["cuda:1", "cpu"]}}}
     fused = {"deployments": {"p": {"pipeline": {"trunk": {"model": "m:T"}, "heads": {"h": {"model": "m:H"}}}}}}
     fused["deployments"]["p"]["instances"] = 2  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="instances: expected 1 of a fused pipeline"):
@@ -318,6 +320,55 @@ def test_an_unknown_name_comes_with_the_one_that_may_be_meant(content: object, m
     with pytest.raises(ConfigError) as caught:
         read(content)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("section", ["server", "deployments.a", "deployments.a.scaling"])
+@pytest.mark.parametrize("field", FORMER_FIELDS)
+def test_a_field_of_an_earlier_version_says_what_became_of_it(section: str, field: str) -> None:
+    flags = {f"{section}.{field}": 1}
+    with pytest.raises(ConfigError) as caught:
+        read_config({"deployments": {"a": {"model": "m:M"}}}, source="t", environment={}, flags=flags)
+    assert f"`{section}.{field}`: it is " in str(caught.value)
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [(0.5, 0.5), (1, 1.0), (2000, 2000), ("16GiB", 16 * 2**30), (0, None), (1.5, None), (True, None)],
+)
+def test_the_memory_limit_is_a_part_or_a_size(given: object, limit: float | int | None) -> None:
+    if limit is None:
+        with pytest.raises(ConfigError, match=r"`server\.memory_limit`: expected a part such as 0\.8, or bytes"):
+            read({**MINIMAL, "server": {"memory_limit": given}})
+    else:
+        found = read({**MINIMAL, "server": {"memory_limit": given}}).server.memory_limit
+        assert (found, type(found)) == (limit, type(limit))
+    assert read(MINIMAL).server.memory_limit == 0.8
+
+
+def fields_in(section: type[Section], seen: set[type[Section]]) -> Iterator[str]:
+    """What can be set in a section and below it. A field that is a section counts as what is in it; a step's fields
+    that a deployment has too count there, and the form ``{min, max}`` of ``replicas`` is no further field."""
+    seen.add(section)
+    for name, field in section.model_fields.items():
+        kinds = [one for one in sections_in(field.annotation) if one is not ReplicaBounds]
+        if (not kinds or kinds == [Step]) and not (section is Step and name in Deployment.model_fields):
+            yield f"{section.__name__}.{name}"
+        for kind in kinds:
+            if kind not in seen:
+                yield from fields_in(kind, seen)
+
+
+def sections_in(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [kind for one in get_args(annotation) for kind in sections_in(one)]
+
+
+def test_there_are_fewer_than_sixty_fields() -> None:
+    """So many a reader of the reference can take in: what no operator will ever set is a constant."""
+    fields = list(fields_in(Config, set()))
+    assert len(fields) < 60, fields
 
 
 def test_all_that_is_wrong_with_a_deployment_as_a_whole_is_named_at_once() -> None:

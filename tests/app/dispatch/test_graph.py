@@ -630,6 +630,7 @@ def test_a_client_that_goes_away_cancels_every_step() -> None:
 
 def test_a_stream_is_cancelled_by_its_request_s_id_with_every_step() -> None:
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench()
         request = bench.request()
         request.cancel_id = "mine"
@@ -641,7 +642,7 @@ def test_a_stream_is_cancelled_by_its_request_s_id_with_every_step() -> None:
             await stream
         await settle()
         assert bench.call("trunk").is_cancelled
-        assert (bench.dispatcher.in_flight, bench.dispatcher.statistics.failures) == (0, 0)
+        assert (bench.dispatcher.in_flight, counts_of("p").total("headwater_failures")) == (0, 0)
 
     run(scenario)
 

@@ -177,7 +177,10 @@ NARROW = {**SIGNATURES, "trunk": signature({"x": 2}, {"features": 2})}
 def test_steps_that_do_not_fit_fail_it_by_name() -> None:
     state = graph()
     state.update(told(state, NARROW))
-    reason = "step `head_a`, input `features`: shape mismatch: expected FP32 [3], got FP32 [2] from `trunk.features`"
+    reason = "; ".join(
+        f"step `{head}`, input `features`: shape mismatch: expected FP32 [3], got FP32 [2] from `trunk.features`"
+        for head in ("head_a", "head_b")
+    )
     assert (state.state, state.reason, state.signature) == (State.FAILED, reason, None)
     state.update(told(state, NARROW, head_b=State.UNAVAILABLE))
     assert (state.state, state.reason) == (State.FAILED, reason)

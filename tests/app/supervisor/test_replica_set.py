@@ -238,7 +238,7 @@ def test_crashes_in_a_row_end_in_failure_with_the_last_lines() -> None:
         assert len(host.replicas) == 2
         assert replicas.has_given_up
         assert replicas.reason == (
-            "2 replicas were lost within crash_window_s = 300 s, the last: exited with status 3; the last lines of its "
+            "2 replicas were lost within 300 s, the last: exited with status 3; the last lines of its "
             "log: its last words"
         )
         client = unavailable(replicas.route(1)).message
@@ -247,14 +247,16 @@ def test_crashes_in_a_row_end_in_failure_with_the_last_lines() -> None:
     run(scenario, options={"mode": "crashes"}, max_crashes=2)
 
 
-def test_crashes_that_are_long_ago_do_not_count() -> None:
+def test_crashes_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.supervisor.replica_set.CRASH_WINDOW_S", 0.3)
+
     async def scenario(host: Host, replicas: ReplicaSet) -> None:
         replicas.start()
         while len(host.replicas) < 3:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
         assert replicas.state is not State.FAILED
 
-    run(scenario, options={"mode": "crashes"}, max_crashes=2, crash_window_s=0.3)
+    run(scenario, options={"mode": "crashes"}, max_crashes=2)
 
 
 def test_what_cannot_change_by_trying_again_fails_at_once(caplog: pytest.LogCaptureFixture) -> None:
