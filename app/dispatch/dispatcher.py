@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Collection, Hashable
 from typing import cast
 
@@ -19,21 +18,17 @@ from app.dispatch.deadlines import TIMER_RESOLUTION_S, Deadlines
 from app.dispatch.losses import Losses
 from app.dispatch.pending import Part, Pending
 from app.dispatch.policy import GatherClock, LengthClasses
-from app.dispatch.pool import LOST_RETRY_S, Connect, ReplicaCalls
+from app.dispatch.pool import Connect, ReplicaCalls, ReplicaPool, connect
 from app.dispatch.protocol import Fail
 from app.dispatch.queue import DEFAULT_WEIGHTS, Item
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, QueueFull, ReplicaLost, Unavailable
 from app.telemetry.recorder import Statistics, recorder
 from app.telemetry.tracing import add_model
 from app.transport.batch import encode_nothing
-from app.transport.protocol import FrameReplicaClient, ReplicaClient
-from app.transport.triton import TritonClient
+from app.transport.protocol import FrameReplicaClient
 from inference.signature import Signature
 
 __all__ = ["Dispatcher"]
-
-
-logger = logging.getLogger("headwater.dispatch")
 
 GOOD_PART = 4
 """A busy replica gets no call of less than a batch divided by this,"""
@@ -50,7 +45,7 @@ class Dispatcher:
 
     Args:
         route: the deployment.
-        connect: makes a client; tests and other engines put their own here.
+        connect: makes a client of a replica; tests and other engines put their own here.
         on_quarantined: called with the fingerprint of a request that took two replicas down.
         room: what may wait of all deployments together; default: as if there were no other.
     """
@@ -58,13 +53,13 @@ class Dispatcher:
     def __init__(
         self,
         route: DeploymentRoute,
-        connect: Connect | None = None,
+        connect: Connect = connect,
         on_quarantined: Callable[[bytes], None] = lambda mark: None,
         room: WaitingRoom | None = None,
     ) -> None:
-        self._connect = connect or _connect
+        self._connect = connect
         self._loop = asyncio.get_running_loop()
-        self._replicas: dict[str, ReplicaCalls] = {}
+        self._pool = ReplicaPool(route.name, self._open, on_back=self._schedule)
         self._dispatch_due = False
         self._delay: asyncio.TimerHandle | None = None
         self.statistics = Statistics()
@@ -130,17 +125,8 @@ class Dispatcher:
         self._lengths = LengthClasses(route.max_padding) if route.max_padding else None
         self._calls.keep_apart = self._lengths is not None
         self.route = route
-        wanted = {replica.id: replica for replica in (*route.replicas, *route.retiring)}
-        for id in [id for id in self._replicas if id not in wanted]:
-            gone = self._replicas.pop(id)
-            gone.is_lost = True
-            gone.client.close()
-        for id, replica in wanted.items():
-            if id not in self._replicas:
-                self._add(replica)
-        for replica in route.retiring:
-            self._replicas[replica.id].is_retiring = True
-        if self._retries and not self._has_able():
+        self._pool.update(route)
+        if self._retries and not self._pool.able():
             self._losses.fail_waiting()
         if not route.replicas:
             for item in self._queue.drain():
@@ -151,9 +137,7 @@ class Dispatcher:
         """End all calls; their requests are answered with `ReplicaLost`."""
         self._is_closed = True
         self._stop_delay()
-        for replica in self._replicas.values():
-            replica.client.close()
-        self._replicas.clear()
+        self._pool.close()
         self.route = msgspec.structs.replace(self.route, replicas=(), retiring=())
         for item in (*self._retries.drain(), *self._queue.drain()):
             item.payload.fail(ReplicaLost("the server is stopping"))
@@ -164,7 +148,7 @@ class Dispatcher:
         rows = self._queue.rows
         # What a streaming model computes at once only its calls in flight bound.
         most = self.route.max_in_flight if self._streams else self.route.instances
-        calls = [one.calls for one in self._replicas.values()]
+        calls = [one.calls for one in self._pool.connected.values()]
         return Moment(
             computing=sum(min(one, most) for one in calls),
             requests=max(self.in_flight, sum(calls) - (-rows // self._queue.max_batch_size)),
@@ -176,17 +160,17 @@ class Dispatcher:
         """See `app.dispatch.protocol.Drainable`."""
         found: Collection[Pending] = self._requests
         if replicas is not None:
-            held = [self._replicas[id] for id in replicas if id in self._replicas]
-            found = {_part(item).pending for one in held for batch in one.batches.values() for item in batch}
+            batches = [batch for one in self._pool.held(replicas) for batch in one.batches.values()]
+            found = {_part(item).pending for batch in batches for item in batch}
         # What is answered may still be read: that takes no replica.
         return [pending.collector.fail for pending in found if not pending.collector.is_done]
 
-    def _add(self, replica: ReplicaRoute) -> None:
+    def _open(self, replica: ReplicaRoute) -> ReplicaCalls:
         client = self._connect(self.route.name, replica)
-        self._replicas[replica.id] = ReplicaCalls(replica, client)
-        if replica.grpc_socket and self.route.signature is not None:
-            signature = self.route.signature
+        signature = self.route.signature
+        if replica.grpc_socket and signature is not None:
             cast(FrameReplicaClient, client).open(encode_nothing(signature), streams=signature.streams)
+        return ReplicaCalls(replica, client)
 
     def check_ready(self, *, is_step: bool = False) -> Signature:
         """The signature, if requests can be taken now.
@@ -396,7 +380,7 @@ class Dispatcher:
 
     def _start_alone(self) -> None:
         """Give what replicas were lost with to the replica that is set aside for it, if that is its turn."""
-        found = self._retries.next(self._replicas.values(), has_others=self._queue.rows > 0)
+        found = self._retries.next(self._pool.connected.values(), has_others=self._queue.rows > 0)
         if found is None:
             return
         replica, item = found
@@ -436,7 +420,7 @@ class Dispatcher:
         instances = self.route.instances
         best: ReplicaCalls | None = None
         aside = self._retries.aside
-        for replica in self._replicas.values():
+        for replica in self._pool.connected.values():
             if (
                 replica.calls < self.route.max_in_flight
                 and not replica.is_lost
@@ -477,18 +461,15 @@ class Dispatcher:
     # What becomes of calls
 
     def _lose(self, replica: ReplicaCalls) -> None:
-        """Give a replica no call any more; if it still stands in the table after a while, it is tried again."""
-        if not replica.is_lost:
-            replica.is_lost = True
-            self._loop.call_later(LOST_RETRY_S, self._find_again, replica)
-            if self._retries and not self._has_able():
-                self._losses.fail_waiting()
+        self._pool.lose(replica)
+        if self._retries and not self._pool.able():
+            self._losses.fail_waiting()
 
     def _take_loss(self, part: Part, error: ReplicaLost) -> None:
         if self._is_closed:
             part.fail(error)
         else:
-            self._losses.take(part, error, has_able=self._has_able())
+            self._losses.take(part, error, has_able=bool(self._pool.able()))
 
     def _take_back(self, item: Item) -> None:
         """A replica never had these rows; another may. If there is none, they wait until the table says so."""
@@ -516,34 +497,10 @@ class Dispatcher:
         """Refuse what has this fingerprint: another worker saw it take two replicas down."""
         self._losses.refuse(mark)
 
-    def _has_able(self) -> bool:
-        return any(one.is_able for one in self._replicas.values())
-
-    def _find_again(self, replica: ReplicaCalls) -> None:
-        if self._replicas.get(replica.route.id) is not replica or replica.is_retiring:
-            return
-        logger.warning(
-            "model %s: replica %s was lost, but is still there: trying it again", self.route.name, replica.route.id
-        )
-        if replica.route.grpc_socket:  # all its calls went over the connection that is gone
-            replica.client.close()
-            self._add(replica.route)
-        else:
-            replica.is_lost = False
-        self._schedule()
-
 
 def _part(item: Item) -> Part:
     part: Part = item.payload
     return part
-
-
-def _connect(name: str, route: ReplicaRoute) -> ReplicaClient | FrameReplicaClient:
-    if route.grpc_socket:
-        from app.transport.frames import FrameClient
-
-        return FrameClient(name, route.grpc_socket, route.token)
-    return TritonClient(name, route.http_socket, route.token)
 
 
 def _held_bytes(inputs: dict[str, RawTensor]) -> int:

@@ -13,7 +13,7 @@ from app.control.routing import DeploymentRoute, RoutingTable
 from app.dispatch.admission import WaitingRoom
 from app.dispatch.dispatcher import Dispatcher
 from app.dispatch.graph import GraphDispatcher
-from app.dispatch.pool import Connect
+from app.dispatch.pool import Connect, connect
 from app.dispatch.protocol import drain
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, NotFound, Unavailable
 from app.lm.dispatcher import LmDispatcher
@@ -90,7 +90,7 @@ class Models:
         room: what may wait of all deployments together; those of language models have bounds of their own.
     """
 
-    def __init__(self, connect: Connect | None = None, room: WaitingRoom | None = None) -> None:
+    def __init__(self, connect: Connect = connect, room: WaitingRoom | None = None) -> None:
         self._connect = connect
         self._room = room or WaitingRoom()
         self._models: dict[str, ServedModel] = {}

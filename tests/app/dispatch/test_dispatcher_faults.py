@@ -457,7 +457,7 @@ def test_every_request_ends_once_and_is_computed_twice_at_most(
             assert sum(number in call.values for call in bench.calls) <= 2
         assert bench.dispatcher.in_flight == 0
         assert bench.dispatcher.queued_rows == 0
-        held = [one for one in bench.dispatcher._replicas.values() if one.calls or one.rows or one.batches]
+        held = [one for one in bench.dispatcher._pool.connected.values() if one.calls or one.rows or one.batches]
         assert held == []
 
     run(scenario)

@@ -171,7 +171,7 @@ LANGUAGE_MODEL = route_of("lm-0")
 
 
 def replica_of(models: Models) -> Replica:
-    (replica,) = models.language_model("lm")._replicas.values()
+    (replica,) = models.language_model("lm")._pool.connected.values()
     assert isinstance(replica.client, Replica)
     return replica.client
 

@@ -225,7 +225,7 @@ def test_a_load_of_long_ago_keeps_nothing_from_a_replica(monkeypatch: pytest.Mon
 
 
 def test_a_replica_that_was_lost_but_stays_in_the_table_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher_module, "LOST_RETRY_S", 0.01)
+    monkeypatch.setattr("app.dispatch.pool.LOST_RETRY_S", 0.01)
     assert LOST_RETRY_S > 1
 
     async def scenario() -> None:
