@@ -14,10 +14,10 @@ from app.control.routing import DeploymentRoute, ReplicaRoute, State, unavailabl
 from app.dispatch.admission import Admission, WaitingRoom
 from app.dispatch.calls import Calls
 from app.dispatch.collector import Collector, no_rows, no_rows_by_head, wanted_heads
-from app.dispatch.deadlines import TIMER_RESOLUTION_S, Deadlines
+from app.dispatch.deadlines import Deadlines
 from app.dispatch.losses import Losses
 from app.dispatch.pending import Part, Pending
-from app.dispatch.policy import GatherClock, LengthClasses
+from app.dispatch.policy import Batching, GatherClock, LengthClasses
 from app.dispatch.pool import Connect, ReplicaCalls, ReplicaPool, connect
 from app.dispatch.protocol import Fail
 from app.dispatch.queue import DEFAULT_WEIGHTS, Item
@@ -29,12 +29,6 @@ from app.transport.protocol import FrameReplicaClient
 from inference.signature import Signature
 
 __all__ = ["Dispatcher"]
-
-GOOD_PART = 4
-"""A busy replica gets no call of less than a batch divided by this,"""
-
-GOOD_ROWS = 8
-"""nor of fewer rows than this: small batches are filled."""
 
 
 class Dispatcher:
@@ -59,9 +53,7 @@ class Dispatcher:
     ) -> None:
         self._connect = connect
         self._loop = asyncio.get_running_loop()
-        self._pool = ReplicaPool(route.name, self._open, on_back=self._schedule)
-        self._dispatch_due = False
-        self._delay: asyncio.TimerHandle | None = None
+        self._pool = ReplicaPool(route.name, self._open, on_back=lambda: self._batching.schedule())
         self.statistics = Statistics()
         self._meter = recorder().deployment(route.name)
         self._gathering = GatherClock()
@@ -88,6 +80,15 @@ class Dispatcher:
         )
         self._admission = Admission(route.name, room or WaitingRoom(), self._displace)
         self._queue = self._admission.queue
+        self._batching = Batching(
+            route,
+            self._admission,
+            self._retries,
+            self._pool.connected,
+            self._calls.start,
+            self._fitting,
+            self._gathering,
+        )
         self._lengths: LengthClasses | None = None
         self.update(route)
 
@@ -95,10 +96,6 @@ class Dispatcher:
     def signature(self) -> Signature | None:
         """The model's signature, once known."""
         return self.route.signature
-
-    @property
-    def _streams(self) -> bool:
-        return self.route.signature is not None and self.route.signature.streams
 
     @property
     def queued_rows(self) -> int:
@@ -125,18 +122,19 @@ class Dispatcher:
         self._lengths = LengthClasses(route.max_padding) if route.max_padding else None
         self._calls.keep_apart = self._lengths is not None
         self.route = route
+        self._batching.update(route)
         self._pool.update(route)
         if self._retries and not self._pool.able():
             self._losses.fail_waiting()
         if not route.replicas:
             for item in self._queue.drain():
                 item.payload.fail(unavailable(route))
-        self._schedule()
+        self._batching.schedule()
 
     def close(self) -> None:
         """End all calls; their requests are answered with `ReplicaLost`."""
         self._is_closed = True
-        self._stop_delay()
+        self._batching.close()
         self._pool.close()
         self.route = msgspec.structs.replace(self.route, replicas=(), retiring=())
         for item in (*self._retries.drain(), *self._queue.drain()):
@@ -147,7 +145,8 @@ class Dispatcher:
         """What there is to do now."""
         rows = self._queue.rows
         # What a streaming model computes at once only its calls in flight bound.
-        most = self.route.max_in_flight if self._streams else self.route.instances
+        streams = self.route.signature is not None and self.route.signature.streams
+        most = self.route.max_in_flight if streams else self.route.instances
         calls = [one.calls for one in self._pool.connected.values()]
         return Moment(
             computing=sum(min(one, most) for one in calls),
@@ -324,7 +323,7 @@ class Dispatcher:
                 self._retries.push(item)
             else:
                 self._queue.push(item)
-        self._schedule()
+        self._batching.schedule()
 
     def _cut_waiting(self) -> None:
         """Cut what waits so that it fits into the batches that are allowed now."""
@@ -362,102 +361,6 @@ class Dispatcher:
             field="inputs",
         )
 
-    # Batching
-
-    def _schedule(self) -> None:
-        """Dispatch at the end of this turn of the event loop, so that requests that arrived together go together."""
-        if not self._dispatch_due and (self._queue.rows or self._retries):
-            self._dispatch_due = True
-            self._loop.call_soon(self._dispatch)
-
-    def _dispatch(self) -> None:
-        self._dispatch_due = False
-        if self._retries:
-            self._start_alone()
-        self._start_batches()
-        if self._retries and not self._queue.rows:  # it was others' turn, but they went elsewhere
-            self._start_alone()
-
-    def _start_alone(self) -> None:
-        """Give what replicas were lost with to the replica that is set aside for it, if that is its turn."""
-        found = self._retries.next(self._pool.connected.values(), has_others=self._queue.rows > 0)
-        if found is None:
-            return
-        replica, item = found
-        first, *rest = self._fitting(item)
-        self._push_back(rest)
-        self._calls.start(replica, [first], self._gathering.read_ns())
-
-    def _push_back(self, items: list[Item]) -> None:
-        """Have these be the next to be computed alone."""
-        for item in reversed(items):
-            self._retries.push_back(item)
-
-    def _start_batches(self) -> None:
-        queue = self._queue
-        while queue.rows:
-            replica = self._choose()
-            if replica is None:
-                break
-            if not self._streams:
-                is_busy = replica.calls >= self.route.instances
-                if (is_busy and not queue.next_has(self._worth_a_call(replica))) or (
-                    self.route.max_queue_delay_ms and not self._delay_is_over()
-                ):
-                    self._gathering.run()
-                    return
-            if replica is self._retries.aside:
-                self._retries.note_batch(replica)
-            waiting = queue.rows
-            batch = queue.pop()
-            self._admission.rate.note(waiting - queue.rows, self._loop.time(), others_wait=queue.rows > 0)
-            self._calls.start(replica, batch, self._gathering.read_ns())
-        self._gathering.stop()
-
-    def _choose(self) -> ReplicaCalls | None:
-        """The replica with the fewest outstanding rows, among those that may have another call; first those with an
-        instance that is idle."""
-        instances = self.route.instances
-        best: ReplicaCalls | None = None
-        aside = self._retries.aside
-        for replica in self._pool.connected.values():
-            if (
-                replica.calls < self.route.max_in_flight
-                and not replica.is_lost
-                and not replica.is_retiring
-                and (replica is not aside or self._retries.admits(replica))
-                and (best is None or (replica.calls >= instances, replica.rows) < (best.calls >= instances, best.rows))
-            ):
-                best = replica
-        return best
-
-    def _worth_a_call(self, replica: ReplicaCalls) -> int:
-        """How many rows a replica that is busy gets: a batch, or else as many as it has, and a good part of a batch.
-
-        Where as many connections as a batch has rows ask again and again, one half is computed while the other half's
-        answers and next requests are on their way; waiting for a full batch they would do both together, in turns.
-        """
-        full = self._queue.max_batch_size
-        return min(full, max(full // GOOD_PART, GOOD_ROWS, replica.rows))
-
-    def _delay_is_over(self) -> bool:
-        """Whether the first rows have waited for company as long as they should; if not, looks again when they have."""
-        left_s = self._queue.oldest_s() + self.route.max_queue_delay_ms / 1000 - self._loop.time()
-        if left_s < TIMER_RESOLUTION_S or self._queue.next_is_full():
-            return True
-        if self._delay is None:
-            self._delay = self._loop.call_later(left_s, self._on_delay)
-        return False
-
-    def _on_delay(self) -> None:
-        self._delay = None
-        self._dispatch()
-
-    def _stop_delay(self) -> None:
-        if self._delay is not None:
-            self._delay.cancel()
-            self._delay = None
-
     # What becomes of calls
 
     def _lose(self, replica: ReplicaCalls) -> None:
@@ -479,7 +382,7 @@ class Dispatcher:
         elif not part.pending.collector.is_done:
             pieces = self._fitting(item)
             if part.losses:
-                self._push_back(pieces)
+                self._retries.push_back(pieces)
             else:
                 for piece in pieces:
                     self._queue.push(piece)
@@ -491,7 +394,7 @@ class Dispatcher:
     def _on_end(self, replica: ReplicaCalls) -> None:
         if replica is self._retries.aside:
             self._retries.note_end(replica)
-        self._schedule()
+        self._batching.schedule()
 
     def quarantine(self, mark: bytes) -> None:
         """Refuse what has this fingerprint: another worker saw it take two replicas down."""
