@@ -6,11 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Hashable
 from typing import cast
 
-import msgspec
-
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, RawTensor
 from app.control.load import Moment
-from app.control.routing import DeploymentRoute, ReplicaRoute, State, unavailable
+from app.control.routing import DeploymentRoute, ReplicaRoute, unavailable
 from app.dispatch.admission import Admission, WaitingRoom
 from app.dispatch.calls import Calls
 from app.dispatch.collector import Collector, no_rows, no_rows_by_head, wanted_heads
@@ -19,20 +17,21 @@ from app.dispatch.losses import Losses
 from app.dispatch.pending import Part, Pending
 from app.dispatch.policy import Batching, GatherClock, LengthClasses
 from app.dispatch.pool import Connect, ReplicaCalls, ReplicaPool, connect
-from app.dispatch.protocol import Fail
+from app.dispatch.protocol import Dispatcher, Fail
 from app.dispatch.queue import DEFAULT_WEIGHTS, Item
-from app.errors import RETRY_AFTER_LOST_S, BadRequest, QueueFull, ReplicaLost, Unavailable
+from app.errors import BadRequest, QueueFull, ReplicaLost
+from app.telemetry.instruments import Gauge
 from app.telemetry.recorder import Statistics, recorder
 from app.telemetry.tracing import add_model
 from app.transport.batch import encode_nothing
 from app.transport.protocol import FrameReplicaClient
 from inference.signature import Signature
 
-__all__ = ["Dispatcher"]
+__all__ = ["ModelDispatcher"]
 
 
-class Dispatcher:
-    """Takes requests for one deployment and answers them through its replicas.
+class ModelDispatcher(Dispatcher):
+    """Takes requests for one model and answers them through its replicas.
 
     Rows of concurrent requests are coalesced while the replicas are busy: with a replica idle a request leaves at once;
     otherwise rows gather until a call comes back.
@@ -57,12 +56,8 @@ class Dispatcher:
         self.statistics = Statistics()
         self._meter = recorder().deployment(route.name)
         self._gathering = GatherClock()
-        self.in_flight = 0
-        """Requests under way."""
         self._requests: set[Pending] = set()
-        """Those."""
-        self.is_draining = False
-        """Whether new requests are refused; those under way are still answered."""
+        """Those under way."""
         self.route = route
         self._is_closed = False
         self._losses = Losses(route.name, self.statistics, self._meter, on_quarantined)
@@ -93,9 +88,9 @@ class Dispatcher:
         self.update(route)
 
     @property
-    def signature(self) -> Signature | None:
-        """The model's signature, once known."""
-        return self.route.signature
+    def in_flight(self) -> int:
+        """Requests under way."""
+        return len(self._requests)
 
     @property
     def queued_rows(self) -> int:
@@ -103,15 +98,12 @@ class Dispatcher:
         return self._queue.rows + self._retries.rows
 
     def update(self, route: DeploymentRoute) -> None:
-        """Take in a new state of the deployment: other replicas, another signature."""
+        """See `Dispatcher.update`."""
         if route.signature is not None:
             is_smaller = route.signature.max_batch_size < self._queue.max_batch_size
             self._queue.max_batch_size = route.signature.max_batch_size
             if is_smaller:
                 self._cut_waiting()
-            if route.signature == self.route.signature:
-                # The same object, so that what was made for it stays good.
-                route = msgspec.structs.replace(route, signature=self.route.signature)
         if route.generation != self.route.generation:
             self._quarantine.lift()
         self._quarantine.for_s = route.quarantine_s
@@ -121,7 +113,7 @@ class Dispatcher:
             self._queue.reweigh(weights)
         self._lengths = LengthClasses(route.max_padding) if route.max_padding else None
         self._calls.keep_apart = self._lengths is not None
-        self.route = route
+        super().update(route)
         self._batching.update(route)
         self._pool.update(route)
         if self._retries and not self._pool.able():
@@ -132,17 +124,17 @@ class Dispatcher:
         self._batching.schedule()
 
     def close(self) -> None:
-        """End all calls; their requests are answered with `ReplicaLost`."""
+        """See `Dispatcher.close`."""
+        super().close()
         self._is_closed = True
         self._batching.close()
         self._pool.close()
-        self.route = msgspec.structs.replace(self.route, replicas=(), retiring=())
         for item in (*self._retries.drain(), *self._queue.drain()):
             item.payload.fail(ReplicaLost("the server is stopping"))
         self._admission.close()
 
     def moment(self) -> Moment:
-        """What there is to do now."""
+        """See `Dispatcher.moment`."""
         rows = self._queue.rows
         # What a streaming model computes at once only its calls in flight bound.
         streams = self.route.signature is not None and self.route.signature.streams
@@ -155,8 +147,12 @@ class Dispatcher:
             wait_s=self._loop.time() - self._queue.oldest_s() if rows else 0.0,
         )
 
+    def gauges(self) -> dict[Gauge, int]:
+        """See `Dispatcher.gauges`."""
+        return {self._meter.queue_rows: self.queued_rows}
+
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
-        """See `app.dispatch.protocol.Drainable`."""
+        """See `Dispatcher.under_way`."""
         found: Collection[Pending] = self._requests
         if replicas is not None:
             batches = [batch for one in self._pool.held(replicas) for batch in one.batches.values()]
@@ -171,36 +167,8 @@ class Dispatcher:
             cast(FrameReplicaClient, client).open(encode_nothing(signature), streams=signature.streams)
         return ReplicaCalls(replica, client)
 
-    def check_ready(self, *, is_step: bool = False) -> Signature:
-        """The signature, if requests can be taken now.
-
-        Raises:
-            Unavailable: they can't.
-        """
-        if self.is_draining and not is_step:
-            raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
-        route = self.route
-        if route.signature is None or not route.replicas:
-            raise unavailable(route)
-        # A step's pipeline is drained first, and still needs it.
-        if route.state is State.DRAINING and not (is_step and route.part_of is not None):
-            raise unavailable(route)
-        return route.signature
-
     async def infer(self, request: InferRequest, *, is_step: bool = False) -> Answer:
-        """Answer a request whole.
-
-        Args:
-            request: what is asked.
-            is_step: whether it is a step of a pipeline's request, which is answered although the server is stopping.
-
-        Raises:
-            Unavailable: no replica is ready, or the one that had the request ended.
-            QueueFull: the queue is full.
-            DeadlineExceeded: it took too long; rows not yet sent are never computed.
-            BadRequest: the callable said that the rows are wrong.
-            CallableFailed: the callable raised, or broke its declaration.
-        """
+        """See `Dispatcher.infer`."""
         signature = self.check_ready(is_step=is_step)
         if request.rows == 0:
             return Answer(no_rows(signature, request))
@@ -211,11 +179,7 @@ class Dispatcher:
             self._leave(pending)
 
     async def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
-        """Answer a request piece by piece, each as soon as it is ready.
-
-        Raises:
-            HeadwaterError: as `infer`; after the first piece too.
-        """
+        """See `Dispatcher.stream`."""
         signature = self.check_ready()
         if request.rows == 0:
             for piece in no_rows_by_head(signature, request):
@@ -250,13 +214,11 @@ class Dispatcher:
         )
         self._enqueue(pending, held_bytes)
         self._requests.add(pending)
-        self.in_flight += 1
         return pending
 
     def _leave(self, pending: Pending) -> None:
         """Forget a request that is answered, has failed, or whose client went away."""
         self._requests.discard(pending)
-        self.in_flight -= 1
         if pending.deadlines is not None:
             pending.deadlines.close()
         collector = pending.collector
@@ -397,7 +359,7 @@ class Dispatcher:
         self._batching.schedule()
 
     def quarantine(self, mark: bytes) -> None:
-        """Refuse what has this fingerprint: another worker saw it take two replicas down."""
+        """See `Dispatcher.quarantine`."""
         self._losses.refuse(mark)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Final, NoReturn, cast
 
 import msgspec
 
-from app.codecs.tensors import HeadAnswer, InferRequest
+from app.codecs.tensors import InferRequest
 from app.control.load import Moment
-from app.control.routing import DeploymentRoute, ReplicaRoute, State, unavailable
+from app.control.routing import DeploymentRoute, ReplicaRoute, unavailable
 from app.dispatch.pool import Connect, Replica, ReplicaPool, connect
-from app.dispatch.protocol import Fail
+from app.dispatch.protocol import Dispatcher, Fail
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, HeadwaterError, ReplicaLost, Unavailable
 from app.lm.channel import NOTHING, Channel, call_name, control_request
 from app.lm.request import RequestRun
 from app.lm.sequence import Generation, SequenceSpec
+from app.telemetry.instruments import Gauge
 from app.telemetry.recorder import LmStatistics, recorder
 from app.telemetry.tracing import add_generation
 from app.transport.protocol import FrameReplicaClient
-from inference.signature import Signature
 from inference.wire.lm import CancelRequest, Load, decode_frame
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class _Text:
     """Why there is none."""
 
 
-class LmDispatcher:
+class LmDispatcher(Dispatcher):
     """Takes requests for one language model, and has its replicas' engines generate the tokens.
 
     Args:
@@ -94,15 +94,8 @@ class LmDispatcher:
         self._folder = ""
         self._text: asyncio.Task[_Text] | None = None
         self.statistics = LmStatistics(recorder().language_model(route.name))
-        self.is_draining = False
-        """Whether new requests are refused; those under way are still answered."""
         self.route = route
         self.update(route)
-
-    @property
-    def signature(self) -> Signature | None:
-        """The model's signature, once known."""
-        return self.route.signature
 
     @property
     def in_flight(self) -> int:
@@ -120,7 +113,7 @@ class LmDispatcher:
         )
 
     def moment(self) -> Moment:
-        """What there is to do now, of this worker."""
+        """See `Dispatcher.moment`."""
         now_s = self._loop.time()
         waiting = self.load.waiting
         if not waiting:
@@ -132,39 +125,32 @@ class LmDispatcher:
         return Moment(sequences, sequences, min(waiting, sequences), wait_s if sequences else 0.0)
 
     def update(self, route: DeploymentRoute) -> None:
-        """Take in a new state of the deployment: other replicas, another signature."""
-        if route.signature is not None and route.signature == self.route.signature:
-            # The same object, so that what was made for it stays good.
-            route = msgspec.structs.replace(route, signature=self.route.signature)
-        self.route = route
+        """See `Dispatcher.update`."""
+        super().update(route)
         self._pool.update(route)
         if route.signature is not None and route.signature.language_model is not None:
             self._prepare_text(route.signature.language_model.folder)
 
     def close(self) -> None:
-        """End all requests with `ReplicaLost`."""
-        self.route = msgspec.structs.replace(self.route, replicas=(), retiring=())
+        """See `Dispatcher.close`."""
+        super().close()
         self._pool.close()
 
+    def gauges(self) -> dict[Gauge, int]:
+        """See `Dispatcher.gauges`."""
+        meter, load = recorder().language_model(self.route.name), self.load
+        now = {meter.active: load.active, meter.waiting: load.waiting, meter.cache_used: load.cache_used}
+        signature = self.signature
+        if signature is not None and signature.language_model is not None:
+            now[meter.cache_limit] = signature.language_model.limits.cache_tokens * len(self.route.replicas)
+        return now
+
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
-        """See `app.dispatch.protocol.Drainable`."""
+        """See `Dispatcher.under_way`."""
         if replicas is None:
             return [run.fail for run in self._runs if run.is_running]
         held = [one.channel for one in self._pool.held(replicas)]
         return [owner.fail for channel in held if channel is not None for owner in channel.owners]
-
-    def check_ready(self) -> Signature:
-        """The signature, if requests can be taken now.
-
-        Raises:
-            Unavailable: they can't.
-        """
-        if self.is_draining:
-            raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
-        route = self.route
-        if route.signature is None or not route.replicas or route.state is State.DRAINING:
-            raise unavailable(route)
-        return route.signature
 
     async def text(self) -> LanguageText:
         """The model's tokenizer and chat template.
@@ -219,29 +205,29 @@ class LmDispatcher:
         return run
 
     async def cancel_request(self, request_id: str) -> int:
-        """Cancel all sequences of a request, whichever worker has it. Returns how many these were."""
+        """See `Dispatcher.cancel_request`."""
         here = sum(run.cancel_unsent() for run in list(self._runs) if run.request_id == request_id)
         there = await asyncio.gather(
             *(self._cancel_at(one, request_id) for one in self._pool.connected.values() if not one.is_lost)
         )
         return here + sum(there)
 
-    # What other dispatchers have: a language model is asked by `open`
+    # Tensors: a language model is asked by `open`
 
-    async def infer(self, request: InferRequest) -> NoReturn:
-        """A language model doesn't answer with tensors.
+    def check_whole(self) -> None:
+        """See `Dispatcher.check_whole`."""
+        self.check_ready()
+        raise self._refusal()
 
-        Raises:
-            BadRequest: says where it can be asked.
-        """
-        raise self.refusal()
+    async def infer(self, request: InferRequest, *, is_step: bool = False) -> NoReturn:
+        """Raises `BadRequest`."""
+        raise self._refusal()
 
-    def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
-        """See `infer`."""
-        raise self.refusal()
+    def stream(self, request: InferRequest) -> NoReturn:
+        """Raises `BadRequest`."""
+        raise self._refusal()
 
-    def refusal(self) -> BadRequest:
-        """Says where it can be asked."""
+    def _refusal(self) -> BadRequest:
         name = self.route.name
         return BadRequest(
             f"model `{name}` is a language model and takes no tensors: POST to /v2/models/{name}/generate, "

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.codecs.tensors import RawTensor
 from app.control.routing import ReplicaRoute, RoutingTable
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.errors import CallableFailed, DeadlineExceeded, Quarantined, QueueFull, ReplicaLost, ReplicaUnreachable
 from app.gateway.models import Models
 from inference.wire.frame import Piece
@@ -266,7 +266,7 @@ def test_a_worker_tells_and_is_told_by_its_models() -> None:
             models.on_quarantined = lambda name, mark: told.append((name, mark))
             models.update(RoutingTable((bench.route,)))
             dispatcher = models.get("m").dispatcher
-            assert isinstance(dispatcher, Dispatcher)
+            assert isinstance(dispatcher, ModelDispatcher)
             bench.dispatcher.close()
             bench.dispatcher = dispatcher
             workers.append(models)
