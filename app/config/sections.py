@@ -6,6 +6,7 @@ The configuration's parts that are about security.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ __all__ = [
     "Device",
     "Devices",
     "Environment",
+    "Faults",
     "Instances",
     "LogFormat",
     "MemorySize",
@@ -54,6 +56,23 @@ class Section(BaseModel):
     """A part of the configuration: unknown fields are refused, and nothing changes after it was read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Faults(ValueError):
+    """Several things that are wrong with a section; its arguments are messages.
+
+    Args:
+        messages: one for each.
+        deployments: of the configuration as a whole: those that are at fault.
+    """
+
+    def __init__(self, messages: Sequence[str], deployments: Collection[str] = ()) -> None:
+        super().__init__(*messages)
+        self.deployments = deployments
+
+    def __str__(self) -> str:
+        """All messages."""
+        return "; ".join(map(str, self.args))
 
 
 def check_model_reference(value: str) -> str:

@@ -21,7 +21,7 @@ from app.dispatch.protocol import Dispatcher, Fail
 from app.dispatch.queue import DEFAULT_WEIGHTS, Item
 from app.errors import BadRequest, QueueFull, ReplicaLost
 from app.telemetry.instruments import Gauge
-from app.telemetry.recorder import Statistics, recorder
+from app.telemetry.recorder import recorder
 from app.telemetry.tracing import add_model
 from app.transport.batch import encode_nothing
 from app.transport.protocol import FrameReplicaClient
@@ -53,19 +53,17 @@ class ModelDispatcher(Dispatcher):
         self._connect = connect
         self._loop = asyncio.get_running_loop()
         self._pool = ReplicaPool(route.name, self._open, on_back=lambda: self._batching.schedule())
-        self.statistics = Statistics()
         self._meter = recorder().deployment(route.name)
         self._gathering = GatherClock()
         self._requests: set[Pending] = set()
         """Those under way."""
         self.route = route
         self._is_closed = False
-        self._losses = Losses(route.name, self.statistics, self._meter, on_quarantined)
+        self._losses = Losses(route.name, self._meter, on_quarantined)
         self._quarantine = self._losses.quarantine
         self._retries = self._losses.retries
         self._calls = Calls(
             route.name,
-            self.statistics,
             self._meter,
             on_lost=self._lose,
             on_lost_part=self._take_loss,
@@ -160,6 +158,11 @@ class ModelDispatcher(Dispatcher):
         # What is answered may still be read: that takes no replica.
         return [pending.collector.fail for pending in found if not pending.collector.is_done]
 
+    def cancel(self, request_id: str) -> int:
+        """See `Dispatcher.cancel`."""
+        found = [one.collector for one in self._requests if one.request.cancel_id == request_id]
+        return sum(collector.cancel() for collector in found)
+
     def _open(self, replica: ReplicaRoute) -> ReplicaCalls:
         client = self._connect(self.route.name, replica)
         signature = self.route.signature
@@ -225,12 +228,11 @@ class ModelDispatcher(Dispatcher):
         succeeded = collector.succeeded
         if succeeded:
             rows = pending.request.rows
-            self.statistics.note_request(rows, pending.queue_ns, pending.compute_ns)
             self._meter.note_request(
                 rows, pending.queue_ns, pending.batch_wait_ns, pending.compute_ns, pending.transport_ns()
             )
-        elif collector.failed:
-            self.statistics.failures += 1
+        elif collector.failed and not collector.is_cancelled:
+            self._meter.failures.add()
         if pending.trace is not None:
             error = collector.error
             name = type(error).__name__ if error is not None else ""
@@ -252,16 +254,11 @@ class ModelDispatcher(Dispatcher):
     def _admit(self, request: InferRequest, signature: Signature, held_bytes: int) -> None:
         if signature.streams and request.rows > signature.max_batch_size:
             raise self._too_many(request.rows, signature.max_batch_size)
-        try:
-            self._admission.check(request.rows, held_bytes, request.priority)
-        except QueueFull:
-            self.statistics.shed += 1
-            raise
+        self._admission.check(request.rows, held_bytes, request.priority)
 
     def _displace(self, item: Item, error: QueueFull) -> None:
         """A request gives way to one that has the better claim to its place in the queue."""
         pending = _part(item).pending
-        self.statistics.displaced += 1
         for other in pending.items:
             self._queue.remove(other)
         pending.collector.fail(error)

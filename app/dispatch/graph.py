@@ -16,7 +16,7 @@ from app.dispatch.collector import Collector, no_rows, no_rows_by_head, wanted_h
 from app.dispatch.deadlines import Deadlines
 from app.dispatch.protocol import Dispatcher, Fail
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, CallableFailed, HeadwaterError, QueueFull, Unavailable
-from app.telemetry.recorder import Statistics, recorder
+from app.telemetry.recorder import recorder
 from inference.datatypes import DATATYPES
 from inference.pipeline import INPUT, Plan, PlannedStep, Wire, tensor_text
 from inference.signature import Signature, TensorSpec
@@ -53,7 +53,6 @@ class GraphDispatcher(Dispatcher):
         self._find = find
         self._loop = asyncio.get_running_loop()
         self.route = route
-        self.statistics = Statistics()
         self._meter = recorder().deployment(route.name)
         self._runs: set[_Run] = set()
         """Requests under way."""
@@ -68,6 +67,10 @@ class GraphDispatcher(Dispatcher):
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
         """See `Dispatcher.under_way`; it has no replicas itself."""
         return [run.collector.fail for run in self._runs if not run.collector.is_done]
+
+    def cancel(self, request_id: str) -> int:
+        """See `Dispatcher.cancel`."""
+        return sum(run.collector.cancel() for run in list(self._runs) if run.request.cancel_id == request_id)
 
     def check_ready(self, *, is_step: bool = False) -> Signature:
         """See `Dispatcher.check_ready`; it can take requests while enough of its steps can."""
@@ -108,7 +111,6 @@ class GraphDispatcher(Dispatcher):
         limit = self.route.max_queue_size
         if self._rows and self._rows + request.rows > limit:
             # Before the trunk has run for what its heads would refuse.
-            self.statistics.shed += 1
             raise QueueFull(
                 f"model `{self.route.name}`: the queue is full: {self._rows} of {limit} rows are under way",
                 retry_after_s=1,
@@ -123,10 +125,9 @@ class GraphDispatcher(Dispatcher):
         self._runs.discard(run)
         self._rows -= run.request.rows
         if run.collector.succeeded:
-            self.statistics.note_request(run.request.rows, 0, int(run.collector.took_ms() * 1e6))
             self._meter.rows.add(run.request.rows)
-        elif run.collector.failed:
-            self.statistics.failures += 1
+        elif run.collector.failed and not run.collector.is_cancelled:
+            self._meter.failures.add()
         run.end()
 
 

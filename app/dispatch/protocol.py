@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -34,8 +34,6 @@ class Dispatcher(Protocol):
     """Its state."""
     is_draining: bool = False
     """Whether new requests are refused; those under way are still answered."""
-    statistics: Any
-    """What it has counted; each kind counts something else."""
 
     @property
     def signature(self) -> Signature | None:
@@ -128,7 +126,11 @@ class Dispatcher(Protocol):
         """
         ...
 
-    async def cancel_request(self, request_id: str) -> int:
+    def cancel(self, request_id: str) -> int:
+        """Cancel what runs or waits in this worker under a request's id. Returns how many streams that were."""
+        return 0
+
+    async def cancel_sequences(self, request_id: str) -> int:
         """Cancel a language model's request, whichever worker has it. Returns how many sequences it had."""
         return 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from app.codecs.generate import GenerateDecoder, GenerateEncoder
 from app.codecs.infer_request import RequestDecoder
@@ -87,6 +87,8 @@ class Models:
         self._models: dict[str, ServedModel] = {}
         self.on_quarantined: Callable[[str, bytes], None] = lambda model, mark: None
         """Called with model and fingerprint of a request that took two replicas down."""
+        self.cancel_elsewhere: Callable[[str], Awaitable[int]] = _nowhere
+        """Cancels in the other workers what has this id, and counts it."""
         self.is_draining = False
         self.streams = 0
         """Answers that are being written piece by piece; a part of them is in flight, too."""
@@ -195,8 +197,19 @@ class Models:
         return await drain(model.dispatcher, order.replicas, order.timeout_s, error)
 
     async def cancel_request(self, request_id: str) -> int:
-        """Cancel a language model's request by its id, whichever worker has it. Returns how many sequences it had."""
-        return sum(await asyncio.gather(*(one.dispatcher.cancel_request(request_id) for one in self.with_steps())))
+        """Cancel what runs or waits under a request's id, whichever worker has it.
+
+        Returns:
+            How many sequences of language models and streams that were.
+        """
+        here = self.cancel_streams(request_id)
+        # Replicas know whose sequences they have, other workers whose streams.
+        sequences = (model.dispatcher.cancel_sequences(request_id) for model in self.with_steps())
+        return here + sum(await asyncio.gather(self.cancel_elsewhere(request_id), *sequences))
+
+    def cancel_streams(self, request_id: str) -> int:
+        """Cancel this worker's streams of models and pipelines by their request's id. Returns how many these were."""
+        return sum(model.dispatcher.cancel(request_id) for model in self.with_steps())
 
     @property
     def in_flight(self) -> int:
@@ -212,6 +225,10 @@ class Models:
         """End all calls."""
         for model in self.with_steps():
             model.dispatcher.close()
+
+
+async def _nowhere(request_id: str) -> int:
+    return 0
 
 
 def _kind(route: DeploymentRoute) -> tuple[bool, bool]:

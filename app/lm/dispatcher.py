@@ -23,7 +23,7 @@ from app.lm.channel import NOTHING, Channel, call_name, control_request
 from app.lm.request import RequestRun
 from app.lm.sequence import Generation, SequenceSpec
 from app.telemetry.instruments import Gauge
-from app.telemetry.recorder import LmStatistics, recorder
+from app.telemetry.recorder import recorder
 from app.telemetry.tracing import add_generation
 from app.transport.protocol import FrameReplicaClient
 from inference.wire.lm import CancelRequest, Load, decode_frame
@@ -91,9 +91,10 @@ class LmDispatcher(Dispatcher):
         self._runs: set[RequestRun] = set()
         self._waiting_since_s: float | None = None
         """Since when sequences have waited at the engines, as far as seen."""
-        self._folder = ""
+        self._text_source: tuple[str, int] | None = None
+        """The folder that the text work is loaded from, and the deployment's generation at that time."""
         self._text: asyncio.Task[_Text] | None = None
-        self.statistics = LmStatistics(recorder().language_model(route.name))
+        self._meter = recorder().language_model(route.name)
         self.route = route
         self.update(route)
 
@@ -129,7 +130,7 @@ class LmDispatcher(Dispatcher):
         super().update(route)
         self._pool.update(route)
         if route.signature is not None and route.signature.language_model is not None:
-            self._prepare_text(route.signature.language_model.folder)
+            self._prepare_text(route.signature.language_model.folder, route.generation)
 
     def close(self) -> None:
         """See `Dispatcher.close`."""
@@ -138,7 +139,7 @@ class LmDispatcher(Dispatcher):
 
     def gauges(self) -> dict[Gauge, int]:
         """See `Dispatcher.gauges`."""
-        meter, load = recorder().language_model(self.route.name), self.load
+        meter, load = self._meter, self.load
         now = {meter.active: load.active, meter.waiting: load.waiting, meter.cache_used: load.cache_used}
         signature = self.signature
         if signature is not None and signature.language_model is not None:
@@ -160,7 +161,7 @@ class LmDispatcher(Dispatcher):
         """
         while (task := self._text) is not None:
             found = task.result() if task.done() else await asyncio.shield(task)
-            if task is not self._text:  # another folder meanwhile
+            if task is not self._text:  # another folder or a reload meanwhile
                 continue
             if found.text is None:
                 raise Unavailable(
@@ -174,7 +175,7 @@ class LmDispatcher(Dispatcher):
         """Have a request's sequences generated, all on one replica.
 
         Args:
-            request_id: the client's; `cancel_request` cancels by it.
+            request_id: the client's; `cancel_sequences` cancels by it.
             specs: the sequences.
             timeout_s: how long the request may take in all; how long it may go without a token is the deployment's
                 `timeout_s`.
@@ -189,7 +190,7 @@ class LmDispatcher(Dispatcher):
         run = RequestRun(
             request_id,
             specs,
-            self.statistics,
+            self._meter,
             start=self._start,
             on_left=self._runs.discard,
             idle_s=self.route.timeout_s,
@@ -204,8 +205,8 @@ class LmDispatcher(Dispatcher):
             raise
         return run
 
-    async def cancel_request(self, request_id: str) -> int:
-        """See `Dispatcher.cancel_request`."""
+    async def cancel_sequences(self, request_id: str) -> int:
+        """See `Dispatcher.cancel_sequences`."""
         here = sum(run.cancel_unsent() for run in list(self._runs) if run.request_id == request_id)
         there = await asyncio.gather(
             *(self._cancel_at(one, request_id) for one in self._pool.connected.values() if not one.is_lost)
@@ -252,7 +253,7 @@ class LmDispatcher(Dispatcher):
         replica = min(able, key=lambda one: (now_s < one.avoided_until_s, one.sequences))
         if replica.channel is None:
             on_end = partial(self._on_channel_end, replica)
-            replica.channel = Channel(self.route.name, replica.client, self.statistics, on_end)
+            replica.channel = Channel(self.route.name, replica.client, self._meter, on_end)
         run.submit(replica.channel)
 
     def _on_channel_end(self, replica: EngineReplica, error: HeadwaterError) -> None:
@@ -279,12 +280,13 @@ class LmDispatcher(Dispatcher):
 
     # Text
 
-    def _prepare_text(self, folder: str) -> None:
-        """Load what the text work needs, unless it is loaded from there; what failed is tried again."""
+    def _prepare_text(self, folder: str, generation: int) -> None:
+        """Load what the text work needs from a folder, unless it was since the last reload; a failed load is tried
+        again."""
         task = self._text
         has_failed = task is not None and task.done() and task.result().text is None
-        if folder != self._folder or has_failed:
-            self._folder = folder
+        if (folder, generation) != self._text_source or has_failed:
+            self._text_source = folder, generation
             self._text = self._loop.create_task(self._loaded(Path(folder)))
 
     async def _loaded(self, folder: Path) -> _Text:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from app.config.schema import Deployment
-from app.control.routing import DeploymentRoute, State
+from app.control.routing import LAST_LINES, DeploymentRoute, State
 from inference.errors import DeclarationError
 from inference.pipeline import Plan, make_plan
 from inference.signature import Signature
@@ -21,6 +21,13 @@ class StepState(NamedTuple):
     state: State
     reason: str
     signature: Signature | None
+    failure: str = ""
+    """What clients are told instead of the reason, if a start has failed and none succeeded since."""
+
+    @property
+    def cause(self) -> str:
+        """The reason, in the words for clients."""
+        return self.failure or self.reason.partition(LAST_LINES)[0]
 
 
 class GraphState:
@@ -37,6 +44,8 @@ class GraphState:
         self.config = config
         self.state = State.LOADING
         self.reason = "waiting for its steps"
+        self.failure = ""
+        """The same in the words for clients, if these are others."""
         self.since_s = time.time()
         """When it came into its state, in seconds of the Unix epoch."""
         self.is_set_aside = False
@@ -94,11 +103,13 @@ class GraphState:
         self._is_open = False
         failed = [step for step, one in steps.items() if one.state is State.FAILED and step not in known]
         if failed:
-            self._set(State.FAILED, f"step `{failed[0]}`: {steps[failed[0]].reason}")
+            one = steps[failed[0]]
+            self._set(State.FAILED, f"step `{failed[0]}`: {one.reason}", f"step `{failed[0]}`: {one.cause}")
             return
         loading = [step for step in steps if step not in known]
         if loading:
-            self._set(State.LOADING, f"step `{loading[0]}`: {steps[loading[0]].reason}")
+            one = steps[loading[0]]
+            self._set(State.LOADING, f"step `{loading[0]}`: {one.reason}", f"step `{loading[0]}`: {one.cause}")
             return
         if known != self._signatures:
             self._signatures, self.plan = known, None
@@ -115,21 +126,22 @@ class GraphState:
         away = [step for step, one in steps.items() if one.state is not State.READY]
         lost = [step for step in away if steps[step].state is State.FAILED]
         told = "; ".join(f"step `{step}` is {steps[step].state.value}: {steps[step].reason}" for step in away)
+        cause = "; ".join(f"step `{step}` is {steps[step].state.value}: {steps[step].cause}" for step in away)
         self._is_open = self._answers_without(away)
         if self._is_open:
-            self._set(State.READY, told or "all steps ready")
+            self._set(State.READY, told or "all steps ready", cause)
         else:
-            self._set(State.UNAVAILABLE if self._answers_without(lost) else State.FAILED, told)
+            self._set(State.UNAVAILABLE if self._answers_without(lost) else State.FAILED, told, cause)
 
     def _answers_without(self, steps: Collection[str]) -> bool:
         """Whether some head can be answered if these steps can't be run."""
         assert self.plan is not None
         return any(self.plan.needed([head]).isdisjoint(steps) for head in self._spec.heads)
 
-    def _set(self, state: State, reason: str) -> None:
+    def _set(self, state: State, reason: str, failure: str = "") -> None:
         if state is not self.state:
             self.since_s = time.time()
-        self.state, self.reason = state, reason
+        self.state, self.reason, self.failure = state, reason, failure
 
     def route(self, workers: int) -> DeploymentRoute:
         """What gateway workers are told."""
@@ -137,6 +149,7 @@ class GraphState:
             name=self.name,
             state=self.state,
             reason=self.reason,
+            failure=self.failure,
             since_s=self.since_s,
             is_set_aside=self.is_set_aside,
             signature=self.signature,

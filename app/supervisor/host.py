@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from app.config.schema import Deployment
 from app.control.messages import Drained
-from app.process.group_memory import NOTHING, GroupMemory
+from app.process.proc import NOTHING, GroupMemory
 from app.supervisor.replica_process import ReplicaProcess
 
 if TYPE_CHECKING:

@@ -11,7 +11,11 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from app.config.schema import Config, Deployment, Server
+from app.config.schema import (
+    Config,
+    Deployment,
+    Server,
+)
 from app.errors import ConfigError
 from app.process.sweep import SHARED_MEMORY
 from app.security.keys_file import known_keys

@@ -12,8 +12,8 @@ from typing import Final
 
 from app.config.schema import Deployment, Server
 from app.errors import NoRoom
-from app.process.machine import HOST
-from app.process.machine_memory import gpu_capacities, gpu_name, gpus_used, host_capacity, measure_groups_by_place
+from app.process.gpu import gpu_capacities, gpu_name, gpus_used
+from app.process.machine import HOST, host_capacity, measure_groups_by_place
 from app.supervisor.memory_budget import MemoryBudget, Refusal
 from app.supervisor.replica_process import ReplicaProcess
 

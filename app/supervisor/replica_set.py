@@ -70,6 +70,10 @@ class ReplicaSet:
         """How many replicas it should have now."""
         self.shortage = ""
         """Why it has fewer than its load takes, if it has."""
+        self._failure = ""
+        """Why its last start failed, in the words for clients; until one succeeds."""
+        self._trouble = ""
+        """Likewise, in those for operators."""
         self._host = host
         self._starter = ReplicaStarter(name, host)
         self._slots: list[Slot] = []
@@ -86,6 +90,12 @@ class ReplicaSet:
     def is_loaded(self) -> bool:
         """Whether it has replicas, or is trying to."""
         return bool(self._slots)
+
+    @property
+    def failure(self) -> str:
+        """What clients are told instead of the reason, if a start has failed and none succeeded since."""
+        again = "trying again after: " if self.state is State.LOADING else ""
+        return self._failure and f"{again}{self._failure}"
 
     def configure(self, config: Deployment) -> None:
         """Have another configuration from now on; replicas that run keep what they were started with."""
@@ -108,6 +118,7 @@ class ReplicaSet:
             name=self.name,
             state=self.state,
             reason=self.reason,
+            failure=self.failure,
             since_s=self.since_s,
             is_set_aside=self.is_set_aside,
             signature=self.signature,
@@ -146,17 +157,20 @@ class ReplicaSet:
         # Where there is no room, the state stays.
         count = self._within(self.bounds)
         first = await self._starter.reserve(self.config, count)
-        before = self.state, self.reason
+        before, failure = (self.state, self.reason), self._failure
+        self._failure = self._trouble = ""
         self.set_state(State.LOADING, "loading, as an operator wants")
         try:
             fresh = await self._starter.start_all(
                 self.config, count, lambda text: self.set_state(State.LOADING, text), places=first
             )
         except NoRoom:  # only the first has shown what one takes
+            self._failure = failure
             self.set_state(*before)
             raise
         except CallableFailed as error:
             self.is_set_aside = self.has_given_up = False
+            self._failure = self._starter.failure
             self.set_state(State.FAILED, error.message)
             raise
         self._switch(fresh)
@@ -177,11 +191,12 @@ class ReplicaSet:
         slots, self._slots = [*self._slots, *self._leaving], []
         self.ready.clear()
         self._retiring.clear()
-        self.shortage = ""
+        self.shortage = self._failure = self._trouble = ""
         self.set_state(State.UNLOADING, "its replicas are being ended")
         retired = await self._end(slots)
         if retired.leftovers:
             self.is_set_aside = False
+            self._failure = "it was unloaded, but something of it remains"
             self.set_state(State.FAILED, f"unloaded, but this remains: {'; '.join(retired.leftovers)}")
         else:
             self.set_state(State.UNAVAILABLE, unloaded(self.name))
@@ -415,6 +430,7 @@ class ReplicaSet:
                         slot.launched = self._starter.launch(place, self.config, self._on_progress)
                     except OSError as error:  # no space, processes or descriptors: it may pass; others go on serving
                         logger.error("%s: a replica can't be started: %s", self.name, error)
+                        self._failure = f"a replica can't be started: {error.strerror}"
                         self._note_trouble(f"a replica can't be started: {error}")
                     else:
                         is_ready = await self._starter.await_ready(slot.launched.replica, place, self.config)
@@ -463,8 +479,10 @@ class ReplicaSet:
     def _note_failed_start(self, slot: Slot, replica: ReplicaProcess, failed_starts: int) -> bool:
         """A replica ended before it was ready. Returns whether its slot gives up."""
         reason = replica.account() or "ended before it was ready"
-        logger.error("%s: did not start (%d of %d): %s", replica.id, failed_starts, FAILED_STARTS_LIMIT, reason)
-        if failed_starts >= FAILED_STARTS_LIMIT:
+        tries = "not tried again" if replica.is_permanent else f"{failed_starts} of {FAILED_STARTS_LIMIT}"
+        logger.error("%s: did not start (%s): %s", replica.id, tries, reason)
+        self._failure = replica.cause()
+        if replica.is_permanent or failed_starts >= FAILED_STARTS_LIMIT:
             self._give_up(slot, reason, f"another replica did not start: {reason}")
             return True
         self._note_trouble(reason)
@@ -473,6 +491,7 @@ class ReplicaSet:
     def _note_trouble(self, reason: str) -> None:
         """A replica could not be started, and is tried again."""
         self.is_decided = True
+        self._trouble = reason
         if not self.ready and self.state is not State.UNAVAILABLE:
             self.set_state(State.LOADING, f"trying again after: {reason}")
         else:
@@ -560,7 +579,8 @@ class ReplicaSet:
 
     def _on_progress(self, text: str) -> None:
         if self.state is State.LOADING:
-            self.set_state(State.LOADING, text)
+            after = f", trying again after: {self._trouble}" if self._trouble else ""
+            self.set_state(State.LOADING, f"{text}{after}")
 
     def set_state(self, state: State, reason: str) -> None:
         """Come into a state, and tell."""
@@ -573,6 +593,8 @@ class ReplicaSet:
             logger.info("%s: %s -> %s: %s", self.name, self.state.value, state.value, reason)
             self.since_s = time.time()
         self.state, self.reason = state, reason
+        if state is State.READY:
+            self._failure = self._trouble = ""
         if state is not State.LOADING:
             self.is_decided = True
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from app.config.schema import Deployment
 from app.errors import CallableFailed, HeadwaterError, Unavailable
-from app.process.group_memory import NOTHING, GroupMemory, group_members, measure_groups
+from app.process.proc import NOTHING, GroupMemory, group_members, measure_groups
 from app.supervisor.host import Host, Launched, Retired
 from app.supervisor.replica_memory import Place
 from app.supervisor.replica_process import ReplicaProcess
@@ -44,6 +44,8 @@ class ReplicaStarter:
     def __init__(self, name: str, host: Host) -> None:
         self.devices: dict[str, str] = {}
         """By replica, from its launch to its end: what it was placed on."""
+        self.failure = ""
+        """Why the last start of `start_all` that failed did, in the words for clients."""
         self._name = name
         self._host = host
 
@@ -164,6 +166,7 @@ class ReplicaStarter:
         for one in fresh:
             if one.replica.ending.is_set():
                 reason = one.replica.account() or "it ended"
+                self.failure = one.replica.cause()
                 return CallableFailed(f"a replica of `{self._name}` was lost before all others were ready: {reason}")
         return None
 
@@ -176,11 +179,13 @@ class ReplicaStarter:
             try:
                 launched = self.launch(place, config, on_progress)
             except OSError as error:
+                self.failure = f"it can't be started: {error.strerror}"
                 return f"it can't be started: {error}"
             if await self.await_ready(launched.replica, place, config) and not launched.replica.ending.is_set():
                 return launched
         await self._end_one(launched)
         recorder().count("headwater_replica_start_failures", self._name)
+        self.failure = launched.replica.cause()
         return launched.replica.account() or "ended before it was ready"
 
     async def discard(self, fresh: Collection[Launched]) -> None:

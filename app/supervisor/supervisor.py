@@ -110,6 +110,8 @@ class Supervisor:
         self._observer = Observer(None)
         self._url = ""
         self._status = 0
+        self._failure = ""
+        """Why it ends by itself: every deployment has failed."""
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT. Returns the exit status.
@@ -162,6 +164,8 @@ class Supervisor:
             await self._control.close()
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(lock)
+        if self._failure:  # last, where whoever started it looks first
+            logger.critical("every deployment has failed: %s", self._failure)
         return self._status
 
     def _listen(self) -> socket.socket:
@@ -271,7 +275,8 @@ class Supervisor:
                 logger.warning("%s", problem)
         # A server of which every deployment has failed serves nobody: whoever started it should know.
         if all(map(self._has_given_up, self._deployments.config.deployments)) and not self._stop_requested.is_set():
-            logger.critical("every deployment has failed: stopping")
+            failed = {name: self._sets.get(name) or self._graphs[name] for name in self._deployments.config.deployments}
+            self._failure = "; ".join(f"{name}: {one.failure or one.reason}" for name, one in failed.items())
             self._status = 1
             self._stop_requested.set()
 
@@ -293,7 +298,7 @@ class Supervisor:
     def _publish(self) -> None:
         workers = self._config.server.workers
         routes = [replicas.route(workers) for replicas in self._sets.values()]
-        steps = {one.name: StepState(one.state, one.reason, one.signature) for one in self._sets.values()}
+        steps = {one.name: StepState(one.state, one.reason, one.signature, one.failure) for one in self._sets.values()}
         for graph in self._graphs.values():
             before = graph.state, graph.reason
             graph.update(steps)

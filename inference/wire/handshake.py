@@ -46,6 +46,10 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
     event: Literal["progress", "ready", "failed", "unloaded", "ending", "ended"]
     text: str = ""
     """Of ``progress``: the stage. Of ``failed`` and ``ending``: why."""
+    cause: str = ""
+    """Of ``failed``: why, in the words for clients: the error's class and message, without the folders of paths."""
+    is_permanent: bool = False
+    """Of ``failed``: whether another start would fail in the same way."""
     signature: dict[str, Any] | None = None
     """Of ``ready``: an `inference.signature.Signature`."""
     facts: dict[str, str] = {}

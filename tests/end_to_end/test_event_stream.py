@@ -149,7 +149,8 @@ class Gateway:
 
 
 def _connection(**arguments: Any) -> BoundedConnection:
-    return BoundedConnection(head_timeout_s=5, others=Connections(100), **arguments)
+    records = RequestRecords(None, StreamLimits(15, 30))
+    return BoundedConnection(head_timeout_s=5, others=Connections(100), records=records, **arguments)
 
 
 def _access_log(log: list[dict[str, Any]]) -> Any:

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from app.cli.check import check
+from app.cli.main import main
 from app.config.schema import Deployment, Server
 from app.supervisor.preflight import (
     MIB,
@@ -142,6 +143,66 @@ def test_bad_yaml(run: Run) -> None:
 def test_a_bad_field(run: Run) -> None:
     _, report = run({"deployments": {"double": {**SCALE, "timeout_s": -1}}})
     assert "`deployments.double.timeout_s`" in only(report)["reason"]
+
+
+def test_all_problems_are_told_at_once(run: Run) -> None:
+    _, report = run(
+        {
+            "server": {"prot": 1, "runtime_dir": "/proc/headwater"},
+            "deployments": {
+                "double": SCALE,
+                "late": {**SCALE, "timeout_s": -1},
+                "typo": {**SCALE, "batchin": {}},
+                "gone": {"model": "inference.zoo.scale:Scal"},
+                "fan": {
+                    "pipeline": {
+                        "trunk": {"model": "inference.zoo.digits:Trunk"},
+                        "heads": {"digit": {"model": "inference.zoo.digits:Digit", "inputs": {"feature": "trunk.x"}}},
+                    }
+                },
+            },
+        }
+    )
+    reasons = [problem["reason"] for problem in report["problems"]]
+    for expected in (
+        "`server.prot`: unknown field; did you mean `port`?",
+        "`deployments.late.timeout_s`: ",
+        "`deployments.typo.batchin`: unknown field; did you mean `batching`?",
+        "has no Scal; its models are Scale; did you mean `Scale`?",
+        "expected some of its inputs `features`, got `feature`; did you mean `features`?",
+        "can't write in /proc",
+    ):
+        assert [expected in reason for reason in reasons].count(True) == 1, expected
+    assert len(reasons) == 6
+    assert [(one["name"], one["ok"]) for one in report["deployments"]] == [
+        ("double", True), ("gone", False), ("fan", False)
+    ]  # fmt: skip
+
+
+def test_without_any_deployment_that_is_right_the_rest_is_checked(run: Run) -> None:
+    _, report = run({"server": {"runtime_dir": "/proc/headwater"}, "deployments": {"a": {}}})
+    assert [problem["title"] for problem in report["problems"]] == ["configuration", "server.runtime_dir"]
+    assert report["deployments"] == []
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "ok"),
+    [
+        ("inference.zoo.scale:Scale", "scale", True),
+        ("inference.zoo.scale:Scal", "scal", False),
+        (f"onnx:{ROOT}/inference/zoo/weights/digit_head.onnx", "digit_head", True),
+        ("onnx:nowhere.onnx", "nowhere", False),
+        ("lm:inference.zoo:weights/tiny_lm", "tiny_lm", True),
+    ],
+)
+def test_one_model_is_checked_as_it_is_served(
+    what: str, name: str, ok: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["check", what, "--port", "0", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert (ended.value.code, report["ok"]) == (int(not ok), ok)
+    assert [(one["name"], one["ok"]) for one in report["deployments"]] == [(name, ok)]
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,7 +178,8 @@ def test_everything_that_is_wrong_in_heads_is_named_at_once() -> None:
 def test_what_came_from_the_environment_is_said_to_in_heads_too() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"`deployments\.p\.pipeline\.heads\.a\.timeout`: unknown field \(environment variable HEADWATER_",
+        match=r"`deployments\.p\.pipeline\.heads\.a\.timeout`: unknown field; "
+        r"did you mean `timeout_s`\? \(environment variable HEADWATER_",
     ):
         read(FAN, {"HEADWATER_DEPLOYMENTS__P__PIPELINE__HEADS__A__TIMEOUT": "7"})
 

@@ -20,6 +20,7 @@ from inference.wire.frame import Piece
 from inference.wire.report import CallNote, RowReport, Status
 from tests.app.dispatch import test_frame_call as frames
 from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, run, settle
+from tests.counted import count_from_zero, counts_of
 
 GONE = "the replica ended"
 
@@ -43,6 +44,7 @@ def replace(bench: Bench, *ids: str, **route: Any) -> None:
 
 def test_each_request_of_a_lost_batch_is_computed_alone_by_another_replica() -> None:
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench(replicas=2, max_in_flight=2)
         tasks = [bench.send(1), bench.send(2, 3)]
         await settle()
@@ -57,8 +59,8 @@ def test_each_request_of_a_lost_batch_is_computed_alone_by_another_replica() -> 
         assert [call.values for call in left.calls] == [[1], [2, 3]]
         left.calls[1].answer()
         assert [numbers(await task) for task in tasks] == [[2], [4, 6]]
-        assert bench.dispatcher.statistics.retried == 2
-        assert bench.dispatcher.statistics.failures == 0
+        assert counts_of("m").total("headwater_retries") == 2
+        assert counts_of("m").total("headwater_failures") == 0
 
     run(scenario)
 
@@ -118,6 +120,7 @@ def test_lost_requests_do_not_wait_for_a_busy_replica_where_one_is_idle() -> Non
 
 def test_only_the_lost_part_of_a_large_request_is_computed_again() -> None:
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench(replicas=2, max_in_flight=1)
         task = bench.send(*range(8))
         await settle()
@@ -127,7 +130,7 @@ def test_only_the_lost_part_of_a_large_request_is_computed_again() -> None:
         await settle()
         bench.replicas["m-1"].calls[1].answer()
         assert numbers(await task) == [value * 2 for value in range(8)]
-        assert bench.dispatcher.statistics.retried == 1
+        assert counts_of("m").total("headwater_retries") == 1
 
     run(scenario)
 

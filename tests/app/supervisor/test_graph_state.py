@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.config.schema import Deployment
-from app.control.routing import State
+from app.control.routing import State, unavailable
 from app.supervisor.graph_state import GraphState, StepState
 from inference.signature import Signature, TensorSpec
 
@@ -211,3 +211,21 @@ def test_what_an_operator_did_holds_whatever_its_steps_are_in() -> None:
     state.release()
     state.update(told(state))
     assert (state.state, state.reason, state.route(1).is_open) == (State.READY, "all steps ready", True)
+
+
+def test_clients_are_told_of_a_step_what_its_own_clients_are() -> None:
+    state = graph()
+    for one, known in (
+        (State.FAILED, without("head_a")),
+        (State.LOADING, without("head_a")),
+        (State.FAILED, SIGNATURES),
+    ):
+        steps = told(
+            state, known, head_a=(one, "OSError: no weights at /srv/m.py:3"), head_b=(State.UNAVAILABLE, "lost")
+        )
+        name = state.deployments["head_a"]
+        state.update({**steps, name: steps[name]._replace(failure="OSError: no weights")})
+        client = unavailable(state.route(1)).message
+        assert "OSError: no weights" in client
+        assert "/srv" not in client
+        assert "/srv" in state.route(1).reason

@@ -130,7 +130,9 @@ class Gateway:
         scope: Scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
             "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"", "state": {},
-            "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
+            "headers": [
+                (b"host", b"here"), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)),
+            ],
         }  # fmt: skip
         await self.app(scope, receive, send)
         return status
