@@ -138,10 +138,11 @@ class Retries:
         _part(item).waits = True
         self._waiting.append(item)
 
-    def push_back(self, item: Item) -> None:
-        """Put back what `next` gave, because the replica never had it."""
-        _part(item).waits = True
-        self._waiting.appendleft(item)
+    def push_back(self, items: list[Item]) -> None:
+        """Put back what `next` gave and no replica has had: `next` gives these before any other."""
+        for item in items:
+            _part(item).waits = True
+        self._waiting.extendleft(reversed(items))
 
     def remove(self, item: Item) -> None:
         """Take one out that waits, because nobody wants it any more."""

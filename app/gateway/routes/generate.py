@@ -42,7 +42,7 @@ class GenerateEndpoint(Endpoint):
         accept(scope, model.route.name, "generate")
         if model.route.is_language_model:
             return await _text_answer(self._models, self._reader, scope, receive, streams=False)
-        model.check_whole()
+        model.dispatcher.check_whole()
         decoder, encoder = model.generate_codecs()
         body, _ = await self._reader.read(scope, receive)
         began_ns = time.perf_counter_ns()

@@ -23,7 +23,6 @@ from app.errors import BadRequest, Unavailable
 from app.gateway.http.bodies import BodyReader
 from app.gateway.models import VERSION, Models, ServedModel
 from app.gateway.sampler import Sampler
-from app.lm.dispatcher import LmDispatcher
 from app.telemetry.catalogue import OUTCOMES, REQUESTS
 from app.telemetry.ledger import Counts, counts_by_deployment, read_records
 from app.telemetry.recorder import PHASE_SECONDS, recorder
@@ -208,8 +207,8 @@ def _config(model: ServedModel) -> dict[str, Any]:
 
 
 def _statistics(model: ServedModel, counts: Counts) -> dict[str, Any]:
-    if isinstance(model.dispatcher, LmDispatcher):
-        return _language_model_statistics(model.dispatcher, counts)
+    if model.route.is_language_model:
+        return _language_model_statistics(model, counts)
     if model.route.is_graph:  # its phases are those of its steps
         requests, total_ns = counts.sum("headwater_request_seconds")
         queue_ns, compute_ns = 0, total_ns
@@ -263,7 +262,7 @@ def _triton_statistics(
     }
 
 
-def _language_model_statistics(dispatcher: LmDispatcher, counts: Counts) -> dict[str, Any]:
+def _language_model_statistics(model: ServedModel, counts: Counts) -> dict[str, Any]:
     outcomes = {outcome: counts.total(REQUESTS, outcome) for outcome in OUTCOMES}
     requests, total_ns = counts.sum("headwater_request_seconds")
     failures = sum(outcomes[outcome] for outcome in ("timeout", "failed", "unavailable", "lost"))
@@ -283,7 +282,7 @@ def _language_model_statistics(dispatcher: LmDispatcher, counts: Counts) -> dict
         },
         "cache_used": counts.total("headwater_cache_used_tokens"),
     }
-    signature = dispatcher.signature
+    signature = model.route.signature
     if signature is not None and signature.language_model is not None:
         limits = signature.language_model.limits
         told["limits"] = {  # of one replica
@@ -294,7 +293,7 @@ def _language_model_statistics(dispatcher: LmDispatcher, counts: Counts) -> dict
         }
     # An engine doesn't tell when it began with a sequence: waiting is part of computing here.
     statistics = _triton_statistics(
-        dispatcher.route.name,
+        model.route.name,
         inferences=counts.total("headwater_sequences"),
         executions=counts.total("headwater_frames"),
         requests=requests,

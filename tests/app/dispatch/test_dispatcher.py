@@ -15,7 +15,7 @@ import uvloop
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.dispatch.admission import WaitingRoom
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.errors import (
     BadRequest,
     CallableFailed,
@@ -114,7 +114,7 @@ class Bench:
             replicas=tuple(ReplicaRoute(f"m-{index}", "", "") for index in range(replicas)),
             **route,
         )
-        self.dispatcher = Dispatcher(self.route, self._connect, room=room)
+        self.dispatcher = ModelDispatcher(self.route, self._connect, room=room)
 
     def _connect(self, name: str, route: ReplicaRoute) -> Replica:
         self.replicas[route.id] = Replica()

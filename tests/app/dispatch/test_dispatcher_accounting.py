@@ -109,7 +109,7 @@ class Deployment:
         assert (len(dispatcher._queue), dispatcher._queue.held_bytes) == (0, 0)
         assert not dispatcher._retries
         assert dispatcher._calls._tasks == set()
-        assert [one for one in dispatcher._replicas.values() if one.calls or one.rows or one.batches] == []
+        assert [one for one in dispatcher._pool.connected.values() if one.calls or one.rows or one.batches] == []
         assert dispatcher.under_way(None) == []
         moment = dispatcher.moment()
         assert (moment.computing, moment.requests, moment.waiting) == (0, 0, 0)

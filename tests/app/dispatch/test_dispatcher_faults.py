@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.codecs.tensors import RawTensor
 from app.control.routing import ReplicaRoute, RoutingTable
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.errors import CallableFailed, DeadlineExceeded, Quarantined, QueueFull, ReplicaLost, ReplicaUnreachable
 from app.gateway.models import Models
 from inference.wire.frame import Piece
@@ -269,7 +269,7 @@ def test_a_worker_tells_and_is_told_by_its_models() -> None:
             models.on_quarantined = lambda name, mark: told.append((name, mark))
             models.update(RoutingTable((bench.route,)))
             dispatcher = models.get("m").dispatcher
-            assert isinstance(dispatcher, Dispatcher)
+            assert isinstance(dispatcher, ModelDispatcher)
             bench.dispatcher.close()
             bench.dispatcher = dispatcher
             workers.append(models)
@@ -460,7 +460,7 @@ def test_every_request_ends_once_and_is_computed_twice_at_most(
             assert sum(number in call.values for call in bench.calls) <= 2
         assert bench.dispatcher.in_flight == 0
         assert bench.dispatcher.queued_rows == 0
-        held = [one for one in bench.dispatcher._replicas.values() if one.calls or one.rows or one.batches]
+        held = [one for one in bench.dispatcher._pool.connected.values() if one.calls or one.rows or one.batches]
         assert held == []
 
     run(scenario)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, RawTensor
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.dispatch.collector import PIECES_LIMIT, PIECES_LIMIT_BYTES
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.errors import (
     BadRequest,
     CallableFailed,
@@ -155,7 +155,7 @@ class Bench:
             replicas=tuple(ReplicaRoute(f"m-{index}", "", "", "grpc") for index in range(replicas)),
             **route,
         )
-        self.dispatcher = Dispatcher(self.route, self._connect)
+        self.dispatcher = ModelDispatcher(self.route, self._connect)
 
     def _connect(self, name: str, route: ReplicaRoute) -> Replica:
         self.replicas[route.id] = Replica()
@@ -188,11 +188,11 @@ class Bench:
 class Reader:
     """A client that reads a stream as it comes."""
 
-    def __init__(self, dispatcher: Dispatcher, request: InferRequest) -> None:
+    def __init__(self, dispatcher: ModelDispatcher, request: InferRequest) -> None:
         self.pieces: list[HeadAnswer] = []
         self.task = asyncio.create_task(self._read(dispatcher, request))
 
-    async def _read(self, dispatcher: Dispatcher, request: InferRequest) -> None:
+    async def _read(self, dispatcher: ModelDispatcher, request: InferRequest) -> None:
         async with contextlib.aclosing(dispatcher.stream(request)) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
                 self.pieces.append(piece)

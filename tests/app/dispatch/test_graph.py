@@ -12,7 +12,7 @@ import pytest
 
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, OutputWish, RawTensor
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.graph import GraphDispatcher
 from app.errors import (
     BadRequest,
@@ -704,7 +704,7 @@ def test_what_waits_in_a_steps_queue_leaves_it_with_its_client() -> None:
         planned = plan()
         client = Hanging()
         route = DeploymentRoute("p.trunk", State.READY, "", TRUNK, (ReplicaRoute("r", "", ""),))
-        trunk = Dispatcher(route, lambda name, route: client)
+        trunk = ModelDispatcher(route, lambda name, route: client)
         whole = DeploymentRoute("p", State.READY, signature=planned.signature, is_graph=True, plan=planned)
         dispatcher = GraphDispatcher(whole, {"p.trunk": trunk}.get)
         request = Bench(planned).request()

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.graph import GraphDispatcher
 from app.errors import BadRequest, Cancelled, NotFound, Unavailable
 from app.gateway.http.bodies import BodyReader
@@ -91,7 +91,7 @@ def test_steps_are_found_by_their_name_but_not_listed() -> None:
 def test_a_pipeline_finds_its_steps_wherever_the_table_has_them() -> None:
     async def scenario(models: Models) -> None:
         assert isinstance(models.get("abc").dispatcher, GraphDispatcher)
-        assert isinstance(models.get("abc.trunk").dispatcher, Dispatcher)
+        assert isinstance(models.get("abc.trunk").dispatcher, ModelDispatcher)
         models.update(RoutingTable((PIPELINE, step("head"))))
         request = InferRequest(
             "", {"x": RawTensor("FP32", (1, 1), bytes(4))}, 1, [OutputWish("y", True)], {}, {}, ("head",)
@@ -111,7 +111,7 @@ def test_a_name_that_becomes_another_kind_of_model_gets_another_dispatcher() -> 
         with pytest.raises(Unavailable):  # the old one is closed
             plain.dispatcher.check_ready()
         models.update(TABLE)
-        assert isinstance(models.get("plain").dispatcher, Dispatcher)
+        assert isinstance(models.get("plain").dispatcher, ModelDispatcher)
         again = models.get("plain")
         models.update(TABLE)
         assert models.get("plain") is again
@@ -176,7 +176,7 @@ LANGUAGE_MODEL = route_of("lm-0")
 
 
 def replica_of(models: Models) -> Replica:
-    (replica,) = models.language_model("lm")._replicas.values()
+    (replica,) = models.language_model("lm")._pool.connected.values()
     assert isinstance(replica.client, Replica)
     return replica.client
 
@@ -205,7 +205,7 @@ def test_a_language_model_is_found_as_one_and_nothing_else_is() -> None:
 def test_who_sends_tensors_to_a_language_model_is_told_where_to_ask() -> None:
     async def scenario(models: Models) -> None:
         models.update(RoutingTable((LANGUAGE_MODEL,)))
-        for check in (models.get("lm").codecs, models.get("lm").check_whole):
+        for check in (models.get("lm").codecs, models.get("lm").dispatcher.check_whole):
             with pytest.raises(BadRequest, match=r"/generate, .*/generate_stream or /v1/chat/completions"):
                 check()
 

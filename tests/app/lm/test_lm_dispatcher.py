@@ -225,7 +225,7 @@ def test_a_load_of_long_ago_keeps_nothing_from_a_replica(monkeypatch: pytest.Mon
 
 
 def test_a_replica_that_was_lost_but_stays_in_the_table_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher_module, "LOST_RETRY_S", 0.01)
+    monkeypatch.setattr("app.dispatch.pool.LOST_RETRY_S", 0.01)
     assert LOST_RETRY_S > 1
 
     async def scenario() -> None:
@@ -488,13 +488,13 @@ def test_a_request_is_cancelled_by_its_id_on_all_replicas() -> None:
         again = bench.dispatcher.open("mine", [spec()])
         await settle()
         assert (len(a.submits), len(b.submits)) == (2, 2)
-        assert await bench.dispatcher.cancel_request("mine") == 3
+        assert await bench.dispatcher.cancel_sequences("mine") == 3
         for request in (mine, again):
             error = await failure(request)
             assert isinstance(error, Cancelled)
         b.say(event(0, 0, [1], finish="stop"))
         assert await other.news()
-        assert await bench.dispatcher.cancel_request("unknown") == 0
+        assert await bench.dispatcher.cancel_sequences("unknown") == 0
         for replica in (a, b):
             assert [one for one in replica.messages if isinstance(one, CancelRequest)] == [
                 CancelRequest("mine"),
@@ -510,7 +510,7 @@ def test_a_request_that_no_replica_knows_yet_is_cancelled_here() -> None:
         bench.replica.answers_open.clear()
         request = bench.dispatcher.open("mine", [spec(), spec()])
         await settle()
-        assert await bench.dispatcher.cancel_request("mine") == 2
+        assert await bench.dispatcher.cancel_sequences("mine") == 2
         assert isinstance(await failure(request), Cancelled)
         bench.replica.answers_open.set()
         await settle()
@@ -527,7 +527,7 @@ def test_a_request_whose_tokens_are_all_there_is_not_cancelled_any_more() -> Non
         bench.replica.say(event(0, 0, [1], finish="stop"), event(1, 0, [1], finish="stop"))
         await settle()
         bench.replica.submits.clear()
-        assert await bench.dispatcher.cancel_request("mine") == 0
+        assert await bench.dispatcher.cancel_sequences("mine") == 0
         assert len(await request.news()) == 2
         assert await request.news() == []
 
@@ -545,7 +545,7 @@ def test_a_replica_that_is_lost_or_silent_has_cancelled_nothing(monkeypatch: pyt
         await settle()
         a.answers_cancels.clear()
         b.is_gone = True
-        assert await bench.dispatcher.cancel_request("mine") == 1
+        assert await bench.dispatcher.cancel_sequences("mine") == 1
 
     run(scenario)
 

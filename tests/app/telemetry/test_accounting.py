@@ -16,7 +16,7 @@ from starlette.types import Message, Scope
 from app.codecs.tensors import RawTensor
 from app.config.schema import Server
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.errors import (
     BadRequest,
     CallableFailed,
@@ -106,7 +106,7 @@ class Gateway:
     def queued_rows(self) -> int:
         """Rows that wait for the replica."""
         dispatcher = self.models.get("m").dispatcher
-        assert isinstance(dispatcher, Dispatcher)
+        assert isinstance(dispatcher, ModelDispatcher)
         return dispatcher.queued_rows
 
     async def ask(self, path: str, body: bytes, gone: asyncio.Event | None = None, method: str = "POST") -> int:
