@@ -35,6 +35,7 @@ BENCHMARKS: Final[tuple[str, ...]] = (
     "lm_engine",
     "zero_shot",
     "profiles",
+    "path",
 )
 TIMEOUT_S: Final = 600.0
 """For one of them. Most take some seconds; machines may be slow, and a benchmark that hangs must end."""
