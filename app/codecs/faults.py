@@ -1,6 +1,6 @@
-"""Reads a request's JSON, and says what is wrong with it: the field, what was expected, and what came.
+"""Reads a request's JSON and reports its faults: the field, what was expected, and what the client sent.
 
-The words are the same on every route. msgspec's own wording is read in `said` only.
+Every route reports a fault in the same words. Only `said` reads msgspec's own wording.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = [
 ]
 
 PARSE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""All that msgspec raises for input of a client's choosing."""
+"""Everything msgspec raises for a client's input."""
 
 MAX_CONTAINERS: Final = 100_000
-"""Keys, objects and arrays in a body, those in a tensor's ``data`` left out. One call decodes a body, and no other
-thread runs meanwhile: this bounds it to some hundredths of a second."""
+"""Keys, objects and arrays in a body, not counting a tensor's ``data``. One call decodes a body, and no other thread
+runs meanwhile: this bounds that time to a few hundredths of a second."""
 MAX_VALUES: Final = 1_000_000
-"""Values in a body without tensors; a plain value costs a tenth of what a key or an object does."""
+"""Values in a body without tensors; a plain value costs a tenth of a key or an object."""
 
 _KINDS: Final = {
     "int": "an integer",
@@ -62,7 +62,7 @@ _NOT_FINITE: Final = re.compile(rb"-?\b(?:NaN|Infinity)\b")
 _NOT_FINITE_HERE: Final = re.compile(rb"nan|inf", re.IGNORECASE)
 _HIGH_SURROGATE: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _BACKSLASHES: Final = re.compile(rb"\\*")
-# Past this, an error is told without looking again for the tensor's name: errors must stay cheap, too.
+# A longer body is not searched again for the tensor's name: errors must be cheap too.
 _LOOK_AGAIN_BYTES: Final = 1 << 20
 _PIECE_BYTES: Final = 1 << 16
 _FEW_BYTES: Final = 4096
@@ -72,7 +72,7 @@ _Value = TypeVar("_Value")
 
 
 class _Entry(msgspec.Struct):
-    """A tensor of which only what an error message needs is read."""
+    """The parts of a tensor that an error message needs."""
 
     name: Any = None
     data: msgspec.Raw = msgspec.Raw(b"")
@@ -89,13 +89,13 @@ _LOOSE: Final = msgspec.json.Decoder(_Loose)
 
 
 def at(path: str, tensor: str | None, message: str) -> BadRequest:
-    """A `BadRequest` that names the field by its path and, if there is one, the tensor."""
+    """A `BadRequest` that names the field by its path, and the tensor, if any."""
     named = f"{path} (tensor {shown(tensor)})" if tensor is not None else path
     return BadRequest(f"{named}: {message}", field=path)
 
 
 def shown(value: object) -> str:
-    """A JSON value as a message may quote it: of bounded length, whatever it is."""
+    """A JSON value as quoted in a message; its length is bounded."""
     if isinstance(value, str):
         return repr(value) if len(value) <= 80 else f"{value[:80]!r}... ({len(value)} characters)"
     if isinstance(value, bool):
@@ -108,18 +108,18 @@ def shown(value: object) -> str:
 
 
 def key_text(name: str) -> str:
-    """A client's own key as the last part of a path."""
+    """A key from the client as the last part of a path."""
     return repr(name[:80])[1:-1] + "..." * (len(name) > 80)
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape as a message may quote it."""
+    """A shape as quoted in a message; its length is bounded."""
     text = ", ".join(shown(dim) for dim in shape[:12])
     return f"[{text}]" if len(shape) <= 12 else f"[{text}, ...] ({len(shape)} dimensions)"
 
 
 def no_json_form(path: str, tensor: str, datatype: str) -> BadRequest:
-    """The error for an output that was wanted in JSON but has no JSON form."""
+    """The error for an output requested in JSON that has no JSON form."""
     return at(
         path,
         tensor,
@@ -130,26 +130,26 @@ def no_json_form(path: str, tensor: str, datatype: str) -> BadRequest:
 
 
 def kind_of(name: str) -> str:
-    """What msgspec calls ``int`` or ``float | null``, in words."""
+    """The words for a type that msgspec calls ``int`` or ``float | null``."""
     return " or ".join(_KINDS.get(part, part) for part in name.split(" | ") if part != "null" or name == "null")
 
 
 class Said(NamedTuple):
-    """What msgspec says of JSON that does not fit, taken apart."""
+    """The parts of an error message of msgspec."""
 
     text: str
-    """Without the path."""
+    """The message without the path."""
     path: str
     """As in ``.inputs[0].shape[1]``; ``[...]`` for a value of a dict."""
     expected: str = ""
-    """msgspec's name of a type, or several: ``float | null``."""
+    """msgspec's name of one or several types: ``float | null``."""
     got: str = ""
     unknown: str | None = None
-    """The field that an object has and should not have."""
+    """A field that the object must not have."""
     missing: str | None = None
-    """The field that an object lacks."""
+    """A required field that the object lacks."""
     value: str | None = None
-    """What is none of the values listed."""
+    """A value that is none of the choices."""
     is_out_of_range: bool = False
     byte: int | None = None
     """Where the JSON is malformed."""
@@ -158,7 +158,7 @@ class Said(NamedTuple):
 
 
 def said(error: Exception) -> Said:
-    """Take msgspec's wording apart."""
+    """Parse msgspec's wording."""
     text, found, path = str(error).rpartition(" - at `$")
     text, path = (text, path[:-1]) if found else (str(error), "")
     if kinds := _EXPECTED.match(text):
@@ -183,13 +183,13 @@ def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "
 
     Args:
         text: the JSON.
-        kind: of the value. A struct's fields of type None are the API's, but not supported here: only null may stand
-            there.
-        path: the field that the JSON is the value of; empty: it is the body.
+        kind: the value's type. A struct's field of type None is part of the API but not supported here: only null is
+            accepted.
+        path: the field whose value the JSON is; empty: the body.
 
     Raises:
-        BadRequest: it isn't JSON, is too large, has a key twice in an object, or a field is unknown, missing,
-            unsupported or of another type; the message names it.
+        BadRequest: the text isn't JSON, is too large, or has a duplicate key; or a field is unknown, missing,
+            unsupported or of another type. The message names the field.
     """
     text = bytes(text)
     check_size(text)
@@ -202,7 +202,7 @@ def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "
 
 
 def check_size(text: bytes, end: int | None = None, *, tensors: bool = False) -> None:
-    """See whether JSON may be decoded in one call: see `MAX_CONTAINERS`.
+    """Check that JSON may be decoded in one call: see `MAX_CONTAINERS`.
 
     Args:
         text: the JSON; need not be valid.
@@ -210,7 +210,7 @@ def check_size(text: bytes, end: int | None = None, *, tensors: bool = False) ->
         tensors: whether arrays are the elements of tensors, so that only keys count.
 
     Raises:
-        BadRequest: it holds too much.
+        BadRequest: the JSON holds too much.
     """
     end = len(text) if end is None else end
     if end <= MAX_CONTAINERS:
@@ -224,7 +224,7 @@ def check_size(text: bytes, end: int | None = None, *, tensors: bool = False) ->
 
 
 def _check_outside(text: bytes, end: int, counted: Sequence[bytes], limit: int, what: str) -> None:
-    """Count outside of strings, in pieces, between which other threads run."""
+    """Count outside strings, in pieces, so that other threads can run in between."""
     found = start = 0
     quotes = 0
     while start < end:
@@ -243,7 +243,7 @@ def _check_outside(text: bytes, end: int, counted: Sequence[bytes], limit: int, 
 
 
 def colons(text: bytes, end: int) -> int:
-    """``text.count(b":", 0, end)``, ten times as fast where few of many bytes are colons: `bytes.find` uses memchr."""
+    """``text.count(b":", 0, end)``, ten times as fast where colons are rare: `bytes.find` uses memchr."""
     if end < _FEW_BYTES:
         return text.count(b":", 0, end)
     found, place = 0, text.find(b":", 0, end)
@@ -255,13 +255,13 @@ def colons(text: bytes, end: int) -> int:
 
 
 def check_keys(text: bytes) -> None:
-    """See whether every object has every key once. Of two equal keys readers take one or the other, and most the last.
+    """Refuse duplicate keys, of which some readers take the first and most the last.
 
     Args:
         text: valid JSON.
 
     Raises:
-        BadRequest: a key stands twice in an object.
+        BadRequest: an object has a key twice.
         RecursionError: objects or arrays are nested too deeply.
     """
     _PAIRS.decode(text.decode(errors="replace"))
@@ -283,14 +283,14 @@ _PAIRS: Final = json.JSONDecoder(object_pairs_hook=_unique, strict=False, parse_
 def unreadable(
     error: Exception, text: bytes | memoryview, kind: Any, path: str = "", *, binary: str = ""
 ) -> BadRequest:
-    """Put into words why a request's JSON does not parse.
+    """The error that says why a request's JSON does not parse.
 
     Args:
         error: one of `PARSE_ERRORS`.
         text: the JSON.
-        kind: what it should be.
-        path: the field that the JSON is the value of; empty: it is the body.
-        binary: how a tensor goes that JSON can't carry; empty: there are none.
+        kind: the type expected.
+        path: the field whose value the JSON is; empty: the body.
+        binary: how to send a tensor that JSON can't carry; empty: the request has no tensors.
     """
     whole = path or "body"
     if isinstance(error, RecursionError):
@@ -306,7 +306,7 @@ def unreadable(
     inner = fault.path
     if inner.endswith("parameters[...]"):
         inner = inner.removesuffix("[...]") + _guilty_parameter(entry, dict if fault.got == "object" else list)
-        expected = expected.replace(" | array", "").replace(" | null", "")  # which only some of the parameters can be
+        expected = expected.replace(" | array", "").replace(" | null", "")  # only some of the parameters accept these
     place = (path + inner).lstrip(".")
     if fault.unknown is not None or fault.missing is not None:
         name = fault.unknown if fault.missing is None else fault.missing
@@ -334,7 +334,7 @@ def _type_info(kind: Any) -> inspect.Type:
 
 
 def _type_at(kind: Any, path: str) -> Sequence[inspect.Type]:
-    """What may stand at a path."""
+    """The types accepted at a path."""
     found = _alternatives(_type_info(kind))
     for part in _PATH_PART.finditer(path):
         inner: list[inspect.Type] = []
@@ -354,7 +354,7 @@ def _alternatives(kind: inspect.Type) -> Sequence[inspect.Type]:
 
 
 def _fields(kinds: Sequence[inspect.Type]) -> list[str]:
-    """The fields that an object may have here, those left out that are not supported."""
+    """The supported fields of an object."""
     return [
         field.encode_name
         for kind in kinds
@@ -378,7 +378,7 @@ def _loose(text: bytes | memoryview) -> _Loose | None:
 
 
 def _entry(path: str, text: bytes | memoryview) -> _Entry | _Loose | None:
-    """The input or output that a path lies in, or the request itself; None if that is not to be had."""
+    """The input or output that a path lies in, else the request; None if the text can't be parsed again."""
     loose = _loose(text)
     place = re.match(r"\.(inputs|outputs)\[(\d+)\]", path)
     if loose is None or place is None:
@@ -388,7 +388,7 @@ def _entry(path: str, text: bytes | memoryview) -> _Entry | _Loose | None:
 
 
 def _guilty_parameter(entry: _Entry | _Loose | None, kind: type[Any]) -> str:
-    """msgspec says ``parameters[...]``: find which one is of that kind."""
+    """The parameter of that type, which msgspec calls ``parameters[...]``."""
     values = entry.parameters if entry is not None else None
     if isinstance(values, dict):
         for name, value in values.items():
@@ -410,7 +410,7 @@ def _malformed(fault: Said, text: bytes | memoryview, path: str, binary: str) ->
             tensor,
             f"expected JSON numbers, got a NaN or Infinity at byte {position}: JSON has neither{hint}",
         )
-    # A high surrogate with something else than a low one after it: msgspec says so in some places only.
+    # A high surrogate without a low one after it; msgspec reports it in some places only.
     before = text[-16:] if fault.byte is None else text[max(position - 6, 0) : position]
     if "surrogate" in fault.text or _HIGH_SURROGATE.search(bytes(before)):
         hint = f"; bytes that are no text can be sent as {binary}" if binary else ""

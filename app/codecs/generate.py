@@ -1,6 +1,6 @@
-"""Requests and answers of Triton's generate extension: one row a request, its inputs and outputs as plain fields.
+"""Requests and answers of Triton's generate extension: one row per request, its inputs and outputs as plain fields.
 
-Source: Triton's generate extension. Its mapping is widened here to rows of any shape, and to the heads of a pipeline.
+Beyond the extension, rows may have any shape, and a pipeline's heads can be chosen.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MAX_NESTING: Final = 64
 
 
 class GenerateDecoder:
-    """Decodes requests to one model. Holds tables only, so any number of tasks may share it.
+    """Decodes requests to one model. Stateless, so any number of tasks may share it.
 
     Args:
         signature: the model's inputs, outputs, parameters and heads.
@@ -65,19 +65,19 @@ class GenerateDecoder:
 
         Args:
             body: the whole body, decompressed, within the size limit: a JSON object with the inputs by name, and
-                perhaps ``id`` and ``parameters``. A value is one row: nested as its shape, flat, or bare if it is one
-                element; dimensions that vary are taken from it. Parameters may stand beside the inputs, too.
+                optionally ``id`` and ``parameters``. A value is one row: nested as its shape, flat, or, for a single
+                element, a scalar; it determines the dimensions that vary. Parameters may also stand beside the inputs.
 
         Returns:
             The request, of one row; all its outputs in JSON.
 
         Raises:
-            BadRequest: whatever is wrong; the message names the field, what was expected and what came.
+            BadRequest: the request is invalid; the message names the field, what was expected and what was sent.
         """
         check_size(body, tensors=True)
         try:
             fields = _BODY.decode(body)
-            # Of the values each has its colons, and each key one.
+            # One colon for each key, and those within the values.
             if colons(body, len(body)) != sum(1 + colons(bytes(raw), len(raw)) for raw in fields.values()):
                 check_keys(body)
         except PARSE_ERRORS as error:
@@ -122,14 +122,14 @@ class GenerateDecoder:
         for name in names:
             datatype = self._outputs[name]
             if not datatype.json:
-                mend = "; or leave its head out of parameters.heads" if heads is not None else ""
+                fix = "; or leave its head out of parameters.heads" if heads is not None else ""
                 raise at(
                     "outputs",
                     name,
-                    f"expected a datatype that has a JSON form, got {datatype.name}; use /infer and binary data{mend}",
+                    f"expected a datatype that has a JSON form, got {datatype.name}; use /infer and binary data{fix}",
                 )
             if name in _ANSWER_FIELDS:
-                raise at("outputs", name, "expected another name than that of a field of the answer; use /infer")
+                raise at("outputs", name, "expected a name that is no field of the answer; use /infer")
         request.outputs = [OutputWish(name, binary=False) for name in names]
 
     def _unknown(self, name: str) -> BadRequest:
@@ -143,7 +143,7 @@ class GenerateDecoder:
 
 
 def _row(raw: msgspec.Raw, declared: DeclaredInput) -> RawTensor:
-    """One row, as the tensor of a request."""
+    """One row as a request's tensor."""
     spec = declared.spec
     text = bytes(raw).strip()
     path = key_text(spec.name)
@@ -154,12 +154,12 @@ def _row(raw: msgspec.Raw, declared: DeclaredInput) -> RawTensor:
     if len(nesting) == 1:
         dims = _dims_of_flat(nesting[0], declared)
     elif len(nesting) == rank or (len(nesting) < rank and nesting[-1] == 0):
-        # Arrays without elements hide the dimensions within them.
+        # An empty array hides the dimensions within it.
         dims = [*nesting, *(max(dim, 0) for dim in spec.shape[len(nesting) :])]
     else:
         raise at(
             path, None, f"expected a flat array, or one nested as a row of shape {shape_text(spec.shape)}, got "
-            f"{len(nesting)} levels of arrays"
+            f"{len(nesting)} levels of nesting"
         )  # fmt: skip
     shape = [1, *dims]
     count = element_count(shape, declared, None)
@@ -167,7 +167,7 @@ def _row(raw: msgspec.Raw, declared: DeclaredInput) -> RawTensor:
 
 
 def _single(text: bytes, declared: DeclaredInput) -> RawTensor:
-    """A row of one element that stands bare."""
+    """A row of one element, given as a scalar."""
     spec = declared.spec
     path = key_text(spec.name)
     if any(dim not in (1, -1) for dim in spec.shape):
@@ -178,7 +178,7 @@ def _single(text: bytes, declared: DeclaredInput) -> RawTensor:
     shape = [1] * (len(spec.shape) + 1)
     try:
         data = declared.data.pack(b"[%b]" % text, shape[1:], 1, None)
-    except BadRequest as error:  # which speaks of an array's first element
+    except BadRequest as error:  # it names an array's first element
         raise BadRequest(error.message.replace(f"{path}[0]", path, 1), field=path) from None
     return RawTensor(spec.datatype, tuple(shape), data)
 
@@ -186,7 +186,7 @@ def _single(text: bytes, declared: DeclaredInput) -> RawTensor:
 def _nesting(text: bytes, datatype: str, path: str) -> list[int]:
     """The lengths of an array, of its first element if that is an array, and so on.
 
-    Whether the other elements are like the first is not looked at.
+    The other elements are not compared with the first.
     """
     lengths = []
     if datatype == "BYTES":
@@ -195,11 +195,11 @@ def _nesting(text: bytes, datatype: str, path: str) -> list[int]:
             lengths.append(len(value))
             value = value[0] if value else None
         return lengths
-    # No object for each number: what is left of the text without them has one bracket or comma for each.
+    # Without the numbers, the text has one bracket or comma for each, and no object is allocated per number.
     skeleton = text.translate(None, _NUMBER_TEXT)
     depth = len(skeleton) - len(skeleton.lstrip(b"["))
     if depth > _MAX_NESTING:
-        raise at(path, None, f"expected an array, got {depth} levels of arrays")
+        raise at(path, None, f"expected an array, got {depth} levels of nesting")
     for level in range(1, depth + 1):
         end = skeleton.find(b"]" * level)
         if level > 1:
@@ -219,8 +219,8 @@ def _dims_of_flat(length: int, declared: DeclaredInput) -> list[int]:
     varying = sum(dim < 0 for dim in shape)
     if varying > 1:
         raise at(
-            path, None, f"expected arrays nested as a row of shape {shape_text(shape)}, of which several dimensions "
-            "vary, got a flat one"
+            path, None, f"expected arrays nested as a row of shape {shape_text(shape)}, several dimensions of which "
+            "vary, got a flat array"
         )  # fmt: skip
     if varying and (fixed == 0 or length % fixed):
         raise at(path, None, f"expected a multiple of {fixed} elements, for shape {shape_text(shape)}, got {length}")
@@ -236,7 +236,7 @@ class _Declared(NamedTuple):
 
 
 class GenerateEncoder:
-    """Encodes the answers of one model, whole or piece by piece. Holds tables only, so tasks may share it.
+    """Encodes the answers of one model, whole or piece by piece. Stateless, so any number of tasks may share it.
 
     Args:
         signature: the model's name, outputs and heads.
@@ -254,8 +254,8 @@ class GenerateEncoder:
         """The JSON of a whole answer: a scalar for an output of one element, a flat array otherwise.
 
         Raises:
-            BadRequest: an output is no text.
-            CallableFailed: an output that was asked for is not there, or its bytes contradict its declaration.
+            BadRequest: an output isn't UTF-8 text.
+            CallableFailed: a requested output is missing, or its bytes contradict its declaration.
         """
         gone = {output for head in answer.omitted for output in self._heads[head.head]}
         names = [wish.name for wish in request.outputs if wish.name not in gone]
@@ -267,8 +267,8 @@ class GenerateEncoder:
         """The JSON of one result among several.
 
         Raises:
-            BadRequest: an output is no text.
-            CallableFailed: an output that was asked for is not there, or its bytes contradict its declaration.
+            BadRequest: an output isn't UTF-8 text.
+            CallableFailed: a requested output is missing, or its bytes contradict its declaration.
         """
         begin = self._begin(request)
         if not self._heads:
@@ -294,8 +294,8 @@ class GenerateEncoder:
         """The JSON that ends an answer in pieces.
 
         Args:
-            request: what was asked.
-            statuses: by head; of a model that has none, empty.
+            request: the request.
+            statuses: by head; empty for a model without heads.
         """
         heads = b',"heads":%b' % orjson.dumps(dict(statuses)) if self._heads else b""
         return b'%b,"final":true%b}' % (self._begin(request), heads)

@@ -1,7 +1,7 @@
 """The body of ``POST /v2/models/{m}/infer``, decoded and checked against the model's signature.
 
 Sources: the Open Inference Protocol's inference request; Triton's binary tensor data, classification, sequence,
-schedule policy and shared memory extensions (of which the last, classification and sequences are refused).
+schedule policy and shared memory extensions (classification, sequences and shared memory are refused).
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from inference.signature import Signature
 
 __all__ = ["RequestDecoder", "example_body"]
 
-
 _Parameters = dict[str, str | int | float | bool | None] | None
-
 _NO_DATA: Final = msgspec.Raw(b"")
-
 _SIZE: Final = "binary_data_size"
-
 _LONG_BYTES: Final = 1024
-
 LIGHT_BYTES: Final = 64 * 1024
+LARGEST_EXAMPLE: Final = 1000
+"""Elements of an input at most; no example is made up for a larger one."""
 
 
 class _Input(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -56,16 +53,15 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 class _PipelineRequest(_Request, forbid_unknown_fields=True, gc=False):
     parameters: dict[str, str | int | float | bool | list[Any] | None] | None = None  # type: ignore[assignment]
-    """``heads`` may be a list."""
+    """``heads`` may be a list; other parameters are scalars."""
 
 
 _REQUEST: Final = msgspec.json.Decoder(_Request)
-
 _PIPELINE_REQUEST: Final = msgspec.json.Decoder(_PipelineRequest)
 
 
 class RequestDecoder:
-    """Decodes requests to one model. Holds tables only, so any number of tasks may share it.
+    """Decodes requests to one model. Stateless, so any number of tasks may share it.
 
     Args:
         signature: the model's inputs, outputs and parameters.
@@ -85,7 +81,7 @@ class RequestDecoder:
         )
 
     def is_light(self, header_length: int) -> bool:
-        """Whether decoding takes no time to speak of, however long the binary tensors are that follow so much JSON."""
+        """Whether decoding is fast, however long the binary tensors after ``header_length`` bytes of JSON are."""
         return header_length < LIGHT_BYTES and not self._has_texts
 
     def decode(self, body: bytes, header_length: int | None = None) -> InferRequest:
@@ -101,7 +97,7 @@ class RequestDecoder:
             The request; binary tensors are views of ``body``.
 
         Raises:
-            BadRequest: whatever is wrong; the message names the field, what was expected and what came.
+            BadRequest: the request is invalid; the message names the field, what was expected and what was sent.
         """
         text: bytes | memoryview = body
         if header_length is not None:
@@ -120,7 +116,7 @@ class RequestDecoder:
         except PARSE_ERRORS as error:
             raise self._unreadable(error, text, body, header_length) from None
         request = self._parameters.request(asked.id)
-        # The cheap checks first, so that a wrong request costs no work on its data.
+        # The cheap checks come first: an invalid request should cost no work on its data.
         binary_output = self._parameters.take(asked.parameters, request) if asked.parameters else False
         if asked.outputs:
             self._take_outputs(asked.outputs, binary_output, request.outputs)
@@ -181,7 +177,7 @@ class RequestDecoder:
             wishes.append(OutputWish(name, binary))
 
     def _take_inputs(self, asked: list[_Input], body: bytes, offset: int, request: InferRequest) -> int:
-        """Check and read the inputs; returns where the last binary tensor ends in the body."""
+        """Check and read the inputs; return where the last binary tensor ends in the body."""
         inputs = request.inputs
         for index, tensor in enumerate(asked):
             name = tensor.name
@@ -229,7 +225,7 @@ class RequestDecoder:
 
 
 def _keys(asked: _Request) -> int:
-    """How many keys there are in a request, nulls left out, if each stands in its object once."""
+    """The number of keys in a request, without nulls, if none is a duplicate."""
     count = 1 + (asked.id is not None)
     if asked.parameters is not None:
         count += 1 + len(asked.parameters)
@@ -245,15 +241,15 @@ def _keys(asked: _Request) -> int:
 
 
 def _check_keys(asked: _Request, text: bytes) -> None:
-    """See whether every object has every key once, where there are other colons than those behind keys, or nulls.
+    """Refuse duplicate keys in a request that has more colons than distinct keys: in strings, or with nulls.
 
     Raises:
-        BadRequest: one stands twice.
+        BadRequest: an object has a key twice.
         RecursionError: arrays are nested too deeply.
     """
     data = [bytes(tensor.data) for tensor in asked.inputs]
     if text.count(b":") - sum(one.count(b":") for one in data) == _keys(asked):
-        return  # they are in strings of a tensor
+        return  # the others are in strings of a tensor
     for one in data:
         if len(one) > _LONG_BYTES and one.startswith(b"["):
             text = text.replace(one, b"[]")
@@ -270,7 +266,7 @@ def _wrong_datatype(index: int, name: str, declared: str, got: str) -> BadReques
 
 
 def _binary_size(tensor: _Input, index: int) -> int | None:
-    """The input's ``binary_data_size``, once its parameters are known to hold nothing else."""
+    """The input's ``binary_data_size``; refuses any other parameter."""
     where = f"inputs[{index}].parameters"
     for key in tensor.parameters or ():
         if key != _SIZE:
@@ -283,12 +279,8 @@ def _binary_size(tensor: _Input, index: int) -> int | None:
     return integer(f"{where}.{_SIZE}", tensor.name, tensor.parameters[_SIZE], MAX_UINT64)
 
 
-LARGEST_EXAMPLE = 1000
-"""Elements of an input, for which an example is made up."""
-
-
 def example_body(signature: Signature) -> dict[str, Any] | None:
-    """A request in JSON that the model answers; None if an input has no JSON form, or is too large to look at."""
+    """A request in JSON that the model answers; None if an input has no JSON form, or is too large to read."""
     if signature.example is None and any(math.prod(spec.shape) > LARGEST_EXAMPLE for spec in signature.inputs):
         return None
     row = signature.example_row()
@@ -310,6 +302,7 @@ def example_body(signature: Signature) -> dict[str, Any] | None:
 
 
 def flat_values(value: Any) -> tuple[list[Any], list[int]]:
+    """A nested list's elements in C order, and its shape."""
     shape = []
     flat = [value]
     while isinstance(flat[0], (list, tuple)):

@@ -1,8 +1,6 @@
-"""An output's elements in JSON, written as Triton does.
+"""The body of the answer to ``POST /v2/models/{m}/infer``, laid out as Triton does.
 
-The body of the answer to ``POST /v2/models/{m}/infer``, laid out as Triton does.
-
-Source: the Open Inference Protocol's inference response, and Triton's binary tensor data extension.
+Sources: the Open Inference Protocol's inference response; Triton's binary tensor data extension.
 """
 
 from __future__ import annotations
@@ -23,15 +21,14 @@ from inference.signature import Signature
 
 __all__ = ["ResponseEncoder", "checked_size", "flat_json", "omission_parameters"]
 
-
 _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
 
 
 def checked_size(name: str, tensor: RawTensor, datatype: Datatype) -> int:
-    """The tensor's size in bytes, once it is known to agree with its shape and declared datatype.
+    """The tensor's size in bytes, checked against its shape and declared datatype.
 
     Raises:
-        CallableFailed: it doesn't.
+        CallableFailed: they disagree.
     """
     data = tensor.data
     size_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
@@ -49,7 +46,7 @@ def flat_json(name: str, tensor: RawTensor, datatype: Datatype) -> bytes:
     """The tensor's elements as a flat JSON array.
 
     Raises:
-        BadRequest: the datatype has no JSON form, or the bytes are no text.
+        BadRequest: the datatype has no JSON form, or the bytes aren't UTF-8 text.
         CallableFailed: the bytes contradict the shape.
     """
     if not datatype.json:
@@ -58,14 +55,14 @@ def flat_json(name: str, tensor: RawTensor, datatype: Datatype) -> bytes:
         return _strings(name, tensor)
     values = np.frombuffer(tensor.data, datatype.numpy)
     text = orjson.dumps(values, option=_NUMPY)
-    # orjson writes null for what JSON lacks, which tells faster than np.isfinite that there is some.
+    # orjson writes null for NaN and infinities; looking for an "n" is faster than np.isfinite.
     if datatype.numpy.kind == "f" and b"n" in text:
         return _not_finite(text, values)
     return text
 
 
 def _not_finite(text: bytes, values: np.ndarray[Any, np.dtype[Any]]) -> bytes:
-    """Replace each null by the literal that Triton writes (and that Python's json reads)."""
+    """Replace each null by the literal that Triton writes and Python's json reads."""
     literals = iter(
         [
             b"NaN" if np.isnan(value) else b"Infinity" if value > 0 else b"-Infinity"
@@ -96,7 +93,7 @@ def _strings(name: str, tensor: RawTensor) -> bytes:
         raise at(
             "outputs",
             name,
-            f"expected UTF-8 text, to write it as JSON strings, got byte 0x{byte:02x}; ask /infer for binary "
+            f"expected UTF-8 text, for JSON strings, got byte 0x{byte:02x}; ask /infer for binary "
             'data: "parameters": {"binary_data": true} on the output',
         ) from None
 
@@ -108,7 +105,7 @@ class _Declared(NamedTuple):
 
 
 class ResponseEncoder:
-    """Encodes the answers of one model. Holds tables only, so any number of tasks may share it.
+    """Encodes the answers of one model. Stateless, so any number of tasks may share it.
 
     Args:
         signature: the model's name and outputs.
@@ -135,9 +132,9 @@ class ResponseEncoder:
         """Encode one answer.
 
         Args:
-            request: what was asked; its ``outputs`` decide which outputs are written, in which order and form.
-            outputs: the model's outputs by name; those that were not asked for are left out.
-            parameters: the response's own parameters, if it has any.
+            request: the request; its ``outputs`` decide which outputs are written, in which order and form.
+            outputs: the model's outputs by name; those not requested are left out.
+            parameters: the response's own parameters, if any.
             omitted: heads whose outputs are left out; the parameters then say which, and why.
 
         Returns:
@@ -145,8 +142,8 @@ class ResponseEncoder:
             the header ``Inference-Header-Content-Length``, otherwise None. Binary pieces are the outputs' own bytes.
 
         Raises:
-            BadRequest: an output was wanted in JSON and has no JSON form.
-            CallableFailed: an output that was asked for is not there, or its bytes contradict its declaration.
+            BadRequest: an output was requested in JSON and has no JSON form.
+            CallableFailed: a requested output is missing, or its bytes contradict its declaration.
         """
         wishes = request.outputs
         if omitted:
@@ -186,7 +183,7 @@ class ResponseEncoder:
 
 
 def omission_parameters(omitted: Sequence[HeadAnswer]) -> dict[str, str]:
-    """What a response's ``parameters``, which can be scalars only, say of omitted heads; {} if there are none."""
+    """A response's ``parameters`` about omitted heads, all scalars; {} if no head is omitted."""
     if not omitted:
         return {}
     said = {"omitted_heads": ",".join(head.head for head in omitted)}

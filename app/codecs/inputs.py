@@ -1,7 +1,4 @@
-"""An input's bytes that follow the JSON: Triton's binary tensor data extension.
-
-What is known of a model's input before any request, and whether a request's shape fits it.
-"""
+"""Checks a request's inputs against those the model declares: shapes, and the binary tensors that follow the JSON."""
 
 from __future__ import annotations
 
@@ -19,105 +16,18 @@ from inference.signature import TensorSpec
 
 __all__ = ["DeclaredInput", "declared_input", "element_count", "take_binary"]
 
-
 _LENGTH: Final = struct.Struct("<I")
-
-
-def take_binary(
-    body: bytes, offset: int, size: int, spec: TensorSpec, shape: Sequence[int], count: int, index: int
-) -> memoryview:
-    """An input's bytes, checked as far as its datatype lets bytes be wrong.
-
-    Args:
-        body: the whole body.
-        offset: where the tensor begins in it.
-        size: its ``binary_data_size``, not negative.
-        spec: the declared input.
-        shape: the request's shape, already checked against the declared one.
-        count: its number of elements.
-        index: the input's place in the request, for messages.
-
-    Returns:
-        A view of ``body``: nothing is copied.
-
-    Raises:
-        BadRequest: the size contradicts the shape or the body, or the bytes their datatype.
-    """
-    datatype = DATATYPES[spec.datatype]
-    path = f"inputs[{index}].parameters.binary_data_size"
-    if datatype.size_bytes and size != count * datatype.size_bytes:
-        raise at(
-            path,
-            spec.name,
-            f"expected {count * datatype.size_bytes} bytes for {datatype.name} of shape {shape_text(shape)}, "
-            f"got {size}",
-        )
-    if size > len(body) - offset:
-        raise at(
-            path,
-            spec.name,
-            f"expected {size} bytes after the JSON, got {len(body) - offset}; compare the header "
-            "Inference-Header-Content-Length, which says how many bytes of the body are JSON (all, without it)",
-        )
-    data = memoryview(body)[offset : offset + size]
-    if datatype.name == "BYTES":
-        _check_bytes(data, spec.name, shape, count, index)
-    elif datatype.name == "BOOL" and size:
-        values = np.frombuffer(data, np.uint8)
-        if values.max() > 1:
-            place = int((values > 1).argmax())
-            raise at(
-                f"inputs[{index}]",
-                spec.name,
-                f"expected bytes of 0 or 1 for BOOL, got {int(values[place])} as element {place} of the binary data",
-            )
-    return data
-
-
-def _check_bytes(data: memoryview, name: str, shape: Sequence[int], count: int, index: int) -> None:
-    """Check that the lengths before the elements add up, without copying any."""
-    path = f"inputs[{index}]"
-    offset, end, got = 0, len(data), 0
-    length_at = _LENGTH.unpack_from
-    while offset < end:
-        if got == count:
-            raise at(
-                path,
-                name,
-                f"expected {count} elements (shape {shape_text(shape)}) in the binary data, got more: "
-                f"{end - offset} bytes are left",
-            )
-        left = end - offset - 4
-        if left < 0:
-            raise at(
-                path, name, f"expected a 4-byte length before element {got} of the binary data, got {left + 4} bytes"
-            )
-        (length,) = length_at(data, offset)
-        if length > left:
-            raise at(
-                path,
-                name,
-                f"expected {length} bytes in element {got} of the binary data, as its length says, got {left}",
-            )
-        offset += 4 + length
-        got += 1
-    if got != count:
-        raise at(path, name, f"expected {count} elements (shape {shape_text(shape)}) in the binary data, got {got}")
-
-
 _MAX_DIM: Final = 2**31 - 1
-
 _MAX_HOLLOW: Final = 2**24
-
 _MAX_BYTES_ELEMENTS: Final = 10**6
 
 
 class DeclaredInput(NamedTuple):
-    """An input."""
+    """An input that the model declares, as tables for checking requests."""
 
     spec: TensorSpec
     dims: tuple[int | None, ...]
-    """Batch axis first; None varies."""
+    """Batch axis first; None: the dimension varies."""
     size_bytes: int
     data: JsonData
 
@@ -129,15 +39,15 @@ def declared_input(spec: TensorSpec, *, rows: bool) -> DeclaredInput:
 
 
 def element_count(shape: list[int], declared: DeclaredInput, index: int | None) -> int:
-    """The number of elements, once the shape is known to fit the declared one.
+    """The number of elements of a shape, checked against the declared one.
 
     Args:
         shape: batch axis first.
         declared: the input.
-        index: its place in the request, for messages; None: it is a row that stands under the input's name.
+        index: its place in the request, for messages; None: a single row under the input's name.
 
     Raises:
-        BadRequest: it doesn't fit.
+        BadRequest: the shape doesn't fit.
     """
     dims = declared.dims
     if len(shape) == len(dims):
@@ -174,11 +84,93 @@ def _named(declared: DeclaredInput, index: int | None) -> tuple[str, str | None]
 
 
 def _check_hollow(shape: list[int], declared: DeclaredInput, index: int | None) -> None:
-    """A tensor without elements costs no bytes, and yet its other dimensions may make a callable allocate."""
+    """Bound the dimensions of an empty tensor: it costs no bytes, but a callable may allocate by its dimensions."""
     if math.prod(dim for dim in shape if dim) > _MAX_HOLLOW:
         path, name = _named(declared, index)
         raise at(
             path,
             name,
-            f"expected dimensions whose product, zeros left out, is at most {_MAX_HOLLOW}, got {shape_text(shape)}",
+            f"expected non-zero dimensions with a product of at most {_MAX_HOLLOW}, got {shape_text(shape)}",
         )
+
+
+def take_binary(
+    body: bytes, offset: int, size: int, spec: TensorSpec, shape: Sequence[int], count: int, index: int
+) -> memoryview:
+    """An input's bytes, checked for what the datatype rules out.
+
+    Args:
+        body: the whole body.
+        offset: where the tensor begins in it.
+        size: its ``binary_data_size``, not negative.
+        spec: the declared input.
+        shape: the request's shape, already checked against the declared one.
+        count: its number of elements.
+        index: the input's place in the request, for messages.
+
+    Returns:
+        A view of ``body``: nothing is copied.
+
+    Raises:
+        BadRequest: the size contradicts the shape or the body, or the bytes contradict their datatype.
+    """
+    datatype = DATATYPES[spec.datatype]
+    path = f"inputs[{index}].parameters.binary_data_size"
+    if datatype.size_bytes and size != count * datatype.size_bytes:
+        raise at(
+            path,
+            spec.name,
+            f"expected {count * datatype.size_bytes} bytes for {datatype.name} of shape {shape_text(shape)}, "
+            f"got {size}",
+        )
+    if size > len(body) - offset:
+        raise at(
+            path,
+            spec.name,
+            f"expected {size} bytes after the JSON, got {len(body) - offset}; compare the header "
+            "Inference-Header-Content-Length, which says how many bytes of the body are JSON (without it: all)",
+        )
+    data = memoryview(body)[offset : offset + size]
+    if datatype.name == "BYTES":
+        _check_bytes(data, spec.name, shape, count, index)
+    elif datatype.name == "BOOL" and size:
+        values = np.frombuffer(data, np.uint8)
+        if values.max() > 1:
+            place = int((values > 1).argmax())
+            raise at(
+                f"inputs[{index}]",
+                spec.name,
+                f"expected bytes of 0 or 1 for BOOL, got {int(values[place])} as element {place} of the binary data",
+            )
+    return data
+
+
+def _check_bytes(data: memoryview, name: str, shape: Sequence[int], count: int, index: int) -> None:
+    """Check that the lengths before the elements add up, without copying the elements."""
+    path = f"inputs[{index}]"
+    offset, end, got = 0, len(data), 0
+    length_at = _LENGTH.unpack_from
+    while offset < end:
+        if got == count:
+            raise at(
+                path,
+                name,
+                f"expected {count} elements (shape {shape_text(shape)}) in the binary data, got more: "
+                f"{end - offset} bytes are left",
+            )
+        left = end - offset - 4
+        if left < 0:
+            raise at(
+                path, name, f"expected a 4-byte length before element {got} of the binary data, got {left + 4} bytes"
+            )
+        (length,) = length_at(data, offset)
+        if length > left:
+            raise at(
+                path,
+                name,
+                f"expected {length} bytes in element {got} of the binary data, as its length says, got {left}",
+            )
+        offset += 4 + length
+        got += 1
+    if got != count:
+        raise at(path, name, f"expected {count} elements (shape {shape_text(shape)}) in the binary data, got {got}")

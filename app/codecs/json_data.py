@@ -31,31 +31,29 @@ _STRUCT_CODES: Final = {
 }
 _LENGTH: Final = struct.Struct("<I")
 _NESTED: Final = re.compile(rb"\s*\[\s*\[")
-# A list of Python floats takes 32 bytes for the two of "1,". Longer lists are parsed in pieces of this many bytes, so
-# that a body of any size costs a small multiple of itself.
+# A list of Python floats takes 32 bytes for the two of "1,". Longer texts are parsed in pieces of this many bytes, so
+# that a body's memory stays a small multiple of its size.
 _PIECE_BYTES: Final = 1 << 16
 _INT_RANGES: Final = {
     f"{sign}INT{bits}": (0, 2**bits - 1) if sign else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     for sign in ("", "U")
     for bits in (8, 16, 32, 64)
 }
-
-
 # The last doubles that still round to a finite float32.
 _FLOAT32_RANGE: Final = (-math.nextafter(2.0**128 - 2.0**103, 0.0), math.nextafter(2.0**128 - 2.0**103, 0.0))
 
 
 class JsonData:
-    """Reads the ``data`` of one declared input; it may be flat or nested as the shape says.
+    """Reads the ``data`` of one declared input: flat, or nested as the shape says.
 
     Args:
         spec: the input.
-        rows: whether the data are one row, without a batch axis, and stand under the input's own name.
+        rows: whether the data are one row, without a batch axis, under the input's own name.
     """
 
     def __init__(self, spec: TensorSpec, *, rows: bool = False) -> None:
         self._name = spec.name
-        self._mend = (
+        self._fix = (
             "POST the tensor to /infer as binary data"
             if rows
             else "send the tensor as binary data (parameters.binary_data_size)"
@@ -65,7 +63,7 @@ class JsonData:
         element: Any = {"BOOL": bool, "BYTES": str}.get(spec.datatype)
         if element is None:
             element = float if spec.datatype.startswith("FP") else int
-        # Everything that belongs to an element's text; what is left is the skeleton of brackets and commas.
+        # The characters of an element's text; without them, the skeleton of brackets and commas is left.
         self._text = b" \t\r\n" + (b"truefals" if element is bool else b"0123456789+-.eE")
         self._flat: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[element])
         nested: Any = element
@@ -75,13 +73,13 @@ class JsonData:
         self._has_json = DATATYPES[spec.datatype].json
 
     def pack(self, raw: msgspec.Raw | bytes, shape: Sequence[int], count: int, index: int | None) -> bytes:
-        """Parse and pack.
+        """Parse the text and pack the elements into bytes.
 
         Args:
             raw: the text of ``data``.
             shape: the request's shape, already checked against the declared one.
             count: its number of elements.
-            index: the input's place in the request, for messages; None: it stands under its own name.
+            index: the input's place in the request, for messages; None: the data stand under the input's name.
 
         Raises:
             BadRequest: the elements don't fit the datatype or the shape.
@@ -92,7 +90,7 @@ class JsonData:
                 "",
                 f"expected binary data, got JSON: {self._datatype} has no JSON form; "
                 + (
-                    self._mend
+                    self._fix
                     if index is None
                     else "send the bytes after the JSON and "
                     f'"parameters": {{"binary_data_size": {count * DATATYPES[self._datatype].size_bytes}}}'
@@ -125,14 +123,14 @@ class JsonData:
                 packed += element
             return bytes(packed)
         except UnicodeEncodeError:
-            raise self._bad(index, "", f"expected Unicode text, got a lone surrogate; {self._mend}") from None
+            raise self._bad(index, "", f"expected Unicode text, got a lone surrogate; {self._fix}") from None
         except (struct.error, OverflowError, ValueError):
             raise self._out_of_range(values, index, start) from None
 
     def _pack_in_pieces(self, text: bytes, shape: Sequence[int], count: int, index: int | None) -> bytes:
         nested = _NESTED.match(text) is not None
         if nested:
-            # The skeleton is that of "[1]" and of "[]" alike, so the elements are counted below all the same.
+            # "[1]" and "[]" have the same skeleton, so the elements are counted below.
             values_left = text.translate(None, b"[], \t\r\n") if count == 0 else b""
             if values_left or not _nested_as(text.translate(None, self._text), shape):
                 raise self._nested_otherwise(index, shape)
@@ -141,7 +139,7 @@ class JsonData:
             text = b"[%b]" % text.translate(None, b"[]")
         if not text.lstrip().startswith(b"["):
             raise self._bad(index, "", f"expected an array of {self._elements()}, got a single value")
-        # The parser has seen that the text is valid JSON, and in a flat array of numbers every comma separates two.
+        # The text is known to be valid JSON, and in a flat array of numbers every comma separates two.
         pieces: list[bytes] = []
         begin, end, got = text.index(b"[") + 1, text.rindex(b"]"), 0
         while begin < end:
@@ -203,7 +201,7 @@ class JsonData:
         wanted = self._elements()
         if isinstance(error, UnicodeDecodeError):
             byte = error.object[error.start]
-            return self._bad(index, "", f"expected JSON in UTF-8, got byte 0x{byte:02x} in a string; {self._mend}")
+            return self._bad(index, "", f"expected JSON in UTF-8, got byte 0x{byte:02x} in a string; {self._fix}")
         if isinstance(error, RecursionError):
             return self._bad(index, "", "expected JSON, got arrays or objects nested too deeply")
         fault = said(error)
@@ -238,7 +236,7 @@ def _one(wanted: str) -> str:
 
 
 def _subscript(place: int, shape: Sequence[int]) -> str:
-    """``place`` counts in C order over ``shape``: its ``[i][j]``."""
+    """The subscript ``[i][j]`` of an element by its place in C order."""
     indices: list[str] = []
     for dim in reversed(shape):
         place, remainder = divmod(place, dim)
@@ -247,15 +245,15 @@ def _subscript(place: int, shape: Sequence[int]) -> str:
 
 
 def _nested_as(skeleton: bytes, shape: Sequence[int]) -> bool:
-    """Whether brackets and commas are those of an array of that shape; allocates no more than ``skeleton`` has."""
+    """Whether brackets and commas are those of an array of that shape. Allocates no more than ``skeleton`` has."""
     rank = next((axis for axis, dim in enumerate(shape) if dim == 0), len(shape) - 1)
-    dims = shape[: rank + 1]  # an axis after one of size 0 leaves no trace
+    dims = shape[: rank + 1]  # nothing shows an axis behind one of size 0
     size = 0
     for dim in reversed(dims):
         size = 2 + dim * size + max(dim - 1, 0)
     if size != len(skeleton):
         return False
-    expected = b""  # of an element; not joined, since bytes.join takes 80 bytes for each part
+    expected = b""  # an element's; built without bytes.join, which takes 80 bytes for each part
     for dim in reversed(dims):
         expected = b"[%b]" % ((expected + b",") * dim)[:-1]
     return expected == skeleton

@@ -1,6 +1,4 @@
-"""Which heads of a pipeline a request wants, said by ``parameters.heads``, by its ``outputs``, or by both.
-
-A request's ``parameters``: those that the model declares, and the protocol's own.
+"""A request's ``parameters``: those that the model declares, the protocol's own, and a pipeline's ``heads``.
 
 Sources: the Open Inference Protocol's parameters; Triton's binary tensor data and schedule policy extensions.
 """
@@ -19,13 +17,12 @@ from inference.signature import HeadSpec, Signature
 
 __all__ = ["HEADS", "MAX_UINT64", "HeadChoice", "RequestParameters", "boolean", "integer", "unsupported"]
 
-
 HEADS = "heads"
 """The request parameter's name."""
 
 
 class HeadChoice:
-    """The heads of one pipeline, to choose from.
+    """Resolves which heads of a pipeline a request wants, by ``parameters.heads``, by its ``outputs``, or by both.
 
     Args:
         heads: in the order of the configuration; every output belongs to exactly one.
@@ -33,30 +30,30 @@ class HeadChoice:
 
     def __init__(self, heads: Sequence[HeadSpec]) -> None:
         self.names = tuple(head.name for head in heads)
-        """All of them, in the signature's order."""
+        """All heads, in the signature's order."""
         self._owners = {output: head.name for head in heads for output in head.outputs}
 
     def read(self, value: object, path: str) -> tuple[str, ...]:
-        """The parameter's value: names with commas between them, or a list of names.
+        """Read the parameter's value: a list of names, or names separated by commas.
 
         Args:
             value: as parsed from JSON.
-            path: what messages call the parameter.
+            path: the parameter's path, for messages.
 
         Returns:
             The names, in the signature's order.
 
         Raises:
-            BadRequest: it is neither, is empty, or has a name that is unknown or there twice.
+            BadRequest: the value is neither, is empty, or has an unknown or repeated name.
         """
         if isinstance(value, str):
             named: list[object] = [part.strip() for part in value.split(",")] if value.strip() else []
         elif isinstance(value, list):
             named = value
         else:
-            raise at(path, None, f"expected names of heads, as a list or with commas between them, got {shown(value)}")
+            raise at(path, None, f"expected names of heads, as a list or separated by commas, got {shown(value)}")
         if not named:
-            raise at(path, None, f"expected at least one of {self._listed()}, got none: no head is left")
+            raise at(path, None, f"expected at least one of {self._listed()}, got none")
         seen = set()
         for index, name in enumerate(named):
             place = f"{path}[{index}]" if isinstance(value, list) else path
@@ -68,7 +65,7 @@ class HeadChoice:
         return tuple(name for name in self.names if name in seen)
 
     def outputs_of(self, heads: Sequence[str], outputs: Sequence[str]) -> list[str]:
-        """Those of the outputs that these heads compute."""
+        """The outputs that these heads compute."""
         return [output for output in outputs if self._owners[output] in heads]
 
     def heads_of(self, outputs: Sequence[str], heads: Sequence[str]) -> tuple[str, ...]:
@@ -76,10 +73,10 @@ class HeadChoice:
 
         Args:
             outputs: the request's ``outputs``.
-            heads: the request's ``parameters.heads``; empty: any. One of which no output is wanted is not run.
+            heads: the request's ``parameters.heads``; empty: any. A head without a requested output is not run.
 
         Raises:
-            BadRequest: an output belongs to a head that is not among them.
+            BadRequest: an output belongs to a head that is not among ``heads``.
         """
         owners = set()
         for index, output in enumerate(outputs):
@@ -103,13 +100,9 @@ class HeadChoice:
 
 
 MAX_UINT64: Final = 2**64 - 1
-
 _MAX_PRIORITY: Final = 2**32 - 1
-
 _MAX_ID_CHARACTERS: Final = 1000
-
 _INT64: Final = range(-(2**63), 2**63)
-
 _BINARY_OUTPUT: Final = "binary_data_output"
 
 
@@ -118,17 +111,17 @@ class RequestParameters:
 
     Args:
         signature: the model's parameters and heads.
-        binary: whether ``binary_data_output`` is one.
+        binary: whether ``binary_data_output`` is accepted.
     """
 
     def __init__(self, signature: Signature, *, binary: bool) -> None:
-        # `declared` checks the declaration each time it is called: once is enough.
+        # `declared` checks the declaration on each call; once is enough.
         self._declared: dict[str, Parameter] = {spec.name: spec.declared() for spec in signature.parameters}
         self._defaults: dict[str, dict[str, Scalar]] = {"batch": {}, "row": {}}
         for name, parameter in self._declared.items():
             self._defaults[parameter.per][name] = parameter.default
         self.heads = HeadChoice(signature.heads) if signature.heads else None
-        """Of a pipeline."""
+        """None unless the model is a pipeline."""
         self._binary = binary
         self._known = (
             *self._declared,
@@ -139,7 +132,7 @@ class RequestParameters:
         )
 
     def request(self, id: str | None) -> InferRequest:
-        """A request with all parameters at their defaults, and nothing else yet.
+        """A request with an id and default parameters, still without inputs and outputs.
 
         Raises:
             BadRequest: the id is too long.
@@ -156,18 +149,18 @@ class RequestParameters:
         )
 
     def take(self, given: Mapping[str, Any], request: InferRequest, where: str = "parameters") -> bool:
-        """Check parameters and note them in the request.
+        """Check parameters and set them in the request.
 
         Args:
             given: values by name.
-            request: to be completed.
-            where: the field that has them; empty: they are fields of the request themselves.
+            request: the request to complete.
+            where: the field that holds the parameters; empty: they are fields of the request.
 
         Returns:
             ``binary_data_output``.
 
         Raises:
-            BadRequest: one is unknown, of another type, or out of bounds.
+            BadRequest: a parameter is unknown, of another type, or out of bounds.
         """
         binary_output = False
         for name, value in given.items():
@@ -197,21 +190,21 @@ class RequestParameters:
 
 
 def boolean(path: str, tensor: str | None, value: object) -> bool:
-    """A value that must be true or false."""
+    """Check that a value is true or false."""
     if isinstance(value, bool):
         return value
     raise at(path, tensor, f"expected true or false, got {shown(value)}")
 
 
 def integer(path: str, tensor: str | None, value: object, maximum: int) -> int:
-    """A value that must be an integer from 0 to ``maximum``."""
+    """Check that a value is an integer from 0 to ``maximum``."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= maximum:
         return value
     raise at(path, tensor, f"expected an integer, 0 to {maximum}, got {shown(value)}")
 
 
 def unsupported(where: str, tensor: str | None, name: str, known: Sequence[str]) -> BadRequest:
-    """The error for a parameter that is not one of those known."""
+    """The error for an unknown parameter."""
     path = _path(where, key_text(name))
     if name.startswith(("shared_memory_", "sequence_")) or name == "classification":
         return at(path, tensor, f"not supported by this server; expected one of {', '.join(known)}, got {shown(name)}")
@@ -231,6 +224,6 @@ def _checked(parameter: Parameter, value: object, where: str) -> Scalar:
     except OverflowError:
         raise at(path, None, f"expected float, got {shown(value)}, which is beyond a float") from None
     except DeclarationError as error:
-        # Its own wording quotes the value whole, and as Python writes it.
+        # The error's message quotes the whole value, as Python writes it.
         message = str(error).removeprefix(f"parameter {parameter.name!r}: ").rpartition(", got ")[0]
         raise at(path, None, f"{message}, got {shown(value)}") from None

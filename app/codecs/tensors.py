@@ -1,9 +1,4 @@
-"""Tensors as the gateway carries them: raw bytes with a shape, undecoded.
-
-What a deployment answers: outputs, and how each head of a pipeline fared.
-
-Cutting tensors along the batch axis, and joining the pieces: by bytes, undecoded.
-"""
+"""Requests, answers and tensors as the gateway carries them: raw bytes with a shape, cut and joined undecoded."""
 
 from __future__ import annotations
 
@@ -42,7 +37,7 @@ class RawTensor:
 
 @dataclass(slots=True)
 class OutputWish:
-    """One output that a request wants, and in which form."""
+    """An output that a request wants, and in which form."""
 
     name: str
     binary: bool
@@ -58,19 +53,19 @@ class InferRequest:
     rows: int
     """The batch axis, the same in all inputs; may be 0."""
     outputs: list[OutputWish]
-    """The wanted outputs, in the order asked for; all declared ones if the request named none."""
+    """The wanted outputs, in the request's order; all declared ones if the request named none."""
     batch_parameters: dict[str, Scalar]
     """Declared parameters per batch, defaults filled in."""
     row_parameters: dict[str, Scalar]
     """Declared parameters per row, defaults filled in; the same value for all rows of this request."""
     heads: tuple[str, ...] = ()
-    """Of a pipeline: the wanted heads, in the signature's order. Never empty there; always empty elsewhere."""
+    """A pipeline's wanted heads, in the signature's order, never empty; always empty for other models."""
     priority: int = 0
-    """1 is the most urgent; 0 stands for the default."""
+    """1 is the most urgent; 0: the default."""
     timeout_us: int = 0
-    """The client's own deadline in microseconds; 0 for none."""
+    """The client's own deadline in microseconds; 0: none."""
     cancel_id: str = ""
-    """By which a client may cancel it (`app.security.key_check.owned_id`); empty: it can't be."""
+    """The id by which a client may cancel the request (`app.security.key_check.owned_id`); empty: none."""
 
 
 Outputs = dict[str, RawTensor]
@@ -78,14 +73,14 @@ Outputs = dict[str, RawTensor]
 
 @dataclass(slots=True)
 class HeadAnswer:
-    """One result of a request: of one head of a pipeline, or of a model that is none (then the name is empty)."""
+    """One result of a request: from one head of a pipeline, or from a plain model (then the name is empty)."""
 
     head: str
     outputs: Outputs = field(default_factory=dict)
-    """Those of the wanted outputs that it computes; empty if it failed."""
+    """The wanted outputs that the head computes; empty if it failed."""
     error: HeadwaterError | None = None
     took_ms: float = 0.0
-    """Since the request was taken in."""
+    """Time since the request was accepted."""
 
     @property
     def status(self) -> str:
@@ -101,13 +96,13 @@ class Answer(NamedTuple):
     """The whole answer to a request."""
 
     outputs: Outputs
-    """The wanted ones, less those of omitted heads."""
+    """The wanted outputs, without those of omitted heads."""
     omitted: Sequence[HeadAnswer] = ()
-    """Heads that failed and say ``on_error: omit``."""
+    """Heads that failed and have ``on_error: omit``."""
 
 
 class SlicedTensor:
-    """A tensor prepared for being cut: where each row's bytes begin."""
+    """A tensor ready to be cut: knows where each row's bytes begin."""
 
     __slots__ = ("_offsets", "_row_bytes", "_tensor")
 
@@ -121,7 +116,7 @@ class SlicedTensor:
             self._row_bytes = len(tensor.data) // tensor.shape[0]
 
     def rows(self, start: int, count: int) -> RawTensor:
-        """Some of its rows; a view, not a copy."""
+        """Some of the tensor's rows; a view, not a copy."""
         tensor = self._tensor
         if self._offsets:
             data = tensor.data[self._offsets[start] : self._offsets[start + count]]
@@ -131,7 +126,7 @@ class SlicedTensor:
 
 
 def join_rows(name: str, parts: Sequence[RawTensor]) -> RawTensor:
-    """One tensor of all the parts' rows.
+    """Join the parts' rows into one tensor.
 
     Raises:
         CallableFailed: the parts differ in more than the number of rows.
@@ -154,7 +149,7 @@ def longest_row(tensor: RawTensor) -> int:
 
 
 def element_count(data: bytes | memoryview) -> int | None:
-    """How many ``BYTES`` elements these bytes are; None if they end within one."""
+    """The number of ``BYTES`` elements in these bytes; None if they end within one."""
     offset, count = 0, 0
     while offset < len(data):
         offset += 4 + int.from_bytes(data[offset : offset + 4], "little")

@@ -1,1 +1,1 @@
-"""Who may do what: keys, their scopes and limits, and TLS."""
+"""Access control: API keys with scopes and limits, the operator's guard, and TLS."""

@@ -1,4 +1,4 @@
-"""Lets requests through whose key has the scope that their route asks for; not there where there are no keys."""
+"""Admits requests whose API key has the scope that their route requires; absent where no keys are configured."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ __all__ = ["KeyCheck", "KeyRing", "owned_id", "shown_key"]
 logger = logging.getLogger("headwater")
 
 UNKNOWN: Final = (
-    "API key: expected `Authorization: Bearer KEY` or `X-API-Key: KEY` with a key of this server, got none, or another"
+    "API key: expected `Authorization: Bearer KEY` or `X-API-Key: KEY` with a key of this server, got no key or an "
+    "unknown one"
 )
-"""The same for every reason: it tells nobody whether a key exists."""
+"""The same message for every reason, so that it doesn't reveal whether a key exists."""
 
 
 class KeyRing:
-    """The keys that are good now, with their limits.
+    """The valid keys, with their limits.
 
     Args:
-        read: reads them; called again by `renew`.
-        limits: of those that have some.
+        read: reads the keys; called again by `renew`.
+        limits: the limits of all keys that have some.
     """
 
     def __init__(self, read: Callable[[], Iterable[Key]], limits: LimitFiles) -> None:
@@ -38,20 +39,20 @@ class KeyRing:
         self._limits_of: dict[str, KeyLimits] = {}
         try:
             self._take(read())
-        except (ConfigError, OSError) as error:  # they were sound when the server started
-            logger.error("no API key is good until this is mended: %s", error)
+        except (ConfigError, OSError) as error:  # they were valid when the server started
+            logger.error("no API key is valid until this is fixed: %s", error)
 
     def renew(self) -> None:
-        """Read them again; if that fails, those that were good stay so."""
+        """Read the keys again; if that fails, keep those there are."""
         try:
             self._take(self._read())
         except (ConfigError, OSError) as error:
-            logger.error("the API keys stay as they were: %s", error)
+            logger.error("can't reload the API keys, keeping the previous ones: %s", error)
         else:
-            logger.info("the API keys were read again: %s", ", ".join(key.name for key in self._keys) or "none")
+            logger.info("reloaded the API keys: %s", ", ".join(key.name for key in self._keys) or "none")
 
     def find(self, text: bytes) -> tuple[Key, KeyLimits | None] | None:
-        """The key with this text, if it is good, and its limits, if it has some."""
+        """The key with this text and its limits, if any; None: no valid key has this text."""
         key = self._keys.find(text)
         return None if key is None else (key, self._limits_of.get(key.sha256))
 
@@ -63,10 +64,10 @@ class KeyRing:
 
 
 class KeyCheck:
-    """Refuses what no key, or none with the right scope, comes with, and what a key's limits don't allow.
+    """Refuses a request without a key of the right scope, or beyond its key's limits.
 
-    ``scope["state"]["key"]`` has the key's name, ``scope["state"]["key_limits"]`` its limits if it has some, and the
-    access log tells the name.
+    ``scope["state"]["key"]`` is then the key's name, which the access log shows, and ``scope["state"]["key_limits"]``
+    its limits, if any.
     """
 
     def __init__(self, app: ASGIApp, ring: KeyRing) -> None:
@@ -96,7 +97,7 @@ class KeyCheck:
         """Find a request's key, and admit the request. Returns the limits that it has to leave.
 
         Raises:
-            Unauthorized, ScopeMissing, RateLimited: it isn't admitted.
+            Unauthorized, ScopeMissing, RateLimited: the request isn't admitted.
         """
         scopes = scopes_for(scope["method"], scope["path"])
         if not scopes:
@@ -120,10 +121,10 @@ class KeyCheck:
 
 
 def shown_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The key that a request shows: in ``X-API-Key``, or else as bearer of ``Authorization``. None: it shows none, or
-    several in one kind of header.
+    """The key that a request sends, in ``X-API-Key`` or else as bearer token in ``Authorization``. None: it sends none,
+    or two different ones in the same header.
 
-    ``X-API-Key`` goes first, since a proxy before us may want ``Authorization`` for itself.
+    ``X-API-Key`` takes precedence, since a proxy in front of the server may use ``Authorization`` for itself.
     """
     bare: bytes | None = None
     bearer: bytes | None = None
@@ -144,7 +145,7 @@ def shown_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def owned_id(state: Mapping[str, Any], request_id: str) -> str:
-    """By which a request is cancelled: where there are keys, nobody cancels what was asked with another one, although
-    ids that clients choose can be guessed. A key's name has no colon."""
+    """The id by which a request is cancelled. With keys it includes the key's name, which has no colon: clients choose
+    ids that others can guess, and must not cancel each other's requests."""
     key = state.get("key")
     return request_id if key is None else f"{key}:{request_id}"

@@ -1,9 +1,7 @@
-"""The keys of clients: what a server knows of each, and how it finds the one that a request shows.
+"""API keys: what the server knows of each, how it finds a request's key, and which scopes a route requires.
 
-A key has 256 random bits, so a fast hash of it keeps it safe: what makes slow hashes such as bcrypt necessary is that
-passwords can be guessed, and each wrong guess would cost the server what it costs the guesser.
-
-Which scopes a request's route asks for. What isn't named here asks for a key, of whatever scope.
+A key has 256 random bits, so a fast hash keeps it safe. Slow hashes such as bcrypt are for passwords, which can be
+guessed; here each wrong guess would cost the server as much as the guesser.
 """
 
 from __future__ import annotations
@@ -33,48 +31,49 @@ __all__ = [
     "scopes_for",
 ]
 
-
 Scope = Literal["infer", "metrics", "admin"]
-
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
-
 MAX_KEY_BYTES: Final = 512
-"""Of what a request shows; more is not looked at."""
-
+"""A longer text is refused without hashing it."""
 MAX_KEYS: Final = 1000
-
 PREFIX: Final = "hw_"
-"""Of every key that we make, so that those who scan texts for secrets can tell it."""
-
+"""Starts every key that Headwater makes, so that secret scanners recognise it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}\Z")
-
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
-
+OPEN: Final[tuple[Scope, ...]] = ()
+"""No key is required."""
+ANY: Final = SCOPES
+"""A key of any scope will do."""
+_INFER: Final[tuple[Scope, ...]] = ("infer",)
+_METRICS: Final[tuple[Scope, ...]] = ("metrics",)
+_ADMIN: Final[tuple[Scope, ...]] = ("admin",)
+_HEALTH: Final = re.compile(r"/v2/(health/(live|ready)|models/[^/]+(/versions/[^/]+)?/ready)\Z")
+_PAGES: Final = ("/", "/docs")
+"""Pages that fetch what they show with the reader's key."""
+_FILES: Final = ("/static/", "/docs/assets/")
 PerSecond = Annotated[float, msgspec.Meta(gt=0, le=1_000_000)]
-
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is known of a key; not the key itself."""
+    """What the server knows of a key; not the key itself."""
 
     name: str
-    """For logs and people."""
+    """Identifies the key in logs and messages."""
     sha256: str
-    """Of the key, in small hexadecimal digits."""
+    """The key's SHA-256, in lower-case hexadecimal digits."""
     scopes: tuple[Scope, ...]
-    """What it may."""
     requests_per_second: PerSecond | None = None
     concurrent: Count | None = None
-    """Requests at once."""
+    """Requests in flight at once."""
     tokens_per_minute: Count | None = None
-    """Of language models: of prompts, and generated."""
+    """Tokens of language models: prompts and generated ones together."""
     created: str = ""
-    """When, for people."""
+    """Date of creation, for people."""
 
     @property
     def is_limited(self) -> bool:
-        """Whether it has a limit."""
+        """Whether the key has a limit."""
         return (self.requests_per_second, self.concurrent, self.tokens_per_minute) != (None, None, None)
 
 
@@ -83,15 +82,15 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_keys(content: object, source: str, *, is_text: bool = False) -> tuple[Key, ...]:
-    """Check what a file of keys holds.
+    """Check the content of a file of keys.
 
     Args:
         content: ``{"keys": [...]}``, each with the fields of `Key`.
         source: named in messages.
-        is_text: whether numbers and ``null`` are texts, too.
+        is_text: whether numbers and ``null`` are given as strings.
 
     Raises:
-        ConfigError: something is wrong with it. The message quotes no hash.
+        ConfigError: the content is invalid. The message quotes no hash.
     """
     try:
         found = msgspec.convert(content, _File, strict=not is_text).keys
@@ -111,7 +110,7 @@ def read_keys(content: object, source: str, *, is_text: bool = False) -> tuple[K
             raise ConfigError(f"{where}.name: expected each name once, got {key.name} twice; revoke one")
         if not _DIGEST.match(key.sha256):
             raise ConfigError(
-                f"{where}.sha256: expected the key's SHA-256 in 64 small hexadecimal digits, got something else; "
+                f"{where}.sha256: expected the key's SHA-256 in 64 lower-case hexadecimal digits, got something else; "
                 "`headwater keys add` writes it"
             )
         if key.sha256 in digests:
@@ -124,7 +123,7 @@ def read_keys(content: object, source: str, *, is_text: bool = False) -> tuple[K
 
 
 def make_key() -> tuple[str, str]:
-    """A new key, and its hash."""
+    """A new key and its hash."""
     text = PREFIX + secrets.token_urlsafe(32)
     return text, hashlib.sha256(text.encode()).hexdigest()
 
@@ -132,8 +131,8 @@ def make_key() -> tuple[str, str]:
 class Keys:
     """Finds a key by its text.
 
-    The table is searched by a part of the hash, which tells nothing about the texts that would match; the rest is
-    compared in a time that doesn't depend on it. So is it with a text that nothing is known of.
+    The lookup uses a part of the hash, which reveals nothing about matching texts; the whole hash is compared in
+    constant time, for unknown texts too.
     """
 
     def __init__(self, keys: Iterable[Key] = ()) -> None:
@@ -148,7 +147,7 @@ class Keys:
         return iter(self._all)
 
     def find(self, text: bytes) -> Key | None:
-        """The key with this text, if there is one."""
+        """The key with this text, if any."""
         if len(text) > MAX_KEY_BYTES:
             return None
         digest = hashlib.sha256(text).digest()
@@ -156,31 +155,12 @@ class Keys:
         return key if hmac.compare_digest(known, digest) else None
 
 
-OPEN: Final[tuple[Scope, ...]] = ()
-"""No key is asked for."""
-
-ANY: Final = SCOPES
-"""One of any scope will do."""
-
-_INFER: Final[tuple[Scope, ...]] = ("infer",)
-
-_METRICS: Final[tuple[Scope, ...]] = ("metrics",)
-
-_ADMIN: Final[tuple[Scope, ...]] = ("admin",)
-
-_HEALTH: Final = re.compile(r"/v2/(health/(live|ready)|models/[^/]+(/versions/[^/]+)?/ready)\Z")
-
-_PAGES: Final = ("/", "/docs")
-"""What they show they ask for with the reader's key."""
-
-_FILES: Final = ("/static/", "/docs/assets/")
-
-
 def scopes_for(method: str, path: str) -> tuple[Scope, ...]:
-    """The scopes, one of which a key must have; `OPEN`: none is needed.
+    """The scopes one of which a request's key must have; `OPEN`: no key is required. A route not named here requires a
+    key of any scope.
 
     Args:
-        method: the request's.
+        method: the request's method.
         path: as the router sees it, percent signs decoded.
     """
     if method == "POST":

@@ -20,23 +20,23 @@ from app.security.keys import Key, read_keys
 __all__ = ["ENVIRONMENT_NAME", "change_file", "keys_are_wanted", "known_keys", "read_file"]
 
 ENVIRONMENT_NAME = "HEADWATER_KEYS"
-"""Its value is what a file of keys holds."""
+"""The environment variable that may hold keys, in the format of a file of keys."""
 
 
 def keys_are_wanted(path: Path | None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a server has keys, if perhaps none yet; the arguments are those of `known_keys`."""
+    """Whether keys are configured, even if there are none yet; takes the arguments of `known_keys`."""
     return path is not None or ENVIRONMENT_NAME in environment
 
 
 def known_keys(path: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[Key, ...]:
-    """The keys of a server: those of its file and those of its environment.
+    """The keys of a server, from its file and its environment.
 
     Args:
-        path: of the file, if there is one.
+        path: the file, if any.
         environment: may have `ENVIRONMENT_NAME`.
 
     Raises:
-        ConfigError: they can't be read, or are wrong.
+        ConfigError: the keys can't be read, or are invalid.
     """
     text = environment.get(ENVIRONMENT_NAME)
     content: list[object] = []
@@ -48,14 +48,14 @@ def known_keys(path: Path | None, environment: Mapping[str, str] = os.environ) -
         if keys is not None:
             content += msgspec.to_builtins(keys)
             sources.append(source)
-    return read_keys({"keys": content}, " and ".join(sources))  # together, for names that are in both
+    return read_keys({"keys": content}, " and ".join(sources))  # together, to find names that are in both
 
 
 def read_file(path: Path) -> tuple[Key, ...]:
-    """What a file holds.
+    """The keys in a file.
 
     Raises:
-        ConfigError: it can't be read, others could have changed it, or it is wrong.
+        ConfigError: the file can't be read, is writable by others, or is invalid.
     """
     where = f"security.keys_file: {path}"
     try:
@@ -64,12 +64,12 @@ def read_file(path: Path) -> tuple[Key, ...]:
             raw = file.read()
     except OSError as error:
         raise ConfigError(
-            f"{where}: can't be read: {error.strerror}; `headwater keys add NAME --file {path}` makes it"
+            f"{where}: can't be read: {error.strerror}; `headwater keys add NAME --file {path}` creates it"
         ) from error
     if mode & 0o022:
         raise ConfigError(
-            f"{where}: expected that nobody but its owner may write to it, got mode {mode:04o}: whoever can, can let "
-            f"himself in; chmod 600 {path}"
+            f"{where}: expected a file that only its owner may write, got mode {mode:04o}: anyone with write access "
+            f"could grant themselves a key; chmod 600 {path}"
         )
     try:
         return _parsed(raw.decode(), where)
@@ -78,14 +78,14 @@ def read_file(path: Path) -> tuple[Key, ...]:
 
 
 def change_file(path: Path, change: Callable[[Sequence[Key]], Sequence[Key]]) -> None:
-    """Change a file of keys, or make it; a server that reads it meanwhile sees the old or the new one, whole.
+    """Change or create a file of keys; a server that reads it meanwhile sees either the old or the new content.
 
     Args:
-        path: of the file; it becomes JSON, readable by its owner only.
-        change: gets the keys, and returns those that there shall be.
+        path: the file; it becomes JSON, readable by its owner only.
+        change: takes the present keys, and returns the new ones.
 
     Raises:
-        ConfigError: it can't be read or written, or is wrong before or after the change.
+        ConfigError: the file can't be read or written, or is invalid before or after the change.
     """
     try:
         with _alone(path.parent):
@@ -98,26 +98,25 @@ def change_file(path: Path, change: Callable[[Sequence[Key]], Sequence[Key]]) ->
 
 
 def _parsed(text: str, source: str) -> tuple[Key, ...]:
-    # JSON, as we write it, is YAML, too; but a thousand keys would take YAML's reader a second, in which nothing is
-    # answered.
+    # JSON, as `headwater keys` writes it, is YAML too, but reading a thousand keys as YAML would block for a second.
     with contextlib.suppress(msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         return read_keys(msgspec.json.decode(text), source)
     try:
-        # Every scalar stays the text that it is: YAML would make a date of `created`, and fail at an impossible one.
+        # Every scalar stays text: YAML would turn `created` into a date, and fail at an impossible one.
         content = yaml.load(text, yaml.BaseLoader)
     except yaml.YAMLError as error:
-        # Not its text, which quotes the line.
+        # The error's text is left out: it quotes the line.
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f" at line {mark.line + 1}"
         raise ConfigError(f"{source}: expected JSON or YAML, got something else{place}") from None
     except RecursionError:
-        raise ConfigError(f"{source}: expected JSON or YAML, got something nested too deep") from None
+        raise ConfigError(f"{source}: expected JSON or YAML, got something nested too deeply") from None
     return read_keys(content, source, is_text=True)
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Two commands at once must not undo each other. The file itself is replaced, so its folder is locked."""
+    """Keep concurrent commands from undoing each other. The folder is locked, since the file itself is replaced."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -1,7 +1,7 @@
-"""What a key's requests may take: per second, at once, and in tokens per minute, over all gateway workers together.
+"""Rate limits of API keys over all gateway workers: requests per second, requests at once, tokens per minute.
 
-Each key that has limits has a small file that all workers map. So a client gets all that its key allows over one
-connection too, which leads to one worker only; with a share for each worker it would get that share.
+Each key with limits has a small file that all workers map. A client with a single connection, and so a single worker,
+thereby gets all that its key allows; with a share per worker it would get that share only.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from app.security.keys import Key
 __all__ = ["KeyLimits", "LimitFiles"]
 
 LOCK_TRIES: Final = 200
-"""Some 100 µs: whoever holds a lock for longer is stopped, and requests don't wait for that."""
+"""About 100 µs: a process that holds the lock for longer is stopped, and requests don't wait for it."""
 _REQUESTS_FULL, _TOKENS_FULL, _FIRST_WORKER = 0, 1, 2
-"""Places in a file. The first two say when a bucket will be full, on the machine's monotonic clock: that one number is
-all its state. From the third on stands how many requests each worker has under way."""
+"""Cells of a file. The first two hold the time at which a bucket will be full, on the monotonic clock, which is a
+bucket's whole state; the others hold the number of requests each worker has in flight."""
 
 
 class KeyLimits:
-    """What one key's requests take, as all workers see it.
+    """The usage of one key, shared by all workers.
 
-    A request is admitted with `enter`; `leave` follows when it is over. Buckets are token buckets: of requests one
-    second's worth, and of tokens one minute's. Tokens are counted when they were used, since nobody knows before how
-    many an answer will take: the bucket may be overdrawn, and then nothing is admitted until that is made good.
+    A request is admitted with `enter`, and ends with `leave`. There are two token buckets: one second's worth of
+    requests, and one minute's worth of language-model tokens. Tokens are counted after use, since an answer's length
+    is not known before: the bucket may be overdrawn, and then admits nothing until it has recovered.
 
     Args:
-        key: whose.
-        path: of its file, to be made if it isn't there.
-        worker: which of the workers this is.
-        workers: how many there are.
+        key: the key.
+        path: the key's file; created if missing.
+        worker: this worker's index.
+        workers: the number of workers.
         clock: the time in seconds, the same in all workers.
     """
 
@@ -56,13 +56,13 @@ class KeyLimits:
         if os.fstat(self._handle).st_size < size:
             os.ftruncate(self._handle, size)
         self._cells = memoryview(mmap.mmap(self._handle, size)).cast("d")
-        self._cells[self._own] = 0  # of the worker that was in our place before
+        self._cells[self._own] = 0  # drops the count of a former worker with this index
 
     def enter(self) -> None:
         """Admit a request.
 
         Raises:
-            RateLimited: the key has no more; it says when it will.
+            RateLimited: a limit is reached; the error says when to retry.
         """
         key = self.key
         is_locked = self._lock()
@@ -85,14 +85,14 @@ class KeyLimits:
                 fcntl.flock(self._handle, fcntl.LOCK_UN)
 
     def leave(self) -> None:
-        """A request that was admitted is over. Nobody else writes where it is counted."""
+        """End an admitted request. Needs no lock: no other worker writes this cell."""
         self._cells[self._own] -= 1
 
     def check_tokens(self) -> None:
-        """See whether tokens are left.
+        """Check that tokens are left.
 
         Raises:
-            RateLimited: none are; it says when some will be.
+            RateLimited: none are left; the error says when to retry.
         """
         per_minute = self.key.tokens_per_minute
         if per_minute is None:
@@ -102,7 +102,7 @@ class KeyLimits:
             raise _refusal(f"at most {per_minute} tokens a minute (tokens_per_minute)", wait_s)
 
     def spend_tokens(self, count: int) -> None:
-        """Tokens were used."""
+        """Count tokens that were used."""
         per_minute = self.key.tokens_per_minute
         if per_minute is None or not count:
             return
@@ -115,7 +115,7 @@ class KeyLimits:
                 fcntl.flock(self._handle, fcntl.LOCK_UN)
 
     def _lock(self) -> bool:
-        """Keep the other workers out. False: one holds it that doesn't go on; then a request too many may pass."""
+        """Lock the file. False: a stopped process holds the lock; a request beyond the limit may then pass."""
         for _ in range(LOCK_TRIES):
             try:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,9 +129,9 @@ class LimitFiles:
     """The limits of all keys that have some.
 
     Args:
-        folder: for the files, of this server and all its workers.
-        worker: which of the workers this is.
-        workers: how many there are.
+        folder: for the files, shared by all workers of the server.
+        worker: this worker's index.
+        workers: the number of workers.
     """
 
     def __init__(self, folder: Path, worker: int, workers: int) -> None:
@@ -139,24 +139,22 @@ class LimitFiles:
         self._folder = folder
         self._worker = worker
         self._workers = workers
-        # Requests under way keep theirs: a key that is removed and comes back must find what it has under way.
+        # Requests in flight keep their key's limits: a key that is removed and added again must find them counted.
         self._open: weakref.WeakValueDictionary[str, KeyLimits] = weakref.WeakValueDictionary()
 
     def of(self, key: Key) -> KeyLimits | None:
-        """Those of a key, if it has any."""
+        """The limits of a key; None if it has none."""
         if not key.is_limited:
             return None
         found = self._open.get(key.sha256)
         if found is None:
-            # Not the whole hash, which would fit a file name: this says no more than it must.
+            # A prefix of the hash suffices as file name, and reveals less.
             found = KeyLimits(key, self._folder / key.sha256[:32], self._worker, self._workers)
             self._open[key.sha256] = found
         else:
-            found.key = key  # with other limits, perhaps
+            found.key = key  # its limits may have changed
         return found
 
 
 def _refusal(expected: str, wait_s: float) -> RateLimited:
-    return RateLimited(
-        f"API key: expected {expected}, got more; come again later", retry_after_s=max(1, math.ceil(wait_s))
-    )
+    return RateLimited(f"API key: expected {expected}, got more; retry later", retry_after_s=max(1, math.ceil(wait_s)))

@@ -1,4 +1,4 @@
-"""Who may load and unload models: somebody on this machine or with a key for it, and no web page that is open there."""
+"""Guards the operator's commands: only a local user or an admin key may load and unload models, never a web page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-
 
 
 def is_loopback(address: Any) -> bool:
-    """Whether a socket's address, as `socket.socket.getsockname` gives it, can be reached from its machine only."""
+    """Whether a socket's address, as from `socket.socket.getsockname`, can be reached from its own machine only."""
     try:
         return ipaddress.ip_address(address[0]).is_loopback
     except (ValueError, IndexError, TypeError):
@@ -23,13 +23,13 @@ def is_loopback(address: Any) -> bool:
 
 
 class OperatorGuard:
-    """Lets requests through that nobody but an operator can have sent.
+    """Admits only requests that an operator sent.
 
-    Where there are API keys, `app.security.key_check` has seen one with scope ``admin`` before. Without keys, it must
-    be an operator on this machine.
+    With API keys, `app.security.key_check` has already checked for scope ``admin``. Without keys, the operator must be
+    on this machine.
 
-    A page in a browser can send requests to a loopback address too: either with the page's ``Origin``, or, once its
-    name resolves to this machine, with that name as ``Host``.
+    A web page can send requests to a loopback address too: with the page's ``Origin``, or, once its own name resolves
+    to this machine, with that name as ``Host``.
 
     Args:
         is_local: whether the server listens on a loopback address only.
@@ -41,10 +41,10 @@ class OperatorGuard:
         self._has_keys = has_keys
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """See whether a request may command the server.
+        """Check that a request may command the server.
 
         Args:
-            headers: the request's, by name in any case.
+            headers: the request's headers; lookup ignores case.
 
         Raises:
             Forbidden: it may not; the message says why.
@@ -62,8 +62,8 @@ class OperatorGuard:
     def _check_place(self, headers: Mapping[str, str], host: str) -> None:
         if not self._is_local:
             raise Forbidden(
-                "models are loaded and unloaded only where the server listens on a loopback address, because nothing "
-                "tells an operator from anybody else; set server.host to 127.0.0.1, or make API keys "
+                "without API keys, models can be loaded and unloaded only if the server listens on a loopback address, "
+                "because anyone could send this request; set server.host to 127.0.0.1, or configure API keys "
                 "(security.keys_file)"
             )
         for name in FORWARDED:
@@ -71,8 +71,8 @@ class OperatorGuard:
                 raise Forbidden(f"header {name}: expected none, since only requests from this machine may do this")
         if _without_port(host) not in LOCAL_NAMES:
             raise Forbidden(
-                f"header Host: expected localhost, 127.0.0.1 or [::1], got {host[:100]!r}: only requests that are "
-                "addressed to this machine may do this"
+                f"header Host: expected localhost, 127.0.0.1 or [::1], got {host[:100]!r}: only requests addressed to "
+                "this machine may do this"
             )
 
 

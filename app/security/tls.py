@@ -15,10 +15,10 @@ logger = logging.getLogger("headwater")
 
 
 class Certificate:
-    """A certificate and its key, and the context of connections that show it.
+    """A certificate with its key, and the TLS context that uses them.
 
     Raises:
-        ConfigError: a file can't be read, others may read the key, or they don't belong together.
+        ConfigError: a file can't be read, others may read the key, or certificate and key don't match.
     """
 
     def __init__(self, section: TlsSection) -> None:
@@ -26,14 +26,14 @@ class Certificate:
         self.context = _context(section)
 
     def renew(self) -> None:
-        """Read the files again: new connections get what they hold. If that is unusable, what was there stays."""
+        """Read the files again, for new connections; if they are unusable, keep the present certificate."""
         try:
             _context(self._section)
             _load(self.context, self._section)
         except ConfigError as error:
-            logger.error("the certificate stays as it was: %s", error)
+            logger.error("can't reload the certificate, keeping the previous one: %s", error)
         else:
-            logger.info("the certificate was read again")
+            logger.info("reloaded the certificate")
 
 
 def _context(section: TlsSection) -> ssl.SSLContext:
@@ -52,20 +52,20 @@ def _load(context: ssl.SSLContext, section: TlsSection) -> None:
     mode = stat.S_IMODE(section.key.stat().st_mode)
     if mode & 0o027:
         raise ConfigError(
-            f"server.tls.key: {section.key}: expected a private key that its owner writes and at most his group reads, "
-            f"got mode {mode:04o}; chmod 600 {section.key}"
+            f"server.tls.key: {section.key}: expected a private key that only its owner may write and at most its "
+            f"group may read, got mode {mode:04o}; chmod 600 {section.key}"
         )
     try:
         context.load_cert_chain(section.certificate, section.key, password=_no_passphrase)
     except ssl.SSLError as error:
         raise ConfigError(
             f"server.tls: {section.certificate} and {section.key}: expected a certificate and its private key, both in "
-            f"PEM, got what can't be used together: {error.reason or 'no PEM'}"
+            f"PEM, got files that can't be used together: {error.reason or 'no PEM'}"
         ) from error
 
 
 def _no_passphrase() -> str:
     raise ConfigError(
-        "server.tls.key: expected a private key without a passphrase, for which nobody could be asked; decrypt it with "
-        "`openssl pkey`"
+        "server.tls.key: expected a private key without a passphrase, since the server can't ask for one; decrypt the "
+        "key with `openssl pkey`"
     )

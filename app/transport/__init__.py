@@ -1,1 +1,1 @@
-"""Ways to a replica: Triton's HTTP, frames over gRPC, shared memory."""
+"""Transports to a replica: Triton's HTTP, frames over gRPC, shared memory."""

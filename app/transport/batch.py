@@ -1,9 +1,4 @@
-"""A batch's answer from a model that answers whole, made ready for being shared among its requests.
-
-A batch as a request to a replica's Triton.
-
-How rows fared in a replica, as errors that a client sees.
-"""
+"""A batch on its way: encoded as a request to a replica's Triton, its answer cut by rows, failed rows as errors."""
 
 from __future__ import annotations
 
@@ -25,49 +20,27 @@ from inference.wire.shared_memory import SHARED_FROM_BYTES, aligned, stand_in_sh
 
 __all__ = ["encode_batch", "encode_for_frames", "encode_nothing", "row_error", "sliced"]
 
-
-def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport], rows: int) -> dict[str, SlicedTensor]:
-    """Prepare a batch's outputs for being cut; those without elements get their true shape back."""
-    true_shapes: dict[str, list[int]] = {}
-    for report in reports:
-        if report.status is Status.OK and report.message:
-            true_shapes = msgspec.json.decode(report.message)
-            break
-    outputs = {}
-    for spec in signature.outputs:
-        tensor = tensors.get(spec.name)
-        if tensor is None:  # nobody wanted it
-            continue
-        tensor.datatype = spec.datatype  # BF16 travels under another name
-        if spec.name in true_shapes:
-            tensor = RawTensor(spec.datatype, tuple(true_shapes[spec.name]), b"")
-        if tensor.shape[0] != rows:
-            raise CallableFailed(f"output {spec.name!r}: expected {rows} rows, got shape {list(tensor.shape)}")
-        outputs[spec.name] = SlicedTensor(tensor)
-    return outputs
-
-
 _Encoded = tuple[str, str, list[int], list[bytes | memoryview]]
 """An input: name, datatype, shape with the batch axis, and bytes in pieces."""
 
 Rows = tuple[InferRequest, dict[str, RawTensor], int]
-"""A request, the tensors of those of its rows that are in the batch, and how many these are."""
+"""A request's part of a batch: the request, the tensors of its rows in the batch, and their number."""
 
 
 def encode_batch(
     signature: Signature, batch: Sequence[Rows], *, is_alone: bool = False, segments: Segments | None = None
 ) -> tuple[bytes, list[bytes | memoryview], Segment | None]:
-    """Encode rows that may share a call: shapes, inputs left out and parameters per batch are the same in all.
+    """Encode rows that may share a call: they have the same shapes, optional inputs and per-batch parameters.
 
     Args:
-        signature: the model's.
+        signature: the model's signature.
         batch: the rows.
         is_alone: see `inference.wire.report.CallNote.alone`.
         segments: where large tensors go; None: all go inline.
 
     Returns:
-        The JSON, every tensor binary in both directions; the bytes of the inputs in order, as they came; and where the
-        large ones are, if there are such or the answer will have some.
+        The JSON, every tensor binary in both directions; the inputs' bytes, in order and uncopied; and the segment
+        with the large tensors, if the call has any or its answer is expected to.
     """
     note = _note(batch)
     inputs = []
@@ -97,10 +70,10 @@ def encode_for_frames(
     patience_s: float = 0,
     segments: Segments | None = None,
 ) -> tuple[FrameRequest, Segment | None]:
-    """Encode rows that may share a call of a replica that answers in frames.
+    """Encode rows that may share a call to a replica that answers in frames.
 
     Args:
-        signature: the model's.
+        signature: the model's signature.
         batch: the rows.
         heads: see `inference.wire.report.CallNote.heads`.
         stream: see `inference.wire.report.CallNote.stream`.
@@ -108,7 +81,7 @@ def encode_for_frames(
         segments: where large inputs go; None: all go inline.
 
     Returns:
-        The request, and where the large inputs are, if there are such.
+        The request, and the segment with the large inputs, if there are any.
     """
     note = _note(batch)
     note.heads = list(heads)
@@ -120,14 +93,14 @@ def encode_for_frames(
 
 
 def encode_nothing(signature: Signature) -> FrameRequest:
-    """A request that asks a replica that answers in frames for nothing: to end a stream that there isn't."""
+    """A no-op request for a replica that answers in frames: it cancels a stream that does not exist."""
     required = [spec for spec in signature.inputs if not spec.optional]
     inputs = [(spec.name, *_neutral(spec, stand_in_shape(spec, 1))) for spec in required]
     return FrameRequest(inputs, CallNote(cancel="-"))
 
 
 def _encode_inputs(signature: Signature, batch: Sequence[Rows], note: CallNote) -> list[_Encoded]:
-    """The batch's inputs. Shapes without elements go into the note."""
+    """Encode the batch's inputs; the shapes of empty ones go into the note."""
     _, first, _ = batch[0]
     rows = sum(count for _, _, count in batch)
     inputs: list[_Encoded] = []
@@ -146,7 +119,7 @@ def _encode_inputs(signature: Signature, batch: Sequence[Rows], note: CallNote) 
 
 
 def _share(signature: Signature, inputs: list[_Encoded], segments: Segments, note: CallNote) -> Segment | None:
-    """Put the large ones of these inputs into a segment, and placeholders in their place."""
+    """Move the large inputs into a segment, and leave placeholders for them."""
     large: dict[int, int] = {}
     for place, (_, datatype, _, pieces) in enumerate(inputs):
         if datatype != "BYTES" and (size := sum(map(len, pieces))) >= SHARED_FROM_BYTES:
@@ -165,12 +138,12 @@ def _share(signature: Signature, inputs: list[_Encoded], segments: Segments, not
 
 
 def _placeholder(spec: TensorSpec, rows: int) -> tuple[str, list[int], list[bytes | memoryview]]:
-    """What travels in the place of a tensor without elements."""
+    """The placeholder sent for an empty tensor."""
     return _neutral(spec, placeholder_shape(rows, spec.shape))
 
 
 def _neutral(spec: TensorSpec, shape: list[int]) -> tuple[str, list[int], list[bytes | memoryview]]:
-    """Neutral values: datatype, shape and bytes."""
+    """Zeros: datatype, shape and bytes."""
     datatype = DATATYPES[spec.datatype]
     return datatype.wire, shape, [bytes((datatype.size_bytes or 4) * math.prod(shape))]  # BYTES: empty ones
 
@@ -186,13 +159,34 @@ def _row_parameters(batch: Sequence[Rows]) -> dict[str, list[Scalar]]:
     }
 
 
+def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport], rows: int) -> dict[str, SlicedTensor]:
+    """Prepare a batch's outputs to be cut by rows; empty outputs get their true shape back."""
+    true_shapes: dict[str, list[int]] = {}
+    for report in reports:
+        if report.status is Status.OK and report.message:
+            true_shapes = msgspec.json.decode(report.message)
+            break
+    outputs = {}
+    for spec in signature.outputs:
+        tensor = tensors.get(spec.name)
+        if tensor is None:  # no request wanted it
+            continue
+        tensor.datatype = spec.datatype  # BF16 travels under another name
+        if spec.name in true_shapes:
+            tensor = RawTensor(spec.datatype, tuple(true_shapes[spec.name]), b"")
+        if tensor.shape[0] != rows:
+            raise CallableFailed(f"output {spec.name!r}: expected {rows} rows, got shape {list(tensor.shape)}")
+        outputs[spec.name] = SlicedTensor(tensor)
+    return outputs
+
+
 def row_error(reports: Sequence[RowReport], first_row: int, rows: int) -> HeadwaterError | None:
-    """The error of the first row that failed.
+    """The error of the first row that failed, as the client sees it; None if no row failed.
 
     Args:
-        reports: of some of a request's rows.
-        first_row: which of the request's rows is the first of these.
-        rows: how many the request has.
+        reports: on consecutive rows of a request.
+        first_row: the index of the first of these in the request.
+        rows: the number of rows in the request.
     """
     for index, report in enumerate(reports):
         if report.status is Status.OK:

@@ -1,7 +1,6 @@
-"""Calls to a replica that answers in frames: Triton's gRPC on a unix socket, one stream for all calls.
+"""Calls to a replica that answers in frames: Triton's gRPC on a unix socket, one bidirectional stream for all calls.
 
-A bidirectional stream, because a decoupled model can't be asked otherwise; one for all, because a message on it costs a
-fraction of what a call of its own does.
+A decoupled model can only be called over a stream, and a message on a shared stream costs a fraction of a gRPC call.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ logger = logging.getLogger("headwater.frames")
 _OPTIONS: Final = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 _FINAL: Final = "triton_final_response"
 _CHANNEL: Final = "channel-"
-"""How the names of calls begin that open a channel, or say something of it."""
+"""Prefix of the names of calls that open a channel or carry acknowledgements for it."""
 _POST: Final = "-post"
-"""How they end if they say something of it."""
+"""Suffix of the names of the latter."""
 _numbers = itertools.count()
 
 
 class _Call:
-    """What a call has got and not yet read: frames, then its end, which is an error or None.
+    """A call's unread answers: frames, then its end, which is an error or None.
 
-    A queue of asyncio's takes 3 KB, which streams on which nothing happens have for hours.
+    An asyncio.Queue would take 3 KB for as long as an idle stream lasts.
     """
 
     __slots__ = ("_answers", "_reader", "has_answer", "is_accepted", "is_sent", "taken")
@@ -47,24 +46,24 @@ class _Call:
     def __init__(self, taken: Taken | None = None) -> None:
         self._answers: list[bytes | HeadwaterError | None] = []
         self._reader: asyncio.Future[None] | None = None
-        """Set while one waits for the next."""
+        """Set while a reader waits for the next answer."""
         self.is_sent = False
-        """Whether the replica may have had it."""
+        """Whether the replica may have received the call."""
         self.has_answer = False
-        """Whether frames came as an answer to it."""
+        """Whether a frame came as a direct answer to the call, not over the channel."""
         self.is_accepted = False
-        """Whether the replica has had it for certain."""
+        """Whether the replica has certainly received the call."""
         self.taken = taken
-        """Of a call whose frames come over the channel."""
+        """Set if the call's frames come over the channel."""
 
     def put(self, answer: bytes | HeadwaterError | None) -> None:
-        """Take in the next."""
+        """Append an answer."""
         self._answers.append(answer)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     async def get(self) -> bytes | HeadwaterError | None:
-        """Wait for the next."""
+        """Wait for the next answer."""
         while not self._answers:
             self._reader = asyncio.get_running_loop().create_future()
             try:
@@ -93,9 +92,9 @@ class FrameClient:
         self._is_connected = False
         self._is_ended = False
         self._nothing = FrameRequest([], CallNote())
-        """What asks for nothing: a message that cancels must have inputs, too."""
+        """A no-op request: even a message that cancels must have inputs."""
         self._stream_channel: StreamChannel | None = None
-        """What streams go over, if one is open."""
+        """The open channel, if any, that streams go over."""
         self._channel_name = ""
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
         self._closing: asyncio.Task[None] | None = None
@@ -126,7 +125,7 @@ class FrameClient:
                 if call.taken is not None and call.taken.add(len(answer)):
                     channel.note_taken(name, call.taken)
                 yield answer
-                del answer  # the next one may be long in coming
+                del answer  # the next one may take long
         finally:
             del self._calls[name]
 
@@ -148,14 +147,14 @@ class FrameClient:
             while True:
                 message = await self._outgoing.get()
                 call = self._calls.get(message.id) or _Call()
-                # What can't be written on a stream that is open may have been read nevertheless.
+                # If a write on an open stream fails, the message may have been read nevertheless.
                 call.is_sent = self._is_connected
                 await self._stream.write(message)
                 call.is_sent = self._is_connected = True
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader knows why
         except Exception:
-            logger.exception("model %s: a call can't be written", self._model)
+            logger.exception("model %s: writing a call failed", self._model)
         finally:
             self._end()
             self._stream.cancel()
@@ -165,7 +164,7 @@ class FrameClient:
             async for message in self._stream:
                 self._take(message)
         except grpc.aio.AioRpcError as error:
-            logger.debug("model %s: the stream to its replica ended: %s", self._model, error.details())
+            logger.debug("model %s: the gRPC stream to its replica ended: %s", self._model, error.details())
         finally:
             self._end()
 
@@ -174,7 +173,7 @@ class FrameClient:
         call = self._calls.get(response.id)
         if response.id.startswith(_CHANNEL):
             self._hear_channel(message)
-        elif call is None:  # nobody waits for it, or not any more
+        elif call is None:  # it has no reader, or no longer one
             if message.error_message:
                 logger.debug("model %s, call %s: %s", self._model, response.id, message.error_message)
         elif message.error_message:
@@ -184,7 +183,7 @@ class FrameClient:
             for raw in response.raw_output_contents:
                 call.has_answer = True
                 call.put(raw)
-            # One whose frames come over the channel ends there, unless it was refused before.
+            # A call whose frames come over the channel ends there, unless it was answered directly.
             if response.parameters[_FINAL].bool_param:
                 call.is_accepted = True
                 if call.taken is None or call.has_answer:
@@ -198,7 +197,7 @@ class FrameClient:
         return channel
 
     def _hear_channel(self, message: Any) -> None:
-        """The replica answers what was said of the channel: with a parcel, or the end of a call."""
+        """Handle an answer to a call that opened or acknowledged a channel: a parcel, or the call's end."""
         response = message.infer_response
         channel = self._stream_channel
         is_post = response.id == self._channel_name + _POST
@@ -220,21 +219,22 @@ class FrameClient:
             if is_post:
                 channel.end_post()
             else:
-                self._drop_channel(ReplicaLost("the replica closed the channel that the stream went over"))
+                self._drop_channel(ReplicaLost("the replica closed the channel that carried the stream"))
 
     def _drop_channel(self, error: HeadwaterError) -> None:
-        """It can't be used any more: its streams end, and the next one opens another."""
+        """End the channel's streams; the next stream opens a new channel."""
         self._stream_channel = None
         for call in self._calls.values():
             if call.taken is None:
                 continue
-            if call.is_accepted and isinstance(error, ReplicaUnreachable):  # it was by a message of the channel only
+            # Only the channel's last message was not received; an accepted call was.
+            if call.is_accepted and isinstance(error, ReplicaUnreachable):
                 call.put(ReplicaLost("the replica ended while it had the request"))
             else:
                 call.put(error.again())
 
     def _say(self, name: str, note: CallNote) -> None:
-        """Send a message that asks for nothing."""
+        """Send a no-op request with a note."""
         self._outgoing.put_nowait(self._message(name, FrameRequest(self._nothing.inputs, note)))
 
     def _end(self) -> None:
@@ -251,7 +251,7 @@ class FrameClient:
     def _message(self, name: str, request: FrameRequest) -> pb.ModelInferRequest:
         message = pb.ModelInferRequest(model_name=self._model, id=name)
         message.parameters[HEADWATER].string_param = msgspec.json.encode(request.note).decode()
-        # Otherwise the end of an answer is no message of its own.
+        # Without this parameter, the end of an answer is not a message of its own.
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         for spec, datatype, shape, pieces in request.inputs:
             message.inputs.add(name=spec, datatype=datatype, shape=shape)

@@ -1,4 +1,4 @@
-"""See app/transport/protocol.py."""
+"""What the gateway needs of a replica's client, for whole answers and for answers in frames."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["FrameReplicaClient", "FrameRequest", "ReplicaClient"]
 
 
 class FrameRequest(msgspec.Struct):
-    """A call of a replica that answers in frames."""
+    """A call to a replica that answers in frames."""
 
     inputs: list[tuple[str, str, list[int], list[bytes | memoryview]]]
     """Name, datatype, shape with the batch axis, and bytes in pieces."""
     note: CallNote
-    """What the hidden parameter says."""
+    """The content of the hidden parameter."""
 
 
 class ReplicaClient(Protocol):
-    """What the gateway needs of a replica, whatever engine it runs on."""
+    """Calls a replica that answers whole."""
 
     async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
-        """One call.
+        """Make one call.
 
         Args:
             head: the request's JSON, all tensors binary in both directions.
@@ -36,9 +36,9 @@ class ReplicaClient(Protocol):
             The outputs, by name.
 
         Raises:
-            ReplicaUnreachable: the replica was gone before it had the call.
-            ReplicaLost: it went away before it answered.
-            CallableFailed: it answered with an error.
+            ReplicaUnreachable: the replica was gone before it received the call.
+            ReplicaLost: the replica ended before it answered.
+            CallableFailed: the replica answered with an error.
         """
         ...
 
@@ -48,37 +48,37 @@ class ReplicaClient(Protocol):
 
 
 class FrameReplicaClient(Protocol):
-    """What the gateway needs of a replica that answers in frames (`inference.wire.frame`)."""
+    """Calls a replica that answers in frames (`inference.wire.frame`)."""
 
     def open(self, nothing: FrameRequest, *, streams: bool = False) -> None:
-        """Make the way to the replica ready, so that the first call needn't. Comes before any other method, once.
+        """Connect, so that the first call needn't. Call this once, before any other method.
 
         Args:
-            nothing: a request that asks for nothing; what comes back is dropped, an error too.
-            streams: whether calls will be streams. The replica then ends those that this process had there by a former
-                client.
+            nothing: a no-op request; its answer is dropped, even an error.
+            streams: whether calls will be streams. The replica then ends streams left over from a former client of
+                this process.
         """
         ...
 
     def frames(self, name: str, request: FrameRequest) -> AsyncGenerator[bytes, None]:
-        """One call. A stream, by its note, waits for whoever doesn't take what it says.
+        """Make one call. If its note makes it a stream, the replica waits for a slow reader.
 
         Args:
-            name: of the call, unique among all.
-            request: what to ask.
+            name: the call's unique name.
+            request: the request.
 
         Returns:
-            The frames as they come; it ends when the replica has said all.
+            The frames as they come, until the answer is complete.
 
         Raises:
-            ReplicaUnreachable: the replica was gone before it had the call.
-            ReplicaLost: it went away before it had said all.
-            CallableFailed: it answered with an error.
+            ReplicaUnreachable: the replica was gone before it received the call.
+            ReplicaLost: the replica ended before its answer was complete.
+            CallableFailed: the replica answered with an error.
         """
         ...
 
     def cancel(self, name: str) -> None:
-        """Ask the replica to end a stream; what it still says of it is dropped."""
+        """Ask the replica to end a stream; further frames of it are dropped."""
         ...
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
-"""Calls a replica: the protocol class that the gateway talks to, and the one that speaks to Triton.
+"""Unary calls to a replica: Triton's HTTP on a unix socket, with binary tensors.
 
-Unary calls go over Triton's HTTP on a unix socket with binary tensors: in this direction it costs a quarter of the
-gateway's CPU time that a gRPC call costs (see docs/design.md).
+A call costs the gateway a quarter of the CPU time of a gRPC call.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class TritonClient:
         try:
             status, json_length, body = await connection.exchange([self._head % (len(head), length), head, *data])
         except BaseException:
-            # Cancelled half-way, it can't be used for another call.
+            # A connection whose exchange was cancelled can't be reused.
             connection.close()
             raise
         if connection.reusable and not self._closed:
@@ -121,7 +120,7 @@ class _Connection(asyncio.Protocol):
         self.reusable = True
 
     async def exchange(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, int, bytes]:
-        """Send a request; returns the answer's status, the length of its JSON part (0: all) and its body."""
+        """Send a request. Returns the answer's status, the length of its JSON part (0: all) and its body."""
         if self._transport is None or self.lost:
             raise ReplicaUnreachable("the replica ended")
         self._waiter = asyncio.get_running_loop().create_future()
@@ -150,7 +149,7 @@ class _Connection(asyncio.Protocol):
             self._waiter.set_exception(ReplicaLost("the replica ended while it had the request"))
 
     def data_received(self, data: bytes) -> None:
-        if self._parser is None:  # it speaks without being asked
+        if self._parser is None:  # data that no request asked for
             self.close()
             return
         try:
@@ -190,7 +189,7 @@ def _tensors(body: bytes, json_length: int) -> dict[str, RawTensor]:
 
 
 def refusal(reason: str) -> HeadwaterError:
-    """What Triton's answer to a call means that it refused. Whole tracebacks may follow the reason's first line."""
+    """The error for a call that Triton refused. A traceback may follow the reason's first line."""
     first_line = reason.splitlines()[0][:500] if reason else "no reason given"
     if is_stub_lost(first_line):  # Triton noticed it before the guardian did
         return ReplicaLost("the replica ended while it had the request")

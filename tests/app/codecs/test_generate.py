@@ -147,7 +147,7 @@ class TestRows:
             ("matrix", [[1, 2, 3], [4, 5, "6"]], ("matrix[1][2]: expected a number (FP32)", "got a string")),
             ("matrix", [[[1]]], ("matrix: expected a flat array, or one nested as a row of shape [-1, 3]", "3 levels")),
             ("matrix", "1", ("matrix: expected an array of FP32", "got a string")),
-            ("free", [1, 2], ("free: expected arrays nested", "several dimensions vary", "flat")),
+            ("free", [1, 2], ("free: expected arrays nested", "several dimensions of which vary", "flat")),
             ("flag", 1, ("flag: expected a boolean (BOOL), got an integer",)),
             ("half", 1, ("half: expected binary data, got JSON", "FP16", "/infer")),
             ("words", [["a", "b"], "c"], ("words[1]: expected an array", "got a string")),

@@ -280,7 +280,7 @@ def test_a_revoked_key_is_good_no_more_and_a_new_one_is(gateway: Ring) -> None:
 def test_keys_that_cannot_be_read_leave_those_that_were(gateway: Ring, caplog: pytest.LogCaptureFixture) -> None:
     gateway.failure = ConfigError("keys.json: broken")
     gateway.ring.renew()
-    assert "stay as they were: keys.json: broken" in caplog.text
+    assert "keeping the previous ones: keys.json: broken" in caplog.text
     assert gateway.ask("GET", "/v2", bearer(KEYS["infer"])).status_code == 200
 
 
@@ -290,7 +290,7 @@ def test_a_worker_that_never_could_read_them_lets_nobody_in(tmp_path: Path, capl
 
     ring = KeyRing(read, LimitFiles(tmp_path / "limits", 0, 1))
     assert ring.find(KEYS["infer"].encode()) is None
-    assert "no API key is good" in caplog.text
+    assert "no API key is valid" in caplog.text
 
 
 # Limits

@@ -57,7 +57,7 @@ def test_a_new_certificate_is_shown_without_a_restart_and_a_broken_one_is_not(
         assert b"first" in await shown_name(certificate)
         section.certificate.write_text("broken")
         certificate.renew()
-        assert "stays as it was" in caplog.text
+        assert "keeping the previous one" in caplog.text
         assert b"first" in await shown_name(certificate)
         second = make(tmp_path, "second")
         second.certificate.replace(section.certificate)

@@ -277,10 +277,10 @@ def test_a_worker_tells_in_time_how_far_a_reader_has_got() -> None:
     taken = Taken()
     told = [taken.add(1) for _ in range(STREAM_WINDOW)]
     assert told.index(True) < STREAM_WINDOW - 1
-    assert taken.tell() == (STREAM_WINDOW, STREAM_WINDOW)
+    assert taken.acknowledge() == (STREAM_WINDOW, STREAM_WINDOW)
     assert not taken.add(1)
     assert taken.add(STREAM_WINDOW_BYTES)
-    assert taken.tell() == (STREAM_WINDOW + 2, STREAM_WINDOW + 1 + STREAM_WINDOW_BYTES)
+    assert taken.acknowledge() == (STREAM_WINDOW + 2, STREAM_WINDOW + 1 + STREAM_WINDOW_BYTES)
 
 
 def test_what_a_worker_has_to_say_gathers_while_a_message_is_on_its_way() -> None:
