@@ -16,8 +16,9 @@ from app.control.routing import State
 from app.errors import CallableFailed, Conflict, HeadwaterError, NotFound
 from app.supervisor.deployments import Deployments, config_of
 from app.supervisor.graph_state import GraphState
-from app.supervisor.host import Host, Retired
+from app.supervisor.host import Host
 from app.supervisor.replica_set import ReplicaSet, unloaded
+from app.supervisor.retired import Retired
 
 __all__ = ["Lifecycle"]
 
@@ -69,7 +70,7 @@ class Lifecycle:
             "name": name,
             "state": _state(sets, graph).value,
             "took_s": round(time.monotonic() - began, 3),
-            **(sets[0].told_replicas() if is_scale else {}),
+            **({"replicas": _replicas(sets[0])} if is_scale else {}),
             **(retired.told() if retired is not None else {}),
         }
         if retired is not None and retired.leftovers:
@@ -271,10 +272,10 @@ class Lifecycle:
         )
         fresh = [(one, outcome) for one, outcome in zip(sets, outcomes, strict=True) if isinstance(outcome, list)]
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        failures += [lost for one, started in fresh if (lost := one.lost(started)) is not None]
+        failures += [lost for one, started in fresh if (lost := one.starter.lost(started)) is not None]
         if failures:
             for one, started in fresh:
-                await one.discard(started)
+                await one.starter.discard(started)
             _raise_first(failures, "; what served before goes on serving")
         if config is not None:
             self._deployments.adopt(name, config)
@@ -289,6 +290,11 @@ class Lifecycle:
 
 def _state(sets: list[ReplicaSet], graph: GraphState | None) -> State:
     return graph.state if graph is not None else sets[0].state
+
+
+def _replicas(one: ReplicaSet) -> dict[str, int]:
+    """How many a deployment has, as an operator is told."""
+    return {"ready": len(one.ready), "wanted": one.wanted, "min": one.bounds.min, "max": one.bounds.max}
 
 
 def _raise_first(outcomes: list[Any], addition: str = "") -> None:
