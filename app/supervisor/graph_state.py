@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 from app.config.schema import Deployment
 from app.control.routing import DeploymentRoute, State
+from app.supervisor.served import Served
 from inference.errors import DeclarationError
 from inference.pipeline import Plan, make_plan
 from inference.signature import Signature
 
-__all__ = ["GraphState", "StepState"]
+__all__ = ["GraphState"]
+
+logger = logging.getLogger("headwater")
 
 
-class StepState(NamedTuple):
-    """What is known of a step's deployment."""
-
-    state: State
-    reason: str
-    signature: Signature | None
-
-
-class GraphState:
+class GraphState(Served):
     """One pipeline.
 
     Args:
@@ -32,20 +26,12 @@ class GraphState:
     """
 
     def __init__(self, name: str, config: Deployment) -> None:
+        super().__init__(name, config, "waiting for its steps")
         assert config.pipeline is not None
-        self.name = name
-        self.config = config
-        self.state = State.LOADING
-        self.reason = "waiting for its steps"
-        self.since_s = time.time()
-        """When it came into its state, in seconds of the Unix epoch."""
-        self.is_set_aside = False
-        """Whether an operator unloaded it, and it isn't loaded again."""
+        self.is_loaded = True
+        """Whether its steps make its state, and not an operator's command that is under way or has unloaded it."""
         self.plan: Plan | None = None
         self._spec = config.pipeline.spec()
-        self.is_loaded = True
-        """Whether an operator wants it."""
-        self._held: tuple[State, str] | None = None
         self._is_open = False
         self._has_served = False
         self._mismatch = ""
@@ -60,45 +46,43 @@ class GraphState:
         """Of the whole, once known."""
         return self.plan.signature if self.plan is not None else None
 
-    @property
-    def is_decided(self) -> bool:
-        """Whether its first start has succeeded or failed."""
-        return self.state is not State.LOADING
-
-    @property
-    def is_held(self) -> bool:
-        """Whether an operator's command, and not its steps, makes its state."""
-        return self._held is not None
-
     def hold(self, state: State, reason: str) -> None:
-        """Be in a state, whatever its steps are in: an operator's command is under way, or has set it aside."""
-        self._held = state, reason
+        """Be in a state until `release`, whatever its steps are in."""
+        self.is_loaded = self._is_open = False
+        self.enter(state, reason)
 
     def release(self) -> None:
         """Be in the state that its steps make, from the next update on."""
-        self._held = None
+        self.is_loaded = True
+        self.is_set_aside = False
 
-    def update(self, deployments: Mapping[str, StepState]) -> None:
+    def enter(self, state: State, reason: str) -> None:
+        """Come into a state; a READY one says what it lacks, too."""
+        if state is self.state is State.READY and reason != self.reason:
+            logger.warning("%s: still READY: %s", self.name, reason)
+        if state is State.FAILED is not self.state:
+            logger.error("%s: FAILED; correct it, and then load it or restart the server: %s", self.name, reason)
+        super().enter(state, reason)
+
+    def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
         """Take in the state of all deployments.
 
         It is READY as long as it can answer anything: one head, and all steps before it, are ready. While a step is
         away the reason says so; requests that want what follows from it have its error. It has FAILED if its steps
         don't fit together, or so many of them have failed that no head can ever be answered.
         """
-        if self._held is not None:
-            self._is_open = False
-            self._set(*self._held)
+        if not self.is_loaded:
             return
         steps = {step: deployments[name] for step, name in self.deployments.items()}
         known = {step: one.signature for step, one in steps.items() if one.signature is not None}
         self._is_open = False
         failed = [step for step, one in steps.items() if one.state is State.FAILED and step not in known]
         if failed:
-            self._set(State.FAILED, f"step `{failed[0]}`: {steps[failed[0]].reason}")
+            self.enter(State.FAILED, f"step `{failed[0]}`: {steps[failed[0]].reason}")
             return
         loading = [step for step in steps if step not in known]
         if loading:
-            self._set(State.LOADING, f"step `{loading[0]}`: {steps[loading[0]].reason}")
+            self.enter(State.LOADING, f"step `{loading[0]}`: {steps[loading[0]].reason}")
             return
         if known != self._signatures:
             self._signatures, self.plan = known, None
@@ -109,7 +93,7 @@ class GraphState:
                 self._mismatch = str(error)
         if self.plan is None:
             # After it has served, another step may be about to restart with what fits.
-            self._set(State.UNAVAILABLE if self._has_served else State.FAILED, self._mismatch)
+            self.enter(State.UNAVAILABLE if self._has_served else State.FAILED, self._mismatch)
             return
         self._has_served = True
         away = [step for step, one in steps.items() if one.state is not State.READY]
@@ -117,19 +101,14 @@ class GraphState:
         told = "; ".join(f"step `{step}` is {steps[step].state.value}: {steps[step].reason}" for step in away)
         self._is_open = self._answers_without(away)
         if self._is_open:
-            self._set(State.READY, told or "all steps ready")
+            self.enter(State.READY, told or "all steps ready")
         else:
-            self._set(State.UNAVAILABLE if self._answers_without(lost) else State.FAILED, told)
+            self.enter(State.UNAVAILABLE if self._answers_without(lost) else State.FAILED, told)
 
     def _answers_without(self, steps: Collection[str]) -> bool:
         """Whether some head can be answered if these steps can't be run."""
         assert self.plan is not None
         return any(self.plan.needed([head]).isdisjoint(steps) for head in self._spec.heads)
-
-    def _set(self, state: State, reason: str) -> None:
-        if state is not self.state:
-            self.since_s = time.time()
-        self.state, self.reason = state, reason
 
     def route(self, workers: int) -> DeploymentRoute:
         """What gateway workers are told."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from app.config.schema import Deployment
@@ -16,12 +15,13 @@ from app.errors import CallableFailed, Conflict, NoRoom
 from app.supervisor.host import Host
 from app.supervisor.replica_process import ReplicaProcess
 from app.supervisor.retired import Retired
+from app.supervisor.served import Served
 from app.supervisor.slot import Slot
 from app.supervisor.starter import ReplicaStarter
 from inference.reference import is_language_model
 from inference.signature import Signature
 
-__all__ = ["ReplicaSet", "unloaded"]
+__all__ = ["ReplicaSet"]
 
 
 logger = logging.getLogger("headwater")
@@ -33,7 +33,7 @@ GROW_RETRY_S: Final = 300.0
 """How long load calls for no other replica after one could not be started."""
 
 
-class ReplicaSet:
+class ReplicaSet(Served):
     """One deployment that has replicas of its own, as the supervisor sees it.
 
     Args:
@@ -44,18 +44,11 @@ class ReplicaSet:
     """
 
     def __init__(self, name: str, config: Deployment, host: Host, part_of: str | None = None) -> None:
-        self.name = name
-        self.config = config
+        super().__init__(name, config, "waiting to start")
         self.part_of = part_of
-        self.state = State.LOADING
-        self.reason = "waiting to start"
-        self.since_s = time.time()
-        """When it came into its state, in seconds of the Unix epoch."""
         self.signature: Signature | None = None
         self.is_decided = False
         """Whether its first start has succeeded or failed."""
-        self.is_set_aside = False
-        """Whether an operator unloaded it, and it isn't loaded again."""
         self.has_given_up = False
         """Whether it has FAILED by itself: a failed command is for the operator who gave it."""
         self.bounds = config.replicas
@@ -71,7 +64,7 @@ class ReplicaSet:
         self._leaving: list[Slot] = []
         """Those released, whose replicas are on their way out."""
         self._no_growth_before_s = float("-inf")
-        self._crashes: deque[float] = deque()
+        self._crashes: list[float] = []
         """When replicas that served were lost, of late."""
         self._generation = 0
         """Counts loads and reloads."""
@@ -96,11 +89,7 @@ class ReplicaSet:
         self._slots += [Slot(self) for _ in range(self.wanted)]
 
     def route(self, workers: int) -> DeploymentRoute:
-        """What gateway workers are told.
-
-        Args:
-            workers: how many; each has its share of what is bounded.
-        """
+        """What each of so many gateway workers is told, with its share of what is bounded."""
         batching = self.config.batching
         return DeploymentRoute(
             name=self.name,
@@ -132,25 +121,13 @@ class ReplicaSet:
     # Commands
 
     async def load(self) -> None:
-        """Start its replicas, each once; afterwards it is READY or has FAILED.
-
-        Another configuration is set before.
-
-        Raises:
-            CallableFailed: one of them didn't start; those that did are gone again.
-            NoRoom: the memory budget doesn't allow them.
-            Unavailable: the server is stopping.
-        """
-        # Where there is no room, the state stays.
-        count = self._within(self.bounds)
-        first = await self.starter.reserve(self.config, count)
-        before = self.state, self.reason
-        self.set_state(State.LOADING, "loading, as an operator wants")
+        """Start its replicas, each once; afterwards it is READY or has FAILED. Raises as `ReplicaStarter.start_all`."""
+        before = self.state, self.reason, self.has_given_up
         try:
             fresh = await self.starter.start_all(
-                self.config, count, lambda text: self.set_state(State.LOADING, text), places=first
+                self.config, self._within(self.bounds), lambda text: self.set_state(State.LOADING, text)
             )
-        except NoRoom:  # only the first has shown what one takes
+        except NoRoom:  # perhaps only the first has shown what one takes
             self.set_state(*before)
             raise
         except CallableFailed as error:
@@ -171,31 +148,22 @@ class ReplicaSet:
 
     async def end_unload(self) -> Retired:
         """End all replicas. Afterwards it is UNAVAILABLE; or, if anything remains, it has FAILED."""
-        slots, self._slots = [*self._slots, *self._leaving], []
-        for slot in slots:
-            slot.serves = False
+        self._let_go(self._slots)
         self.shortage = ""
-        self.set_state(State.UNLOADING, "its replicas are being ended")
-        retired = await self.starter.end([slot.replica for slot in slots if slot.replica is not None])
-        if retired.leftovers:
-            self.set_state(State.FAILED, f"unloaded, but this remains: {'; '.join(retired.leftovers)}")
-        else:
-            self.set_state(State.UNAVAILABLE, unloaded(self.name))
+        self.enter(State.UNLOADING, "its replicas are being ended")
+        retired = await self._end(self._leaving)
+        self.note_unloaded(retired.leftovers)
+        self.host.on_change()
         return retired
 
     async def start_fresh(self, config: Deployment) -> list[ReplicaProcess]:
-        """Start replicas beside those that serve.
+        """Start replicas beside those that serve. Raises as `ReplicaStarter.start_all`.
 
         Args:
             config: what they are started with; the set's own, or what that becomes before `switch`.
-
-        Raises:
-            CallableFailed: one of them didn't start; the others are gone again.
-            NoRoom: the memory budget doesn't allow them beside those that serve.
-            Unavailable: the server is stopping.
         """
         try:
-            return await self.starter.start_all(config, self._within(self._bounds_of(config)), lambda text: None)
+            return await self.starter.start_all(config, self._within(self._bounds_of(config)))
         except NoRoom as error:
             raise error.again(
                 f"{error.message}; they would start beside those that serve: expected `strategy: recreate`, which ends "
@@ -219,12 +187,17 @@ class ReplicaSet:
         """Let replaced replicas finish what they have, and end them."""
         ids = list(_serving(old))
         drained = await self.host.drain(self.name, self.config.drain_timeout_s, ids) if ids else Drained()
-        for slot in old:
+        retired = await self._end(old)
+        retired.drained = drained
+        return retired
+
+    async def _end(self, slots: Collection[Slot]) -> Retired:
+        """End the replicas of slots that are let go, and see what is left of them."""
+        for slot in slots:
             slot.serves = False
         self.host.on_change()
-        retired = await self.starter.end([slot.replica for slot in old if slot.replica is not None])
-        self._leaving = [slot for slot in self._leaving if slot not in old]
-        retired.drained = drained
+        retired = await self.starter.end([slot.replica for slot in slots if slot.replica is not None])
+        self._leaving = [slot for slot in self._leaving if slot not in slots]
         return retired
 
     # Scaling
@@ -233,23 +206,16 @@ class ReplicaSet:
         """Have other bounds, and as many replicas as they ask for. Returns what came of those that ended, if any.
 
         Raises:
-            Conflict: it isn't loaded.
-            NoRoom: the memory budget doesn't allow as many; nothing has changed.
-            CallableFailed: one of them didn't start; nothing has changed.
-            Unavailable: the server is stopping.
+            Conflict: it isn't loaded, and as `ReplicaStarter.start_all`; nothing has changed then.
         """
         if not self.is_loaded or self.is_set_aside:
             raise Conflict(f"model `{self.name}` is {self.state.value}: {self.reason}; expected it loaded")
         missing = self._within(bounds) - len(self._slots)
         if missing > 0:
-            self._take(await self.starter.start_all(self.config, missing, lambda text: None))
+            self._take(await self.starter.start_all(self.config, missing))
         self.bounds = bounds
         self.shortage = ""
-        surplus = len(self._slots) - bounds.max
-        released = self._release(surplus) if surplus > 0 else []
-        self.wanted = len(self._slots)
-        self.host.on_change()
-        return await self.retire(released) if released else None
+        return await self._shed(len(self._slots) - bounds.max)
 
     async def grow(self) -> None:
         """Have one replica more, because its load takes it, if there is room."""
@@ -277,10 +243,7 @@ class ReplicaSet:
         if not self.is_scalable or len(self._slots) <= self.bounds.min:
             return
         logger.info("%s: scaling down to %d replicas", self.name, len(self._slots) - 1)
-        released = self._release(1)
-        self.wanted = len(self._slots)
-        self.host.on_change()
-        retired = await self.retire(released)
+        retired = await self._shed(1) or Retired()
         for text in (*retired.warnings, *retired.leftovers):
             logger.error("%s: scaled down, but: %s", self.name, text)
 
@@ -302,9 +265,12 @@ class ReplicaSet:
     def _within(self, bounds: ReplicaBounds) -> int:
         return min(max(self.wanted, bounds.min), bounds.max)
 
-    def _release(self, count: int) -> list[Slot]:
-        """Let some slots go, their replicas once they have finished what they have; returned for `retire`."""
-        return self._let_go(_least_needed(self._slots, count, self.starter.devices))
+    async def _shed(self, count: int) -> Retired | None:
+        """Have so many replicas less, if any: they finish what they have, and end."""
+        released = self._let_go(_least_needed(self._slots, count, self.starter.devices))
+        self.wanted = len(self._slots)
+        self.host.on_change()
+        return await self.retire(released) if released else None
 
     def _let_go(self, slots: list[Slot]) -> list[Slot]:
         """Replace nothing that ends in these slots; returned for `retire`."""
@@ -318,7 +284,7 @@ class ReplicaSet:
         """Have new requests go to these replicas, too, once the host is told."""
         self._slots += [Slot(self, replica) for replica in fresh]
         self.signature = fresh[-1].signature
-        self._enter(State.READY, f"replica {fresh[-1].id} ready")
+        self.enter(State.READY, f"replica {fresh[-1].id} ready")
 
     def _note_shortage(self, reason: str) -> None:
         """There is no room for another replica; logged once, until there is."""
@@ -328,15 +294,11 @@ class ReplicaSet:
         self.shortage = reason
         self.is_decided = True
         if not self.ready and self.state in (State.LOADING, State.UNAVAILABLE):
-            self._enter(self.state, reason)
+            self.enter(self.state, reason)
         if (self.shortage, self.reason) != before:
             self.host.on_change()
 
     # Replicas
-
-    def note_room(self) -> None:
-        """A slot has found room for a replica."""
-        self.shortage = ""
 
     def note_no_room(self, slot: Slot, reason: str) -> None:
         """A slot has found no room, and looks again."""
@@ -386,9 +348,7 @@ class ReplicaSet:
     def note_crash(self, slot: Slot, replica: ReplicaProcess) -> None:
         """A replica that served has ended, and its slot is about to start another."""
         now_s = time.monotonic()
-        self._crashes.append(now_s)
-        while self._crashes[0] < now_s - self.config.crash_window_s:
-            self._crashes.popleft()
+        self._crashes = [*(at_s for at_s in self._crashes if at_s >= now_s - self.config.crash_window_s), now_s]
         if len(self._crashes) >= self.config.max_crashes:
             reason = (
                 f"{len(self._crashes)} replicas were lost within crash_window_s = {self.config.crash_window_s:g} s, "
@@ -411,27 +371,18 @@ class ReplicaSet:
         logger.error(
             "%s: FAILED and not tried again; correct it, and then load it or restart the server: %s", self.name, reason
         )
-        self._enter(State.FAILED, reason)
-        self.has_given_up = True
-        self.host.on_change()
+        self.set_state(State.FAILED, reason, has_given_up=True)
 
-    # State
-
-    def set_state(self, state: State, reason: str) -> None:
+    def set_state(self, state: State, reason: str, has_given_up: bool = False) -> None:
         """Come into a state, and tell."""
-        self._enter(state, reason)
+        self.enter(state, reason, has_given_up)
         self.host.on_change()
 
-    def _enter(self, state: State, reason: str) -> None:
-        """Come into a state; each change is logged once."""
-        if state is not self.state:
-            logger.info("%s: %s -> %s: %s", self.name, self.state.value, state.value, reason)
-            self.since_s = time.time()
-        self.state, self.reason = state, reason
-        self.has_given_up = False
-        self.is_set_aside &= state not in (State.READY, State.FAILED)
-        if state is not State.LOADING:
-            self.is_decided = True
+    def enter(self, state: State, reason: str, has_given_up: bool = False) -> None:
+        """Come into a state, of which the host isn't told yet."""
+        super().enter(state, reason)
+        self.has_given_up = has_given_up
+        self.is_decided |= state is not State.LOADING
 
 
 def _serving(slots: Iterable[Slot]) -> dict[str, ReplicaProcess]:
@@ -446,8 +397,3 @@ def _least_needed(slots: Iterable[Slot], count: int, devices: Mapping[str, str])
         on = [devices.get(slot.replica.id, "") if slot.replica is not None else "" for slot in left]
         found.append(left.pop(max(range(len(left)), key=lambda at: (not left[at].serves, on.count(on[at]), at))))
     return found
-
-
-def unloaded(name: str) -> str:
-    """The reason of a deployment that was unloaded."""
-    return f"it is unloaded: load it with POST /v2/repository/models/{name}/load"

@@ -31,8 +31,8 @@ class Owner(Protocol):
     config: Deployment
     host: Host
     starter: ReplicaStarter
+    shortage: str
 
-    def note_room(self) -> None: ...
     def note_no_room(self, slot: Slot, reason: str) -> None: ...
     def note_progress(self, text: str) -> None: ...
     def note_trouble(self, reason: str) -> None: ...
@@ -104,7 +104,7 @@ class Slot:
             elif self._place is None:
                 await self._pause(retry_s)
             else:
-                self._owner.note_room()
+                self._owner.shortage = ""
         return self._place is not None
 
     async def _start(self) -> None:

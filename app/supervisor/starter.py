@@ -18,7 +18,7 @@ from app.supervisor.replica_process import ReplicaProcess
 from app.supervisor.retired import Retired
 from app.telemetry.recorder import recorder
 
-__all__ = ["FIRST_MEASURED_RETRY_S", "REPLICA_END_TIMEOUT_S", "ReplicaStarter"]
+__all__ = ["FIRST_MEASURED_RETRY_S", "REPLICA_END_TIMEOUT_S", "ReplicaStarter", "stop_or_kill"]
 
 logger = logging.getLogger("headwater")
 
@@ -124,15 +124,14 @@ class ReplicaStarter:
         return True
 
     async def start_all(
-        self, config: Deployment, count: int, on_progress: Callable[[str], None], places: list[Place] | None = None
+        self, config: Deployment, count: int, on_progress: Callable[[str], None] = lambda text: None
     ) -> list[ReplicaProcess]:
         """Start some replicas, each once. All of them are ready then, or gone.
 
         Args:
             config: what they are started with.
             count: how many.
-            on_progress: called with each stage.
-            places: room that was found for the first of them.
+            on_progress: called when there is room for the first, and with each stage.
 
         Raises:
             CallableFailed: one of them didn't start, or was lost before the last was ready.
@@ -142,10 +141,9 @@ class ReplicaStarter:
         fresh: list[ReplicaProcess] = []
         try:
             while len(fresh) < count:
-                if not places:
-                    places = await self.reserve(config, count - len(fresh))
+                places = await self.reserve(config, count - len(fresh))
+                on_progress("loading, as an operator wants")
                 outcomes = await asyncio.gather(*(self._start_one(place, config, on_progress) for place in places))
-                places = None
                 fresh += [outcome for outcome in outcomes if not isinstance(outcome, str)]
                 reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
                 if self._host.is_stopping:
@@ -155,7 +153,7 @@ class ReplicaStarter:
             if (lost := self.lost(fresh)) is not None:
                 raise lost
         except HeadwaterError:
-            await self.discard(fresh)
+            await stop_or_kill(fresh)
             raise
         return fresh
 
@@ -181,19 +179,15 @@ class ReplicaStarter:
                 return f"it can't be started: {error}"
             if await self.await_ready(replica, place, config) and not replica.ending.is_set():
                 return replica
-        await self.discard([replica])
+        await stop_or_kill([replica])
         recorder().count("headwater_replica_start_failures", self._name)
         return replica.account() or "ended before it was ready"
-
-    async def discard(self, fresh: Collection[ReplicaProcess]) -> None:
-        """End replicas that were started and never served."""
-        await asyncio.gather(*(_stop_or_kill([replica]) for replica in fresh))
 
     async def end(self, replicas: Collection[ReplicaProcess]) -> Retired:
         """End replicas, and see what is left of them."""
         groups = {group for one in replicas if (group := one.group)}
         before = await _measure(groups)
-        await _stop_or_kill(replicas)
+        await stop_or_kill(replicas)
         after = await _measure(groups)
         retired = Retired(before=before, after=after)
         for one in replicas:
@@ -227,7 +221,7 @@ async def _measure(groups: Collection[int]) -> GroupMemory:
         return NOTHING
 
 
-async def _stop_or_kill(replicas: Collection[ReplicaProcess]) -> None:
+async def stop_or_kill(replicas: Collection[ReplicaProcess]) -> None:
     """End replicas, at once if they take too long; returns when they have ended, or don't even so."""
     for replica in replicas:
         replica.stop()

@@ -15,7 +15,6 @@ from typing import Any
 
 from app.config.schema import Config
 from app.control.load import DeploymentLoad, together
-from app.control.messages import Command, CommandAnswer
 from app.control.routing import DeploymentRoute, RoutingTable, State
 from app.control.server import ControlServer
 from app.errors import StartError
@@ -24,7 +23,6 @@ from app.security.keys_file import keys_are_wanted
 from app.security.operator import is_loopback
 from app.supervisor.autoscaler import Autoscaler
 from app.supervisor.deployments import Deployments
-from app.supervisor.graph_state import StepState
 from app.supervisor.host import Host
 from app.supervisor.lifecycle import Lifecycle
 from app.supervisor.preflight import (
@@ -67,7 +65,7 @@ class Supervisor:
     ) -> None:
         self._config = config
         self._on_serving = on_serving
-        self._control = ControlServer(self._answer)
+        self._control = ControlServer(lambda command: self._lifecycle.answer(command))
         self._host = Host(ReplicaMemory.of(config.server), user_paths, self._control.drain, self._on_change)
         self._deployments = Deployments(config, self._host)
         self._sets = self._deployments.sets
@@ -164,9 +162,6 @@ class Supervisor:
             raise StartError(f"server.runtime_dir: can't make a folder there: {error}") from error
         return lock
 
-    async def _answer(self, command: Command) -> CommandAnswer:
-        return await self._lifecycle.answer(command)
-
     def _on_change(self) -> None:
         self._publish()
         if not self._is_announced and all(one.is_decided for one in self._sets.values()):
@@ -189,7 +184,7 @@ class Supervisor:
         if graph is None:
             return self._sets[name].has_given_up
         steps = [self._sets[step] for step in graph.deployments.values()]
-        by_command = graph.is_held or any(one.state is State.FAILED and not one.has_given_up for one in steps)
+        by_command = not graph.is_loaded or any(one.state is State.FAILED and not one.has_given_up for one in steps)
         return graph.state is State.FAILED and not by_command
 
     def _loads(self) -> dict[str, DeploymentLoad]:
@@ -198,20 +193,10 @@ class Supervisor:
 
     def _publish(self) -> None:
         workers = self._config.server.workers
-        routes = [replicas.route(workers) for replicas in self._sets.values()]
-        steps = {one.name: StepState(one.state, one.reason, one.signature) for one in self._sets.values()}
+        sets = {name: replicas.route(workers) for name, replicas in self._sets.items()}
         for graph in self._graphs.values():
-            before = graph.state, graph.reason
-            graph.update(steps)
-            if graph.state is not before[0]:
-                logger.info("%s: %s -> %s: %s", graph.name, before[0].value, graph.state.value, graph.reason)
-                if graph.state is State.FAILED:
-                    logger.error(
-                        "%s: FAILED; correct it, and then load it or restart the server: %s", graph.name, graph.reason
-                    )
-            elif graph.reason != before[1] and graph.state is State.READY:
-                logger.warning("%s: still READY: %s", graph.name, graph.reason)
-            routes.append(graph.route(workers))
+            graph.update(sets)
+        routes = [*sets.values(), *(graph.route(workers) for graph in self._graphs.values())]
         order = {name: index for index, name in enumerate(self._deployments.config.deployments)}
         routes.sort(key=lambda route: (order[route.part_of or route.name], route.part_of is not None))
         self._control.publish(RoutingTable(tuple(routes), draining=self._host.is_stopping))

@@ -17,7 +17,7 @@ from app.control.messages import Command, CommandAnswer, Drained
 from app.control.routing import ReplicaRoute, State
 from app.errors import NoRoom
 from app.supervisor.deployments import Deployments
-from app.supervisor.graph_state import GraphState, StepState
+from app.supervisor.graph_state import GraphState
 from app.supervisor.host import Host
 from app.supervisor.lifecycle import Lifecycle
 from app.supervisor.replica_memory import ReplicaMemory
@@ -134,7 +134,7 @@ class Supervisor(Host):
         return self.drained
 
     def on_change(self) -> None:
-        steps = {one.name: StepState(one.state, one.reason, one.signature) for one in self.sets.values()}
+        steps = {name: one.route(1) for name, one in self.sets.items()}
         for graph in self.graphs.values():
             graph.update(steps)
         told: list[ReplicaSet | GraphState] = [*self.sets.values(), *self.graphs.values()]
