@@ -11,7 +11,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
 
 from app.config.schema import Config
 from app.control.load import DeploymentLoad, together
@@ -72,7 +71,8 @@ class Supervisor:
         self._graphs = self._deployments.graphs
         self._lifecycle = Lifecycle(self._deployments, self._host)
         self._autoscaler = Autoscaler(self._sets, self._loads, self._lifecycle.is_busy, self._host)
-        self._hurry = asyncio.Event()
+        self._hurry = False
+        """Whether a second signal came."""
         self._is_announced = False
         self._observer = Observer(None)
         self._url = ""
@@ -200,12 +200,7 @@ class Supervisor:
         order = {name: index for index, name in enumerate(self._deployments.config.deployments)}
         routes.sort(key=lambda route: (order[route.part_of or route.name], route.part_of is not None))
         self._control.publish(RoutingTable(tuple(routes), draining=self._host.is_stopping))
-        self._observer.see_deployments(map(self._view, routes))
-
-    def _view(self, route: DeploymentRoute) -> DeploymentView:
-        replicas = self._sets.get(route.name)
-        wanted = replicas.wanted if replicas is not None and not route.is_set_aside else 0
-        return DeploymentView(route.name, route.state, len(route.replicas), wanted)
+        self._observer.see_deployments(map(_view, routes))
 
     def _replica_views(self) -> list[ReplicaView]:
         return [ReplicaView(one.id.rpartition("-")[0], one.id, one.group) for one in self._host.replicas.values()]
@@ -214,33 +209,36 @@ class Supervisor:
 
     def _on_stop_signal(self, number: int) -> None:
         if self._host.is_stopping:
-            self._hurry.set()
+            self._hurry = True
             return
         logger.info("%s: stopping", signal.Signals(number).name)
         self._host.stop()
 
     async def _stop(self, workers: Workers) -> None:
         self._publish()  # workers are then not ready, answer what they have, and end
-        hurry = asyncio.create_task(self._hurry.wait())
         timeout_s = self._config.server.shutdown_timeout_s + WORKER_END_TIMEOUT_S
-        await self._until(lambda: not workers.pids, timeout_s, hurry)
+        await self._until(lambda: not workers.pids, timeout_s)
         workers.kill()
         replicas = self._host.replicas
         for replica in replicas.values():
             replica.stop()
-        await self._until(lambda: not replicas, REPLICA_END_TIMEOUT_S, hurry)
+        await self._until(lambda: not replicas, REPLICA_END_TIMEOUT_S)
         for replica in replicas.values():
             replica.kill()
         await self._control.finish()
         await self._host.finish()
-        hurry.cancel()
         logger.info("stopped")
 
-    async def _until(self, condition: Callable[[], bool], timeout_s: float, hurry: asyncio.Task[Any]) -> None:
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """Wait until the condition holds, the time is over, or a second signal came."""
         deadline = time.monotonic() + timeout_s
-        while not condition() and time.monotonic() < deadline and not hurry.done():
-            await asyncio.wait({hurry}, timeout=0.02)
+        while not (condition() or self._hurry or time.monotonic() >= deadline):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def _view(route: DeploymentRoute) -> DeploymentView:
+    wanted = 0 if route.is_graph or route.is_set_aside else route.wanted
+    return DeploymentView(route.name, route.state, len(route.replicas), wanted)
 
 
 def _url_host(host: str) -> str:
