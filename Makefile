@@ -29,7 +29,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help serve test lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke screenshots soak chaos fuzz lock clean image base-image image-test image-suite engine
+.PHONY: help serve test test-fast lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke screenshots soak chaos fuzz lock clean image base-image image-test image-suite engine
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
@@ -43,6 +43,9 @@ serve: $(VENV)/.runtime  ## install what is missing, check the configuration, se
 
 test: $(VENV)/.dev  ## run the tests
 	@exec $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(TESTS) $(ARGS)
+
+test-fast: $(VENV)/.dev  ## run the tests that need neither Triton, torch nor a browser
+	@exec $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --fast $(TESTS) $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff: rules and formatting
 	@$(BIN)/ruff check .

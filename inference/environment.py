@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from inference.errors import DeclarationError, Problem, ReplicaError
+from inference.errors import DeclarationError, EnvironmentUnfit, Problem
 
 __all__ = ["library_path", "package_versions", "problem_of", "problems", "require", "versions"]
 
@@ -60,10 +60,10 @@ def require() -> None:
     """Check, in some milliseconds and without starting a process, that a replica can run here.
 
     Raises:
-        ReplicaError: it can't; the message says why and how to mend it.
+        EnvironmentUnfit: it can't; the message says why and how to mend it.
     """
     for problem in problems():
-        raise ReplicaError(str(problem))
+        raise EnvironmentUnfit(str(problem))
 
 
 def problems(*, deep: bool = False, path: str | None = None) -> list[Problem]:

@@ -7,21 +7,51 @@
     ├── BadInput                 raised by a callable: the client's rows are wrong (400)
     ├── BadOutput                a callable returned something other than it declared (500)
     └── ReplicaError             the replica can't start or go on; its message is for the operator
+        └── EnvironmentUnfit     the Python installation or the machine lacks what every replica needs
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["BadInput", "BadOutput", "DeclarationError", "LoadError", "ModelError", "Problem", "ReplicaError"]
+__all__ = [
+    "BadInput",
+    "BadOutput",
+    "DeclarationError",
+    "EnvironmentUnfit",
+    "LoadError",
+    "ModelError",
+    "Problem",
+    "ReplicaError",
+    "did_you_mean",
+]
 
 
 class ModelError(Exception):
     """Base of every error of the model side."""
 
+    @property
+    def is_permanent(self) -> bool:
+        """Whether another start of the replica would raise it again."""
+        return False
+
 
 class DeclarationError(ModelError):
-    """A declaration contradicts itself; raised when the model is imported or constructed."""
+    """A declaration contradicts itself; raised when the model is imported or constructed.
+
+    Its arguments are messages, one for each fault.
+    """
+
+    def __str__(self) -> str:
+        """All messages."""
+        return "; ".join(map(str, self.args))
+
+    @property
+    def is_permanent(self) -> bool:
+        """See `ModelError`."""
+        return True
 
 
 class BadInput(ModelError):
@@ -37,6 +67,21 @@ class BadOutput(ModelError):
 
 class ReplicaError(ModelError):
     """The replica can't start or go on."""
+
+
+class EnvironmentUnfit(ReplicaError):
+    """The Python installation or the machine lacks what every replica needs."""
+
+    @property
+    def is_permanent(self) -> bool:
+        """See `ModelError`."""
+        return True
+
+
+def did_you_mean(wrong: object, known: Iterable[object]) -> str:
+    """The end of a message about an unknown name: the known name that is most like it, if any is."""
+    found = difflib.get_close_matches(str(wrong), [str(name) for name in known], n=1)
+    return f"; did you mean `{found[0]}`?" if found else ""
 
 
 @dataclass(frozen=True)
@@ -61,3 +106,8 @@ class LoadError(ReplicaError):
         super().__init__(str(problem))
         self.problem = problem
         """The same in parts."""
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether another start would raise it again: all but what the user's code raised while it ran."""
+        return isinstance(self.__cause__, (type(None), ModuleNotFoundError, SyntaxError, DeclarationError))

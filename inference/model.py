@@ -88,8 +88,9 @@ class Parameter:
         name: its name in a request's ``parameters``.
         type: ``"str"``, ``"int"``, ``"float"`` or ``"bool"``.
         default: what the callable gets when a request leaves it out; must fit ``type``.
-        per: ``"batch"``: the callable gets one value, and requests whose values differ never share a call.
-            ``"row"``: the callable gets a list with one value a row, and such requests may share a call.
+        per: a client sends one value for its request either way. ``"batch"``: the callable gets that value, and
+            requests whose values differ never share a call. ``"row"``: such requests may share a call, and the callable
+            gets a list that has for each row the value of its request.
         minimum, maximum: bounds of a number, inclusive.
         choices: the values allowed, if only some are.
         description: shown in the API's documentation.

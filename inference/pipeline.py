@@ -7,14 +7,15 @@ the pipeline itself.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final, Literal
 
 import msgspec
 
-from inference.errors import DeclarationError
+from inference.errors import DeclarationError, did_you_mean
 from inference.model import Tensor
 from inference.signature import EmbeddingSpec, HeadSpec, ParameterSpec, Signature, TensorSpec
 
@@ -126,16 +127,21 @@ def check_names(spec: PipelineSpec) -> None:
     """
     names = [step.name for step in spec.steps]
     known = ", ".join(f"`{name}`" for name in names)
+    faults: list[str] = []
     if not spec.heads:
-        raise DeclarationError(f"pipeline, heads: expected at least one of its steps {known}, got none")
-    for head in spec.heads:
+        faults.append(f"pipeline, heads: expected at least one of its steps {known}, got none")
+    for head in dict.fromkeys(spec.heads):
         if head not in names:
-            raise DeclarationError(f"pipeline, heads: expected some of its steps {known}, got `{head}`")
+            hint = did_you_mean(head, names)
+            faults.append(f"pipeline, heads: expected some of its steps {known}, got `{head}`{hint}")
         if spec.heads.count(head) > 1:
-            raise DeclarationError(f"pipeline, heads: `{head}` is listed {spec.heads.count(head)} times")
+            faults.append(f"pipeline, heads: `{head}` is listed {spec.heads.count(head)} times")
     for step in spec.steps:
         for given, source in step.inputs.items():
-            _split(step.name, given, source, names)
+            with _noting(faults):
+                _split(step.name, given, source, names)
+    if faults:
+        raise DeclarationError(*faults)
     parents = {step.name: _stated_parents(step) for step in spec.steps}
     if spec.trunk is not None:
         for step in spec.steps:
@@ -160,28 +166,45 @@ def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: 
     inputs = _Inputs()
     wires: dict[str, tuple[Wire, ...]] = {}
     expected: dict[str, dict[str, TensorSpec]] = {}
+    faults: list[str] = []
     for step in spec.steps:
         signature = signatures[step.name]
+        taken = [tensor.name for tensor in signature.inputs]
         for given in step.inputs:
-            if given not in {tensor.name for tensor in signature.inputs}:
-                has = _names(signature.inputs)
-                raise DeclarationError(f"step `{step.name}`, inputs: expected some of its inputs {has}, got `{given}`")
-        found = [wire for tensor in signature.inputs if (wire := _wire(spec, step, tensor, signatures)) is not None]
-        wires[step.name] = tuple(found)
+            if given not in taken:
+                has, hint = _names(signature.inputs), did_you_mean(given, taken)
+                faults.append(f"step `{step.name}`, inputs: expected some of its inputs {has}, got `{given}`{hint}")
+        found: list[Wire] = []
         expected[step.name] = {}
-        for wire in found:
-            tensor = _tensor(signature.inputs, wire.input)
-            if wire.step == INPUT:
-                inputs.add(step.name, wire, tensor)
-                expected[step.name][wire.input] = tensor
-            else:
-                expected[step.name][wire.input] = _joined(step.name, wire, tensor, signatures[wire.step])
+        for tensor in signature.inputs:
+            with _noting(faults):
+                wire = _wire(spec, step, tensor, signatures)
+                if wire is None:
+                    continue
+                found.append(wire)
+                if wire.step == INPUT:
+                    inputs.add(step.name, wire, tensor)
+                    expected[step.name][wire.input] = tensor
+                else:
+                    expected[step.name][wire.input] = _joined(step.name, wire, tensor, signatures[wire.step])
+        wires[step.name] = tuple(found)
+    if faults:
+        raise DeclarationError(*faults)
     order = _order({step.name: {wire.step for wire in wires[step.name]} - {INPUT} for step in spec.steps})
     _check_use(spec, wires)
     by_name = {step.name: step for step in spec.steps}
     steps = tuple(PlannedStep(by_name[one], signatures[one], wires[one], expected[one]) for one in order)
     whole = _signature(spec, steps, inputs, name=name, max_batch_size=max_batch_size)
     return Plan(steps, whole)
+
+
+@contextlib.contextmanager
+def _noting(faults: list[str]) -> Iterator[None]:
+    """A context whose faults are noted, so that what comes after it is looked at too."""
+    try:
+        yield
+    except DeclarationError as error:
+        faults += error.args
 
 
 def _split(step: str, name: str, source: str, known: Sequence[str]) -> tuple[str, str]:
@@ -191,8 +214,8 @@ def _split(step: str, name: str, source: str, known: Sequence[str]) -> tuple[str
     if not dot or not producer or not output:
         raise DeclarationError(f"{where}: expected STEP.OUTPUT or {INPUT}.NAME, got `{source}`")
     if producer != INPUT and producer not in known:
-        listed = ", ".join(f"`{one}`" for one in known)
-        raise DeclarationError(f"{where}: unknown step `{producer}`; expected {listed} or `{INPUT}`")
+        listed, hint = ", ".join(f"`{one}`" for one in known), did_you_mean(producer, known)
+        raise DeclarationError(f"{where}: unknown step `{producer}`; expected {listed} or `{INPUT}`{hint}")
     if producer == INPUT:
         try:
             Tensor(output, "BYTES", [1])
@@ -240,10 +263,11 @@ def _wire(spec: PipelineSpec, step: StepSpec, tensor: TensorSpec, signatures: Ma
     where = f"step `{step.name}`, input `{tensor.name}`"
     if tensor.name in step.inputs:
         producer, output = _split(step.name, tensor.name, step.inputs[tensor.name], list(signatures))
-        if producer != INPUT and output not in {one.name for one in signatures[producer].outputs}:
-            has = _names(signatures[producer].outputs)
+        outputs = [one.name for one in signatures[producer].outputs] if producer != INPUT else [output]
+        if output not in outputs:
+            has, hint = _names(signatures[producer].outputs), did_you_mean(output, outputs)
             raise DeclarationError(
-                f"{where}: nobody produces `{producer}.{output}`; the outputs of `{producer}` are {has}"
+                f"{where}: nobody produces `{producer}.{output}`; the outputs of `{producer}` are {has}{hint}"
             )
         return Wire(tensor.name, producer, output)
     if step.name == spec.trunk:
@@ -266,10 +290,12 @@ def _wire(spec: PipelineSpec, step: StepSpec, tensor: TensorSpec, signatures: Ma
         )
     if tensor.optional:
         return None
+    there = [one.name for name in signatures if name != step.name for one in signatures[name].outputs]
     lacking = "no other step has an output" if spec.trunk is None else f"`{spec.trunk}` has no input or output"
     raise DeclarationError(
         f"{where}: unmapped: {lacking} `{tensor.name}`; say where it comes from: "
         f"`inputs: {{{tensor.name}: STEP.OUTPUT}}`, or `{INPUT}.{tensor.name}` for an input of the pipeline"
+        f"{did_you_mean(tensor.name, there)}"
     )
 
 

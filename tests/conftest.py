@@ -27,6 +27,26 @@ SHARED_SERVER = re.compile(r"\b(?:services|demo): Running\b|\b(lm): Running\b")
 """How a module's tests ask for a server that lasts as long as the session. Some ask for both of the first two."""
 
 
+HEAVY = re.compile(
+    r"\b(import|from) (torch|pytriton|onnx|transformers|tests\.running|tests\.browser)\b|: Running\b|llamas"
+)
+"""What a module that needs Triton, torch or a browser has in its text."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--fast``."""
+    parser.addoption("--fast", action="store_true", help="leave out what needs Triton, torch or a browser")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``--fast``, don't even import the modules that need more than Python."""
+    if not config.getoption("--fast"):
+        return None
+    if collection_path.is_dir():
+        return True if collection_path.name == "end_to_end" else None
+    return True if collection_path.name.startswith("test_") and HEAVY.search(collection_path.read_text()) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that start servers first: they take long, and at the end both workers should have work."""
@@ -69,7 +89,7 @@ SERVED = {
             "timeout_s": 20,
         },
     },
-    "server": {"max_body_bytes": 20_000_000, "body_timeout_s": 5},
+    "server": {"max_body_bytes": 20_000_000, "client_timeout_s": 5},
 }
 
 

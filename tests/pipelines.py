@@ -82,22 +82,23 @@ def fused(
     heads: Sequence[str],
     *,
     wires: Mapping[str, Mapping[str, str]] | None = None,
+    name: str = "pipeline",
     **options: Any,
 ) -> FusedPipeline:
-    """A pipeline of these steps.
+    """A pipeline of these steps. One step of the pipeline's own name is a plain model that streams.
 
     ``wires`` has the sources of a step's inputs where names don't tell; what no step makes is the pipeline's input.
     """
-    signatures = {name: Signature.of(model, name=name, max_batch_size=64) for name, model in models.items()}
+    signatures = {step: Signature.of(model, name=step, max_batch_size=64) for step, model in models.items()}
     made = {tensor.name for signature in signatures.values() for tensor in signature.outputs}
     sources = {
-        name: {tensor.name: f"{INPUT}.{tensor.name}" for tensor in signature.inputs if tensor.name not in made}
-        for name, signature in signatures.items()
+        step: {tensor.name: f"{INPUT}.{tensor.name}" for tensor in signature.inputs if tensor.name not in made}
+        for step, signature in signatures.items()
     }
     steps = tuple(
-        StepSpec(name, f"m:{name}", inputs={**sources[name], **(wires or {}).get(name, {})}) for name in models
+        StepSpec(step, f"m:{step}", inputs={**sources[step], **(wires or {}).get(step, {})}) for step in models
     )
-    plan = make_plan(PipelineSpec(steps, tuple(heads)), signatures, name="pipeline", max_batch_size=64)
+    plan = make_plan(PipelineSpec(steps, tuple(heads)), signatures, name=name, max_batch_size=64)
     return FusedPipeline(plan, models, "cpu", **options)
 
 

@@ -13,7 +13,15 @@ from typing import Any, TextIO
 import msgspec
 
 from app.config.pipeline import Pipeline
-from app.config.schema import Config, Deployment, load_config, read_config
+from app.config.schema import (
+    PLACEHOLDER,
+    Config,
+    Deployment,
+    InvalidConfig,
+    is_model_reference,
+    load_what,
+    read_config,
+)
 from app.errors import ConfigError
 from app.process.interpreter import InterpreterError
 from app.process.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
@@ -32,14 +40,14 @@ from inference.signature import Signature
 __all__ = ["check"]
 
 
-_PLACEHOLDER = "none"
+def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | None = None) -> int:
+    """Check the environment, and a configuration or model if one is given, and print what was found.
 
-
-def check(config_path: Path | None, *, as_json: bool, flags: Mapping[str, Any] | None = None) -> int:
-    """Check the environment, and a configuration if one is given, and print what was found.
+    What is right of a configuration is tried although something else of it is wrong, so that all problems are found.
 
     Args:
-        config_path: the YAML file; without one only the server's settings are taken, from environment and flags.
+        what: the YAML file, or a model, as of `load_what`; without one only the server's settings are taken, from
+            environment and flags.
         as_json: print ``{"ok", "versions", "deployments", "problems"}`` rather than text.
         flags: laid over the file, as in `load_config`.
 
@@ -48,8 +56,15 @@ def check(config_path: Path | None, *, as_json: bool, flags: Mapping[str, Any] |
     """
     problems: list[Problem] = []
     config = None
+    paths: tuple[str, ...] = (os.getcwd(),)
+    if what is not None and not is_model_reference(str(what)):
+        paths = tuple(dict.fromkeys((*paths, str(Path(what).resolve().parent))))
     try:
-        config = load_config(config_path, flags=flags or {}) if config_path else _bare_config(flags or {})
+        config = load_what(str(what), flags=flags or {})[0] if what is not None else _bare_config(flags or {})
+    except InvalidConfig as error:
+        config = error.rest
+        for problem in error.problems:
+            problems.append(Problem("configuration", f"{error.source}: {problem}", "correct what the message names"))
     except ConfigError as error:
         problems.append(Problem("configuration", str(error), "correct what the message names"))
     with ModelSide({}) as side:
@@ -57,10 +72,11 @@ def check(config_path: Path | None, *, as_json: bool, flags: Mapping[str, Any] |
     problems += found
     deployments: list[dict[str, Any]] = []
     if config is not None:
-        served = {name: one for name, one in config.deployments.items() if name != _PLACEHOLDER or config_path}
-        paths = (os.getcwd(), *([str(config_path.resolve().parent)] if config_path else []))
-        computed = {name: one for name, one in config.all_deployments().items() if name != _PLACEHOLDER or config_path}
-        signatures, pythons, found = _signatures(computed, tuple(dict.fromkeys(paths)))
+        served, computed = (
+            {name: one for name, one in some.items() if one.model != PLACEHOLDER}
+            for some in (config.deployments, config.all_deployments())
+        )
+        signatures, pythons, found = _signatures(computed, paths)
         problems += found
         joined, found = _joined(served, signatures)
         problems += found
@@ -80,7 +96,7 @@ def check(config_path: Path | None, *, as_json: bool, flags: Mapping[str, Any] |
 
 def _bare_config(flags: Mapping[str, Any]) -> Config:
     """The server's settings where there is no file; a placeholder stands for the deployments that must be there."""
-    content = {"deployments": {_PLACEHOLDER: {"model": "none:None"}}}
+    content = {"deployments": {"none": {"model": PLACEHOLDER}}}
     return read_config(content, source="command line", flags=flags)
 
 
@@ -179,7 +195,7 @@ def _request(name: str, deployment: Deployment, path: tuple[str, ...]) -> dict[s
         "options": deployment.options,
         "pipeline": deployment.pipeline.spec() if deployment.pipeline is not None else None,
         "max_batch_size": deployment.batching.max_batch_size,
-        "device": deployment.device,
+        "device": deployment.placements[0],
         "path": path,
         "working_dir": path[0],
     }

@@ -1,8 +1,6 @@
-"""The command line's side of a running server: asks for states, and commands load, unload and reload.
+"""The command line's side of a running server: asks what it serves, and commands load, unload and reload.
 
 An API key comes from the environment: a command line can be read by everybody.
-
-What the server says of itself and of the model, before any load.
 """
 
 from __future__ import annotations
@@ -16,12 +14,12 @@ from urllib.parse import quote, urlsplit
 import httpx
 import msgspec
 
+from app.cli.report.columns import columns
 from app.errors import CommandError
 
 __all__ = [
     "Head",
     "Metadata",
-    "Server",
     "ServerClient",
     "Tensor",
     "api_key",
@@ -30,23 +28,47 @@ __all__ = [
     "tls_context",
 ]
 
-
 CONNECT_TIMEOUT_S: Final = 5.0
-
+ANSWER_TIMEOUT_S: Final = 30.0
+"""For a question; a command may take however long it takes."""
 KEY_VARIABLE: Final = "HEADWATER_KEY"
-
 LOOPBACK_NAMES: Final = ("127.0.0.1", "localhost", "::1")
-
 MIB: Final = 1024 * 1024
 
 
+class Tensor(msgspec.Struct, frozen=True):
+    """An input or output."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    """Its batch axis first; -1: varies."""
+
+
+class Head(msgspec.Struct, frozen=True):
+    """A pipeline's."""
+
+    name: str
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """What ``GET /v2/models/{model}`` says."""
+
+    name: str
+    inputs: list[Tensor]
+    outputs: list[Tensor] = []
+    heads: list[Head] = []
+
+
 class ServerClient:
-    """One server.
+    """One server that speaks the Open Inference Protocol, or OpenAI's.
 
     Args:
         url: its base, such as ``http://127.0.0.1:8000``.
         transport: tests put their own here.
         environment: has the API key, if there is one, as HEADWATER_KEY.
+        key: an API key that counts instead; empty: none.
+        option: of the command line, that names the server.
     """
 
     def __init__(
@@ -54,10 +76,14 @@ class ServerClient:
         url: str,
         transport: httpx.BaseTransport | None = None,
         environment: Mapping[str, str] = os.environ,
+        *,
+        key: str | None = None,
+        option: str = "--url",
     ) -> None:
         self._url = url.rstrip("/")
         self._transport = transport
-        key = api_key(environment)
+        self._option = option
+        key = api_key(environment) if key is None else key
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
     def index(self) -> list[dict[str, Any]]:
@@ -66,7 +92,7 @@ class ServerClient:
         Raises:
             CommandError: it can't be reached, or is no Headwater.
         """
-        index = self._ask("GET", "/v2/repository/index", timeout_s=30)
+        index = self._ask("GET", "/v2/repository/index", timeout_s=ANSWER_TIMEOUT_S)
         if not isinstance(index, list):
             raise CommandError(f"{self._url}: expected a list of models, got something else: is it a Headwater server?")
         return index
@@ -105,7 +131,80 @@ class ServerClient:
             raise CommandError(f"{self._url}: expected a model's replicas, got something else: is it Headwater?")
         return answer
 
+    def about(self) -> tuple[str, str]:
+        """Its name and version; empty where it doesn't say.
+
+        Raises:
+            CommandError: it can't be reached, or wants an API key.
+        """
+        status, content = self.get("/v2")
+        if status != 200 or not isinstance(content, dict):
+            return "", ""
+        return str(content.get("name", "")), str(content.get("version", ""))
+
+    def models(self) -> list[str]:
+        """The names of the models that are ready, as far as it says.
+
+        Raises:
+            CommandError: see `about`.
+        """
+        status, content = self.get("/v2/repository/index")
+        if status == 200 and isinstance(content, list):
+            return [str(one["name"]) for one in content if isinstance(one, dict) and one.get("state") == "READY"]
+        status, content = self.get("/v1/models")
+        listed = content.get("data") if status == 200 and isinstance(content, dict) else None
+        return [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+
+    def only_model(self) -> str:
+        """The model, if there is one.
+
+        Raises:
+            CommandError: there is none or are several, or see `about`.
+        """
+        names = self.models()
+        if len(names) != 1:
+            known = ", ".join(names) or "none that is ready"
+            raise CommandError(f"--model: expected the name of a model, got none; the server has {known}")
+        return names[0]
+
+    def metadata(self, model: str) -> Metadata:
+        """A model's inputs, outputs and heads.
+
+        Raises:
+            CommandError: there is no such model, it isn't ready, or see `about`.
+        """
+        path = f"/v2/models/{quote(model, safe='')}"
+        status, content = self.get(path)
+        if status == 404:
+            known = ", ".join(self.models())
+            what = f"expected one of the server's models, {known}," if known else "expected a model of the server,"
+            raise CommandError(f"--model: {what} got {model!r}")
+        if status != 200:
+            raise CommandError(f"--model {model}: the server says: {_error(content) or f'status {status}'}")
+        try:
+            return msgspec.convert(content, Metadata)
+        except msgspec.ValidationError as error:
+            raise CommandError(f"{self._url}{path}: expected a model's metadata, got something else: {error}") from None
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """The status, and the JSON of an answer; None for one that has none.
+
+        Raises:
+            CommandError: see `about`.
+        """
+        return self._send("GET", path, timeout_s=ANSWER_TIMEOUT_S)
+
     def _ask(self, method: str, path: str, *, timeout_s: float | None, body: object = None) -> Any:
+        status, content = self._send(method, path, timeout_s=timeout_s, body=body)
+        if content is None:
+            raise CommandError(
+                f"{self._url}: expected JSON, got status {status} with something else: is it a Headwater server?"
+            )
+        if status != 200:
+            raise CommandError(_error(content) or f"{self._url}: status {status}")
+        return content
+
+    def _send(self, method: str, path: str, *, timeout_s: float | None, body: object = None) -> tuple[int, Any]:
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         try:
             # Not by a proxy: a command must come from the server's own machine.
@@ -113,24 +212,26 @@ class ServerClient:
                 timeout=timeout, verify=tls_context(self._url), trust_env=False, transport=self._transport
             ) as client:
                 response = client.request(method, self._url + path, json=body, headers=self._headers)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise CommandError(
-                f"{self._url}: no answer: {str(error) or type(error).__name__}; is the server running there? Say where "
-                "with --url"
+                f"{self._option}: {self._url}: no answer: {str(error) or type(error).__name__}; is the server running "
+                "there?"
             ) from error
+        if response.status_code == 401:
+            shown = "the one given is not one of them" if self._headers else "none was given"
+            raise CommandError(
+                f"{self._url}: expected one of its API keys in the environment variable {KEY_VARIABLE}, or in "
+                f"--api-key-file of `headwater bench`; {shown}"
+            )
         try:
-            content = response.json()
-        except ValueError as error:
-            raise CommandError(
-                f"{self._url}: expected JSON, got status {response.status_code} with something else: is it a Headwater "
-                "server?"
-            ) from error
-        if response.status_code != 200:
-            message = content.get("error") if isinstance(content, dict) else None
-            if response.status_code == 401:
-                message = f"{self._url}: expected one of its API keys in the environment variable {KEY_VARIABLE}"
-            raise CommandError(str(message or f"{self._url}: status {response.status_code}"))
-        return content
+            return response.status_code, response.json()
+        except ValueError:
+            return response.status_code, None
+
+
+def _error(content: Any) -> str:
+    """What an answer says of an error; empty: nothing."""
+    return str(content.get("error") or "") if isinstance(content, dict) else ""
 
 
 def api_key(environment: Mapping[str, str] = os.environ) -> str:
@@ -158,12 +259,7 @@ def tls_context(url: str) -> ssl.SSLContext:
 def status_table(index: Sequence[Mapping[str, Any]]) -> str:
     """The models as a table for people."""
     head = ("MODEL", "VERSION", "STATE", "REPLICAS", "DEVICES", "SINCE", "REASON")
-    rows = [head, *map(_cells, index)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
-        for row in rows
-    )
+    return columns([head, *map(_cells, index)])
 
 
 def command_line(action: str, answer: Mapping[str, Any]) -> str:
@@ -197,124 +293,3 @@ def _replicas(one: Mapping[str, Any]) -> str:
         return ""
     bounds = f" ({found['min']} to {found['max']})" if found["min"] < found["max"] else ""
     return f"{found['ready']}/{found['wanted']}{bounds}"
-
-
-ASK_TIMEOUT_S = 30.0
-
-
-class Tensor(msgspec.Struct, frozen=True):
-    """An input or output."""
-
-    name: str
-    datatype: str
-    shape: list[int]
-    """Its batch axis first; -1: varies."""
-
-
-class Head(msgspec.Struct, frozen=True):
-    """A pipeline's."""
-
-    name: str
-
-
-class Metadata(msgspec.Struct, frozen=True):
-    """What ``GET /v2/models/{model}`` says."""
-
-    name: str
-    inputs: list[Tensor]
-    outputs: list[Tensor] = []
-    heads: list[Head] = []
-
-
-class Server:
-    """One server that speaks the Open Inference Protocol, or OpenAI's.
-
-    Args:
-        url: its base.
-        key: an API key; empty: none.
-        transport: tests put their own here.
-    """
-
-    def __init__(self, url: str, key: str = "", transport: httpx.BaseTransport | None = None) -> None:
-        self._url = url.rstrip("/")
-        self._key = key
-        self._transport = transport
-
-    def about(self) -> tuple[str, str]:
-        """Its name and version; empty where it doesn't say.
-
-        Raises:
-            CommandError: it can't be reached, or wants another key.
-        """
-        status, content = self._get("/v2")
-        if status != 200 or not isinstance(content, dict):
-            return "", ""
-        return str(content.get("name", "")), str(content.get("version", ""))
-
-    def models(self) -> list[str]:
-        """The names of the models that are ready, as far as it says.
-
-        Raises:
-            CommandError: see `about`.
-        """
-        status, content = self._get("/v2/repository/index")
-        if status == 200 and isinstance(content, list):
-            return [str(one["name"]) for one in content if isinstance(one, dict) and one.get("state") == "READY"]
-        status, content = self._get("/v1/models")
-        listed = content.get("data") if status == 200 and isinstance(content, dict) else None
-        return [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-
-    def only_model(self) -> str:
-        """The model, if there is one.
-
-        Raises:
-            CommandError: there is none or are several, or see `about`.
-        """
-        names = self.models()
-        if len(names) != 1:
-            known = ", ".join(names) or "none that is ready"
-            raise CommandError(f"--model: expected the name of a model, got none; the server has {known}")
-        return names[0]
-
-    def metadata(self, model: str) -> Metadata:
-        """A model's inputs, outputs and heads.
-
-        Raises:
-            CommandError: there is no such model, it isn't ready, or see `about`.
-        """
-        path = f"/v2/models/{quote(model, safe='')}"
-        status, content = self._get(path)
-        if status == 404:
-            known = ", ".join(self.models())
-            what = f"expected one of the server's models, {known}," if known else "expected a model of the server,"
-            raise CommandError(f"--model: {what} got {model!r}")
-        if status != 200:
-            told = content.get("error") if isinstance(content, dict) else None
-            raise CommandError(f"--model {model}: the server says: {told or f'status {status}'}")
-        try:
-            return msgspec.convert(content, Metadata)
-        except msgspec.ValidationError as error:
-            raise CommandError(f"{self._url}{path}: expected a model's metadata, got something else: {error}") from None
-
-    def _get(self, path: str) -> tuple[int, Any]:
-        headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
-        timeout = httpx.Timeout(ASK_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-        try:
-            with httpx.Client(
-                timeout=timeout, verify=tls_context(self._url), trust_env=False, transport=self._transport
-            ) as client:
-                response = client.get(self._url + path, headers=headers)
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            raise CommandError(
-                f"URL: {self._url}: no answer: {str(error) or type(error).__name__}; is the server running there?"
-            ) from error
-        if response.status_code in (401, 403):
-            shown = "the one given is not allowed this" if self._key else "none was given"
-            raise CommandError(
-                f"{self._url}: expected an API key in --api-key-file or in the environment variable {KEY_VARIABLE}; "
-                f"{shown} (status {response.status_code})"
-            )
-        try:
-            return response.status_code, response.json()
-        except ValueError:
-            return response.status_code, None

@@ -19,11 +19,10 @@ from app.cli.bench.command import add_bench_command
 from app.cli.health import default_url, health_status
 from app.cli.keys import add_key_commands
 from app.cli.plan.options import add_plan_command
-from app.config.schema import Config, load_config, read_config, read_yaml
+from app.config.schema import Unparsed, load_what, read_yaml
 from app.errors import CommandError, ConfigError, StartError
 from app.security.keys_file import keys_are_wanted
 from app.telemetry.logs import set_up_logging
-from inference.reference import is_language_model
 
 __all__ = ["main"]
 
@@ -58,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
 
     check = commands.add_parser("check", help="check the environment, and a configuration if one is given")
-    check.add_argument("config", nargs="?", type=Path, metavar="CONFIG")
+    check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | onnx:PATH", help="as of `headwater serve`")
     check.add_argument("--json", action="store_true", help="print JSON")
     check.add_argument("--host")
     check.add_argument("--port", type=int)
@@ -92,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_url(scale)
     scale.set_defaults(run=_scale)
     add_bench_command(commands)
-    add_plan_command(commands, lambda options: _read(options.what, _flags(options)))
+    add_plan_command(commands, lambda options: load_what(options.what, flags=_flags(options)))
     add_key_commands(commands)
     return parser
 
@@ -120,28 +119,16 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def _flags(options: argparse.Namespace) -> dict[str, Any]:
-    import yaml
-
     flags: dict[str, Any] = {}
     for pair in options.fields:
         name, separator, value = pair.partition("=")
         if not separator:
             raise ConfigError(f"flag --set: expected FIELD=VALUE, got {pair!r}")
-        flags[name] = yaml.safe_load(value)
+        flags[name] = Unparsed(value)
     for name in ("host", "port", "workers"):
         if getattr(options, name, None) is not None:
             flags[f"server.{name}"] = getattr(options, name)
     return flags
-
-
-def _read(what: str, flags: dict[str, Any]) -> tuple[Config, tuple[str, ...]]:
-    """The configuration, and what to put first on the replicas' ``sys.path``."""
-    here = os.getcwd()
-    if ":" in what and not Path(what).exists():
-        content = {"deployments": {_name(what): {"model": what}}}
-        return read_config(content, source=what, flags=flags), (here,)
-    folder = str(Path(what).resolve().parent)
-    return load_config(Path(what), flags=flags), tuple(dict.fromkeys((here, folder)))
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -150,7 +137,7 @@ def _serve(options: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     from app.supervisor.supervisor import Supervisor
 
-    config, user_paths = _read(options.what, _flags(options))
+    config, user_paths = load_what(options.what, flags=_flags(options))
     set_up_logging(config.server.log_format)
     asks_for_keys = keys_are_wanted(config.security.keys_file)
     announce = (
@@ -164,7 +151,7 @@ def _serve(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from app.cli.check import check
 
-    return check(options.config, as_json=options.json, flags=_flags(options))
+    return check(options.what, as_json=options.json, flags=_flags(options))
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -202,11 +189,3 @@ def _section(given: str) -> str:
         return json.dumps(read_yaml(Path(given)))
     except (TypeError, ValueError) as error:  # YAML has dates, and keys of any type
         raise ConfigError(f"{given}: expected what JSON can say: {error}") from error
-
-
-def _name(model: str) -> str:
-    """What a model that is served alone is called."""
-    last = model.rpartition(":")[2]
-    if is_language_model(model):
-        return Path(last).absolute().name
-    return Path(last).stem if model.startswith("onnx:") else last.lower()

@@ -1,17 +1,29 @@
 """Values of options on the command line, as argparse's ``type`` reads them.
 
-Options of commands that write a report.
+Options of commands that write a report, and the files that these name.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["add_report_options", "checked", "listed", "named", "number", "whole"]
+from app.errors import CommandError
+
+__all__ = [
+    "add_report_options",
+    "check_writable",
+    "checked",
+    "listed",
+    "named",
+    "number",
+    "whole",
+    "write_file",
+]
 
 
 _T = TypeVar("_T")
@@ -49,12 +61,24 @@ def checked(read: Callable[[str], _T]) -> Callable[[str], _T]:
     return told
 
 
-def number(text: str) -> float:
-    """A number, or NaN if it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], float]:
+    """Reads a finite number that ``accepts`` holds for.
+
+    Args:
+        accepts: whether it is in bounds.
+        expected: what is, in words.
+    """
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and accepts(value)):
+            raise ValueError(f"expected {expected}, got {text!r}")
+        return value
+
+    return read
 
 
 def named(text: str, names: Collection[str], read: Callable[[str], _T]) -> dict[str, _T]:
@@ -86,3 +110,33 @@ def add_report_options(command: argparse.ArgumentParser, page: str) -> None:
     """
     command.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
     command.add_argument("--html", type=Path, metavar="FILE", help=f"write {page}; needs headwater[reports]")
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """See that a file can be written, before it takes minutes to have something to write.
+
+    Folders that are not there are made by `write_file`.
+
+    Raises:
+        CommandError: it can't.
+    """
+    if path is None:
+        return
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if path.is_dir() or not (there.is_dir() or there == path) or not os.access(there, os.W_OK):
+        raise CommandError(f"{option}: {path}: can't be written: expected a file in a folder that can be written to")
+
+
+def write_file(option: str, path: Path | None, text: str) -> None:
+    """Write a file, and its folders; nothing if there is no path.
+
+    Raises:
+        CommandError: it can't be written.
+    """
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{option}: {path}: can't be written: {error.strerror}") from error

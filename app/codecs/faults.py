@@ -1,29 +1,48 @@
-"""What is wrong with a request's JSON, in the client's terms: the field, what was expected, what came."""
+"""Reads a request's JSON, and says what is wrong with it: the field, what was expected, and what came.
+
+The words are the same on every route. msgspec's own wording is read in `said` only.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from app.errors import BadRequest
 
 __all__ = [
+    "MAX_CONTAINERS",
+    "MAX_VALUES",
     "PARSE_ERRORS",
+    "Said",
     "at",
+    "check_keys",
+    "check_size",
+    "colons",
     "key_text",
     "kind_of",
     "no_json_form",
+    "read_json",
+    "said",
     "shape_text",
     "shown",
-    "split_path",
     "unreadable",
 ]
 
 PARSE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """All that msgspec raises for input of a client's choosing."""
+
+MAX_CONTAINERS: Final = 100_000
+"""Keys, objects and arrays in a body, those in a tensor's ``data`` left out. One call decodes a body, and no other
+thread runs meanwhile: this bounds it to some hundredths of a second."""
+MAX_VALUES: Final = 1_000_000
+"""Values in a body without tensors; a plain value costs a tenth of what a key or an object does."""
 
 _KINDS: Final = {
     "int": "an integer",
@@ -36,12 +55,20 @@ _KINDS: Final = {
 }
 _EXPECTED: Final = re.compile(r"Expected `([^`]*)`, got `([^`]*)`\Z")
 _FIELD: Final = re.compile(r"Object (contains unknown|missing required) field `(.*)`\Z", re.DOTALL)
+_ENUM: Final = re.compile(r"Invalid enum value (.*)\Z", re.DOTALL)
 _BYTE: Final = re.compile(r"\(byte (\d+)\)\Z")
+_PATH_PART: Final = re.compile(r"\.([^.\[]+)|\[(?:\d+|\.\.\.)\]")
 _NOT_FINITE: Final = re.compile(rb"-?\b(?:NaN|Infinity)\b")
 _NOT_FINITE_HERE: Final = re.compile(rb"nan|inf", re.IGNORECASE)
 _HIGH_SURROGATE: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
+_BACKSLASHES: Final = re.compile(rb"\\*")
 # Past this, an error is told without looking again for the tensor's name: errors must stay cheap, too.
 _LOOK_AGAIN_BYTES: Final = 1 << 20
+_PIECE_BYTES: Final = 1 << 16
+_FEW_BYTES: Final = 4096
+_FEW_COLONS: Final = 1000
+
+_Value = TypeVar("_Value")
 
 
 class _Entry(msgspec.Struct):
@@ -107,47 +134,238 @@ def kind_of(name: str) -> str:
     return " or ".join(_KINDS.get(part, part) for part in name.split(" | ") if part != "null" or name == "null")
 
 
-def split_path(error: Exception) -> tuple[str, str]:
-    """A msgspec error's message without its path, and the path without ``$``: ``.inputs[0].shape[1]``."""
-    message, found, path = str(error).rpartition(" - at `$")
-    return (message, path[:-1]) if found else (str(error), "")
+class Said(NamedTuple):
+    """What msgspec says of JSON that does not fit, taken apart."""
+
+    text: str
+    """Without the path."""
+    path: str
+    """As in ``.inputs[0].shape[1]``; ``[...]`` for a value of a dict."""
+    expected: str = ""
+    """msgspec's name of a type, or several: ``float | null``."""
+    got: str = ""
+    unknown: str | None = None
+    """The field that an object has and should not have."""
+    missing: str | None = None
+    """The field that an object lacks."""
+    value: str | None = None
+    """What is none of the values listed."""
+    is_out_of_range: bool = False
+    byte: int | None = None
+    """Where the JSON is malformed."""
+    is_followed: bool = False
+    """Whether more follows valid JSON."""
 
 
-def unreadable(error: Exception, text: bytes | memoryview, fields: dict[str, tuple[str, ...]] | None) -> BadRequest:
+def said(error: Exception) -> Said:
+    """Take msgspec's wording apart."""
+    text, found, path = str(error).rpartition(" - at `$")
+    text, path = (text, path[:-1]) if found else (str(error), "")
+    if kinds := _EXPECTED.match(text):
+        return Said(text, path, expected=kinds[1], got=kinds[2])
+    if field := _FIELD.match(text):
+        is_unknown = field[1] == "contains unknown"
+        return Said(text, path, unknown=field[2] if is_unknown else None, missing=None if is_unknown else field[2])
+    if value := _ENUM.match(text):
+        return Said(text, path, value=value[1])
+    where = _BYTE.search(text)
+    return Said(
+        text.removeprefix("JSON is malformed: "),
+        path,
+        is_out_of_range=text.endswith("out of range"),
+        byte=int(where[1]) if where else None,
+        is_followed="trailing characters" in text,
+    )
+
+
+def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "") -> _Value:
+    """Decode JSON that has no tensors.
+
+    Args:
+        text: the JSON.
+        kind: of the value. A struct's fields of type None are the API's, but not supported here: only null may stand
+            there.
+        path: the field that the JSON is the value of; empty: it is the body.
+
+    Raises:
+        BadRequest: it isn't JSON, is too large, has a key twice in an object, or a field is unknown, missing,
+            unsupported or of another type; the message names it.
+    """
+    text = bytes(text)
+    check_size(text)
+    try:
+        value: _Value = msgspec.json.decode(text, type=kind)
+        check_keys(text)
+    except PARSE_ERRORS as error:
+        raise unreadable(error, text, kind, path) from None
+    return value
+
+
+def check_size(text: bytes, end: int | None = None, *, tensors: bool = False) -> None:
+    """See whether JSON may be decoded in one call: see `MAX_CONTAINERS`.
+
+    Args:
+        text: the JSON; need not be valid.
+        end: where it ends in ``text``.
+        tensors: whether arrays are the elements of tensors, so that only keys count.
+
+    Raises:
+        BadRequest: it holds too much.
+    """
+    end = len(text) if end is None else end
+    if end <= MAX_CONTAINERS:
+        return
+    counted = (b":",) if tensors else (b":", b"[", b"{")
+    brackets = 0 if tensors else text.count(b"[", 0, end) + text.count(b"{", 0, end)
+    if colons(text, end) + brackets > MAX_CONTAINERS:
+        _check_outside(text, end, counted, MAX_CONTAINERS, "keys" if tensors else "keys, objects and arrays")
+    if not tensors and text.count(b",", 0, end) > MAX_VALUES:
+        _check_outside(text, end, (b",",), MAX_VALUES, "values")
+
+
+def _check_outside(text: bytes, end: int, counted: Sequence[bytes], limit: int, what: str) -> None:
+    """Count outside of strings, in pieces, between which other threads run."""
+    found = start = 0
+    quotes = 0
+    while start < end:
+        stop = min(start + _PIECE_BYTES, end)
+        if text[stop - 1 : stop] == b"\\":  # don't cut an escape in two
+            backslashes = _BACKSLASHES.match(text, stop, end)
+            assert backslashes is not None  # it may be empty
+            stop = min(backslashes.end() + 1, end)
+        parts = text[start:stop].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[quotes % 2 :: 2])
+        quotes += len(parts) - 1
+        found += sum(outside.count(one) for one in counted)
+        if found > limit:
+            raise at("body", None, f"expected at most {limit} {what} in a JSON body, got more; split the request")
+        start = stop
+
+
+def colons(text: bytes, end: int) -> int:
+    """``text.count(b":", 0, end)``, ten times as fast where few of many bytes are colons: `bytes.find` uses memchr."""
+    if end < _FEW_BYTES:
+        return text.count(b":", 0, end)
+    found, place = 0, text.find(b":", 0, end)
+    while place >= 0:
+        if found == _FEW_COLONS:
+            return found + text.count(b":", place, end)
+        found, place = found + 1, text.find(b":", place + 1, end)
+    return found
+
+
+def check_keys(text: bytes) -> None:
+    """See whether every object has every key once. Of two equal keys readers take one or the other, and most the last.
+
+    Args:
+        text: valid JSON.
+
+    Raises:
+        BadRequest: a key stands twice in an object.
+        RecursionError: objects or arrays are nested too deeply.
+    """
+    _PAIRS.decode(text.decode(errors="replace"))
+
+
+def _unique(pairs: list[tuple[str, object]]) -> None:
+    if len(pairs) != len(dict(pairs)):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                name = key_text(key)
+                raise at(name, None, "expected every key of an object once, got this one twice; leave one out")
+            seen.add(key)
+
+
+_PAIRS: Final = json.JSONDecoder(object_pairs_hook=_unique, strict=False, parse_int=len, parse_float=len)
+
+
+def unreadable(
+    error: Exception, text: bytes | memoryview, kind: Any, path: str = "", *, binary: str = ""
+) -> BadRequest:
     """Put into words why a request's JSON does not parse.
 
     Args:
         error: one of `PARSE_ERRORS`.
         text: the JSON.
-        fields: the known fields of an object, by its path with indices left out: ``""``, ``"inputs"``, ``"outputs"``;
-            None: the request has its inputs as fields, by name, and no binary data.
+        kind: what it should be.
+        path: the field that the JSON is the value of; empty: it is the body.
+        binary: how a tensor goes that JSON can't carry; empty: there are none.
     """
+    whole = path or "body"
     if isinstance(error, RecursionError):
-        return BadRequest("body: expected a request to infer, got JSON that is nested too deeply", field="body")
+        return at(whole, None, "expected JSON, got arrays or objects nested too deeply")
     if isinstance(error, UnicodeDecodeError):
-        return BadRequest(
-            f"body: expected JSON in UTF-8, got byte 0x{error.object[error.start]:02x} in a string", field="body"
-        )
+        return at(whole, None, f"expected JSON in UTF-8, got byte 0x{error.object[error.start]:02x} in a string")
+    fault = said(error)
     if not isinstance(error, msgspec.ValidationError):
-        return _malformed(str(error), text, fields is None)
-    message, path = split_path(error)
-    path = path.lstrip(".")
-    entry = _entry(path, text)
+        return _malformed(fault, text, whole, binary)
+    entry = _entry(fault.path, text)
     tensor = entry.name if isinstance(entry, _Entry) and isinstance(entry.name, str) else None
-    if path.endswith("[...]"):
-        path = path.removesuffix("[...]") + _guilty_parameter(entry, dict if "got `object`" in message else list)
-        message = message.replace(" | array", "").replace(" | null", "")  # which only some of the parameters can be
-    if field := _FIELD.match(message):
-        known = (fields or {}).get(path.partition("[")[0], ())
-        name, listed = field[2], ", ".join(known)
-        if field[1] == "contains unknown":
-            inner = f"{path}.{key_text(name)}" if path else key_text(name)
-            return at(inner, tensor, f"expected one of the fields {listed}, got {shown(name)}")
-        inner = f"{path}.{name}" if path else name
-        return at(inner, tensor, f"expected this field, got an object without it; the fields are {listed}")
-    if kinds := _EXPECTED.match(message):
-        return at(path or "body", tensor, f"expected {kind_of(kinds[1])}, got {kind_of(kinds[2])}")
-    return at(path or "body", tensor, f"expected a valid value, got this: {message[:200]}")
+    expected = fault.expected
+    inner = fault.path
+    if inner.endswith("parameters[...]"):
+        inner = inner.removesuffix("[...]") + _guilty_parameter(entry, dict if fault.got == "object" else list)
+        expected = expected.replace(" | array", "").replace(" | null", "")  # which only some of the parameters can be
+    place = (path + inner).lstrip(".")
+    if fault.unknown is not None or fault.missing is not None:
+        name = fault.unknown if fault.missing is None else fault.missing
+        assert name is not None
+        listed = ", ".join(_fields(_type_at(kind, fault.path)))
+        field = f"{place}.{key_text(name)}" if place else key_text(name)
+        if fault.missing is None:
+            return at(field, tensor, f"expected one of the fields {listed}, got {shown(name)}")
+        return at(field, tensor, f"expected this field, got an object without it; the fields are {listed}")
+    place = place or "body"
+    if expected == "null":
+        return at(place, tensor, "this model does not support it; leave it out")
+    if expected:
+        return at(place, tensor, f"expected {kind_of(expected)}, got {kind_of(fault.got)}")
+    if fault.value is not None:
+        return at(place, tensor, f"expected {_choices(_type_at(kind, fault.path))}, got {fault.value[:80]}")
+    if fault.is_out_of_range:
+        return at(place, tensor, "expected a number in range, got one beyond it")
+    return at(place, tensor, f"expected a valid value, got this: {fault.text[:200]}")
+
+
+@functools.cache
+def _type_info(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _type_at(kind: Any, path: str) -> Sequence[inspect.Type]:
+    """What may stand at a path."""
+    found = _alternatives(_type_info(kind))
+    for part in _PATH_PART.finditer(path):
+        inner: list[inspect.Type] = []
+        for one in found:
+            if part[1] is not None and isinstance(one, inspect.StructType):
+                inner += [field.type for field in one.fields if field.encode_name == part[1]]
+            elif part[1] is None and isinstance(one, inspect.ListType):
+                inner.append(one.item_type)
+            elif part[1] is None and isinstance(one, inspect.DictType):
+                inner.append(one.value_type)
+        found = [one for kinds in inner for one in _alternatives(kinds)]
+    return found
+
+
+def _alternatives(kind: inspect.Type) -> Sequence[inspect.Type]:
+    return kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+
+
+def _fields(kinds: Sequence[inspect.Type]) -> list[str]:
+    """The fields that an object may have here, those left out that are not supported."""
+    return [
+        field.encode_name
+        for kind in kinds
+        if isinstance(kind, inspect.StructType)
+        for field in kind.fields
+        if not isinstance(field.type, inspect.NoneType)
+    ]
+
+
+def _choices(kinds: Sequence[inspect.Type]) -> str:
+    return " or ".join(repr(value) for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values)
 
 
 def _loose(text: bytes | memoryview) -> _Loose | None:
@@ -162,7 +380,7 @@ def _loose(text: bytes | memoryview) -> _Loose | None:
 def _entry(path: str, text: bytes | memoryview) -> _Entry | _Loose | None:
     """The input or output that a path lies in, or the request itself; None if that is not to be had."""
     loose = _loose(text)
-    place = re.match(r"(inputs|outputs)\[(\d+)\]", path)
+    place = re.match(r"\.(inputs|outputs)\[(\d+)\]", path)
     if loose is None or place is None:
         return loose
     entries: list[_Entry] = getattr(loose, place[1])
@@ -179,32 +397,25 @@ def _guilty_parameter(entry: _Entry | _Loose | None, kind: type[Any]) -> str:
     return ""
 
 
-def _malformed(message: str, text: bytes | memoryview, flat: bool) -> BadRequest:
-    where = _BYTE.search(message)
-    position = int(where[1]) if where else len(text)
+def _malformed(fault: Said, text: bytes | memoryview, path: str, binary: str) -> BadRequest:
+    position = len(text) if fault.byte is None else fault.byte
     here = bytes(text[position : position + 3])
-    binary = "binary data, to /infer" if flat else "binary data (parameters.binary_data_size)"
     if not len(text) or bytes(text).isspace():
-        needed = "the inputs by name" if flat else "'inputs'"
-        return BadRequest(f"body: expected a JSON object with {needed}, got an empty body", field="body")
+        return at(path, None, "expected a JSON object, got an empty body")
     if _NOT_FINITE_HERE.match(here):
-        field, tensor = _not_finite_tensor(text)
+        field, tensor = _not_finite_tensor(text) if binary else (path, None)
+        hint = f"; send the tensor as {binary}, which has both" if binary else ""
         return at(
             field,
             tensor,
-            f"expected JSON numbers, got a NaN or Infinity at byte {position}: JSON has neither; send the tensor as "
-            f"{binary}, which has both",
+            f"expected JSON numbers, got a NaN or Infinity at byte {position}: JSON has neither{hint}",
         )
     # A high surrogate with something else than a low one after it: msgspec says so in some places only.
-    before = text[max(position - 6, 0) : position] if where else text[-16:]
-    if "surrogate" in message or _HIGH_SURROGATE.search(bytes(before)):
-        return BadRequest(
-            "body: expected strings of Unicode text, got a lone surrogate; bytes that are no text can be sent as "
-            f"{binary}",
-            field="body",
-        )
-    reason = message.removeprefix("JSON is malformed: ")
-    return BadRequest(f"body: expected JSON, got malformed JSON: {reason}", field="body")
+    before = text[-16:] if fault.byte is None else text[max(position - 6, 0) : position]
+    if "surrogate" in fault.text or _HIGH_SURROGATE.search(bytes(before)):
+        hint = f"; bytes that are no text can be sent as {binary}" if binary else ""
+        return at(path, None, f"expected strings of Unicode text, got a lone surrogate{hint}")
+    return at(path, None, f"expected JSON, got malformed JSON: {fault.text}")
 
 
 def _not_finite_tensor(text: bytes | memoryview) -> tuple[str, str | None]:

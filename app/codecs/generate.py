@@ -12,7 +12,18 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import orjson
 
-from app.codecs.faults import PARSE_ERRORS, at, key_text, kind_of, shape_text, shown, split_path, unreadable
+from app.codecs.faults import (
+    PARSE_ERRORS,
+    at,
+    check_keys,
+    check_size,
+    colons,
+    key_text,
+    read_json,
+    shape_text,
+    shown,
+    unreadable,
+)
 from app.codecs.infer_response import checked_size, flat_json, omission_parameters
 from app.codecs.inputs import DeclaredInput, declared_input, element_count
 from app.codecs.parameters import RequestParameters
@@ -23,10 +34,9 @@ from inference.signature import Signature
 
 __all__ = ["GenerateDecoder", "GenerateEncoder"]
 
-_BODY: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ID: Final = msgspec.json.Decoder(str | None)
-_PARAMETERS: Final = msgspec.json.Decoder(dict[str, Any] | None)
-_ANY: Final = msgspec.json.Decoder()
+_Fields = dict[str, msgspec.Raw]
+_BODY: Final = msgspec.json.Decoder(_Fields)
+_NULL: Final = msgspec.Raw(b"null")
 _REQUEST_FIELDS: Final = ("id", "parameters")
 _ANSWER_FIELDS: Final = (
     *("id", "model_name", "model_version", "parameters"),
@@ -64,12 +74,16 @@ class GenerateDecoder:
         Raises:
             BadRequest: whatever is wrong; the message names the field, what was expected and what came.
         """
+        check_size(body, tensors=True)
         try:
             fields = _BODY.decode(body)
+            # Of the values each has its colons, and each key one.
+            if colons(body, len(body)) != sum(1 + colons(bytes(raw), len(raw)) for raw in fields.values()):
+                check_keys(body)
         except PARSE_ERRORS as error:
-            raise unreadable(error, body, None) from None
-        request = self._parameters.request(_read(_ID, fields.get("id"), "id"))
-        given = _read(_PARAMETERS, fields.get("parameters"), "parameters") or {}
+            raise unreadable(error, body, _Fields, binary="binary data, to /infer") from None
+        request = self._parameters.request(read_json(fields.get("id", _NULL), str | None, "id"))
+        given: dict[str, Any] = read_json(fields.get("parameters", _NULL), dict[str, Any] | None, "parameters") or {}
         self._parameters.take(given, request)
         beside: dict[str, Any] = {}
         values: dict[str, msgspec.Raw] = {}
@@ -83,7 +97,7 @@ class GenerateDecoder:
             elif name in given:
                 raise at(key_text(name), None, f"expected it once, got parameters.{key_text(name)} as well")
             else:
-                beside[name] = _read(_ANY, raw, name)
+                beside[name] = read_json(raw, Any, key_text(name))
         self._parameters.take(beside, request, "")
         self._take_outputs(request)
         for name, raw in values.items():
@@ -126,24 +140,6 @@ class GenerateDecoder:
             None,
             f"expected one of the fields {fields}, or of the parameters {known}, got {shown(name)}",
         )
-
-
-def _read(decoder: msgspec.json.Decoder[Any], raw: msgspec.Raw | None, name: str) -> Any:
-    """The value of a field that is no input; None if it is not there."""
-    if raw is None:
-        return None
-    try:
-        return decoder.decode(raw)
-    except msgspec.ValidationError as error:
-        expected, _, got = split_path(error)[0].removeprefix("Expected `").rpartition("`, got `")
-        raise at(key_text(name), None, f"expected {kind_of(expected)}, got {kind_of(got.rstrip('`'))}") from None
-    except RecursionError:
-        raise at(key_text(name), None, "expected a value, got arrays or objects nested too deeply") from None
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise at(key_text(name), None, f"expected JSON in UTF-8, got byte 0x{byte:02x} in a string") from None
-    except PARSE_ERRORS as error:
-        raise at(key_text(name), None, f"expected a valid value, got this: {str(error)[:200]}") from None
 
 
 def _row(raw: msgspec.Raw, declared: DeclaredInput) -> RawTensor:
@@ -194,7 +190,7 @@ def _nesting(text: bytes, datatype: str, path: str) -> list[int]:
     """
     lengths = []
     if datatype == "BYTES":
-        value = _read(_ANY, msgspec.Raw(text), path)
+        value: Any = read_json(text, Any, path)
         while isinstance(value, list):
             lengths.append(len(value))
             value = value[0] if value else None

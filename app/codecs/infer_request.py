@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from app.codecs.faults import PARSE_ERRORS, at, no_json_form, shown, unreadable
+from app.codecs.faults import PARSE_ERRORS, at, check_keys, check_size, colons, no_json_form, said, shown, unreadable
 from app.codecs.inputs import declared_input, element_count, take_binary
 from app.codecs.parameters import MAX_UINT64, RequestParameters, boolean, integer, unsupported
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
@@ -28,6 +28,8 @@ _Parameters = dict[str, str | int | float | bool | None] | None
 _NO_DATA: Final = msgspec.Raw(b"")
 
 _SIZE: Final = "binary_data_size"
+
+_LONG_BYTES: Final = 1024
 
 LIGHT_BYTES: Final = 64 * 1024
 
@@ -61,12 +63,6 @@ _REQUEST: Final = msgspec.json.Decoder(_Request)
 
 _PIPELINE_REQUEST: Final = msgspec.json.Decoder(_PipelineRequest)
 
-_FIELDS: Final = {
-    "": _Request.__struct_fields__,
-    "inputs": _Input.__struct_fields__,
-    "outputs": _Output.__struct_fields__,
-}
-
 
 class RequestDecoder:
     """Decodes requests to one model. Holds tables only, so any number of tasks may share it.
@@ -83,6 +79,7 @@ class RequestDecoder:
         self._parameters = RequestParameters(signature, binary=True)
         self._heads = self._parameters.heads
         self._has_texts = any(spec.datatype == "BYTES" for spec in signature.inputs)  # whose lengths are checked
+        self._kind = _PipelineRequest if signature.heads else _Request
         self._parse: Callable[[bytes | memoryview], _Request] = (
             _PIPELINE_REQUEST.decode if signature.heads else _REQUEST.decode
         )
@@ -115,8 +112,11 @@ class RequestDecoder:
                     field="Inference-Header-Content-Length",
                 )
             text = memoryview(body)[:header_length]
+        check_size(body, len(text), tensors=True)
         try:
             asked = self._parse(text)
+            if colons(body, len(text)) != _keys(asked):
+                _check_keys(asked, bytes(text))
         except PARSE_ERRORS as error:
             raise self._unreadable(error, text, body, header_length) from None
         request = self._parameters.request(asked.id)
@@ -149,11 +149,11 @@ class RequestDecoder:
     def _unreadable(
         self, error: Exception, text: bytes | memoryview, body: bytes, header_length: int | None
     ) -> BadRequest:
-        fault = unreadable(error, text, _FIELDS)
+        fault = unreadable(error, text, self._kind, binary=f"binary data (parameters.{_SIZE})")
         if fault.field != "body":
             return fault
         hint = ""
-        if header_length is None and "trailing characters" in fault.message:
+        if header_length is None and said(error).is_followed:
             hint = "; if binary tensors follow, the header Inference-Header-Content-Length must say where"
         elif header_length is not None and header_length < len(body):
             hint = f" (in the first {header_length} bytes, as Inference-Header-Content-Length says)"
@@ -226,6 +226,38 @@ class RequestDecoder:
                 field="inputs",
             )
         return offset
+
+
+def _keys(asked: _Request) -> int:
+    """How many keys there are in a request, nulls left out, if each stands in its object once."""
+    count = 1 + (asked.id is not None)
+    if asked.parameters is not None:
+        count += 1 + len(asked.parameters)
+    for tensor in asked.inputs:
+        count += 3 + (tensor.data is not _NO_DATA)
+        if tensor.parameters is not None:
+            count += 1 + len(tensor.parameters)
+    if asked.outputs is not None:
+        count += 1
+        for output in asked.outputs:
+            count += 1 if output.parameters is None else 2 + len(output.parameters)
+    return count
+
+
+def _check_keys(asked: _Request, text: bytes) -> None:
+    """See whether every object has every key once, where there are other colons than those behind keys, or nulls.
+
+    Raises:
+        BadRequest: one stands twice.
+        RecursionError: arrays are nested too deeply.
+    """
+    data = [bytes(tensor.data) for tensor in asked.inputs]
+    if text.count(b":") - sum(one.count(b":") for one in data) == _keys(asked):
+        return  # they are in strings of a tensor
+    for one in data:
+        if len(one) > _LONG_BYTES and one.startswith(b"["):
+            text = text.replace(one, b"[]")
+    check_keys(text)
 
 
 def _unknown(path: str, kind: str, name: str, known: dict[str, Any]) -> BadRequest:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from app.codecs.faults import PARSE_ERRORS, at, key_text, kind_of, shape_text, shown, split_path
+from app.codecs.faults import PARSE_ERRORS, at, key_text, kind_of, said, shape_text, shown
 from app.errors import BadRequest
 from inference.datatypes import DATATYPES
 from inference.signature import TensorSpec
@@ -104,7 +104,8 @@ class JsonData:
         try:
             values = self._flat.decode(text)
         except PARSE_ERRORS as error:
-            if "got `array` - at `$[0]`" not in str(error):
+            fault = said(error)
+            if (fault.got, fault.path) != ("array", "[0]"):
                 raise self._unreadable(error, index, 0) from None
             values = self._flatten(text, shape, index)
         if len(values) != count:
@@ -202,27 +203,24 @@ class JsonData:
         wanted = self._elements()
         if isinstance(error, UnicodeDecodeError):
             byte = error.object[error.start]
-            return self._bad(
-                index,
-                "",
-                f"expected strings in UTF-8, got byte 0x{byte:02x}; {self._mend}",
-            )
+            return self._bad(index, "", f"expected JSON in UTF-8, got byte 0x{byte:02x} in a string; {self._mend}")
         if isinstance(error, RecursionError):
-            return self._bad(index, "", f"expected an array of {wanted}, got arrays nested too deeply")
-        message, subscript = split_path(error)
+            return self._bad(index, "", "expected JSON, got arrays or objects nested too deeply")
+        fault = said(error)
+        subscript = fault.path
         if not isinstance(error, msgspec.ValidationError):
             return self._bad(index, f"[{start}:]", f"expected a flat array of {wanted}, got another element among them")
         if start and subscript:
             subscript = f"[{start + int(subscript[1:-1])}]"
-        if "out of range" in message:
+        if fault.is_out_of_range:
             return self._bad(index, subscript, f"expected a number in {self._datatype}'s range, got one beyond it")
-        got = message.rpartition("got `")[2].rstrip("`")
+        got = fault.got
         if not subscript:
             return self._bad(index, "", f"expected an array of {wanted}, got {kind_of(got)}")
         came = "a number with a fraction or an exponent" if (wanted, got) == ("integers", "float") else kind_of(got)
         if got == "array" and not hint:
             hint = " in a flat array"
-        one = "an array" if message.startswith("Expected `array`") else f"{_one(wanted)} ({self._datatype})"
+        one = "an array" if fault.expected == "array" else f"{_one(wanted)} ({self._datatype})"
         return self._bad(index, subscript, f"expected {one}{hint}, got {came}")
 
     def _out_of_range(self, values: list[Any], index: int | None, start: int) -> BadRequest:

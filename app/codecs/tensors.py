@@ -69,6 +69,8 @@ class InferRequest:
     """1 is the most urgent; 0 stands for the default."""
     timeout_us: int = 0
     """The client's own deadline in microseconds; 0 for none."""
+    cancel_id: str = ""
+    """By which a client may cancel it (`app.security.key_check.owned_id`); empty: it can't be."""
 
 
 Outputs = dict[str, RawTensor]
@@ -172,7 +174,3 @@ def _offsets(data: bytes | memoryview, elements: int) -> list[int]:
             offsets.append(offset)
             count = 0
     return offsets
-
-
-LARGE_BYTES = 256 * 1024
-"""From here on coding takes milliseconds and is left to a thread, so that other requests don't wait for it."""

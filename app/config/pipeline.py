@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, field_validator, model_validator
@@ -11,8 +11,8 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 from app.config.sections import (
     Batching,
     Device,
-    Devices,
     Environment,
+    Faults,
     Instances,
     MemorySize,
     ModelReference,
@@ -21,7 +21,6 @@ from app.config.sections import (
     Replicas,
     Scaling,
     Section,
-    TensorStore,
     Threads,
     WarmupBatchSizes,
 )
@@ -56,12 +55,10 @@ class Step(Section):
     replicas: Replicas | None = None
     scaling: Scaling | None = None
     device: Device | None = None
-    devices: Devices | None = None
     memory: MemorySize | None = None
     instances: Instances | None = None
     threads: Threads | None = None
     environment: Environment | None = None
-    tensor_store: TensorStore | None = None
     warmup_batch_sizes: WarmupBatchSizes | None = None
     load_timeout_s: PositiveSeconds | None = None
     max_compute_s: PositiveSeconds | None = None
@@ -69,26 +66,27 @@ class Step(Section):
 
     @model_validator(mode="after")
     def _check_what(self) -> Step:
+        faults: list[str] = []
         if (self.model is None) == (self.deployment is None):
-            raise ValueError("expected either `model` or `deployment`")
+            faults.append("expected either `model` or `deployment`")
         if self.model is not None and is_language_model(self.model):
-            raise ValueError(
+            faults.append(
                 f"model: a language model can't be a step, got {self.model!r}; serve it as a deployment of its own"
             )
         if self.deployment is not None and (self.options or self.own_settings()):
             names = ", ".join(
                 f"`{name}`" for name in ("options", *self.own_settings()) if name in self.model_fields_set
             )
-            raise ValueError(f"{names}: of the deployment `{self.deployment}`; expected them there and not in the step")
-        if self.device is not None and self.devices is not None:
-            raise ValueError("expected either `device` or `devices`")
+            faults.append(f"{names}: of the deployment `{self.deployment}`; expected them there and not in the step")
+        if faults:
+            raise Faults(faults)
         return self
 
     def own_settings(self) -> dict[str, Any]:
         """What it says of the replicas that compute it."""
         names = (
-            "batching", "replicas", "scaling", "device", "devices", "memory", "instances", "threads", "environment",
-            "tensor_store", "warmup_batch_sizes", "load_timeout_s", "max_compute_s", "python",
+            "batching", "replicas", "scaling", "device", "memory", "instances", "threads", "environment",
+            "warmup_batch_sizes", "load_timeout_s", "max_compute_s", "python",
         )  # fmt: skip
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -137,33 +135,34 @@ class Pipeline(Section):
             raise ValueError("heads: expected steps by name beside `trunk`, got a list of names")
         if self.steps is not None and isinstance(self.heads, dict):
             raise ValueError("heads: expected a list of names beside `steps`, got steps")
-        for name, step in self.all_steps().items():
-            self._check_step(name, step)
+        faults = [fault for name, step in self.all_steps().items() for fault in self._step_faults(name, step)]
         try:
             check_names(self.spec())
         except DeclarationError as error:
-            raise ValueError(str(error)) from None
+            faults += error.args
+        if faults:
+            raise Faults(faults)
         return self
 
-    def _check_step(self, name: str, step: Step) -> None:
+    def _step_faults(self, name: str, step: Step) -> Iterator[str]:
         if not _STEP_NAME.match(name) or name == INPUT:
-            raise ValueError(
+            yield (
                 f"step name {name!r}: expected letters, digits, '_' or '-', at most 50 characters, and not {INPUT!r}"
             )
         if isinstance(self.heads, dict) and name == TRUNK and name in self.heads:
-            raise ValueError(f"heads: {TRUNK!r} is the trunk's own name; rename the head")
+            yield (f"heads: {TRUNK!r} is the trunk's own name; rename the head")
         is_head = name in self.heads
         for field in ("timeout_s", "on_error"):
             if field in step.model_fields_set and not is_head:
-                raise ValueError(f"step `{name}`, {field}: expected of heads only")
+                yield f"step `{name}`, {field}: expected of heads only"
         if self.placement == "fused":
             if step.deployment is not None:
-                raise ValueError(
+                yield (
                     f"step `{name}`: a fused pipeline computes its steps in one replica: expected `model`, got "
                     f"deployment `{step.deployment}`; or choose `placement: graph`"
                 )
             for field in step.own_settings():
-                raise ValueError(
+                yield (
                     f"step `{name}`, {field}: a fused pipeline's steps share one replica; set it in the deployment, or "
                     "choose `placement: graph`"
                 )

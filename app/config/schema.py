@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, get_args, get_origin
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -16,10 +16,11 @@ from app.config.sections import (
     AllowLoad,
     Batching,
     Device,
-    Devices,
     Environment,
+    Faults,
     Instances,
     LogFormat,
+    MemoryLimit,
     MemorySize,
     ModelReference,
     PositiveInt,
@@ -31,18 +32,53 @@ from app.config.sections import (
     Section,
     SecuritySection,
     Strategy,
-    TensorStore,
     Threads,
     TlsSection,
     TracingSection,
     WarmupBatchSizes,
 )
 from app.errors import ConfigError
+from inference.errors import did_you_mean
 from inference.reference import is_language_model
 
-__all__ = ["Batching", "Config", "Deployment", "Server", "load_config", "read_config", "read_yaml"]
+__all__ = [
+    "DEFAULT_MEMORY_PART",
+    "FORMER_FIELDS",
+    "PLACEHOLDER",
+    "Batching",
+    "Config",
+    "Deployment",
+    "InvalidConfig",
+    "Server",
+    "Unparsed",
+    "is_model_reference",
+    "load_config",
+    "load_what",
+    "read_config",
+    "read_yaml",
+]
 
 ENVIRONMENT_PREFIX = "HEADWATER_"
+PLACEHOLDER: Final = "none:None"
+"""The model of a deployment that stands where there is none, since a configuration has at least one."""
+
+_FLAG = re.compile(r'(?:"[^"]+"|[^".]+)(?:\.(?:"[^"]+"|[^".]+))*\Z')
+_FLAG_PART = re.compile(r'"[^"]+"|[^".]+')
+
+DEFAULT_MEMORY_PART: Final = 0.8
+
+FORMER_FIELDS: Final = {
+    "body_timeout_s": "it is `client_timeout_s` now",
+    "crash_window_s": "it is fixed now, at 300 s",
+    "devices": "it is `device` now, which takes a list, too",
+    "memory_fraction": "it is `memory_limit` now, which takes a part such as 0.8, too",
+    "stream_ping_s": "it is fixed now, at 15 s",
+    "tensor_store": "it is fixed now: the size of a full batch decides",
+    "utilization": "it is fixed now, at low 0.5 and high 0.9",
+    "worker_timeout_s": "it is fixed now, at 10 s",
+    "write_timeout_s": "it is `client_timeout_s` now",
+}
+"""What became of fields that earlier versions had."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
 
@@ -63,9 +99,8 @@ class Deployment(Section):
     """How many, or ``{min, max}``: as many as its load takes; see ``scaling``."""
     scaling: Scaling = Field(default_factory=Scaling)
     device: Device = "auto"
-    """``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the first GPU if there is one."""
-    devices: Devices | None = None
-    """Several, over which its replicas are placed; instead of ``device``."""
+    """``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the first GPU if there is one. Or several, such as
+    ``[cuda:0, cuda:1]``, over which its replicas are placed."""
     memory: MemorySize | None = None
     """What one replica takes of its device's memory, at most; default: what replicas of it were measured to take."""
     instances: Instances = 1
@@ -74,8 +109,6 @@ class Deployment(Section):
     """Threads of torch and of its math libraries; default: as many as the machine has cores."""
     environment: Environment = Field(default_factory=dict)
     """Variables that the replica gets besides the supervisor's own."""
-    tensor_store: TensorStore = "auto"
-    """Whether tensors go through PyTriton's shared-memory store: faster for large ones, slower for small ones."""
     warmup_batch_sizes: WarmupBatchSizes | None = None
     """Batch sizes to warm up; default: powers of two up to ``max_batch_size``. Empty: no warm-up."""
     load_timeout_s: PositiveSeconds = 600
@@ -84,8 +117,7 @@ class Deployment(Section):
     """How long one call of the user's code may take, or of a stream one yield; then the replica hangs, and is replaced.
     Default: no limit."""
     max_crashes: PositiveInt = 10
-    """After so many losses of replicas that served, within ``crash_window_s``, none is started any more."""
-    crash_window_s: PositiveSeconds = 300
+    """After so many losses of replicas that served, within five minutes, none is started any more."""
     quarantine_s: Annotated[float, Field(ge=0, le=86_400)] = 600
     """For how long a request that took two replicas down is refused; 0: not at all."""
     drain_timeout_s: PositiveSeconds = 30
@@ -98,35 +130,32 @@ class Deployment(Section):
 
     @model_validator(mode="after")
     def _check_what(self) -> Deployment:
+        if faults := list(self._faults()):
+            raise Faults(faults)
+        return self
+
+    def _faults(self) -> Iterator[str]:
         if (self.model is None) == (self.pipeline is None):
-            raise ValueError("expected either `model` or `pipeline`")
+            yield "expected either `model` or `pipeline`"
         if self.pipeline is not None and self.options:
-            raise ValueError("options: expected in the pipeline's steps, each of which has its own")
-        if self.devices is not None and self.device != "auto":
-            raise ValueError("expected either `device` or `devices`")
+            yield "options: expected in the pipeline's steps, each of which has its own"
         if self.instances > 1 and self.pipeline is not None and self.pipeline.placement == "fused":
-            raise ValueError(
+            yield (
                 f"instances: expected 1 of a fused pipeline, which computes one batch at a time, got {self.instances}; "
                 "raise `replicas`"
             )
         if self.instances > 1 and is_language_model(self.model or ""):
-            raise ValueError(
+            yield (
                 "instances: expected 1 of a language model, whose engine computes all sequences together, got "
                 f"{self.instances}; raise `replicas`"
             )
         if self.max_compute_s is not None and is_language_model(self.model or ""):
-            raise ValueError(
+            yield (
                 "max_compute_s: expected none of a language model, whose engine's steps are bounded by "
                 f"`options.max_step_s`, got {self.max_compute_s:g}"
             )
-        self._check_in_flight()
-        return self
-
-    def _check_in_flight(self) -> None:
         if self.max_in_flight < self.instances:
-            raise ValueError(
-                f"batching.max_in_flight: expected at least instances = {self.instances}, got {self.max_in_flight}"
-            )
+            yield (f"batching.max_in_flight: expected at least instances = {self.instances}, got {self.max_in_flight}")
 
     @property
     def max_in_flight(self) -> int:
@@ -138,7 +167,7 @@ class Deployment(Section):
     @property
     def placements(self) -> tuple[str, ...]:
         """The devices that its replicas may be placed on."""
-        return self.devices or (self.device,)
+        return (self.device,) if isinstance(self.device, str) else self.device
 
     def step(self, name: str) -> Deployment:
         """Of a pipeline in placement ``graph``: the deployment of a step that has a model of its own."""
@@ -147,8 +176,6 @@ class Deployment(Section):
         own = step.own_settings()
         if "environment" in own:
             own["environment"] = {**self.environment, **own["environment"]}
-        if "device" in own:
-            own["devices"] = None
         return self.model_copy(update={"model": step.model, "pipeline": None, "options": step.options, **own})
 
 
@@ -170,14 +197,9 @@ class Server(Section):
     """Rows that may wait, of all deployments together; each is sure of an equal part of it."""
     max_queue_bytes: Annotated[int, Field(ge=1_000)] = 1024 * 1024 * 1024
     """Likewise, of the tensors of requests that wait."""
-    body_timeout_s: PositiveSeconds = 30
-    """How long a request's body may take to arrive."""
-    stream_ping_s: PositiveSeconds = 15
-    """How often a stream says that it is alive while there is nothing else to say."""
-    write_timeout_s: PositiveSeconds = 30
-    """How long a stream waits for a client that doesn't read; then it is cut off."""
-    worker_timeout_s: PositiveSeconds = 10
-    """How long a gateway process may give no sign of life; then it is killed, and another takes its place."""
+    client_timeout_s: PositiveSeconds = 30
+    """How long a client may keep the server waiting: a request's head and its body each may take so long to arrive, and
+    a stream waits so long for a client that doesn't read; then it is cut off."""
     shutdown_timeout_s: PositiveSeconds = 30
     """How long requests in flight may take to finish after SIGTERM."""
     runtime_dir: Path | None = None
@@ -194,10 +216,9 @@ class Server(Section):
     """Whether ``GET /metrics`` is there."""
     ui: bool = True
     """Whether the status page and the playground are there, at ``/``."""
-    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Which part of the memory of the machine, and of each GPU, replicas may take."""
-    memory_limit: MemorySize | None = None
-    """How much of the machine's memory replicas may take, instead of that part."""
+    memory_limit: MemoryLimit = DEFAULT_MEMORY_PART
+    """What replicas may take together: a part of the memory of the machine, and of each GPU; or so many bytes of the
+    machine's, and the default part of each GPU's."""
     allow_load: AllowLoad = "settings"
     """What an operator may load or reload with a configuration of its own: ``settings``, models that the configuration
     names, and no field that chooses code; ``any``, any model; ``never``, nothing."""
@@ -222,37 +243,42 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_steps(self) -> Config:
-        for name, deployment in self.deployments.items():
-            if deployment.pipeline is None or deployment.pipeline.placement != "graph":
-                continue
-            for step_name, step in deployment.pipeline.all_steps().items():
-                where = f"deployments.{name}.pipeline, step `{step_name}`"
-                if step.model is not None:
-                    own = deployment.step(step_name)
-                    if own.max_in_flight < own.instances:
-                        raise ValueError(
-                            f"{where}: max_in_flight: expected at least instances = {own.instances}, got "
-                            f"{own.max_in_flight}"
-                        )
-                if step.deployment is not None:
-                    other = self.deployments.get(step.deployment)
-                    if other is None:
-                        known = ", ".join(f"`{one}`" for one in self.deployments)
-                        raise ValueError(f"{where}: unknown deployment `{step.deployment}`; expected one of {known}")
-                    if other.pipeline is not None:
-                        raise ValueError(
-                            f"{where}: expected a deployment of one model, got the pipeline `{step.deployment}`; name "
-                            "its steps here instead"
-                        )
-                    if is_language_model(other.model or ""):
-                        raise ValueError(
-                            f"{where}: a language model can't be a step, got the deployment `{step.deployment}`"
-                        )
-                elif f"{name}.{step_name}" in self.deployments:
-                    raise ValueError(
-                        f"{where}: it is served as `{name}.{step_name}`, a name that another deployment has; rename one"
-                    )
+        found = {
+            name: list(self._step_faults(name, one, one.pipeline))
+            for name, one in self.deployments.items()
+            if one.pipeline is not None and one.pipeline.placement == "graph"
+        }
+        if any(found.values()):
+            messages = [message for faults in found.values() for message in faults]
+            raise Faults(messages, [name for name, faults in found.items() if faults])
         return self
+
+    def _step_faults(self, name: str, deployment: Deployment, pipeline: Pipeline) -> Iterator[str]:
+        """What is wrong with a pipeline's steps beside other deployments."""
+        for step_name, step in pipeline.all_steps().items():
+            where = f"deployments.{name}.pipeline, step `{step_name}`"
+            if step.model is not None:
+                own = deployment.step(step_name)
+                if own.max_in_flight < own.instances:
+                    expected = f"expected at least instances = {own.instances}"
+                    yield f"{where}: max_in_flight: {expected}, got {own.max_in_flight}"
+            if step.deployment is None:
+                if f"{name}.{step_name}" in self.deployments:
+                    served = f"it is served as `{name}.{step_name}`"
+                    yield f"{where}: {served}, a name that another deployment has; rename one"
+                continue
+            other = self.deployments.get(step.deployment)
+            if other is None:
+                known = ", ".join(f"`{one}`" for one in self.deployments)
+                hint = did_you_mean(step.deployment, self.deployments)
+                yield f"{where}: unknown deployment `{step.deployment}`; expected one of {known}{hint}"
+            elif other.pipeline is not None:
+                yield (
+                    f"{where}: expected a deployment of one model, got the pipeline `{step.deployment}`; name its "
+                    "steps here instead"
+                )
+            elif is_language_model(other.model or ""):
+                yield f"{where}: a language model can't be a step, got the deployment `{step.deployment}`"
 
     def all_deployments(self) -> dict[str, Deployment]:
         """Those that have replicas of their own: the steps of pipelines in placement ``graph`` stand for these, each
@@ -295,6 +321,35 @@ def load_config(path: Path, *, environment: Mapping[str, str] | None = None, fla
     return read_config(read_yaml(path), source=str(path), environment=environment, flags=flags)
 
 
+def load_what(what: str, *, flags: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
+    """Read what a command serves or checks: a YAML file, or one model such as ``my.models:Scale``.
+
+    Returns the configuration, and what to put first on the replicas' ``sys.path``.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    here = os.getcwd()
+    if is_model_reference(what):
+        content = {"deployments": {_name(what): {"model": what}}}
+        return read_config(content, source=what, flags=flags), (here,)
+    folder = str(Path(what).resolve().parent)
+    return load_config(Path(what), flags=flags), tuple(dict.fromkeys((here, folder)))
+
+
+def is_model_reference(what: str) -> bool:
+    """Whether what a command is given names a model and not a file."""
+    return ":" in what and not Path(what).exists()
+
+
+def _name(model: str) -> str:
+    """What a model that is served alone is called."""
+    last = model.rpartition(":")[2]
+    if is_language_model(model):
+        return Path(last).absolute().name
+    return Path(last).stem if model.startswith("onnx:") else last.lower()
+
+
 def read_yaml(path: Path) -> Any:
     """What a YAML file holds.
 
@@ -307,10 +362,21 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: expected UTF-8 text: {error.reason} at byte {error.start}") from error
+    return _parse_yaml(text, where=str(path))
+
+
+def _parse_yaml(text: str, *, where: str) -> Any:
     try:
-        return yaml.load(text, Loader=_UniqueKeys)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        return _copy(yaml.load(text, Loader=_UniqueKeys))
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
+        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        reason = "an anchor that holds itself, or more levels of nesting than can be read"
+        raise ConfigError(f"{where}: not valid YAML: {reason}") from error
+
+
+class Unparsed(str):
+    """The text of a flag's value, which is YAML."""
 
 
 def read_config(
@@ -326,8 +392,10 @@ def read_config(
         content: what the YAML file held.
         source: named in messages.
         environment: variables such as ``HEADWATER_SERVER__PORT=9000``: the path of a field in capitals or as it is,
-            its parts joined by two underscores; values are parsed as YAML. Default: the process's own.
-        flags: dotted path to value, such as ``{"server.port": 9000}``.
+            its parts joined by two underscores, and what is no letter and no digit of a name as one; values are parsed
+            as YAML. Default: the process's own.
+        flags: dotted path to value, such as ``{"server.port": 9000}``; a part with a dot stands in double quotes.
+            `Unparsed` values are parsed as YAML.
 
     Raises:
         ConfigError: a field is wrong; the message names it, what was expected and what came.
@@ -338,19 +406,59 @@ def read_config(
     overrides: dict[tuple[str, ...], str] = {}
     for name, text in (os.environ if environment is None else environment).items():
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            where = f"environment variable {name}"
             path = name[len(ENVIRONMENT_PREFIX) :].split("__")
-            try:
-                value = yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ConfigError(f"environment variable {name}: not valid YAML: {text!r}") from error
-            overrides[_set(merged, path, value, where=f"environment variable {name}")] = f"environment variable {name}"
+            overrides[_set(merged, path, _parse_yaml(text, where=where), where=where)] = where
     for dotted, value in flags.items():
-        overrides[_set(merged, dotted.split("."), value, where=f"flag {dotted}")] = f"flag {dotted}"
+        where = f"flag {dotted}"
+        if not _FLAG.match(dotted):
+            raise ConfigError(
+                f"{where}: expected names with dots between them, such as server.port, and a name that has a dot "
+                'in double quotes, such as deployments."my.model".timeout_s'
+            )
+        if isinstance(value, Unparsed):
+            value = _parse_yaml(value, where=where)
+        overrides[_set(merged, _FLAG_PART.findall(dotted), value, where=where)] = where
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
-        lines = [_describe(detail, overrides) for detail in error.errors(include_url=False)]
-        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+        lines = [line for detail in error.errors(include_url=False) for line in _describe(detail, overrides)]
+        raise InvalidConfig(source, lines, _without_faults(merged, error)) from None
+
+
+class InvalidConfig(ConfigError):
+    """Fields of a configuration are wrong.
+
+    Args:
+        source: of the configuration.
+        problems: what is wrong, each naming its field.
+        rest: the deployments and sections without any fault, if they make a configuration; if no deployment is without
+            fault, one of `PLACEHOLDER` stands for them.
+    """
+
+    def __init__(self, source: str, problems: Sequence[str], rest: Config | None) -> None:
+        super().__init__(f"{source}: {'; '.join(problems)}")
+        self.source = source
+        self.problems = problems
+        self.rest = rest
+
+
+def _without_faults(tree: dict[str, Any], error: ValidationError) -> Config | None:
+    """What is left without the deployments and the fields of other sections that are wrong."""
+    for detail in error.errors(include_url=False):
+        section, *below = detail["loc"] or ("deployments",)
+        fault = detail.get("ctx", {}).get("error")
+        for name in below[:1] or (fault.deployments if isinstance(fault, Faults) else ()):
+            if isinstance(tree.get(str(section)), dict):
+                tree[str(section)].pop(name, None)
+        if (not below and detail["loc"]) or not isinstance(tree.get(str(section)), dict):
+            tree.pop(str(section), None)
+    if not tree.get("deployments"):
+        tree["deployments"] = {"none": {"model": PLACEHOLDER}}
+    try:
+        return Config.model_validate(tree)
+    except ValidationError:
+        return None
 
 
 def _copy(value: Any) -> Any:
@@ -358,13 +466,13 @@ def _copy(value: Any) -> Any:
 
 
 def _set(tree: dict[str, Any], path: list[str], value: object, *, where: str) -> tuple[str, ...]:
-    """Set a nested field; a part matches an existing key, or a field's lower-case name, whatever its case.
+    """Set a nested field.
 
     Returns the field's path as it is in the tree.
     """
     matched = []
     for part in path[:-1]:
-        part = _match(tree, part)
+        part = _match(tree, part, where=where)
         matched.append(part)
         branch = tree.setdefault(part, {})
         if branch is None:
@@ -372,31 +480,56 @@ def _set(tree: dict[str, Any], path: list[str], value: object, *, where: str) ->
         if not isinstance(branch, dict):
             raise ConfigError(f"{where}: `{part}` is no section")
         tree = branch
-    last = _match(tree, path[-1])
+    last = _match(tree, path[-1], where=where)
     tree[last] = value
     return (*matched, last)
 
 
-def _match(tree: Mapping[str, Any], part: str) -> str:
-    return next((key for key in tree if isinstance(key, str) and key.lower() == part.lower()), part.lower())
+def _match(tree: Mapping[str, Any], part: str, *, where: str) -> str:
+    """The key that a part of a path stands for.
+
+    One in quotes is taken as it is. Any other stands for the key that is the same, or the same whatever its case, or
+    the same once everything but letters and digits is an underscore; if there is none, for a field's lower-case name.
+    """
+    if part.startswith('"'):
+        return part[1:-1]
+    keys = [key for key in tree if isinstance(key, str)]
+    for plain in (str, str.lower, _underscored):
+        found = [key for key in keys if plain(key) == plain(part)]
+        if len(found) > 1:
+            either = " or ".join(f"`{key}`" for key in found)
+            raise ConfigError(f"{where}: `{part}` is {either}; use --set, with the name in double quotes")
+        if found:
+            return found[0]
+    return part.lower()
 
 
-def _describe(detail: Any, overrides: Mapping[tuple[str, ...], str]) -> str:
+def _underscored(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def _describe(detail: Any, overrides: Mapping[tuple[str, ...], str]) -> Iterator[str]:
     location = tuple(str(part) for part in detail["loc"] if part != "[key]")
     where = ".".join(location)
+    outside = ""
     for path, source in overrides.items():
         # What came from outside the file, or stands beside what did and is missing because of it.
         if path[: len(location)] == location != () or path[: len(location) - 1] == location[:-1] != ():
-            return f"{_text(detail, where)} ({source} is laid over it)"
-    return _text(detail, where)
+            outside = f" ({source} is laid over it)"
+            break
+    fault = detail.get("ctx", {}).get("error")
+    for message in fault.args if isinstance(fault, Faults) else (str(detail["msg"]).removeprefix("Value error, "),):
+        yield f"{_text({**detail, 'msg': message}, where, location)}{outside}"
 
 
-def _text(detail: Any, where: str) -> str:
+def _text(detail: Any, where: str, location: tuple[str, ...]) -> str:
     if detail["type"] == "extra_forbidden":
-        return f"`{where}`: unknown field"
+        if location[-1] in FORMER_FIELDS:
+            return f"`{where}`: {FORMER_FIELDS[location[-1]]}"
+        return f"`{where}`: unknown field{did_you_mean(location[-1], _fields_beside(location))}"
     if detail["type"] == "missing":
         return f"`{where}`: required, but missing"
-    message = str(detail["msg"]).removeprefix("Value error, ")
+    message = str(detail["msg"])
     message = message[:1].lower() + message[1:]
     if not where:  # it is about several fields, and names them
         return message
@@ -404,3 +537,24 @@ def _text(detail: Any, where: str) -> str:
         return f"`{where}`: {message}"
     got = repr(detail["input"])
     return f"`{where}`: {message}, got {got if len(got) <= 80 else got[:77] + '...'}"
+
+
+def _fields_beside(location: tuple[str, ...]) -> list[str]:
+    """The fields of the section that the last part of a path stands in."""
+    kinds: list[Any] = [Config]
+    for part in location[:-1]:
+        below: list[Any] = []
+        for kind in kinds:
+            if get_origin(kind) is dict:
+                below += _kinds(get_args(kind)[1])
+            elif part in kind.model_fields:
+                below += _kinds(kind.model_fields[part].annotation)
+        kinds = below
+    return [name for kind in kinds if get_origin(kind) is not dict for name in kind.model_fields]
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The sections, and mappings of them, that a field may be."""
+    if get_origin(annotation) is dict or (isinstance(annotation, type) and issubclass(annotation, Section)):
+        return [annotation]
+    return [kind for one in get_args(annotation) for kind in _kinds(one)]

@@ -6,10 +6,11 @@ The configuration's parts that are about security.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from inference.reference import is_language_model, parse_reference
 
@@ -17,10 +18,11 @@ __all__ = [
     "AllowLoad",
     "Batching",
     "Device",
-    "Devices",
     "Environment",
+    "Faults",
     "Instances",
     "LogFormat",
+    "MemoryLimit",
     "MemorySize",
     "ModelReference",
     "PositiveInt",
@@ -33,7 +35,6 @@ __all__ = [
     "Section",
     "SecuritySection",
     "Strategy",
-    "TensorStore",
     "Threads",
     "TlsSection",
     "TracingSection",
@@ -56,6 +57,23 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Faults(ValueError):
+    """Several things that are wrong with a section; its arguments are messages.
+
+    Args:
+        messages: one for each.
+        deployments: of the configuration as a whole: those that are at fault.
+    """
+
+    def __init__(self, messages: Sequence[str], deployments: Collection[str] = ()) -> None:
+        super().__init__(*messages)
+        self.deployments = deployments
+
+    def __str__(self) -> str:
+        """All messages."""
+        return "; ".join(map(str, self.args))
+
+
 def check_model_reference(value: str) -> str:
     """Check that a text is ``module:Class``, ``onnx:PATH``, ``lm:PATH`` or ``lm:PACKAGE:PATH``.
 
@@ -75,19 +93,19 @@ def check_model_reference(value: str) -> str:
     return value
 
 
-def _check_device(value: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
-        raise ValueError("expected auto, cpu, cuda or cuda:N")
-    return value
-
-
-def _check_devices(value: tuple[str, ...]) -> tuple[str, ...]:
-    if "auto" in value:
-        raise ValueError("expected cpu, cuda or cuda:N each; auto is of `device`")
-    named = ["cuda:0" if one == "cuda" else one for one in value]
-    if len(set(named)) < len(named):
+def _read_device(value: object) -> str | tuple[str, ...]:
+    if isinstance(value, str):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+            raise ValueError("expected auto, cpu, cuda or cuda:N, or a list such as [cuda:0, cuda:1]")
+        return value
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError("expected auto, cpu, cuda or cuda:N, or a list such as [cuda:0, cuda:1]")
+    for one in value:
+        if not isinstance(one, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", one):
+            raise ValueError(f"expected cpu, cuda or cuda:N each, got {one!r}")
+    if len({"cuda:0" if one == "cuda" else one for one in value}) < len(value):
         raise ValueError("expected each device once")
-    return value
+    return tuple(value)
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?)?B?\Z")
@@ -104,6 +122,13 @@ def _parse_size(value: object) -> object:
         raise ValueError("expected bytes, or a number with a unit such as 512MiB or 4GiB")
     number, unit = float(found[1]), (found[2] or "").upper()
     return int(number * (1024 if unit.endswith("I") else 1000) ** _UNITS[unit.removesuffix("I")])
+
+
+def _read_limit(value: object) -> float | int:
+    size = _parse_size(value)
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or size <= 0 or (size > 1 and size != int(size)):
+        raise ValueError("expected a part such as 0.8, or bytes, or a number with a unit such as 16GiB")
+    return float(size) if size <= 1 else int(size)
 
 
 def _parse_replicas(value: object) -> object:
@@ -133,19 +158,19 @@ PositiveSeconds = Annotated[float, Field(gt=0, le=86_400)]
 
 Instances = Annotated[int, Field(ge=1, le=64)]
 
+MemoryLimit = Annotated[float | int, PlainValidator(_read_limit)]
+"""A part, which is a float up to 1, or bytes."""
+
 MemorySize = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]
 
 Threads = Annotated[int, Field(ge=1, le=1024)]
 
 ModelReference = Annotated[str, AfterValidator(check_model_reference)]
 
-Device = Annotated[str, AfterValidator(_check_device)]
-
-Devices = Annotated[tuple[Device, ...], Field(min_length=1), AfterValidator(_check_devices)]
+Device = Annotated[str | tuple[str, ...], PlainValidator(_read_device)]
+"""One, or several over which replicas are placed."""
 
 Environment = Annotated[dict[str, str], BeforeValidator(_stringify)]
-
-TensorStore = Literal["auto", "on", "off"]
 
 Strategy = Literal["beside", "recreate"]
 
@@ -221,21 +246,6 @@ class ReplicaBounds(Section):
 Replicas = Annotated[ReplicaBounds, BeforeValidator(_parse_replicas)]
 
 
-class Utilization(Section):
-    """Which part of their time replicas should compute."""
-
-    low: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """One replica less, if the others then stay below this."""
-    high: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """One more, if they are above this and rows wait."""
-
-    @model_validator(mode="after")
-    def _check_order(self) -> Utilization:
-        if self.low >= self.high:
-            raise ValueError(f"expected low < high, got low {self.low:g} and high {self.high:g}")
-        return self
-
-
 class Scaling(Section):
     """When a deployment with ``replicas: {min, max}`` gets another replica, and when it has one too many."""
 
@@ -245,7 +255,6 @@ class Scaling(Section):
     """For how long there must be too much to do before one more starts."""
     down_after_s: PositiveSeconds = 60
     """For how long there must be too little to do before one ends."""
-    utilization: Utilization = Field(default_factory=Utilization)
 
 
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:\d{1,5})?\Z|https?://\[[0-9a-f:.]+\](:\d{1,5})?\Z")

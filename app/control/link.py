@@ -14,6 +14,8 @@ from app.control.load import LoadReport
 from app.control.messages import (
     DOWNWARD,
     MAX_MESSAGE_BYTES,
+    Cancel,
+    CancelCount,
     Command,
     CommandAnswer,
     Drain,
@@ -36,17 +38,21 @@ class SupervisorLink:
     Args:
         on_drain: does what a `Drain` says.
         on_quarantined: takes in what another worker found, the model and the fingerprint.
+        on_cancel: cancels the streams here that have a request's id, and counts them.
     """
 
     def __init__(
         self,
         on_drain: Callable[[Drain], Awaitable[Drained]],
         on_quarantined: Callable[[str, bytes], None] = lambda model, mark: None,
+        on_cancel: Callable[[str], int] = lambda request_id: 0,
     ) -> None:
         self._on_drain = on_drain
         self._on_quarantined = on_quarantined
+        self._on_cancel = on_cancel
         self._writer: asyncio.StreamWriter | None = None
         self._answers: dict[int, asyncio.Future[CommandAnswer]] = {}
+        self._cancels: dict[int, asyncio.Future[int]] = {}
         self._numbers = itertools.count()
         self._draining: set[asyncio.Task[None]] = set()
 
@@ -66,6 +72,12 @@ class SupervisorLink:
                     self._writer.write(encode_line(Pong()))
                 elif isinstance(message, Quarantined):
                     self._on_quarantined(message.model, bytes.fromhex(message.fingerprint))
+                elif isinstance(message, Cancel):
+                    self._writer.write(encode_line(CancelCount(message.id, self._on_cancel(message.request_id))))
+                elif isinstance(message, CancelCount):
+                    counted = self._cancels.get(message.id)
+                    if counted is not None and not counted.done():
+                        counted.set_result(message.streams)
                 else:
                     task = asyncio.create_task(self._drain(message))
                     self._draining.add(task)
@@ -81,6 +93,9 @@ class SupervisorLink:
             for future in answers.values():
                 if not future.done():
                     future.set_exception(supervisor_gone())
+            for counted in self._cancels.values():
+                if not counted.done():
+                    counted.set_result(0)
 
     def report(self, load: LoadReport) -> None:
         """Tell the supervisor of the load here."""
@@ -113,6 +128,20 @@ class SupervisorLink:
             return await future
         finally:
             self._answers.pop(number, None)
+
+    async def cancel_elsewhere(self, request_id: str) -> int:
+        """Cancel in all other workers what runs under a request's id. Returns how many streams that were; none once the
+        supervisor is gone."""
+        if self._writer is None:
+            return 0
+        number = next(self._numbers)
+        counted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._cancels[number] = counted
+        self._writer.write(encode_line(Cancel(number, request_id)))
+        try:
+            return await counted
+        finally:
+            del self._cancels[number]
 
     async def _drain(self, order: Drain) -> None:
         try:

@@ -21,6 +21,9 @@ LOAD_FRESH_S: Final = 3.0
 DRAIN_GRACE_S: Final = 5.0
 """How much longer than it should a worker may take to say that it has drained."""
 
+CANCEL_TIMEOUT_S: Final = 3.0
+"""How long a worker may take to say what it cancelled."""
+
 
 class Command(msgspec.Struct, frozen=True, tag="command"):
     """What an operator wants, as a worker was asked."""
@@ -84,9 +87,24 @@ class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
     """In hexadecimal digits."""
 
 
-DOWNWARD: Final = msgspec.json.Decoder(RoutingTable | Drain | CommandAnswer | Ping | Quarantined)
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Asks for the end of what runs under a request's id: a worker the supervisor, and that the other workers."""
 
-UPWARD: Final = msgspec.json.Decoder(Command | Drained | Pong | Quarantined | LoadReport)
+    id: int
+    request_id: str
+    """As `app.security.key_check.owned_id` has it."""
+
+
+class CancelCount(msgspec.Struct, frozen=True, tag="cancel_count"):
+    """What a `Cancel` ended."""
+
+    id: int
+    streams: int = 0
+
+
+DOWNWARD: Final = msgspec.json.Decoder(RoutingTable | Drain | CommandAnswer | Ping | Quarantined | Cancel | CancelCount)
+
+UPWARD: Final = msgspec.json.Decoder(Command | Drained | Pong | Quarantined | LoadReport | Cancel | CancelCount)
 
 
 def encode_line(message: msgspec.Struct) -> bytes:

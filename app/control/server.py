@@ -2,9 +2,9 @@
 
 Downwards: `RoutingTable`, whole, whenever anything changes; `Drain`, answered by a worker's `Drained`; and a worker's
 `Command`, answered by a `CommandAnswer`. Any number of each may be under way; a message's ``id`` tells which answer is
-whose. A `Ping` is answered by a `Pong`. What one worker says is `Quarantined`, the others are told. The connection's
-end tells the supervisor that a worker is gone, and with it all that was in flight there; and a worker that its
-supervisor is.
+whose. A `Ping` is answered by a `Pong`. What one worker says is `Quarantined`, the others are told. What one
+worker asks to `Cancel`, the others cancel, and the one gets the sum of their `CancelCount`. The connection's end tells
+the supervisor that a worker is gone, and with it all that was in flight there; and a worker that its supervisor is.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ import msgspec
 
 from app.control.load import LoadReport
 from app.control.messages import (
+    CANCEL_TIMEOUT_S,
     DRAIN_GRACE_S,
     LOAD_FRESH_S,
     MAX_MESSAGE_BYTES,
     UPWARD,
+    Cancel,
+    CancelCount,
     Command,
     CommandAnswer,
     Drain,
@@ -63,6 +66,7 @@ class ControlServer:
         self._loads: dict[asyncio.StreamWriter, tuple[float, LoadReport]] = {}
         """What each worker said last, and when."""
         self._drains: dict[int, tuple[asyncio.StreamWriter, asyncio.Future[Drained]]] = {}
+        self._cancels: dict[int, tuple[asyncio.StreamWriter, asyncio.Future[int]]] = {}
         self._numbers = itertools.count()
         self._commands: set[asyncio.Task[None]] = set()
         self._server: asyncio.AbstractServer | None = None
@@ -154,11 +158,18 @@ class ControlServer:
                 if other is writer:
                     del self._drains[number]
                     future.set_result(Drained())
+            for cancelling, counted in self._cancels.values():
+                if cancelling is writer and not counted.done():
+                    counted.set_result(0)
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
-    def _take(self, message: Command | Drained | Pong | Quarantined | LoadReport, writer: asyncio.StreamWriter) -> None:
+    def _take(
+        self,
+        message: Command | Drained | Pong | Quarantined | LoadReport | Cancel | CancelCount,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         if isinstance(message, LoadReport):
             self._loads[writer] = asyncio.get_running_loop().time(), message
             return
@@ -174,7 +185,13 @@ class ControlServer:
             if future is not None:  # None: it came too late
                 future.set_result(message)
             return
-        task = asyncio.create_task(self._carry_out(message, writer))
+        if isinstance(message, CancelCount):
+            _, counted = self._cancels.get(message.id, (None, None))
+            if counted is not None and not counted.done():
+                counted.set_result(message.streams)
+            return
+        carry_out = self._cancel(message, writer) if isinstance(message, Cancel) else self._carry_out(message, writer)
+        task = asyncio.create_task(carry_out)
         self._commands.add(task)
         task.add_done_callback(self._commands.discard)
 
@@ -189,6 +206,26 @@ class ControlServer:
             answer = CommandAnswer(command.id, 500, {"error": text})
         if writer in self._writers:
             writer.write(encode_line(answer))
+
+    async def _cancel(self, order: Cancel, asking: asyncio.StreamWriter) -> None:
+        """Have all other workers cancel what one was asked to, and tell it how much that was."""
+        asked: dict[int, asyncio.Future[int]] = {}
+        for writer in self._writers - {asking}:
+            number = next(self._numbers)
+            asked[number] = asyncio.get_running_loop().create_future()
+            self._cancels[number] = writer, asked[number]
+            writer.write(encode_line(Cancel(number, order.request_id)))
+        try:
+            if asked:
+                await asyncio.wait(asked.values(), timeout=CANCEL_TIMEOUT_S)
+        finally:
+            for number in asked:
+                del self._cancels[number]
+        if late := sum(not counted.done() for counted in asked.values()):
+            logger.warning("%d gateway workers don't say what they cancelled", late)
+        if asking in self._writers:
+            streams = sum(counted.result() for counted in asked.values() if counted.done())
+            asking.write(encode_line(CancelCount(order.id, streams)))
 
 
 def _peer(writer: asyncio.StreamWriter) -> int:

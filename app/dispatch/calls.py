@@ -16,7 +16,7 @@ from app.dispatch.pending import Part, Pending
 from app.dispatch.pool import ReplicaCalls
 from app.dispatch.queue import Item
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
-from app.telemetry.recorder import DeploymentMeter, Statistics
+from app.telemetry.recorder import DeploymentMeter
 from app.transport.batch import encode_batch, row_error, sliced
 from app.transport.protocol import FrameReplicaClient, ReplicaClient
 from app.transport.segments import Segments
@@ -33,8 +33,7 @@ class Calls:
 
     Args:
         name: the deployment's.
-        statistics: where to count.
-        meter: likewise.
+        meter: where to count.
         on_lost: called with a replica that gets no call any more.
         on_lost_part: called with rows that a replica was lost with, and the reason.
         on_unsent: called with rows that a replica never had.
@@ -45,7 +44,6 @@ class Calls:
     def __init__(
         self,
         name: str,
-        statistics: Statistics,
         meter: DeploymentMeter,
         *,
         on_lost: Callable[[ReplicaCalls], None],
@@ -55,7 +53,6 @@ class Calls:
         on_end: Callable[[ReplicaCalls], None],
     ) -> None:
         self._name = name
-        self._statistics = statistics
         self._meter = meter
         self._on_lost = on_lost
         self._on_lost_part = on_lost_part
@@ -146,9 +143,7 @@ class Calls:
             self._segments.note_answer(tensors.values(), rows)
         if any(report.status is Status.BROKEN for report in reports):
             self._on_lost(replica)
-        if not is_merged:
-            self._statistics.note_call(rows, compute_us * 1000)
-        self._meter.note_call(rows, signature.max_batch_size, 0 if is_merged else compute_us * 1000)
+        self._meter.note_call(rows, signature.max_batch_size, compute_us * 1000, is_merged=is_merged)
         outputs = sliced(signature, tensors, reports, rows)
         self._distribute(parts, outputs, reports, started_ns, compute_us * 1000)
 
@@ -199,7 +194,6 @@ class Calls:
                         client.cancel(call.name)
                     break
         pending.stream = None
-        self._statistics.note_call(rows, compute_us * 1000)
         self._meter.note_call(rows, pending.signature.max_batch_size, compute_us * 1000)
         call.end()
 
@@ -207,7 +201,7 @@ class Calls:
         """Lead one of a call's frames to its requests. Returns what the call computed by now, in microseconds."""
         frame, pieces = decode_frame(raw)
         for count in frame.counts:
-            self._statistics.note_step(count)
+            self._meter.note_step(count)
             compute_us += count.compute_us
             for part in parts:
                 if part.pending.trace is not None:

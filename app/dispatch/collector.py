@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Final, Protocol
 
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, RawTensor
-from app.errors import HeadwaterError
+from app.errors import Cancelled, HeadwaterError
 from inference.signature import HeadSpec, Signature
 
 __all__ = ["WHOLE", "Collector", "no_rows", "no_rows_by_head", "wanted_heads"]
@@ -140,6 +140,18 @@ class Collector:
                     self._meter.note_head(head, error, self.took_ms())
             self.future.set_exception(error)
             self._tell()
+
+    def cancel(self) -> bool:
+        """Someone cancels the request by its id. Returns whether it was under way."""
+        if self.is_done:
+            return False
+        self.fail(Cancelled("the request was cancelled"))
+        return True
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether someone cancelled it by its id."""
+        return isinstance(self.error, Cancelled)
 
     async def whole(self) -> Answer:
         """Wait for all of it.

@@ -62,6 +62,12 @@ class Deadlines:
         """Until the first deadline of all, the heads' included; 0 if it has passed."""
         return max(0.0, self._start_s + self._first_s - self._loop.time())
 
+    def left_s(self, head: str) -> float:
+        """Until a head's time is over, by its own deadline or by the request's; 0 if it is."""
+        limit_s = self._collector.heads[head].timeout_s
+        until_s = self._timeout_s if limit_s is None else min(limit_s, self._timeout_s)
+        return max(0.0, self._start_s + until_s - self._loop.time())
+
     def hear(self) -> None:
         """Note that a piece of the stream came."""
         self._heard_s = self._loop.time()

@@ -3,54 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Collection, Hashable
 from typing import cast
 
-import msgspec
-
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, RawTensor
 from app.control.load import Moment
-from app.control.routing import DeploymentRoute, ReplicaRoute, State, unavailable
+from app.control.routing import DeploymentRoute, ReplicaRoute, unavailable
 from app.dispatch.admission import Admission, WaitingRoom
 from app.dispatch.calls import Calls
 from app.dispatch.collector import Collector, no_rows, no_rows_by_head, wanted_heads
-from app.dispatch.deadlines import TIMER_RESOLUTION_S, Deadlines
+from app.dispatch.deadlines import Deadlines
 from app.dispatch.losses import Losses
 from app.dispatch.pending import Part, Pending
-from app.dispatch.policy import GatherClock, LengthClasses
-from app.dispatch.pool import LOST_RETRY_S, Connect, ReplicaCalls
-from app.dispatch.protocol import Fail
+from app.dispatch.policy import Batching, GatherClock, LengthClasses
+from app.dispatch.pool import Connect, ReplicaCalls, ReplicaPool, connect
+from app.dispatch.protocol import Dispatcher, Fail
 from app.dispatch.queue import DEFAULT_WEIGHTS, Item
-from app.errors import RETRY_AFTER_LOST_S, BadRequest, QueueFull, ReplicaLost, Unavailable
-from app.telemetry.recorder import Statistics, recorder
+from app.errors import BadRequest, QueueFull, ReplicaLost
+from app.telemetry.instruments import Gauge
+from app.telemetry.recorder import recorder
 from app.telemetry.tracing import add_model
 from app.transport.batch import encode_nothing
-from app.transport.protocol import FrameReplicaClient, ReplicaClient
-from app.transport.triton import TritonClient
+from app.transport.protocol import FrameReplicaClient
 from inference.signature import Signature
 
-__all__ = ["Dispatcher"]
+__all__ = ["ModelDispatcher"]
 
 
-logger = logging.getLogger("headwater.dispatch")
-
-GOOD_PART = 4
-"""A busy replica gets no call of less than a batch divided by this,"""
-
-GOOD_ROWS = 8
-"""nor of fewer rows than this: small batches are filled."""
-
-
-class Dispatcher:
-    """Takes requests for one deployment and answers them through its replicas.
+class ModelDispatcher(Dispatcher):
+    """Takes requests for one model and answers them through its replicas.
 
     Rows of concurrent requests are coalesced while the replicas are busy: with a replica idle a request leaves at once;
     otherwise rows gather until a call comes back.
 
     Args:
         route: the deployment.
-        connect: makes a client; tests and other engines put their own here.
+        connect: makes a client of a replica; tests and other engines put their own here.
         on_quarantined: called with the fingerprint of a request that took two replicas down.
         room: what may wait of all deployments together; default: as if there were no other.
     """
@@ -58,32 +46,24 @@ class Dispatcher:
     def __init__(
         self,
         route: DeploymentRoute,
-        connect: Connect | None = None,
+        connect: Connect = connect,
         on_quarantined: Callable[[bytes], None] = lambda mark: None,
         room: WaitingRoom | None = None,
     ) -> None:
-        self._connect = connect or _connect
+        self._connect = connect
         self._loop = asyncio.get_running_loop()
-        self._replicas: dict[str, ReplicaCalls] = {}
-        self._dispatch_due = False
-        self._delay: asyncio.TimerHandle | None = None
-        self.statistics = Statistics()
+        self._pool = ReplicaPool(route.name, self._open, on_back=lambda: self._batching.schedule())
         self._meter = recorder().deployment(route.name)
         self._gathering = GatherClock()
-        self.in_flight = 0
-        """Requests under way."""
         self._requests: set[Pending] = set()
-        """Those."""
-        self.is_draining = False
-        """Whether new requests are refused; those under way are still answered."""
+        """Those under way."""
         self.route = route
         self._is_closed = False
-        self._losses = Losses(route.name, self.statistics, self._meter, on_quarantined)
+        self._losses = Losses(route.name, self._meter, on_quarantined)
         self._quarantine = self._losses.quarantine
         self._retries = self._losses.retries
         self._calls = Calls(
             route.name,
-            self.statistics,
             self._meter,
             on_lost=self._lose,
             on_lost_part=self._take_loss,
@@ -93,17 +73,22 @@ class Dispatcher:
         )
         self._admission = Admission(route.name, room or WaitingRoom(), self._displace)
         self._queue = self._admission.queue
+        self._batching = Batching(
+            route,
+            self._admission,
+            self._retries,
+            self._pool.connected,
+            self._calls.start,
+            self._fitting,
+            self._gathering,
+        )
         self._lengths: LengthClasses | None = None
         self.update(route)
 
     @property
-    def signature(self) -> Signature | None:
-        """The model's signature, once known."""
-        return self.route.signature
-
-    @property
-    def _streams(self) -> bool:
-        return self.route.signature is not None and self.route.signature.streams
+    def in_flight(self) -> int:
+        """Requests under way."""
+        return len(self._requests)
 
     @property
     def queued_rows(self) -> int:
@@ -111,15 +96,12 @@ class Dispatcher:
         return self._queue.rows + self._retries.rows
 
     def update(self, route: DeploymentRoute) -> None:
-        """Take in a new state of the deployment: other replicas, another signature."""
+        """See `Dispatcher.update`."""
         if route.signature is not None:
             is_smaller = route.signature.max_batch_size < self._queue.max_batch_size
             self._queue.max_batch_size = route.signature.max_batch_size
             if is_smaller:
                 self._cut_waiting()
-            if route.signature == self.route.signature:
-                # The same object, so that what was made for it stays good.
-                route = msgspec.structs.replace(route, signature=self.route.signature)
         if route.generation != self.route.generation:
             self._quarantine.lift()
         self._quarantine.for_s = route.quarantine_s
@@ -129,42 +111,33 @@ class Dispatcher:
             self._queue.reweigh(weights)
         self._lengths = LengthClasses(route.max_padding) if route.max_padding else None
         self._calls.keep_apart = self._lengths is not None
-        self.route = route
-        wanted = {replica.id: replica for replica in (*route.replicas, *route.retiring)}
-        for id in [id for id in self._replicas if id not in wanted]:
-            gone = self._replicas.pop(id)
-            gone.is_lost = True
-            gone.client.close()
-        for id, replica in wanted.items():
-            if id not in self._replicas:
-                self._add(replica)
-        for replica in route.retiring:
-            self._replicas[replica.id].is_retiring = True
-        if self._retries and not self._has_able():
+        super().update(route)
+        self._batching.update(route)
+        self._pool.update(route)
+        if self._retries and not self._pool.able():
             self._losses.fail_waiting()
         if not route.replicas:
             for item in self._queue.drain():
                 item.payload.fail(unavailable(route))
-        self._schedule()
+        self._batching.schedule()
 
     def close(self) -> None:
-        """End all calls; their requests are answered with `ReplicaLost`."""
+        """See `Dispatcher.close`."""
+        super().close()
         self._is_closed = True
-        self._stop_delay()
-        for replica in self._replicas.values():
-            replica.client.close()
-        self._replicas.clear()
-        self.route = msgspec.structs.replace(self.route, replicas=(), retiring=())
+        self._batching.close()
+        self._pool.close()
         for item in (*self._retries.drain(), *self._queue.drain()):
             item.payload.fail(ReplicaLost("the server is stopping"))
         self._admission.close()
 
     def moment(self) -> Moment:
-        """What there is to do now."""
+        """See `Dispatcher.moment`."""
         rows = self._queue.rows
         # What a streaming model computes at once only its calls in flight bound.
-        most = self.route.max_in_flight if self._streams else self.route.instances
-        calls = [one.calls for one in self._replicas.values()]
+        streams = self.route.signature is not None and self.route.signature.streams
+        most = self.route.max_in_flight if streams else self.route.instances
+        calls = [one.calls for one in self._pool.connected.values()]
         return Moment(
             computing=sum(min(one, most) for one in calls),
             requests=max(self.in_flight, sum(calls) - (-rows // self._queue.max_batch_size)),
@@ -172,52 +145,33 @@ class Dispatcher:
             wait_s=self._loop.time() - self._queue.oldest_s() if rows else 0.0,
         )
 
+    def gauges(self) -> dict[Gauge, int]:
+        """See `Dispatcher.gauges`."""
+        return {self._meter.queue_rows: self.queued_rows}
+
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
-        """See `app.dispatch.protocol.Drainable`."""
+        """See `Dispatcher.under_way`."""
         found: Collection[Pending] = self._requests
         if replicas is not None:
-            held = [self._replicas[id] for id in replicas if id in self._replicas]
-            found = {_part(item).pending for one in held for batch in one.batches.values() for item in batch}
+            batches = [batch for one in self._pool.held(replicas) for batch in one.batches.values()]
+            found = {_part(item).pending for batch in batches for item in batch}
         # What is answered may still be read: that takes no replica.
         return [pending.collector.fail for pending in found if not pending.collector.is_done]
 
-    def _add(self, replica: ReplicaRoute) -> None:
+    def cancel(self, request_id: str) -> int:
+        """See `Dispatcher.cancel`."""
+        found = [one.collector for one in self._requests if one.request.cancel_id == request_id]
+        return sum(collector.cancel() for collector in found)
+
+    def _open(self, replica: ReplicaRoute) -> ReplicaCalls:
         client = self._connect(self.route.name, replica)
-        self._replicas[replica.id] = ReplicaCalls(replica, client)
-        if replica.grpc_socket and self.route.signature is not None:
-            signature = self.route.signature
+        signature = self.route.signature
+        if replica.grpc_socket and signature is not None:
             cast(FrameReplicaClient, client).open(encode_nothing(signature), streams=signature.streams)
-
-    def check_ready(self, *, is_step: bool = False) -> Signature:
-        """The signature, if requests can be taken now.
-
-        Raises:
-            Unavailable: they can't.
-        """
-        if self.is_draining and not is_step:
-            raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
-        route = self.route
-        if route.signature is None or not route.replicas:
-            raise unavailable(route)
-        # A step's pipeline is drained first, and still needs it.
-        if route.state is State.DRAINING and not (is_step and route.part_of is not None):
-            raise unavailable(route)
-        return route.signature
+        return ReplicaCalls(replica, client)
 
     async def infer(self, request: InferRequest, *, is_step: bool = False) -> Answer:
-        """Answer a request whole.
-
-        Args:
-            request: what is asked.
-            is_step: whether it is a step of a pipeline's request, which is answered although the server is stopping.
-
-        Raises:
-            Unavailable: no replica is ready, or the one that had the request ended.
-            QueueFull: the queue is full.
-            DeadlineExceeded: it took too long; rows not yet sent are never computed.
-            BadRequest: the callable said that the rows are wrong.
-            CallableFailed: the callable raised, or broke its declaration.
-        """
+        """See `Dispatcher.infer`."""
         signature = self.check_ready(is_step=is_step)
         if request.rows == 0:
             return Answer(no_rows(signature, request))
@@ -228,11 +182,7 @@ class Dispatcher:
             self._leave(pending)
 
     async def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
-        """Answer a request piece by piece, each as soon as it is ready.
-
-        Raises:
-            HeadwaterError: as `infer`; after the first piece too.
-        """
+        """See `Dispatcher.stream`."""
         signature = self.check_ready()
         if request.rows == 0:
             for piece in no_rows_by_head(signature, request):
@@ -267,25 +217,22 @@ class Dispatcher:
         )
         self._enqueue(pending, held_bytes)
         self._requests.add(pending)
-        self.in_flight += 1
         return pending
 
     def _leave(self, pending: Pending) -> None:
         """Forget a request that is answered, has failed, or whose client went away."""
         self._requests.discard(pending)
-        self.in_flight -= 1
         if pending.deadlines is not None:
             pending.deadlines.close()
         collector = pending.collector
         succeeded = collector.succeeded
         if succeeded:
             rows = pending.request.rows
-            self.statistics.note_request(rows, pending.queue_ns, pending.compute_ns)
             self._meter.note_request(
                 rows, pending.queue_ns, pending.batch_wait_ns, pending.compute_ns, pending.transport_ns()
             )
-        elif collector.failed:
-            self.statistics.failures += 1
+        elif collector.failed and not collector.is_cancelled:
+            self._meter.failures.add()
         if pending.trace is not None:
             error = collector.error
             name = type(error).__name__ if error is not None else ""
@@ -307,16 +254,11 @@ class Dispatcher:
     def _admit(self, request: InferRequest, signature: Signature, held_bytes: int) -> None:
         if signature.streams and request.rows > signature.max_batch_size:
             raise self._too_many(request.rows, signature.max_batch_size)
-        try:
-            self._admission.check(request.rows, held_bytes, request.priority)
-        except QueueFull:
-            self.statistics.shed += 1
-            raise
+        self._admission.check(request.rows, held_bytes, request.priority)
 
     def _displace(self, item: Item, error: QueueFull) -> None:
         """A request gives way to one that has the better claim to its place in the queue."""
         pending = _part(item).pending
-        self.statistics.displaced += 1
         for other in pending.items:
             self._queue.remove(other)
         pending.collector.fail(error)
@@ -340,7 +282,7 @@ class Dispatcher:
                 self._retries.push(item)
             else:
                 self._queue.push(item)
-        self._schedule()
+        self._batching.schedule()
 
     def _cut_waiting(self) -> None:
         """Cut what waits so that it fits into the batches that are allowed now."""
@@ -378,117 +320,18 @@ class Dispatcher:
             field="inputs",
         )
 
-    # Batching
-
-    def _schedule(self) -> None:
-        """Dispatch at the end of this turn of the event loop, so that requests that arrived together go together."""
-        if not self._dispatch_due and (self._queue.rows or self._retries):
-            self._dispatch_due = True
-            self._loop.call_soon(self._dispatch)
-
-    def _dispatch(self) -> None:
-        self._dispatch_due = False
-        if self._retries:
-            self._start_alone()
-        self._start_batches()
-        if self._retries and not self._queue.rows:  # it was others' turn, but they went elsewhere
-            self._start_alone()
-
-    def _start_alone(self) -> None:
-        """Give what replicas were lost with to the replica that is set aside for it, if that is its turn."""
-        found = self._retries.next(self._replicas.values(), has_others=self._queue.rows > 0)
-        if found is None:
-            return
-        replica, item = found
-        first, *rest = self._fitting(item)
-        self._push_back(rest)
-        self._calls.start(replica, [first], self._gathering.read_ns())
-
-    def _push_back(self, items: list[Item]) -> None:
-        """Have these be the next to be computed alone."""
-        for item in reversed(items):
-            self._retries.push_back(item)
-
-    def _start_batches(self) -> None:
-        queue = self._queue
-        while queue.rows:
-            replica = self._choose()
-            if replica is None:
-                break
-            if not self._streams:
-                is_busy = replica.calls >= self.route.instances
-                if (is_busy and not queue.next_has(self._worth_a_call(replica))) or (
-                    self.route.max_queue_delay_ms and not self._delay_is_over()
-                ):
-                    self._gathering.run()
-                    return
-            if replica is self._retries.aside:
-                self._retries.note_batch(replica)
-            waiting = queue.rows
-            batch = queue.pop()
-            self._admission.rate.note(waiting - queue.rows, self._loop.time(), others_wait=queue.rows > 0)
-            self._calls.start(replica, batch, self._gathering.read_ns())
-        self._gathering.stop()
-
-    def _choose(self) -> ReplicaCalls | None:
-        """The replica with the fewest outstanding rows, among those that may have another call; first those with an
-        instance that is idle."""
-        instances = self.route.instances
-        best: ReplicaCalls | None = None
-        aside = self._retries.aside
-        for replica in self._replicas.values():
-            if (
-                replica.calls < self.route.max_in_flight
-                and not replica.is_lost
-                and not replica.is_retiring
-                and (replica is not aside or self._retries.admits(replica))
-                and (best is None or (replica.calls >= instances, replica.rows) < (best.calls >= instances, best.rows))
-            ):
-                best = replica
-        return best
-
-    def _worth_a_call(self, replica: ReplicaCalls) -> int:
-        """How many rows a replica that is busy gets: a batch, or else as many as it has, and a good part of a batch.
-
-        Where as many connections as a batch has rows ask again and again, one half is computed while the other half's
-        answers and next requests are on their way; waiting for a full batch they would do both together, in turns.
-        """
-        full = self._queue.max_batch_size
-        return min(full, max(full // GOOD_PART, GOOD_ROWS, replica.rows))
-
-    def _delay_is_over(self) -> bool:
-        """Whether the first rows have waited for company as long as they should; if not, looks again when they have."""
-        left_s = self._queue.oldest_s() + self.route.max_queue_delay_ms / 1000 - self._loop.time()
-        if left_s < TIMER_RESOLUTION_S or self._queue.next_is_full():
-            return True
-        if self._delay is None:
-            self._delay = self._loop.call_later(left_s, self._on_delay)
-        return False
-
-    def _on_delay(self) -> None:
-        self._delay = None
-        self._dispatch()
-
-    def _stop_delay(self) -> None:
-        if self._delay is not None:
-            self._delay.cancel()
-            self._delay = None
-
     # What becomes of calls
 
     def _lose(self, replica: ReplicaCalls) -> None:
-        """Give a replica no call any more; if it still stands in the table after a while, it is tried again."""
-        if not replica.is_lost:
-            replica.is_lost = True
-            self._loop.call_later(LOST_RETRY_S, self._find_again, replica)
-            if self._retries and not self._has_able():
-                self._losses.fail_waiting()
+        self._pool.lose(replica)
+        if self._retries and not self._pool.able():
+            self._losses.fail_waiting()
 
     def _take_loss(self, part: Part, error: ReplicaLost) -> None:
         if self._is_closed:
             part.fail(error)
         else:
-            self._losses.take(part, error, has_able=self._has_able())
+            self._losses.take(part, error, has_able=bool(self._pool.able()))
 
     def _take_back(self, item: Item) -> None:
         """A replica never had these rows; another may. If there is none, they wait until the table says so."""
@@ -498,7 +341,7 @@ class Dispatcher:
         elif not part.pending.collector.is_done:
             pieces = self._fitting(item)
             if part.losses:
-                self._push_back(pieces)
+                self._retries.push_back(pieces)
             else:
                 for piece in pieces:
                     self._queue.push(piece)
@@ -510,40 +353,16 @@ class Dispatcher:
     def _on_end(self, replica: ReplicaCalls) -> None:
         if replica is self._retries.aside:
             self._retries.note_end(replica)
-        self._schedule()
+        self._batching.schedule()
 
     def quarantine(self, mark: bytes) -> None:
-        """Refuse what has this fingerprint: another worker saw it take two replicas down."""
+        """See `Dispatcher.quarantine`."""
         self._losses.refuse(mark)
-
-    def _has_able(self) -> bool:
-        return any(one.is_able for one in self._replicas.values())
-
-    def _find_again(self, replica: ReplicaCalls) -> None:
-        if self._replicas.get(replica.route.id) is not replica or replica.is_retiring:
-            return
-        logger.warning(
-            "model %s: replica %s was lost, but is still there: trying it again", self.route.name, replica.route.id
-        )
-        if replica.route.grpc_socket:  # all its calls went over the connection that is gone
-            replica.client.close()
-            self._add(replica.route)
-        else:
-            replica.is_lost = False
-        self._schedule()
 
 
 def _part(item: Item) -> Part:
     part: Part = item.payload
     return part
-
-
-def _connect(name: str, route: ReplicaRoute) -> ReplicaClient | FrameReplicaClient:
-    if route.grpc_socket:
-        from app.transport.frames import FrameClient
-
-        return FrameClient(name, route.grpc_socket, route.token)
-    return TritonClient(name, route.http_socket, route.token)
 
 
 def _held_bytes(inputs: dict[str, RawTensor]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import uuid
 from collections.abc import Sequence
 
@@ -55,6 +56,8 @@ class FrameCall:
             self._patience_s(),
             segments,
         )
+        if not signature.streams:
+            self.request.note.left_s = self._left_s()
 
     def _patience_s(self) -> float:
         """How long one head's answer may wait for the others', because no request can do anything with it alone.
@@ -71,6 +74,16 @@ class FrameCall:
                 return 0
             left_s.append(0.0 if pending.deadlines is None else pending.deadlines.first_left_s())
         return min(left_s) / 2
+
+    def _left_s(self) -> dict[str, float]:
+        """By head, how long the last of the requests that want it waits for it."""
+        left_s: dict[str, float] = {}
+        for part, asked in zip(self._parts, self._asked, strict=True):
+            deadlines = part.pending.deadlines
+            for head in asked:
+                waits_s = math.inf if deadlines is None else deadlines.left_s(head)
+                left_s[head] = max(left_s.get(head, 0.0), waits_s)
+        return {head: one for head, one in left_s.items() if one < math.inf}
 
     def take(self, piece: Piece, data: Sequence[memoryview]) -> None:
         """Hand a piece to the requests that wanted it, unless it says that nothing ran for want of shared memory."""

@@ -10,17 +10,13 @@ import re
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import Final
 
-import msgspec
-
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, OutputWish, RawTensor, element_count
-from app.control.load import Moment
 from app.control.routing import DeploymentRoute, unavailable
 from app.dispatch.collector import Collector, no_rows, no_rows_by_head, wanted_heads
 from app.dispatch.deadlines import Deadlines
-from app.dispatch.dispatcher import Dispatcher
-from app.dispatch.protocol import Fail
-from app.errors import BadRequest, CallableFailed, HeadwaterError, QueueFull, Unavailable
-from app.telemetry.recorder import Statistics, recorder
+from app.dispatch.protocol import Dispatcher, Fail
+from app.errors import RETRY_AFTER_LOST_S, BadRequest, CallableFailed, HeadwaterError, QueueFull, Unavailable
+from app.telemetry.recorder import recorder
 from inference.datatypes import DATATYPES
 from inference.pipeline import INPUT, Plan, PlannedStep, Wire, tensor_text
 from inference.signature import Signature, TensorSpec
@@ -42,7 +38,7 @@ def step_deployment(pipeline: str, step: PlannedStep) -> str:
     return step.spec.deployment or f"{pipeline}.{step.name}"
 
 
-class GraphDispatcher:
+class GraphDispatcher(Dispatcher):
     """Takes requests for one pipeline and answers them through its steps' deployments.
 
     Steps run as soon as what they take is there, those that don't depend on each other at the same time. A step that
@@ -57,59 +53,37 @@ class GraphDispatcher:
         self._find = find
         self._loop = asyncio.get_running_loop()
         self.route = route
-        self.statistics = Statistics()
         self._meter = recorder().deployment(route.name)
         self._runs: set[_Run] = set()
         """Requests under way."""
         self._rows = 0
         """Theirs."""
-        self.is_draining = False
-        """Whether new requests are refused; those under way are still answered."""
 
     @property
     def in_flight(self) -> int:
         """Requests under way."""
         return len(self._runs)
 
-    def moment(self) -> Moment:
-        """Nothing: its steps' dispatchers have what there is to do."""
-        return Moment()
-
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
-        """See `app.dispatch.protocol.Drainable`; it has no replicas itself."""
+        """See `Dispatcher.under_way`; it has no replicas itself."""
         return [run.collector.fail for run in self._runs if not run.collector.is_done]
 
-    @property
-    def signature(self) -> Signature | None:
-        """The pipeline's signature, once known."""
-        return self.route.signature
+    def cancel(self, request_id: str) -> int:
+        """See `Dispatcher.cancel`."""
+        return sum(run.collector.cancel() for run in list(self._runs) if run.request.cancel_id == request_id)
 
-    def update(self, route: DeploymentRoute) -> None:
-        """Take in a new state of the pipeline."""
-        if route.signature == self.route.signature:
-            # The same object, so that what was made for it stays good. Not the plan: steps may hand over other tensors.
-            route = msgspec.structs.replace(route, signature=self.route.signature)
-        self.route = route
-
-    def close(self) -> None:
-        """Nothing: its steps' dispatchers end what is under way."""
-
-    def check_ready(self) -> Signature:
-        """The signature, if requests can be taken now.
-
-        Raises:
-            Unavailable: they can't.
-        """
+    def check_ready(self, *, is_step: bool = False) -> Signature:
+        """See `Dispatcher.check_ready`; it can take requests while enough of its steps can."""
+        if self.is_draining and not is_step:
+            raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
         route = self.route
-        if self.is_draining:
-            raise Unavailable("the server is stopping", retry_after_s=2)
         if route.signature is None or route.plan is None or not route.is_open:
             raise unavailable(route)
         return route.signature
 
-    async def infer(self, request: InferRequest) -> Answer:
-        """Answer a request whole; see `Dispatcher.infer`."""
-        signature = self.check_ready()
+    async def infer(self, request: InferRequest, *, is_step: bool = False) -> Answer:
+        """See `Dispatcher.infer`."""
+        signature = self.check_ready(is_step=is_step)
         if request.rows == 0:
             return Answer(no_rows(signature, request))
         run = self._start(request, signature, is_stream=False)
@@ -119,7 +93,7 @@ class GraphDispatcher:
             self._end(run)
 
     async def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
-        """Answer a request piece by piece; see `Dispatcher.stream`."""
+        """See `Dispatcher.stream`."""
         signature = self.check_ready()
         if request.rows == 0:
             for piece in no_rows_by_head(signature, request):
@@ -137,7 +111,6 @@ class GraphDispatcher:
         limit = self.route.max_queue_size
         if self._rows and self._rows + request.rows > limit:
             # Before the trunk has run for what its heads would refuse.
-            self.statistics.shed += 1
             raise QueueFull(
                 f"model `{self.route.name}`: the queue is full: {self._rows} of {limit} rows are under way",
                 retry_after_s=1,
@@ -152,10 +125,9 @@ class GraphDispatcher:
         self._runs.discard(run)
         self._rows -= run.request.rows
         if run.collector.succeeded:
-            self.statistics.note_request(run.request.rows, 0, int(run.collector.took_ms() * 1e6))
             self._meter.rows.add(run.request.rows)
-        elif run.collector.failed:
-            self.statistics.failures += 1
+        elif run.collector.failed and not run.collector.is_cancelled:
+            self._meter.failures.add()
         run.end()
 
 

@@ -21,7 +21,7 @@ from app.dispatch.pending import Part
 from app.dispatch.pool import ReplicaCalls
 from app.dispatch.queue import Item
 from app.errors import RETRY_AFTER_LOST_S, Quarantined, QueueFull, ReplicaLost
-from app.telemetry.recorder import DeploymentMeter, Statistics
+from app.telemetry.recorder import DeploymentMeter
 
 __all__ = ["LIMIT", "Losses", "Quarantine", "Retries", "fingerprint"]
 
@@ -138,10 +138,11 @@ class Retries:
         _part(item).waits = True
         self._waiting.append(item)
 
-    def push_back(self, item: Item) -> None:
-        """Put back what `next` gave, because the replica never had it."""
-        _part(item).waits = True
-        self._waiting.appendleft(item)
+    def push_back(self, items: list[Item]) -> None:
+        """Put back what `next` gave and no replica has had: `next` gives these before any other."""
+        for item in items:
+            _part(item).waits = True
+        self._waiting.extendleft(reversed(items))
 
     def remove(self, item: Item) -> None:
         """Take one out that waits, because nobody wants it any more."""
@@ -229,16 +230,12 @@ class Losses:
 
     Args:
         name: the deployment's.
-        statistics: where to count.
-        meter: likewise.
+        meter: where to count.
         on_quarantined: called with the fingerprint of a request that took two replicas down.
     """
 
-    def __init__(
-        self, name: str, statistics: Statistics, meter: DeploymentMeter, on_quarantined: Callable[[bytes], None]
-    ) -> None:
+    def __init__(self, name: str, meter: DeploymentMeter, on_quarantined: Callable[[bytes], None]) -> None:
         self._name = name
-        self._statistics = statistics
         self._meter = meter
         self._on_quarantined = on_quarantined
         self._loop = asyncio.get_running_loop()
@@ -275,7 +272,6 @@ class Losses:
         if not has_able or not pending.signature.idempotent:
             part.fail(error)
             return
-        self._statistics.retried += 1
         self._meter.retries.add()
         self.retries.push(pending.items[part.index])
 
@@ -294,7 +290,6 @@ class Losses:
         now_s = self._loop.time()
         left_s = self.quarantine.refused_s(mark, now_s)
         if left_s:
-            self._statistics.quarantined += 1
             raise Quarantined(
                 f"model `{self._name}`: the same request took two replicas down, and is refused for another "
                 f"{left_s:.0f} s; to lift that, reload the model",
@@ -303,7 +298,6 @@ class Losses:
         if not self.quarantine.is_suspected(mark, now_s):
             return b""
         if self.retries.rows + request.rows > most_rows:
-            self._statistics.shed += 1
             raise QueueFull(f"model `{self._name}`: too many requests wait to be computed alone", retry_after_s=1)
         return mark
 

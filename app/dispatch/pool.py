@@ -1,43 +1,138 @@
-"""One replica as a dispatcher has it: how to reach it, and what it has been given."""
+"""Connections to the ready replicas of one deployment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from app.control.routing import ReplicaRoute
+from app.control.routing import DeploymentRoute, ReplicaRoute
 from app.dispatch.queue import Item
 from app.transport.protocol import FrameReplicaClient, ReplicaClient
+from app.transport.triton import TritonClient
 
-__all__ = ["Connect", "ReplicaCalls"]
+__all__ = ["Connect", "Replica", "ReplicaCalls", "ReplicaPool", "connect"]
+
+logger = logging.getLogger("headwater.dispatch")
+
+LOST_RETRY_S = 2.0
+"""A replica that ended is out of the table within this time."""
+
+Connect = Callable[[str, ReplicaRoute], ReplicaClient | FrameReplicaClient]
+"""Makes a client for a replica of the deployment of that name."""
+
+
+def connect(name: str, route: ReplicaRoute) -> ReplicaClient | FrameReplicaClient:
+    """A client for the way on which the replica is called."""
+    if route.grpc_socket:
+        from app.transport.frames import FrameClient  # only where there is something to speak to: gRPC takes memory
+
+        return FrameClient(name, route.grpc_socket, route.token)
+    return TritonClient(name, route.http_socket, route.token)
 
 
 @dataclass(slots=True, eq=False)
-class ReplicaCalls:
-    """A replica and the calls that it has."""
+class Replica:
+    """A replica and the connection to it."""
 
     route: ReplicaRoute
     client: ReplicaClient | FrameReplicaClient
+    is_retiring: bool = False
+    """Others have replaced it: it gets nothing new, and finishes what it has."""
+    is_lost: bool = False
+    """It failed as a whole: it gets nothing new, and the supervisor will take it from the table."""
+
+    @property
+    def is_able(self) -> bool:
+        """Whether it gets anything new."""
+        return not self.is_lost and not self.is_retiring
+
+    def close(self, reason: str) -> None:
+        """End the connection, and with it whatever the replica has."""
+        self.client.close()
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaCalls(Replica):
+    """A replica and the calls that it has."""
+
     calls: int = 0
     rows: int = 0
     """Outstanding."""
     batches: dict[int, list[Item]] = field(default_factory=dict)
     """Under way, by identity."""
-    is_retiring: bool = False
-    """Others have replaced it: it gets no call any more, and finishes those that it has."""
-    is_lost: bool = False
-    """It failed as a whole; it gets no call any more, and the supervisor will take it from the table."""
-
     is_sharing: bool = True
     """Whether it can open this worker's memory."""
 
-    @property
-    def is_able(self) -> bool:
-        """Whether it gets calls."""
-        return not self.is_lost and not self.is_retiring
+
+R = TypeVar("R", bound=Replica)
 
 
-LOST_RETRY_S = 2.0
-"""A replica that ended is out of the table within this time."""
+class ReplicaPool(Generic[R]):
+    """Connections to the replicas that the routing table has for one deployment.
 
-Connect = Callable[[str, ReplicaRoute], "ReplicaClient | FrameReplicaClient"]
+    Args:
+        name: the deployment's.
+        open: connects to a replica.
+        on_back: called when a replica that was lost may be given something again.
+    """
+
+    def __init__(
+        self, name: str, open: Callable[[ReplicaRoute], R], on_back: Callable[[], None] = lambda: None
+    ) -> None:
+        self.connected: dict[str, R] = {}
+        """By id."""
+        self._name = name
+        self._open = open
+        self._on_back = on_back
+        self._loop = asyncio.get_running_loop()
+
+    def update(self, route: DeploymentRoute) -> None:
+        """Connect to the replicas that are new in a route, and close the connections to those that are gone."""
+        wanted = {one.id: one for one in (*route.replicas, *route.retiring)}
+        for id in [id for id in self.connected if id not in wanted]:
+            self._close(self.connected.pop(id), "the replica ended while it had the request")
+        for id, one in wanted.items():
+            if id not in self.connected:
+                self.connected[id] = self._open(one)
+        for one in route.retiring:
+            self.connected[one.id].is_retiring = True
+
+    def close(self) -> None:
+        """Close all connections."""
+        gone = list(self.connected.values())
+        self.connected.clear()
+        for replica in gone:
+            self._close(replica, "the server is stopping")
+
+    def held(self, ids: Iterable[str]) -> list[R]:
+        """Those of these replicas that it is connected to."""
+        return [self.connected[id] for id in ids if id in self.connected]
+
+    def able(self) -> list[R]:
+        """Those that may be given something new."""
+        return [one for one in self.connected.values() if one.is_able]
+
+    def lose(self, replica: R) -> None:
+        """Give a replica nothing new; if it is still in the table after a while, try it again."""
+        if not replica.is_lost:
+            replica.is_lost = True
+            self._loop.call_later(LOST_RETRY_S, self._try_again, replica)
+
+    def _close(self, replica: R, reason: str) -> None:
+        replica.is_lost = True
+        replica.close(reason)
+
+    def _try_again(self, replica: R) -> None:
+        route = replica.route
+        if self.connected.get(route.id) is not replica or replica.is_retiring:
+            return
+        logger.warning("model %s: replica %s was lost, but is still there: trying it again", self._name, route.id)
+        if route.grpc_socket:  # all it had went over the connection that is gone
+            replica.client.close()
+            self.connected[route.id] = self._open(route)
+        else:
+            replica.is_lost = False
+        self._on_back()

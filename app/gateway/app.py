@@ -20,6 +20,7 @@ from app.gateway.http.entry import (
     EndpointRoute,
     EndpointShortcut,
     ForwardedHeaders,
+    HeadAsGet,
     RequestContext,
     RequestRecords,
     internal_error,
@@ -67,11 +68,12 @@ def create_app(
         records: what becomes of each request; default: as ``server`` says.
     """
     gateway = Gateway(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    reader = BodyReader(server.max_body_bytes, server.body_timeout_s)
+    reader = BodyReader(server.max_body_bytes, server.client_timeout_s)
     infer = InferEndpoint(models, reader)
     if records is None:
         log = AccessLog(log_format=server.log_format, payloads=server.log_payloads) if server.access_log else None
-        records = RequestRecords(log, StreamLimits(server.stream_ping_s, server.write_timeout_s))
+        records = RequestRecords(log, StreamLimits(write_timeout_s=server.client_timeout_s))
+    gateway.records = records
     generate = GenerateEndpoint(models, reader)
     generate_stream = GenerateStreamEndpoint(models, reader)
     routes = [
@@ -89,7 +91,7 @@ def create_app(
     ]
     gateway.router.routes[:0] = routes  # which answers other methods
     check: KeyCheck | None = None
-    entry: ASGIApp = EndpointShortcut(gateway.entry, routes)
+    entry: ASGIApp = EndpointShortcut(HeadAsGet(gateway.entry), routes)
     if keys is not None:
         entry = check = KeyCheck(entry, keys)
     if cors_origins:
@@ -100,6 +102,7 @@ def create_app(
             allow_headers=CORS_REQUEST_HEADERS,
             expose_headers=CORS_ANSWER_HEADERS,
         )
+    gateway.records = records
     entry = RequestContext(entry, records)
     gateway.entry = ForwardedHeaders(InferShortcut(entry, infer, records, check, cors=bool(cors_origins)))
     gateway.add_exception_handler(HeadwaterError, _on_error)
@@ -130,6 +133,9 @@ class Gateway(FastAPI):
     """FastAPI, behind what every request passes first: that is outside of its own layers, which the one route that is
     called most has no need of."""
 
+    records: RequestRecords
+    """What becomes of each request; connections add what they refuse before it is one."""
+
     @functools.cached_property
     def entry(self) -> ASGIApp:
         """Where requests come in; FastAPI itself until it is set."""
@@ -150,6 +156,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     path = request.url.path
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
+        if "GET" in allowed and "HEAD" not in allowed:
+            allowed = allowed.replace("GET", "GET, HEAD")
         reply = error_reply(
             MethodNotAllowed(f"method {request.method}: not allowed on {path[:200]}; allowed: {allowed}"), path
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from app.codecs.generate import GenerateDecoder, GenerateEncoder
 from app.codecs.infer_request import RequestDecoder
@@ -11,10 +11,10 @@ from app.codecs.infer_response import ResponseEncoder
 from app.control.messages import Drain, Drained
 from app.control.routing import DeploymentRoute, RoutingTable
 from app.dispatch.admission import WaitingRoom
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.graph import GraphDispatcher
-from app.dispatch.pool import Connect
-from app.dispatch.protocol import drain
+from app.dispatch.pool import Connect, connect
+from app.dispatch.protocol import Dispatcher, drain
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, NotFound, Unavailable
 from app.lm.dispatcher import LmDispatcher
 from app.telemetry.recorder import recorder
@@ -27,10 +27,16 @@ VERSION = "1"
 
 
 class ServedModel:
-    """One deployment: its dispatcher, and the codecs made for its signature."""
+    """One deployment: its dispatcher, and the codecs made for its signature.
 
-    def __init__(self, dispatcher: Dispatcher | GraphDispatcher | LmDispatcher) -> None:
+    Args:
+        dispatcher: the deployment's.
+        language_model: the same, if it is one.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, language_model: LmDispatcher | None = None) -> None:
         self.dispatcher = dispatcher
+        self.language_model = language_model
         self._signature: Signature | None = None
         self._codecs: tuple[RequestDecoder, ResponseEncoder] | None = None
         self.meter = recorder().deployment(dispatcher.route.name)
@@ -50,7 +56,7 @@ class ServedModel:
         """
         signature = self.dispatcher.check_ready()
         if self._codecs is None or signature is not self._signature:
-            self.check_whole()
+            self.dispatcher.check_whole()
             self._signature = signature
             self._codecs = RequestDecoder(signature), ResponseEncoder(signature)
         return self._codecs
@@ -66,21 +72,6 @@ class ServedModel:
             self._generate = signature, GenerateDecoder(signature), GenerateEncoder(signature)
         return self._generate[1:]
 
-    def check_whole(self) -> None:
-        """See whether the model answers a request with one result.
-
-        Raises:
-            Unavailable: it can't take requests now.
-            BadRequest: it answers with any number of them, or with text.
-        """
-        signature = self.dispatcher.check_ready()
-        if isinstance(self.dispatcher, LmDispatcher):
-            raise self.dispatcher.refusal()
-        if signature.streams:
-            raise BadRequest(
-                f"model `{self.route.name}` streams its results: POST to /v2/models/{self.route.name}/generate_stream"
-            )
-
 
 class Models:
     """All deployments, by name.
@@ -90,12 +81,14 @@ class Models:
         room: what may wait of all deployments together; those of language models have bounds of their own.
     """
 
-    def __init__(self, connect: Connect | None = None, room: WaitingRoom | None = None) -> None:
+    def __init__(self, connect: Connect = connect, room: WaitingRoom | None = None) -> None:
         self._connect = connect
         self._room = room or WaitingRoom()
         self._models: dict[str, ServedModel] = {}
         self.on_quarantined: Callable[[str, bytes], None] = lambda model, mark: None
         """Called with model and fingerprint of a request that took two replicas down."""
+        self.cancel_elsewhere: Callable[[str], Awaitable[int]] = _nowhere
+        """Cancels in the other workers what has this id, and counts it."""
         self.is_draining = False
         self.streams = 0
         """Answers that are being written piece by piece; a part of them is in flight, too."""
@@ -115,34 +108,37 @@ class Models:
         for route in table.deployments:
             names.add(route.name)
             model = self._models.get(route.name)
-            if model is not None and not _serves(model.dispatcher, route):
+            if model is not None and _kind(model.route) != _kind(route):
                 # Loaded anew as something else; it was drained before.
                 model.dispatcher.close()
                 model = None
             if model is None:
-                self._models[route.name] = ServedModel(self._dispatcher(route))
+                self._models[route.name] = self._served(route)
             else:
                 model.dispatcher.update(route)
             self._models[route.name].dispatcher.is_draining = table.draining
         for name in [name for name in self._models if name not in names]:
             self._models.pop(name).dispatcher.close()
 
-    def _dispatcher(self, route: DeploymentRoute) -> Dispatcher | GraphDispatcher | LmDispatcher:
+    def _served(self, route: DeploymentRoute) -> ServedModel:
         if route.is_language_model:
-            return LmDispatcher(route, self._connect)
+            language_model = LmDispatcher(route, self._connect)
+            return ServedModel(language_model, language_model)
         if route.is_graph:
-            return GraphDispatcher(route, self._step)
-        return Dispatcher(route, self._connect, lambda mark: self.on_quarantined(route.name, mark), self._room)
+            return ServedModel(GraphDispatcher(route, self._dispatcher))
+        return ServedModel(
+            ModelDispatcher(route, self._connect, lambda mark: self.on_quarantined(route.name, mark), self._room)
+        )
 
     def quarantine(self, name: str, mark: bytes) -> None:
         """Refuse what has this fingerprint: another worker saw it take two replicas of that model down."""
-        dispatcher = self._step(name)
+        dispatcher = self._dispatcher(name)
         if dispatcher is not None:
             dispatcher.quarantine(mark)
 
-    def _step(self, name: str) -> Dispatcher | None:
+    def _dispatcher(self, name: str) -> Dispatcher | None:
         model = self._models.get(name)
-        return model.dispatcher if model is not None and isinstance(model.dispatcher, Dispatcher) else None
+        return None if model is None else model.dispatcher
 
     def get(self, name: str, version: str | None = None) -> ServedModel:
         """The deployment of that name.
@@ -181,8 +177,8 @@ class Models:
             NotFound: there is none, or not of that version.
             BadRequest: it is something else.
         """
-        dispatcher = self.get(name, version).dispatcher
-        if not isinstance(dispatcher, LmDispatcher):
+        dispatcher = self.get(name, version).language_model
+        if dispatcher is None:
             able = ", ".join(f"`{other.route.name}`" for other in self if other.route.is_language_model)
             raise BadRequest(f"model: `{name}` is no language model; models that are: {able or 'none'}", field="model")
         return dispatcher
@@ -201,13 +197,19 @@ class Models:
         return await drain(model.dispatcher, order.replicas, order.timeout_s, error)
 
     async def cancel_request(self, request_id: str) -> int:
-        """Cancel a language model's request by its id, whichever worker has it. Returns how many sequences it had."""
-        cancelled = [
-            model.dispatcher.cancel_request(request_id)
-            for model in self.with_steps()
-            if isinstance(model.dispatcher, LmDispatcher)
-        ]
-        return sum(await asyncio.gather(*cancelled))
+        """Cancel what runs or waits under a request's id, whichever worker has it.
+
+        Returns:
+            How many sequences of language models and streams that were.
+        """
+        here = self.cancel_streams(request_id)
+        # Replicas know whose sequences they have, other workers whose streams.
+        sequences = (model.dispatcher.cancel_sequences(request_id) for model in self.with_steps())
+        return here + sum(await asyncio.gather(self.cancel_elsewhere(request_id), *sequences))
+
+    def cancel_streams(self, request_id: str) -> int:
+        """Cancel this worker's streams of models and pipelines by their request's id. Returns how many these were."""
+        return sum(model.dispatcher.cancel(request_id) for model in self.with_steps())
 
     @property
     def in_flight(self) -> int:
@@ -225,11 +227,13 @@ class Models:
             model.dispatcher.close()
 
 
-def _serves(dispatcher: Dispatcher | GraphDispatcher | LmDispatcher, route: DeploymentRoute) -> bool:
-    """Whether a dispatcher is of the kind that a deployment needs."""
-    if route.is_language_model:
-        return isinstance(dispatcher, LmDispatcher)
-    return isinstance(dispatcher, GraphDispatcher if route.is_graph else Dispatcher)
+async def _nowhere(request_id: str) -> int:
+    return 0
+
+
+def _kind(route: DeploymentRoute) -> tuple[bool, bool]:
+    """What decides which dispatcher a deployment needs."""
+    return route.is_language_model, route.is_graph
 
 
 def _quoted(text: str) -> str:

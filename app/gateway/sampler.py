@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from app.control.load import DeploymentLoad, LoadReport, Moment
-from app.dispatch.dispatcher import Dispatcher
 from app.gateway.models import Models, ServedModel
-from app.lm.dispatcher import LmDispatcher
 from app.telemetry.instruments import Gauge
-from app.telemetry.recorder import recorder
 
 __all__ = ["SAMPLE_EVERY_S", "LoadSampler", "Sampler"]
 
@@ -115,18 +112,7 @@ class Sampler:
         """Say what is now; deployments that are gone have nothing."""
         now: dict[Gauge, int] = {}
         for model in self._models.with_steps():
-            dispatcher = model.dispatcher
-            if isinstance(dispatcher, LmDispatcher):
-                meter = recorder().language_model(model.route.name)
-                load = dispatcher.load
-                now[meter.active], now[meter.waiting] = load.active, load.waiting
-                now[meter.cache_used] = load.cache_used
-                signature = dispatcher.signature
-                if signature is not None and signature.language_model is not None:
-                    limit = signature.language_model.limits.cache_tokens
-                    now[meter.cache_limit] = limit * len(model.route.replicas)
-            elif isinstance(dispatcher, Dispatcher):
-                now[recorder().deployment(model.route.name).queue_rows] = dispatcher.queued_rows
+            now.update(model.dispatcher.gauges())
         for gauge in self._set.difference(now):
             gauge.set(0)
         for gauge, value in now.items():

@@ -7,15 +7,17 @@ supervisor does.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import logging
 import socket
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
+import anyio
 import msgspec
 import uvicorn
 from sse_starlette.sse import AppStatus
@@ -43,7 +45,7 @@ from app.telemetry.store import Store
 from inference import tuning
 from inference.tuning import keep_freed_memory
 
-__all__ = ["main"]
+__all__ = ["main", "serve_beside"]
 
 logger = logging.getLogger("headwater")
 
@@ -55,7 +57,42 @@ LAST_ANSWERS_TIMEOUT_S = 2
 """How long clients may take to read the answers that are ready when the server stops."""
 
 
-async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
+async def serve_beside(
+    serve: Callable[[], Awaitable[None]],
+    tasks: Sequence[Callable[[], Awaitable[None]]],
+    stop: Callable[[], None],
+) -> bool:
+    """Serve, and carry out background tasks until that is over. A task that fails is logged, and ends the worker.
+
+    Args:
+        serve: answers requests.
+        tasks: each may end before `serve` does; what still runs then is cancelled.
+        stop: ends `serve` soon; called after a task has failed.
+
+    Returns:
+        Whether no task has failed.
+    """
+    has_failed = False
+
+    async def carry_out(task: Callable[[], Awaitable[None]]) -> None:
+        nonlocal has_failed
+        try:
+            await task()
+        except Exception:
+            logger.exception("a background task of the gateway worker failed: the worker ends")
+            has_failed = True
+            stop()
+
+    async with anyio.create_task_group() as group:
+        for task in tasks:
+            group.start_soon(carry_out, task)
+        await serve()
+        group.cancel_scope.cancel()
+    return not has_failed
+
+
+async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
+    """Returns the exit status."""
     options = Server.model_validate(settings.server)
     models = Models(
         room=WaitingRoom(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
@@ -63,21 +100,22 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
     # It would cut every stream off as soon as the server is told to exit. What ends them is `drain` below, and behind
     # that uvicorn's own timeout.
     AppStatus.enable_automatic_graceful_drain = False
-    link = SupervisorLink(models.drain, models.quarantine)
+    link = SupervisorLink(models.drain, models.quarantine, models.cancel_streams)
     models.on_quarantined = link.tell_quarantined
+    models.cancel_elsewhere = link.cancel_elsewhere
     security = SecuritySection.model_validate(settings.security)
-    watches: list[Coroutine[Any, Any, None]] = []
+    tasks: list[Callable[[], Awaitable[None]]] = []
     keys: KeyRing | None = None
     if keys_are_wanted(security.keys_file):
         key_watch = FileWatch([] if security.keys_file is None else [security.keys_file])
         limits = LimitFiles(Path(settings.control).parent / "limits", settings.index, options.workers)
         keys = KeyRing(lambda: known_keys(security.keys_file), limits)
-        watches.append(key_watch.run(keys.renew))
+        tasks.append(functools.partial(key_watch.run, keys.renew))
     certificate: Certificate | None = None
     if options.tls is not None:
         certificate_watch = FileWatch([options.tls.certificate, options.tls.key])
         certificate = Certificate(options.tls)
-        watches.append(certificate_watch.run(certificate.renew))
+        tasks.append(functools.partial(certificate_watch.run, certificate.renew))
     connections = Connections(allow_open_files(-(-options.max_connections // options.workers)))
     operator = OperatorGuard(is_loopback(listener.getsockname()), has_keys=keys is not None)
     routers = [repository_routes(link.command, operator, options)]
@@ -90,6 +128,9 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
     if options.tracing is not None:
         tracing.use(tracing.exporting(options.tracing))
     app = create_app(models, options, *routers, keys=keys, cors_origins=security.cors_origins)
+    if app.records.log is not None:
+        # Requests that are cut off at the end are logged when the event loop, and so the log's timer, stands.
+        atexit.register(app.records.log.flush)
     server = uvicorn.Server(
         uvicorn.Config(
             app.entry,
@@ -105,7 +146,9 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
             ws="none",
             http=cast(
                 "type[asyncio.Protocol]",
-                functools.partial(BoundedConnection, head_timeout_s=options.body_timeout_s, others=connections),
+                functools.partial(
+                    BoundedConnection, head_timeout_s=options.client_timeout_s, others=connections, records=app.records
+                ),
             ),
             ssl_context_factory=None if certificate is None else lambda config, default: certificate.context,
         )
@@ -113,21 +156,20 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
     first_table = asyncio.Event()
     draining = asyncio.Event()
 
+    def stop() -> None:
+        first_table.set()
+        server.should_exit = True
+
     async def follow() -> None:
         async for table in link.tables(Path(settings.control)):
             models.update(table)
             first_table.set()
             if table.draining:
                 draining.set()
-
-    def on_supervisor_gone(following: asyncio.Task[None]) -> None:
-        """Without a supervisor there is nobody to say where replicas are: end, however that came."""
-        if following.cancelled():
-            return
-        logger.error("the supervisor is gone: stopping", exc_info=following.exception())
-        first_table.set()
+        # Without a supervisor there is nobody to say where replicas are.
+        logger.error("the supervisor is gone: stopping")
         server.force_exit = True
-        server.should_exit = True
+        stop()
         models.close()
 
     async def drain() -> None:
@@ -144,24 +186,22 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> None:
             sampler.sample()
             await asyncio.sleep(SAMPLE_EVERY_S)
 
-    following = asyncio.create_task(follow())
-    following.add_done_callback(on_supervisor_gone)
-    tasks = [following, asyncio.create_task(drain())]
-    tasks.append(asyncio.create_task(LoadSampler(models, link.report).run()))
-    tasks += map(asyncio.create_task, watches)
-    if settings.metrics:
-        tasks.append(asyncio.create_task(sample()))
-    await first_table.wait()
-    try:
+    async def serve() -> None:
+        await first_table.wait()
         if not server.should_exit:
             tuning.settle(GARBAGE_ALLOCATIONS)
             await server.serve(sockets=[listener])
+
+    tasks += [follow, drain, LoadSampler(models, link.report).run]
+    if settings.metrics:
+        tasks.append(sample)
+    try:
+        is_sound = await serve_beside(serve, tasks, stop)
     finally:
-        for task in tasks:
-            task.cancel()
         models.close()
         if (traced := tracing.current()) is not None:
             traced.close()
+    return 0 if is_sound else 1
 
 
 def main() -> None:
@@ -173,9 +213,10 @@ def main() -> None:
     try:
         import uvloop
     except ImportError:
-        asyncio.run(_run(settings, listener))
+        status = asyncio.run(_run(settings, listener))
     else:
-        uvloop.run(_run(settings, listener))
+        status = uvloop.run(_run(settings, listener))
+    sys.exit(status)
 
 
 if __name__ == "__main__":

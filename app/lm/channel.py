@@ -27,7 +27,7 @@ from app.errors import (
     Unavailable,
 )
 from app.lm.sequence import SequenceOwner, TokenSlot
-from app.telemetry.recorder import LmStatistics
+from app.telemetry.recorder import LanguageModelMeter
 from app.transport.protocol import FrameReplicaClient, FrameRequest
 from inference.wire.lm import (
     CONTROL,
@@ -89,7 +89,7 @@ class Channel:
     Args:
         model: the deployment's name, for messages.
         client: of the replica.
-        statistics: where to count.
+        meter: where to count.
         on_end: called with the reason when the channel can't be used any more, before its sequences learn of it.
         window: frames that may be on their way without having been acknowledged.
         renew_s: how often to say that this worker is there, while sequences are under way.
@@ -100,7 +100,7 @@ class Channel:
         self,
         model: str,
         client: FrameReplicaClient,
-        statistics: LmStatistics,
+        meter: LanguageModelMeter,
         on_end: Callable[[HeadwaterError], None],
         *,
         window: int = WINDOW,
@@ -111,7 +111,7 @@ class Channel:
         self.is_ended = False
         self._model = model
         self._client = client
-        self._statistics = statistics
+        self._meter = meter
         self._on_end = on_end
         self._window = window
         self._renew_s = renew_s
@@ -238,7 +238,7 @@ class Channel:
         except HeadwaterError as failure:
             error = failure
         except msgspec.MsgspecError as failure:
-            self._statistics.note_violation()
+            self._meter.contract_violations.add()
             error = ContractBroken(f"model `{self._model}`: expected a frame, got something else: {failure}")
         except Exception as failure:
             logger.exception("model %s: the channel %s failed in the gateway", self._model, self.name)
@@ -292,7 +292,7 @@ class Channel:
         if frame.closed and not self._frames:  # it is refused, by a frame of no channel
             return
         if frame.number != self._frames:
-            self._statistics.note_violation()
+            self._meter.contract_violations.add()
             raise ContractBroken(f"model `{self._model}`: expected frame {self._frames}, got {frame.number}")
         self._frames += 1
         if self._frames == 1:
@@ -300,7 +300,7 @@ class Channel:
         self._load = frame.load
         self._heard_s = now_s = self._loop.time()
         sequences = self._sequences
-        meter = self._statistics.meter
+        meter = self._meter
         tokens = 0
         for event in frame.events:
             slot = sequences.get(event.number)
@@ -317,7 +317,6 @@ class Channel:
                 count = len(event.tokens)
                 tokens += count
                 if event.index == 0:
-                    self._statistics.prompt_tokens += slot.prompt_tokens
                     meter.prompt_tokens.add(slot.prompt_tokens)
                 else:
                     meter.inter_token.observe_times(int((now_s - slot.heard_s) * 1e9) // count, count)
@@ -326,8 +325,7 @@ class Channel:
                     slot.owner.hear(slot, now_s)
             if event.finish is not None:
                 self._finish(slot, event, now_s)
-        self._statistics.frames += 1
-        self._statistics.generated_tokens += tokens
+        meter.frames.add()
         meter.generated_tokens.add(tokens)
         self._others = max(0, frame.load.active + frame.load.waiting - len(sequences))
         if self._frames - self._acknowledged >= max(1, self._window // 2):
@@ -368,7 +366,7 @@ class Channel:
     def _break(self, slot: TokenSlot, event: SequenceEvent, error: ContractBroken | None = None) -> None:
         """An event is not in sequence: that ends its request, while its neighbours go on."""
         error = error or slot.after_end(event)
-        self._statistics.note_violation()
+        self._meter.contract_violations.add()
         request_id = slot.owner.request_id
         logger.error(
             "model %s, request %s: %s", self._model, request_id, error.message, extra={"request_id": request_id}

@@ -18,7 +18,7 @@ from app.codecs.faults import at, shown
 from app.errors import HeadwaterError
 from app.lm.answers import Chunks, shown_logprob
 from app.lm.sampling_fields import MAX_LOGPROBS, StreamFields, checked_integer
-from app.lm.text.token_texts import logprob_token
+from app.lm.text.logprob_tokens import logprob_token
 from app.lm.text_plan import CHAT_ANSWER_TOKENS, Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
 from app.lm.text_stream import TextPiece, TokenLogprob, Usage
 from inference.engine import EngineLimits

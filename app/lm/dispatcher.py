@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Final, NoReturn, cast
 
 import msgspec
 
-from app.codecs.tensors import HeadAnswer, InferRequest
+from app.codecs.tensors import InferRequest
 from app.control.load import Moment
-from app.control.routing import DeploymentRoute, ReplicaRoute, State, unavailable
-from app.dispatch.pool import LOST_RETRY_S, Connect
-from app.dispatch.protocol import Fail
+from app.control.routing import DeploymentRoute, ReplicaRoute, unavailable
+from app.dispatch.pool import Connect, Replica, ReplicaPool, connect
+from app.dispatch.protocol import Dispatcher, Fail
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, HeadwaterError, ReplicaLost, Unavailable
 from app.lm.channel import NOTHING, Channel, call_name, control_request
 from app.lm.request import RequestRun
 from app.lm.sequence import Generation, SequenceSpec
-from app.telemetry.recorder import LmStatistics, recorder
+from app.telemetry.instruments import Gauge
+from app.telemetry.recorder import recorder
 from app.telemetry.tracing import add_generation
 from app.transport.protocol import FrameReplicaClient
-from inference.signature import Signature
 from inference.wire.lm import CancelRequest, Load, decode_frame
 
 if TYPE_CHECKING:
@@ -44,16 +44,13 @@ AVOID_S: Final = 1.0
 LoadText = Callable[[Path], "LanguageText"]
 
 
-@dataclass(slots=True)
-class _Replica:
-    route: ReplicaRoute
+@dataclass(slots=True, eq=False)
+class EngineReplica(Replica):
+    """A replica and the channel to its engine."""
+
     client: FrameReplicaClient
     channel: Channel | None = None
     """Made with the first request."""
-    is_lost: bool = False
-    """It failed as a whole; it gets no request any more, and the supervisor will take it from the table."""
-    is_retiring: bool = False
-    """Others have replaced it: it gets no request any more, and finishes those that it has."""
     avoided_until_s: float = 0.0
 
     @property
@@ -61,10 +58,11 @@ class _Replica:
         """How many it has, of this worker and, when last heard of, of others."""
         return self.channel.sequences + self.channel.others if self.channel is not None else 0
 
-    @property
-    def is_able(self) -> bool:
-        """Whether it gets requests."""
-        return not self.is_lost and not self.is_retiring
+    def close(self, reason: str) -> None:
+        """End the connection, and all sequences with `ReplicaLost`."""
+        if self.channel is not None:
+            self.channel.close(ReplicaLost(reason, retry_after_s=RETRY_AFTER_LOST_S))
+        self.client.close()
 
 
 @dataclass(slots=True)
@@ -76,7 +74,7 @@ class _Text:
     """Why there is none."""
 
 
-class LmDispatcher:
+class LmDispatcher(Dispatcher):
     """Takes requests for one language model, and has its replicas' engines generate the tokens.
 
     Args:
@@ -85,28 +83,20 @@ class LmDispatcher:
         load_text: loads what the text work needs from the model's folder.
     """
 
-    def __init__(
-        self, route: DeploymentRoute, connect: Connect | None = None, load_text: LoadText | None = None
-    ) -> None:
-        self._connect = connect or _connect
+    def __init__(self, route: DeploymentRoute, connect: Connect = connect, load_text: LoadText | None = None) -> None:
+        self._connect = connect
         self._load_text = load_text or _load_text
         self._loop = asyncio.get_running_loop()
-        self._replicas: dict[str, _Replica] = {}
+        self._pool = ReplicaPool(route.name, self._open)
         self._runs: set[RequestRun] = set()
         self._waiting_since_s: float | None = None
         """Since when sequences have waited at the engines, as far as seen."""
-        self._folder = ""
+        self._text_source: tuple[str, int] | None = None
+        """The folder that the text work is loaded from, and the deployment's generation at that time."""
         self._text: asyncio.Task[_Text] | None = None
-        self.statistics = LmStatistics(recorder().language_model(route.name))
-        self.is_draining = False
-        """Whether new requests are refused; those under way are still answered."""
+        self._meter = recorder().language_model(route.name)
         self.route = route
         self.update(route)
-
-    @property
-    def signature(self) -> Signature | None:
-        """The model's signature, once known."""
-        return self.route.signature
 
     @property
     def in_flight(self) -> int:
@@ -116,7 +106,7 @@ class LmDispatcher:
     @property
     def load(self) -> Load:
         """What its engines do, over all workers, as they last said."""
-        loads = [one.channel.load for one in self._replicas.values() if one.channel is not None]
+        loads = [one.channel.load for one in self._pool.connected.values() if one.channel is not None]
         return Load(
             sum(load.active for load in loads),
             sum(load.waiting for load in loads),
@@ -124,60 +114,44 @@ class LmDispatcher:
         )
 
     def moment(self) -> Moment:
-        """What there is to do now, of this worker."""
+        """See `Dispatcher.moment`."""
         now_s = self._loop.time()
         waiting = self.load.waiting
         if not waiting:
             self._waiting_since_s = None
         elif self._waiting_since_s is None:
             self._waiting_since_s = now_s
-        sequences = sum(one.channel.sequences for one in self._replicas.values() if one.channel is not None)
+        sequences = sum(one.channel.sequences for one in self._pool.connected.values() if one.channel is not None)
         wait_s = 0.0 if self._waiting_since_s is None else now_s - self._waiting_since_s
         return Moment(sequences, sequences, min(waiting, sequences), wait_s if sequences else 0.0)
 
     def update(self, route: DeploymentRoute) -> None:
-        """Take in a new state of the deployment: other replicas, another signature."""
-        if route.signature is not None and route.signature == self.route.signature:
-            # The same object, so that what was made for it stays good.
-            route = msgspec.structs.replace(route, signature=self.route.signature)
-        self.route = route
-        wanted = {replica.id: replica for replica in (*route.replicas, *route.retiring)}
-        for id in [id for id in self._replicas if id not in wanted]:
-            self._remove(id, "the replica ended while it had the request")
-        for id, replica in wanted.items():
-            if id not in self._replicas:
-                self._add(replica)
-        for replica in route.retiring:
-            self._replicas[replica.id].is_retiring = True
+        """See `Dispatcher.update`."""
+        super().update(route)
+        self._pool.update(route)
         if route.signature is not None and route.signature.language_model is not None:
-            self._prepare_text(route.signature.language_model.folder)
+            self._prepare_text(route.signature.language_model.folder, route.generation)
 
     def close(self) -> None:
-        """End all requests with `ReplicaLost`."""
-        replicas, self._replicas = self._replicas, {}
-        self.route = msgspec.structs.replace(self.route, replicas=(), retiring=())
-        for replica in replicas.values():
-            self._end(replica, "the server is stopping")
+        """See `Dispatcher.close`."""
+        super().close()
+        self._pool.close()
+
+    def gauges(self) -> dict[Gauge, int]:
+        """See `Dispatcher.gauges`."""
+        meter, load = self._meter, self.load
+        now = {meter.active: load.active, meter.waiting: load.waiting, meter.cache_used: load.cache_used}
+        signature = self.signature
+        if signature is not None and signature.language_model is not None:
+            now[meter.cache_limit] = signature.language_model.limits.cache_tokens * len(self.route.replicas)
+        return now
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
-        """See `app.dispatch.protocol.Drainable`."""
+        """See `Dispatcher.under_way`."""
         if replicas is None:
             return [run.fail for run in self._runs if run.is_running]
-        held = [self._replicas[id].channel for id in replicas if id in self._replicas]
+        held = [one.channel for one in self._pool.held(replicas)]
         return [owner.fail for channel in held if channel is not None for owner in channel.owners]
-
-    def check_ready(self) -> Signature:
-        """The signature, if requests can be taken now.
-
-        Raises:
-            Unavailable: they can't.
-        """
-        if self.is_draining:
-            raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
-        route = self.route
-        if route.signature is None or not route.replicas or route.state is State.DRAINING:
-            raise unavailable(route)
-        return route.signature
 
     async def text(self) -> LanguageText:
         """The model's tokenizer and chat template.
@@ -187,7 +161,7 @@ class LmDispatcher:
         """
         while (task := self._text) is not None:
             found = task.result() if task.done() else await asyncio.shield(task)
-            if task is not self._text:  # another folder meanwhile
+            if task is not self._text:  # another folder or a reload meanwhile
                 continue
             if found.text is None:
                 raise Unavailable(
@@ -201,7 +175,7 @@ class LmDispatcher:
         """Have a request's sequences generated, all on one replica.
 
         Args:
-            request_id: the client's; `cancel_request` cancels by it.
+            request_id: the client's; `cancel_sequences` cancels by it.
             specs: the sequences.
             timeout_s: how long the request may take in all; how long it may go without a token is the deployment's
                 `timeout_s`.
@@ -216,7 +190,7 @@ class LmDispatcher:
         run = RequestRun(
             request_id,
             specs,
-            self.statistics,
+            self._meter,
             start=self._start,
             on_left=self._runs.discard,
             idle_s=self.route.timeout_s,
@@ -231,30 +205,30 @@ class LmDispatcher:
             raise
         return run
 
-    async def cancel_request(self, request_id: str) -> int:
-        """Cancel all sequences of a request, whichever worker has it. Returns how many these were."""
+    async def cancel_sequences(self, request_id: str) -> int:
+        """See `Dispatcher.cancel_sequences`."""
         here = sum(run.cancel_unsent() for run in list(self._runs) if run.request_id == request_id)
         there = await asyncio.gather(
-            *(self._cancel_at(one, request_id) for one in self._replicas.values() if not one.is_lost)
+            *(self._cancel_at(one, request_id) for one in self._pool.connected.values() if not one.is_lost)
         )
         return here + sum(there)
 
-    # What other dispatchers have: a language model is asked by `open`
+    # Tensors: a language model is asked by `open`
 
-    async def infer(self, request: InferRequest) -> NoReturn:
-        """A language model doesn't answer with tensors.
+    def check_whole(self) -> None:
+        """See `Dispatcher.check_whole`."""
+        self.check_ready()
+        raise self._refusal()
 
-        Raises:
-            BadRequest: says where it can be asked.
-        """
-        raise self.refusal()
+    async def infer(self, request: InferRequest, *, is_step: bool = False) -> NoReturn:
+        """Raises `BadRequest`."""
+        raise self._refusal()
 
-    def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
-        """See `infer`."""
-        raise self.refusal()
+    def stream(self, request: InferRequest) -> NoReturn:
+        """Raises `BadRequest`."""
+        raise self._refusal()
 
-    def refusal(self) -> BadRequest:
-        """Says where it can be asked."""
+    def _refusal(self) -> BadRequest:
         name = self.route.name
         return BadRequest(
             f"model `{name}` is a language model and takes no tensors: POST to /v2/models/{name}/generate, "
@@ -263,22 +237,14 @@ class LmDispatcher:
 
     # Replicas
 
-    def _add(self, route: ReplicaRoute) -> None:
+    def _open(self, route: ReplicaRoute) -> EngineReplica:
         client = cast(FrameReplicaClient, self._connect(self.route.name, route))
-        self._replicas[route.id] = _Replica(route, client)
         client.open(NOTHING)
-
-    def _remove(self, id: str, reason: str) -> None:
-        self._end(self._replicas.pop(id), reason)
-
-    def _end(self, replica: _Replica, reason: str) -> None:
-        if replica.channel is not None:
-            replica.channel.close(ReplicaLost(reason, retry_after_s=RETRY_AFTER_LOST_S))
-        replica.client.close()
+        return EngineReplica(route, client)
 
     def _start(self, run: RequestRun) -> None:
         """Give a request to the replica with the fewest sequences, of those that ended no channel lately."""
-        able = [replica for replica in self._replicas.values() if replica.is_able]
+        able = self._pool.able()
         if not able:
             if not self.route.replicas:
                 raise unavailable(self.route)
@@ -287,27 +253,17 @@ class LmDispatcher:
         replica = min(able, key=lambda one: (now_s < one.avoided_until_s, one.sequences))
         if replica.channel is None:
             on_end = partial(self._on_channel_end, replica)
-            replica.channel = Channel(self.route.name, replica.client, self.statistics, on_end)
+            replica.channel = Channel(self.route.name, replica.client, self._meter, on_end)
         run.submit(replica.channel)
 
-    def _on_channel_end(self, replica: _Replica, error: HeadwaterError) -> None:
+    def _on_channel_end(self, replica: EngineReplica, error: HeadwaterError) -> None:
         replica.channel = None
         if isinstance(error, Unavailable):
             replica.avoided_until_s = self._loop.time() + AVOID_S
-        if isinstance(error, ReplicaLost) and not replica.is_lost:
-            replica.is_lost = True
-            self._loop.call_later(LOST_RETRY_S, self._find_again, replica)
+        if isinstance(error, ReplicaLost):
+            self._pool.lose(replica)
 
-    def _find_again(self, replica: _Replica) -> None:
-        """A replica that was lost and still stands in the table is tried again."""
-        route = replica.route
-        if self._replicas.get(route.id) is not replica or replica.is_retiring:
-            return
-        logger.warning("model %s: replica %s was lost, but is still there: trying it again", self.route.name, route.id)
-        replica.client.close()  # the connection that is gone
-        self._add(route)
-
-    async def _cancel_at(self, replica: _Replica, request_id: str) -> int:
+    async def _cancel_at(self, replica: EngineReplica, request_id: str) -> int:
         async def ask() -> int:
             request = control_request(CancelRequest(request_id))
             async with contextlib.aclosing(replica.client.frames(call_name(), request)) as frames:
@@ -324,12 +280,13 @@ class LmDispatcher:
 
     # Text
 
-    def _prepare_text(self, folder: str) -> None:
-        """Load what the text work needs, unless it is loaded from there; what failed is tried again."""
+    def _prepare_text(self, folder: str, generation: int) -> None:
+        """Load what the text work needs from a folder, unless it was since the last reload; a failed load is tried
+        again."""
         task = self._text
         has_failed = task is not None and task.done() and task.result().text is None
-        if folder != self._folder or has_failed:
-            self._folder = folder
+        if (folder, generation) != self._text_source or has_failed:
+            self._text_source = folder, generation
             self._text = self._loop.create_task(self._loaded(Path(folder)))
 
     async def _loaded(self, folder: Path) -> _Text:
@@ -338,12 +295,6 @@ class LmDispatcher:
         except Exception as error:
             logger.exception("model %s: no tokenizer or chat template from %s", self.route.name, folder)
             return _Text(reason=str(error) or type(error).__name__)
-
-
-def _connect(name: str, route: ReplicaRoute) -> FrameReplicaClient:
-    from app.transport.frames import FrameClient  # only where there is something to speak to: gRPC takes memory
-
-    return FrameClient(name, route.grpc_socket, route.token)
 
 
 def _load_text(folder: Path) -> LanguageText:

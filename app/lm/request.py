@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from app.dispatch.deadlines import TIMER_RESOLUTION_S
-from app.errors import Cancelled, DeadlineExceeded, HeadwaterError, QueueFull
+from app.errors import Cancelled, DeadlineExceeded, HeadwaterError
 from app.lm.channel import Channel
 from app.lm.sequence import SequenceSpec, Tokens, TokenSlot
-from app.telemetry.recorder import LmStatistics
+from app.telemetry.recorder import LanguageModelMeter
 from app.telemetry.tracing import GenerationTrace
 
 __all__ = ["RequestRun"]
@@ -22,7 +22,7 @@ class RequestRun:
     Args:
         request_id: the client's; others may have it too.
         specs: the sequences.
-        statistics: where to count.
+        meter: where to count.
         start: gives all sequences to a replica; raises `Unavailable` if there is none.
         on_left: called once, when nobody asks for the request any more.
         idle_s: how long it may be without a token of any sequence, waiting in the queue included.
@@ -34,7 +34,7 @@ class RequestRun:
         self,
         request_id: str,
         specs: Sequence[SequenceSpec],
-        statistics: LmStatistics,
+        meter: LanguageModelMeter,
         *,
         start: Callable[[RequestRun], None],
         on_left: Callable[[RequestRun], None],
@@ -44,7 +44,7 @@ class RequestRun:
     ) -> None:
         self._request_id = request_id
         self.slots = [TokenSlot(self, place, spec) for place, spec in enumerate(specs)]
-        self._statistics = statistics
+        self._meter = meter
         self._start = start
         self._on_left = on_left
         self._idle_s = idle_s
@@ -135,7 +135,7 @@ class RequestRun:
         self._heard_s = now_s
         if not self._is_heard and slot.count:
             self._is_heard = True
-            self._statistics.note_first_token(time.perf_counter_ns() - self._began_ns)
+            self._meter.first_token.observe(time.perf_counter_ns() - self._began_ns)
             if self._trace is not None:
                 self._trace.first_token()
         if not slot.is_listed:
@@ -212,17 +212,8 @@ class RequestRun:
         if self._is_left:
             return
         self._is_left = True
-        statistics = self._statistics
-        if isinstance(self._error, QueueFull):
-            statistics.shed += 1
-        elif isinstance(self._error, Cancelled) or (self._error is None and (self._running or self._news)):
-            statistics.cancelled += 1
-        elif self._error is not None:
-            statistics.failures += 1
-        else:
-            statistics.requests += 1
-            statistics.sequences += len(self.slots)
-            statistics.total_ns += time.perf_counter_ns() - self._began_ns
+        if self._error is None and not self._running and not self._news:
+            self._meter.sequences.add(len(self.slots))
         if self._trace is not None:
             name = type(self._error).__name__ if self._error is not None else ""
             self._trace.end(len(self.slots), sum(slot.count for slot in self.slots), name)

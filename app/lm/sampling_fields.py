@@ -7,9 +7,8 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from app.codecs.faults import at, key_text, shown
+from app.codecs.faults import at, key_text, read_json, shown
 from app.errors import BadRequest
-from app.lm.json_body import read_body
 from app.lm.text.stop_strings import StopFinder
 from inference.engine import SAMPLING_FIELDS, EngineLimits, Sampling
 
@@ -82,7 +81,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Raises:
             BadRequest: it is none; the message names the field.
         """
-        return read_body(raw, cls)
+        return read_json(raw, cls)
 
     def sampling(
         self, limits: EngineLimits, *, logprobs: int | None = None, path: Callable[[str], str] = _itself

@@ -1,1 +1,1 @@
-"""The processes of a server and what the system says of them: guardian, sweep, interpreters, /proc and GPU."""
+"""Processes and the machine that they run on."""

@@ -6,10 +6,11 @@ Child processes that are stopped (SIGSTOP): the kernel reports no end of them, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 
-from app.process.process_stat import process_stat
+import psutil
 
 __all__ = ["Children", "ProcessWatch"]
 
@@ -45,7 +46,7 @@ class Children:
                 exited.set_result(os.waitstatus_to_exitcode(status))
 
 
-_STOPPED = "Tt"
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 class ProcessWatch:
@@ -69,9 +70,10 @@ class ProcessWatch:
         parent = os.getpid()
         stopped = set()
         for pid in self._watched:
-            stat = process_stat(pid)
-            if stat is not None and stat.parent == parent and stat.state in _STOPPED:
-                stopped.add(pid)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if process.ppid() == parent and process.status() in _STOPPED:
+                    stopped.add(pid)
         found = sorted(stopped & self._suspects)
         self._suspects = stopped
         return found

@@ -25,10 +25,9 @@ import time
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from app.process.priority import START_NICE, lower, may_raise
-from app.process.process_stat import BAD_STATES, process_stat
 from app.process.sweep import Journal, segments_mapped_by, sweep_replica
 
 __all__ = ["PulseWatch", "main"]
@@ -81,6 +80,9 @@ UNLOAD_TIMEOUT_S = 10.0
 SUSPECT_S = 0.25
 """A member of the group that is in a bad state for so long has ended or is stopped; Triton would go on answering
 "ready". A debugger stops a process for less."""
+
+BAD_STATES: Final = {"T": "is stopped", "t": "is stopped", "Z": "has ended", "X": "has ended", "": "has ended"}
+"""What it means that a process is in one of these states, if it stays so."""
 
 
 class Guardian:
@@ -220,7 +222,7 @@ class Guardian:
             return {
                 pid: (name, stat.state)
                 for pid, name in self._members.items()
-                if (stat := process_stat(pid)) is not None and stat.name == name
+                if (stat := _stat(pid)) is not None and stat.name == name
             }
         current = _group_states(self._host.pid)
         self._note_segments(self._host, current)
@@ -261,11 +263,33 @@ def _is_vital(name: str) -> bool:
     return name.startswith(("tritonserver", "triton_python_b"))
 
 
+class _Stat(NamedTuple):
+    """From /proc/<pid>/stat."""
+
+    name: str
+    state: str
+    """One letter."""
+    parent: int
+    group: int
+
+
+def _stat(pid: int | str) -> _Stat | None:
+    """What a process is and does now; None if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    name = text[text.index("(") + 1 : text.rindex(")")]
+    fields = text[text.rindex(")") + 2 :].split()
+    return _Stat(name, fields[0], int(fields[1]), int(fields[2]))
+
+
 def _group_states(group: int) -> dict[int, tuple[str, str]]:
     """Name and state of every process of a group."""
     found = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and (stat := process_stat(entry)) is not None and stat.group == group:
+        if entry.isdigit() and (stat := _stat(entry)) is not None and stat.group == group:
             found[int(entry)] = (stat.name, stat.state)
     return found
 
@@ -274,7 +298,7 @@ def _children(parent: int) -> list[int]:
     return [
         int(entry)
         for entry in os.listdir("/proc")
-        if entry.isdigit() and (stat := process_stat(entry)) is not None and stat.parent == parent
+        if entry.isdigit() and (stat := _stat(entry)) is not None and stat.parent == parent
     ]
 
 

@@ -40,11 +40,13 @@ _MARK: Final = "headwater-interpreter:"
 class InterpreterError(StartError):
     """A Python that a deployment names can't run its replicas."""
 
-    def __init__(self, path: str, reason: str, mend: str) -> None:
+    def __init__(self, path: str, reason: str, mend: str, *, is_permanent: bool = True) -> None:
         super().__init__(f"python {path}: {reason}; {mend}")
         self.path = path
         self.reason = reason
         self.mend = mend
+        self.is_permanent = is_permanent
+        """Whether asking again would find the same."""
 
 
 @dataclass(frozen=True)
@@ -143,12 +145,14 @@ def _ask(path: str, environ: Mapping[str, str]) -> dict[str, Any]:
         )
     except OSError as error:
         reason = f"it can't be executed: {error.strerror}"
-        raise InterpreterError(path, reason, "name a Python interpreter of this machine's kind") from None
+        raise InterpreterError(
+            path, reason, "name a Python interpreter of this machine's kind", is_permanent=False
+        ) from None
     try:
         output, errors = process.communicate(timeout=ASK_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         reason = f"it did not say in {ASK_TIMEOUT_S:g} s what it is"
-        raise InterpreterError(path, reason, f"try it: {path} -c 'print(1)'") from None
+        raise InterpreterError(path, reason, f"try it: {path} -c 'print(1)'", is_permanent=False) from None
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -162,7 +166,8 @@ def _ask(path: str, environ: Mapping[str, str]) -> dict[str, Any]:
             return report
     said = next((line.strip() for line in reversed(errors.decode(errors="replace").splitlines()) if line.strip()), "")
     reason = f"it doesn't answer as Python does: {said[:300]}" if said else "it doesn't answer as Python does"
-    raise InterpreterError(path, reason, f"name a Python interpreter that works; try it: {path} -c 'print(1)'")
+    mend = f"name a Python interpreter that works; try it: {path} -c 'print(1)'"
+    raise InterpreterError(path, reason, mend, is_permanent=False)
 
 
 # The libraries as `inference.environment.library_path` has them.

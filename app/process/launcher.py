@@ -35,7 +35,10 @@ def main() -> None:
         arguments = [interpreter.path, "-m", "inference.replica", name, directory]
         os.execve(interpreter.path, arguments, environment)
     except (InterpreterError, OSError) as error:
-        status = {"event": "failed", "text": str(error)}  # a `ReplicaStatus`, whose module needs msgspec
+        # A `ReplicaStatus`, whose module needs msgspec.
+        status: dict[str, object] = {"event": "failed", "text": str(error), "cause": "its Python can't run a replica"}
+        if isinstance(error, InterpreterError) and error.is_permanent:
+            status = {**status, "cause": f"its Python can't run a replica: {error.reason}", "is_permanent": True}
         os.write(int(status_fd), json.dumps(status).encode() + b"\n")
         sys.exit(1)
 

@@ -82,18 +82,19 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     keys: tuple[Key, ...]
 
 
-def read_keys(content: object, source: str) -> tuple[Key, ...]:
+def read_keys(content: object, source: str, *, is_text: bool = False) -> tuple[Key, ...]:
     """Check what a file of keys holds.
 
     Args:
         content: ``{"keys": [...]}``, each with the fields of `Key`.
         source: named in messages.
+        is_text: whether numbers and ``null`` are texts, too.
 
     Raises:
         ConfigError: something is wrong with it. The message quotes no hash.
     """
     try:
-        found = msgspec.convert(content, _File).keys
+        found = msgspec.convert(content, _File, strict=not is_text).keys
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: expected {{keys: [{{name, sha256, scopes}}, ...]}}: {error}") from None
     if len(found) > MAX_KEYS:

@@ -103,7 +103,8 @@ def _parsed(text: str, source: str) -> tuple[Key, ...]:
     with contextlib.suppress(msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         return read_keys(msgspec.json.decode(text), source)
     try:
-        content = yaml.safe_load(text)
+        # Every scalar stays the text that it is: YAML would make a date of `created`, and fail at an impossible one.
+        content = yaml.load(text, yaml.BaseLoader)
     except yaml.YAMLError as error:
         # Not its text, which quotes the line.
         mark = getattr(error, "problem_mark", None)
@@ -111,7 +112,7 @@ def _parsed(text: str, source: str) -> tuple[Key, ...]:
         raise ConfigError(f"{source}: expected JSON or YAML, got something else{place}") from None
     except RecursionError:
         raise ConfigError(f"{source}: expected JSON or YAML, got something nested too deep") from None
-    return read_keys(content, source)
+    return read_keys(content, source, is_text=True)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ Up by one when rows have waited longer than they should, or waited while the rep
 every tick for ``up_after_s``. Down by one when what there was to do for ``down_after_s`` would have fit on one replica
 less, in one of two ways:
 
-- the rest would have computed less than ``utilization.low`` of their time, and kept the wait below its target, if waits
+- the rest would have computed less than `LOW_UTILIZATION` of their time, and kept the wait below its target, if waits
   grow as replicas get fewer; or
 - there were never more requests at once than the rest compute at once, so that none would have waited. That is a client
   which asks one thing after the other: it keeps a replica busy all the time, and needs no second one.
@@ -30,6 +30,12 @@ from app.supervisor.replica_set import ReplicaSet
 
 __all__ = ["Autoscaler", "Demand", "ScalingPolicy"]
 
+
+LOW_UTILIZATION: Final = 0.5
+"""One replica less, if the others then compute for less than this part of their time."""
+
+HIGH_UTILIZATION: Final = 0.9
+"""One more, if they compute for more than this and rows wait."""
 
 CLEARLY_LESS: Final = 0.7
 """Of a load that a number of replicas was too few for: they are tried again below this part of it."""
@@ -132,7 +138,7 @@ class ScalingPolicy:
     def _is_too_much(self, demand: Demand, count: int) -> bool:
         if demand.wait_s > self._target_s:
             return True
-        return demand.waiting > 0 and demand.busy > self._scaling.utilization.high * count
+        return demand.waiting > 0 and demand.busy > HIGH_UTILIZATION * count
 
     def _fits(self, busy: float, fewer: int, count: int) -> bool:
         """Whether what was seen would fit on so many."""
@@ -144,7 +150,7 @@ class ScalingPolicy:
                 self._too_few = None
         if self._peak <= fewer:
             return True
-        return busy <= self._scaling.utilization.low * fewer and self._wait_s * count / fewer <= self._target_s
+        return busy <= LOW_UTILIZATION * fewer and self._wait_s * count / fewer <= self._target_s
 
     def _note_up(self, now_s: float, count: int) -> None:
         if self._went_down is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 
+import msgspec
+
 from app.config.schema import Deployment
 from app.control.routing import DeploymentRoute, State
 from app.supervisor.served import Served
@@ -41,11 +43,6 @@ class GraphState(Served):
         self.deployments = {step.name: step.deployment or f"{name}.{step.name}" for step in self._spec.steps}
         """By step."""
 
-    @property
-    def signature(self) -> Signature | None:
-        """Of the whole, once known."""
-        return self.plan.signature if self.plan is not None else None
-
     def hold(self, state: State, reason: str) -> None:
         """Be in a state until `release`, whatever its steps are in."""
         self.is_loaded = self._is_open = False
@@ -56,13 +53,14 @@ class GraphState(Served):
         self.is_loaded = True
         self.is_set_aside = False
 
-    def enter(self, state: State, reason: str) -> None:
+    def enter(self, state: State, reason: str, failure: str = "") -> None:
         """Come into a state; a READY one says what it lacks, too."""
         if state is self.state is State.READY and reason != self.reason:
             logger.warning("%s: still READY: %s", self.name, reason)
         if state is State.FAILED is not self.state:
             logger.error("%s: FAILED; correct it, and then load it or restart the server: %s", self.name, reason)
         super().enter(state, reason)
+        self.failure = failure
 
     def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
         """Take in the state of all deployments.
@@ -78,17 +76,20 @@ class GraphState(Served):
         self._is_open = False
         failed = [step for step, one in steps.items() if one.state is State.FAILED and step not in known]
         if failed:
-            self.enter(State.FAILED, f"step `{failed[0]}`: {steps[failed[0]].reason}")
+            one = steps[failed[0]]
+            self.enter(State.FAILED, f"step `{failed[0]}`: {one.reason}", f"step `{failed[0]}`: {one.cause}")
             return
         loading = [step for step in steps if step not in known]
         if loading:
-            self.enter(State.LOADING, f"step `{loading[0]}`: {steps[loading[0]].reason}")
+            one = steps[loading[0]]
+            self.enter(State.LOADING, f"step `{loading[0]}`: {one.reason}", f"step `{loading[0]}`: {one.cause}")
             return
         if known != self._signatures:
-            self._signatures, self.plan = known, None
+            self._signatures, self.plan, self.signature = known, None, None
             size = self.config.batching.max_batch_size
             try:
                 self.plan = make_plan(self._spec, known, name=self.name, max_batch_size=size)
+                self.signature = self.plan.signature
             except DeclarationError as error:
                 self._mismatch = str(error)
         if self.plan is None:
@@ -99,11 +100,12 @@ class GraphState(Served):
         away = [step for step, one in steps.items() if one.state is not State.READY]
         lost = [step for step in away if steps[step].state is State.FAILED]
         told = "; ".join(f"step `{step}` is {steps[step].state.value}: {steps[step].reason}" for step in away)
+        cause = "; ".join(f"step `{step}` is {steps[step].state.value}: {steps[step].cause}" for step in away)
         self._is_open = self._answers_without(away)
         if self._is_open:
-            self.enter(State.READY, told or "all steps ready")
+            self.enter(State.READY, told or "all steps ready", cause)
         else:
-            self.enter(State.UNAVAILABLE if self._answers_without(lost) else State.FAILED, told)
+            self.enter(State.UNAVAILABLE if self._answers_without(lost) else State.FAILED, told, cause)
 
     def _answers_without(self, steps: Collection[str]) -> bool:
         """Whether some head can be answered if these steps can't be run."""
@@ -111,17 +113,5 @@ class GraphState(Served):
         return any(self.plan.needed([head]).isdisjoint(steps) for head in self._spec.heads)
 
     def route(self, workers: int) -> DeploymentRoute:
-        """What gateway workers are told."""
-        return DeploymentRoute(
-            name=self.name,
-            state=self.state,
-            reason=self.reason,
-            since_s=self.since_s,
-            is_set_aside=self.is_set_aside,
-            signature=self.signature,
-            max_queue_size=-(-self.config.batching.max_queue_size // workers),
-            timeout_s=self.config.timeout_s,
-            is_graph=True,
-            plan=self.plan,
-            is_open=self._is_open,
-        )
+        """What each of so many gateway workers is told."""
+        return msgspec.structs.replace(super().route(workers), is_graph=True, plan=self.plan, is_open=self._is_open)

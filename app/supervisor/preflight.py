@@ -11,7 +11,11 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from app.config.schema import Config, Deployment, Server
+from app.config.schema import (
+    Config,
+    Deployment,
+    Server,
+)
 from app.errors import ConfigError
 from app.process.sweep import SHARED_MEMORY
 from app.security.keys_file import known_keys
@@ -147,7 +151,7 @@ def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> 
         rows = deployment.batching.max_batch_size
         taken, given = (batch_bytes(side, rows) for side in (signature.inputs, signature.outputs))
         region += deployment.max_in_flight * (taken + given)
-        if uses_store(deployment.tensor_store, signature):
+        if uses_store(signature):
             region += 2 * (_power_of_two(taken) + _power_of_two(given))
     return region * deployment.replicas.max
 

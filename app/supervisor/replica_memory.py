@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from app.config.schema import Deployment, Server
+from app.config.schema import DEFAULT_MEMORY_PART, Deployment, Server
 from app.errors import NoRoom
-from app.process.machine import HOST
-from app.process.machine_memory import gpu_capacities, gpu_name, gpus_used, host_capacity, measure_groups_by_place
+from app.process.gpu import gpu_capacities, gpu_name, gpus_used
+from app.process.machine import HOST, host_capacity, measure_groups_by_place
 from app.supervisor.memory_budget import MemoryBudget, Refusal
 from app.supervisor.replica_process import ReplicaProcess
 
@@ -67,11 +67,13 @@ class ReplicaMemory:
     def of(cls, server: Server) -> ReplicaMemory:
         """Of this machine."""
         host = host_capacity()
-        limits = {name: int(count * server.memory_fraction) for name, count in gpu_capacities().items()}
-        if server.memory_limit is not None:
-            limits[HOST] = server.memory_limit
+        limit = server.memory_limit
+        part = limit if isinstance(limit, float) else DEFAULT_MEMORY_PART
+        limits = {name: int(count * part) for name, count in gpu_capacities().items()}
+        if isinstance(limit, int):
+            limits[HOST] = limit
         elif host is not None:
-            limits[HOST] = int(host * server.memory_fraction)
+            limits[HOST] = int(host * part)
         return cls(MemoryBudget(limits))
 
     def at_once(self, name: str, config: Deployment, count: int) -> int:

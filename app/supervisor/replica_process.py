@@ -20,6 +20,7 @@ import msgspec
 from app.config.schema import Deployment
 from app.control.routing import LAST_LINES, ReplicaRoute
 from app.process.sweep import Journal, sweep_replica
+from app.supervisor.replica_log import ReplicaLog
 from inference.environment import library_path
 from inference.signature import Signature
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
@@ -51,7 +52,7 @@ class ReplicaProcess:
         directory: the replica's folder, which is made.
         user_paths: put first on the replica's ``sys.path``.
         on_progress: called with each stage of the start.
-        on_log: called with each line that the replica writes.
+        on_log: called with each line that the replica writes, and with the lines of a traceback together.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class ReplicaProcess:
         self.facts: dict[str, str] = {}
         self.reason = ""
         """Why it failed or ended, as far as known."""
+        self.is_permanent = False
+        """Whether another start would fail in the same way."""
         self.leftovers: list[str] = []
         """What could not be swept."""
         loop = asyncio.get_running_loop()
@@ -85,9 +88,10 @@ class ReplicaProcess:
         self._deployment = deployment
         self._user_paths = user_paths
         self._on_progress = on_progress
-        self._on_log = on_log
+        self._log = ReplicaLog(on_log)
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         """What it wrote last."""
+        self._cause = ""
         self._has_explained = False
         """Whether the reason is in its own words."""
         self._command_fd: int | None = None
@@ -170,6 +174,7 @@ class ReplicaProcess:
             self.leftovers = sweep_replica(self.directory)
         else:
             await asyncio.gather(*self._tasks)
+        self._log.flush()
         self.mark_ending()
         self.kill()
         for leftover in self.leftovers:
@@ -194,6 +199,10 @@ class ReplicaProcess:
             text = "..." + text[-TOLD_CHARS:]
         return f"{self.reason or 'it ended'}{LAST_LINES}{text}"
 
+    def cause(self) -> str:
+        """Why it failed, in the words for clients: class and message of the error, if it was one."""
+        return self._cause or self.reason or "it ended before it was ready"
+
     def route(self) -> ReplicaRoute:
         """How gateway workers reach it."""
         signature = self.signature
@@ -215,10 +224,9 @@ class ReplicaProcess:
             options=deployment.options,
             pipeline=deployment.pipeline.spec() if deployment.pipeline is not None else None,
             max_batch_size=deployment.batching.max_batch_size,
-            device=deployment.device,
+            device=deployment.placements[0],
             instances=deployment.instances,
             threads=deployment.threads,
-            tensor_store=deployment.tensor_store,
             warmup_batch_sizes=deployment.warmup_batch_sizes,
             load_timeout_s=deployment.load_timeout_s,
             max_compute_s=deployment.max_compute_s,
@@ -249,13 +257,13 @@ class ReplicaProcess:
 
     def _take_log(self, line: str) -> None:
         self._lines.append(line)
-        self._on_log(line)
+        self._log.take(line)
 
     def _take_status(self, line: str) -> None:
         try:
             status = msgspec.json.decode(line, type=ReplicaStatus)
         except msgspec.MsgspecError as error:  # a callable has found the pipe and writes to it
-            self._on_log(f"not a status: {line[:200]!r} ({error})")
+            self._log.take(f"not a status: {line[:200]!r} ({error})")
             return
         if status.event == "progress":
             self._on_progress(status.text)
@@ -266,6 +274,8 @@ class ReplicaProcess:
                 self.ready.set_result(True)
         elif status.event == "failed":
             self.reason = status.text
+            self.is_permanent = status.is_permanent
+            self._cause = status.cause
             self._has_explained = True
         elif status.event == "ending":
             self.mark_ending(status.text)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
+import msgspec
+
 from app.config.schema import Deployment
 from app.config.sections import ReplicaBounds
 from app.control.messages import Drained
@@ -19,12 +21,14 @@ from app.supervisor.served import Served
 from app.supervisor.slot import Slot
 from app.supervisor.starter import ReplicaStarter
 from inference.reference import is_language_model
-from inference.signature import Signature
 
 __all__ = ["ReplicaSet"]
 
 
 logger = logging.getLogger("headwater")
+
+CRASH_WINDOW_S: Final = 300.0
+"""The time in which losses of replicas that served count for ``max_crashes``."""
 
 FAILED_STARTS_LIMIT: Final = 5
 """Starts in a row that end before ready; then the deployment has failed."""
@@ -46,7 +50,6 @@ class ReplicaSet(Served):
     def __init__(self, name: str, config: Deployment, host: Host, part_of: str | None = None) -> None:
         super().__init__(name, config, "waiting to start")
         self.part_of = part_of
-        self.signature: Signature | None = None
         self.is_decided = False
         """Whether its first start has succeeded or failed."""
         self.has_given_up = False
@@ -57,6 +60,8 @@ class ReplicaSet(Served):
         """How many replicas it should have now."""
         self.shortage = ""
         """Why it has fewer than its load takes, if it has."""
+        self._trouble = ""
+        """Why its last start failed, in the words for operators, until one succeeds; see `failure`."""
         self.host = host
         self.starter = ReplicaStarter(name, host)
         self._slots: list[Slot] = []
@@ -91,16 +96,10 @@ class ReplicaSet(Served):
     def route(self, workers: int) -> DeploymentRoute:
         """What each of so many gateway workers is told, with its share of what is bounded."""
         batching = self.config.batching
-        return DeploymentRoute(
-            name=self.name,
-            state=self.state,
-            reason=self.reason,
-            since_s=self.since_s,
-            is_set_aside=self.is_set_aside,
-            signature=self.signature,
+        return msgspec.structs.replace(
+            super().route(workers),
             replicas=tuple(replica.route() for replica in self.ready.values()),
             retiring=tuple(replica.route() for replica in _serving(self._leaving).values()),
-            max_queue_size=-(-batching.max_queue_size // workers),
             priority_weights=batching.priority_weights or {},
             max_padding=batching.max_padding or 0,
             max_queue_delay_ms=batching.max_queue_delay_ms,
@@ -111,7 +110,6 @@ class ReplicaSet(Served):
             least=self.bounds.min,
             most=self.bounds.max,
             shortage=self.shortage,
-            timeout_s=self.config.timeout_s,
             part_of=self.part_of,
             is_language_model=is_language_model(self.config.model or ""),
             quarantine_s=self.config.quarantine_s,
@@ -122,15 +120,18 @@ class ReplicaSet(Served):
 
     async def load(self) -> None:
         """Start its replicas, each once; afterwards it is READY or has FAILED. Raises as `ReplicaStarter.start_all`."""
-        before = self.state, self.reason, self.has_given_up
+        before, failure = (self.state, self.reason, self.has_given_up), self.failure
+        self.failure = self._trouble = ""
         try:
             fresh = await self.starter.start_all(
                 self.config, self._within(self.bounds), lambda text: self.set_state(State.LOADING, text)
             )
         except NoRoom:  # perhaps only the first has shown what one takes
+            self.failure = failure
             self.set_state(*before)
             raise
         except CallableFailed as error:
+            self.failure = self.starter.failure
             self.set_state(State.FAILED, error.message)
             raise
         self.switch(fresh)
@@ -149,7 +150,7 @@ class ReplicaSet(Served):
     async def end_unload(self) -> Retired:
         """End all replicas. Afterwards it is UNAVAILABLE; or, if anything remains, it has FAILED."""
         self._let_go(self._slots)
-        self.shortage = ""
+        self.shortage = self._trouble = self.failure = ""
         self.enter(State.UNLOADING, "its replicas are being ended")
         retired = await self._end(self._leaving)
         self.note_unloaded(retired.leftovers)
@@ -171,10 +172,7 @@ class ReplicaSet(Served):
             ) from error
 
     def switch(self, fresh: list[ReplicaProcess]) -> list[Slot]:
-        """Have new requests go to these replicas, once the host is told. Returns what has the old ones, for `retire`.
-
-        A pipeline's steps switch together, so that nobody sees new ones beside old ones.
-        """
+        """Have new requests go to these replicas, once the host is told. Returns the old ones' slots, for `retire`."""
         old = self._let_go(self._slots)
         self._crashes.clear()
         self._generation += 1
@@ -312,12 +310,15 @@ class ReplicaSet(Served):
     def note_progress(self, text: str) -> None:
         """A replica has come to a stage of its start."""
         if self.state is State.LOADING:
-            self.set_state(State.LOADING, text)
+            after = f", trying again after: {self._trouble}" if self._trouble else ""
+            self.set_state(State.LOADING, f"{text}{after}")
 
-    def note_trouble(self, reason: str) -> None:
+    def note_trouble(self, reason: str, cause: str) -> None:
         """A replica could not be started, and is tried again."""
         self.is_decided = True
+        self._trouble, self.failure = reason, cause
         if not self.ready and self.state is not State.UNAVAILABLE:
+            self.failure = f"trying again after: {cause}"
             self.set_state(State.LOADING, f"trying again after: {reason}")
         else:
             self.host.on_change()
@@ -339,21 +340,20 @@ class ReplicaSet(Served):
     def note_failed_start(self, slot: Slot, replica: ReplicaProcess, failed_starts: int) -> None:
         """A replica ended before it was ready, as did those before it in its slot: so many in a row."""
         reason = replica.account() or "ended before it was ready"
-        logger.error("%s: did not start (%d of %d): %s", replica.id, failed_starts, FAILED_STARTS_LIMIT, reason)
-        if failed_starts >= FAILED_STARTS_LIMIT:
+        tries = "not tried again" if replica.is_permanent else f"{failed_starts} of {FAILED_STARTS_LIMIT}"
+        logger.error("%s: did not start (%s): %s", replica.id, tries, reason)
+        if replica.is_permanent or failed_starts >= FAILED_STARTS_LIMIT:
+            self.failure = replica.cause()
             self._give_up(slot, reason, f"another replica did not start: {reason}")
         else:
-            self.note_trouble(reason)
+            self.note_trouble(reason, replica.cause())
 
     def note_crash(self, slot: Slot, replica: ReplicaProcess) -> None:
         """A replica that served has ended, and its slot is about to start another."""
         now_s = time.monotonic()
-        self._crashes = [*(at_s for at_s in self._crashes if at_s >= now_s - self.config.crash_window_s), now_s]
-        if len(self._crashes) >= self.config.max_crashes:
-            reason = (
-                f"{len(self._crashes)} replicas were lost within crash_window_s = {self.config.crash_window_s:g} s, "
-                f"the last: {replica.account()}"
-            )
+        recent = self._crashes = [*(at_s for at_s in self._crashes if at_s >= now_s - CRASH_WINDOW_S), now_s]
+        if len(recent) >= self.config.max_crashes:
+            reason = f"{len(recent)} replicas were lost within {CRASH_WINDOW_S:g} s, the last: {replica.account()}"
             self._give_up(slot, reason, f"one replica less: {reason}")
 
     def _give_up(self, slot: Slot, reason: str, shortage: str) -> None:
@@ -381,6 +381,8 @@ class ReplicaSet(Served):
     def enter(self, state: State, reason: str, has_given_up: bool = False) -> None:
         """Come into a state, of which the host isn't told yet."""
         super().enter(state, reason)
+        if state is State.READY:
+            self.failure = self._trouble = ""
         self.has_given_up = has_given_up
         self.is_decided |= state is not State.LOADING
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.control.messages import Drained
-from app.process.group_memory import NOTHING, GroupMemory
+from app.process.proc import NOTHING, GroupMemory
 
 __all__ = ["Retired"]
 

@@ -7,7 +7,8 @@ import time
 from collections.abc import Collection
 
 from app.config.schema import Deployment
-from app.control.routing import State
+from app.control.routing import DeploymentRoute, State
+from inference.signature import Signature
 
 __all__ = ["Served"]
 
@@ -28,10 +29,27 @@ class Served:
         self.config = config
         self.state = State.LOADING
         self.reason = reason
+        self.failure = ""
+        """What clients are told instead of the reason, if a start has failed and none succeeded since."""
         self.since_s = time.time()
         """When it came into its state, in seconds of the Unix epoch."""
+        self.signature: Signature | None = None
         self.is_set_aside = False
         """Whether an operator unloaded it, and it isn't loaded again."""
+
+    def route(self, workers: int) -> DeploymentRoute:
+        """What each of so many gateway workers is told, with its share of what is bounded."""
+        return DeploymentRoute(
+            name=self.name,
+            state=self.state,
+            reason=self.reason,
+            failure=self.failure,
+            since_s=self.since_s,
+            is_set_aside=self.is_set_aside,
+            signature=self.signature,
+            max_queue_size=-(-self.config.batching.max_queue_size // workers),
+            timeout_s=self.config.timeout_s,
+        )
 
     def enter(self, state: State, reason: str) -> None:
         """Come into a state; each change is logged once."""
@@ -43,7 +61,9 @@ class Served:
 
     def note_unloaded(self, leftovers: Collection[str]) -> None:
         """What it had has ended; or, if anything remains, it has FAILED."""
+        self.failure = ""
         if leftovers:
             self.enter(State.FAILED, f"unloaded, but this remains: {'; '.join(leftovers)}")
+            self.failure = "it was unloaded, but something of it remains"
         else:
             self.enter(State.UNAVAILABLE, f"it is unloaded: load it with POST /v2/repository/models/{self.name}/load")

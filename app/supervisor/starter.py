@@ -11,7 +11,7 @@ from typing import Final
 
 from app.config.schema import Deployment
 from app.errors import CallableFailed, HeadwaterError, Unavailable
-from app.process.group_memory import NOTHING, GroupMemory, group_members, measure_groups
+from app.process.proc import NOTHING, GroupMemory, group_members, measure_groups
 from app.supervisor.host import Host
 from app.supervisor.replica_memory import Place
 from app.supervisor.replica_process import ReplicaProcess
@@ -45,6 +45,8 @@ class ReplicaStarter:
     def __init__(self, name: str, host: Host) -> None:
         self.devices: dict[str, str] = {}
         """By replica, from its launch to its end: what it was placed on."""
+        self.failure = ""
+        """Why the last start of `start_all` that failed did, in the words for clients."""
         self._name = name
         self._host = host
 
@@ -89,7 +91,7 @@ class ReplicaStarter:
             OSError: the machine lacks what it takes; the room is given back.
         """
         try:
-            placed = config.model_copy(update={"device": place.device, "devices": None})
+            placed = config.model_copy(update={"device": place.device})
             replica = self._host.launch(self._name, placed, on_progress)
         except OSError:
             self._host.memory.give_back(place)
@@ -162,6 +164,7 @@ class ReplicaStarter:
         for one in fresh:
             if one.ending.is_set():
                 reason = one.account() or "it ended"
+                self.failure = one.cause()
                 return CallableFailed(f"a replica of `{self._name}` was lost before all others were ready: {reason}")
         return None
 
@@ -176,11 +179,13 @@ class ReplicaStarter:
             try:
                 replica = self.launch(place, config, on_progress)
             except OSError as error:
+                self.failure = f"it can't be started: {error.strerror}"
                 return f"it can't be started: {error}"
             if await self.await_ready(replica, place, config) and not replica.ending.is_set():
                 return replica
         await stop_or_kill([replica])
         recorder().count("headwater_replica_start_failures", self._name)
+        self.failure = replica.cause()
         return replica.account() or "ended before it was ready"
 
     async def end(self, replicas: Collection[ReplicaProcess]) -> Retired:

@@ -32,6 +32,7 @@ from app.supervisor.preflight import (
     tracing_problems,
 )
 from app.supervisor.replica_memory import ReplicaMemory
+from app.supervisor.served import Served
 from app.supervisor.starter import REPLICA_END_TIMEOUT_S
 from app.supervisor.workers import Workers
 from app.telemetry.observer import DeploymentView, Observer, ReplicaView
@@ -76,6 +77,8 @@ class Supervisor:
         self._is_announced = False
         self._observer = Observer(None)
         self._url = ""
+        self._failure = ""
+        """Why it ends by itself: every deployment has failed."""
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT. Returns the exit status.
@@ -122,6 +125,8 @@ class Supervisor:
             await self._control.close()
             shutil.rmtree(self._host.folder, ignore_errors=True)
             os.close(lock)
+        if self._failure:  # last, where whoever started it looks first
+            logger.critical("every deployment has failed: %s", self._failure)
         return self._host.status
 
     def _listen(self) -> socket.socket:
@@ -166,15 +171,18 @@ class Supervisor:
         self._publish()
         if not self._is_announced and all(one.is_decided for one in self._sets.values()):
             self._is_announced = True
-            told = {name: self._sets.get(name) or self._graphs[name] for name in self._deployments.config.deployments}
+            told = self._served()
             self._on_serving(self._url, [(name, item.signature, item.reason) for name, item in told.items()])
             signatures = {name: one.signature for name, one in self._sets.items() if one.signature is not None}
             for problem in shared_memory_warnings(self._config.all_deployments(), signatures):
                 logger.warning("%s", problem)
         # A server of which every deployment has failed serves nobody: whoever started it should know.
         if all(map(self._has_given_up, self._deployments.config.deployments)) and not self._host.is_stopping:
-            logger.critical("every deployment has failed: stopping")
+            self._failure = "; ".join(f"{name}: {one.failure or one.reason}" for name, one in self._served().items())
             self._host.stop(1)
+
+    def _served(self) -> dict[str, Served]:
+        return {name: self._sets.get(name) or self._graphs[name] for name in self._deployments.config.deployments}
 
     def _has_given_up(self, name: str) -> bool:
         """Whether a deployment has FAILED by itself, not by an operator's command, and none is about to change that."""

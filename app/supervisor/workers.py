@@ -27,6 +27,9 @@ logger = logging.getLogger("headwater")
 
 PING_EVERY_S: Final = 1.0
 
+TIMEOUT_S: Final = 10.0
+"""How long a worker may give no sign of life; then it is killed, and another takes its place."""
+
 
 class Workers:
     """Of one server.
@@ -72,16 +75,14 @@ class Workers:
             await asyncio.sleep(PING_EVERY_S)
 
     def end_silent(self) -> None:
-        """Ask all for a sign of life, and kill those that have given none for ``worker_timeout_s``."""
-        timeout_s = self._config.server.worker_timeout_s
+        """Ask all for a sign of life, and kill those that have given none for too long."""
         unanswered = self._control.ping()
         for index, pid in self.pids.items():
             # In pings, not on a clock: while we are stopped ourselves, nobody can answer us.
-            if unanswered.get(pid, 0) * PING_EVERY_S >= timeout_s:
+            if unanswered.get(pid, 0) * PING_EVERY_S >= TIMEOUT_S:
                 logger.error(
-                    "gateway worker %d (%d) has given no sign of life for worker_timeout_s = %g s: killing it",
-                    index, pid, timeout_s,
-                )  # fmt: skip
+                    "gateway worker %d (%d) has given no sign of life for %g s: killing it", index, pid, TIMEOUT_S
+                )
                 kill(pid)
 
     async def _keep(self, index: int, listener: socket.socket, settings: WorkerSettings) -> None:

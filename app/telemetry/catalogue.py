@@ -10,12 +10,14 @@ from typing import Final, Literal, NamedTuple
 
 __all__ = [
     "ACCEPTED",
+    "ALL_SERIES",
     "CATALOGUE",
     "IN_FLIGHT",
     "OUTCOMES",
     "PHASES",
     "REQUESTS",
     "ROUTES",
+    "STATISTICS",
     "Outcome",
     "Phase",
     "Route",
@@ -208,3 +210,29 @@ CATALOGUE: Final[dict[str, Series]] = {
         ),
     )
 }
+"""What ``/metrics`` exposes."""
+
+STATISTICS: Final[dict[str, Series]] = {
+    series.name: series
+    for series in (
+        Series("headwater_failures", "counter", "Requests that failed after they were admitted."),
+        Series(
+            "headwater_batches",
+            "counter",
+            "Calls of replicas by their rows: how many, and nanoseconds that the callable took.",
+            ("deployment", "rows"),
+        ),
+        Series(
+            "headwater_steps",
+            "counter",
+            "Steps of a fused pipeline: calls, retries, and nanoseconds that they took.",
+            ("deployment", "step"),
+        ),
+        Series("headwater_sequences", "counter", "Sequences of language models' requests that were answered."),
+        Series("headwater_frames", "counter", "Packed answers that came from engines."),
+    )
+}
+"""What only ``/v2/models/{model}/stats`` tells: sizes of batches would be too many series. A record of these may have
+several numbers."""
+
+ALL_SERIES: Final = {**CATALOGUE, **STATISTICS}

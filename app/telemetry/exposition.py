@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import httpx
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.process.uses import process_use
+from app.process.proc import process_use
 from app.telemetry.catalogue import CATALOGUE, Series
 from app.telemetry.ledger import Totals
 
@@ -137,14 +137,10 @@ def _tritons(replicas: Iterable[ReplicaText]) -> Iterator[Metric]:
     yield from found.values()
 
 
-logger = logging.getLogger("headwater.metrics")
-
 ASK_TIMEOUT_S: Final = 1.0
 """For all of them together."""
 
 SIZE_LIMIT_BYTES: Final = 1024 * 1024
-
-_REQUEST: Final = b"GET /metrics HTTP/1.1\r\nHost: replica\r\nConnection: close\r\n\r\n"
 
 
 class TritonTarget(NamedTuple):
@@ -168,7 +164,8 @@ async def ask_tritons(targets: Sequence[TritonTarget], timeout_s: float = ASK_TI
     """Ask all of them, and leave out who doesn't answer in time: it may have stopped, or be on its way out."""
     if not targets:
         return []
-    tasks = [asyncio.create_task(_ask(Path(target.http_socket).with_name("m"))) for target in targets]
+    clients = await asyncio.to_thread(_clients, targets)
+    tasks = [asyncio.create_task(_ask(client)) for client in clients]
     try:
         await asyncio.wait(tasks, timeout=timeout_s)
     finally:
@@ -181,26 +178,32 @@ async def ask_tritons(targets: Sequence[TritonTarget], timeout_s: float = ASK_TI
     ]
 
 
-async def _ask(path: Path) -> str:
+def _clients(targets: Sequence[TritonTarget]) -> list[httpx.AsyncClient]:
+    """One for each; takes a while the first time, so not on the event loop."""
+    import httpx
+
+    return [
+        httpx.AsyncClient(
+            base_url="http://replica",
+            transport=httpx.AsyncHTTPTransport(verify=False, uds=str(Path(target.http_socket).with_name("m"))),
+            trust_env=False,
+        )
+        for target in targets
+    ]
+
+
+async def _ask(client: httpx.AsyncClient) -> str:
     """The metrics of one Triton.
 
     Raises:
-        OSError: it isn't there.
-        ValueError: it says something else.
+        httpx.HTTPError: it isn't there, or answers something else.
+        ValueError: it says too much, or no text.
     """
-    reader, writer = await asyncio.open_unix_connection(path, limit=SIZE_LIMIT_BYTES)
-    try:
-        writer.write(_REQUEST)
-        head = await reader.readuntil(b"\r\n\r\n")
-        if not head.startswith(b"HTTP/1.1 200"):
-            raise ValueError(f"expected status 200, got {head[:40]!r}")
-        lines = (line.partition(b":") for line in head.split(b"\r\n")[1:])
-        fields = {name.strip().lower(): value.strip() for name, _, value in lines}
-        size = int(fields[b"content-length"])
-        if size > SIZE_LIMIT_BYTES:
-            raise ValueError(f"expected at most {SIZE_LIMIT_BYTES} bytes, got {size}")
-        return (await reader.readexactly(size)).decode()
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+    async with client, client.stream("GET", "/metrics") as response:
+        response.raise_for_status()
+        text = bytearray()
+        async for part in response.aiter_bytes():
+            text += part
+            if len(text) > SIZE_LIMIT_BYTES:
+                raise ValueError(f"expected at most {SIZE_LIMIT_BYTES} bytes, got more")
+        return text.decode()

@@ -11,7 +11,7 @@ from typing import Final
 from app.telemetry.catalogue import CATALOGUE, OUTCOMES, REQUESTS, Outcome
 from app.telemetry.store import Key, Store
 
-__all__ = ["ACCEPTED_AT", "Counter", "Gauge", "Histogram", "Requests"]
+__all__ = ["ACCEPTED_AT", "Counter", "Gauge", "Histogram", "Requests", "Statistics"]
 
 _OUTCOME_AT: Final = {outcome: index for index, outcome in enumerate(OUTCOMES)}
 ACCEPTED_AT: Final = len(OUTCOMES)
@@ -31,6 +31,21 @@ class Counter:
     def add(self, amount: int = 1) -> None:
         """Count."""
         self._slots[self._at] += amount
+
+
+class Statistics:
+    """Several counters of one record."""
+
+    __slots__ = ("_at", "_slots")
+
+    def __init__(self, store: Store, name: str, numbers: int, *labels: str) -> None:
+        self._slots = store.slots
+        self._at = store.record(Key(name, labels), numbers)
+
+    def add(self, *amounts: int) -> None:
+        """Count in each of them."""
+        for at, amount in enumerate(amounts, self._at):
+            self._slots[at] += amount
 
 
 class Gauge:

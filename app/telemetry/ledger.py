@@ -14,17 +14,20 @@ Everything that all processes counted, read from their files: nobody is asked, s
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from app.telemetry.catalogue import ACCEPTED, CATALOGUE, IN_FLIGHT, OUTCOMES, REQUESTS
+from app.telemetry.catalogue import ACCEPTED, ALL_SERIES, CATALOGUE, IN_FLIGHT, OUTCOMES, REQUESTS
 from app.telemetry.instruments import ACCEPTED_AT
+from app.telemetry.recorder import recorder
 from app.telemetry.store import Key, Snapshot, Store, read_store
 
 __all__ = [
@@ -32,13 +35,16 @@ __all__ = [
     "STATE",
     "SUPERVISOR",
     "WORKER_PREFIX",
+    "Counts",
     "Ended",
     "Ledger",
     "StateGauges",
     "Totals",
     "add_up",
+    "counts_by_deployment",
     "merged",
     "read_message",
+    "read_records",
     "read_totals",
 ]
 
@@ -170,7 +176,7 @@ def _private(path: str, flags: int) -> int:
 
 def _is_kept(key: Key) -> bool:
     """Whether it still holds when who counted it has ended."""
-    return key.name == REQUESTS or CATALOGUE[key.name].kind != "gauge"
+    return key.name == REQUESTS or ALL_SERIES[key.name].kind != "gauge"
 
 
 class Totals(NamedTuple):
@@ -217,5 +223,57 @@ def merged(parts: Iterable[dict[Key, list[int]]]) -> dict[Key, list[int]]:
     return totals
 
 
+class Counts:
+    """What was counted of one deployment."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[tuple[tuple[str, ...], list[int]]]] = defaultdict(list)
+
+    def add(self, key: Key, numbers: list[int]) -> None:
+        """Take in a record."""
+        self._found[key.name].append((key.labels[1:], numbers))
+
+    def total(self, name: str, last: str | None = None) -> int:
+        """A counter's or gauge's sum over its other labels, the last of which may be given."""
+        return sum(numbers[0] for labels, numbers in self._found[name] if last is None or labels[-1] == last)
+
+    def statistics(self, name: str) -> list[tuple[str, list[int]]]:
+        """Of each record: its last label and its numbers."""
+        return [(labels[-1], numbers) for labels, numbers in self._found[name]]
+
+    def of_replica(self, name: str, replica: str) -> int | None:
+        """A gauge of one replica; None if nobody measured it."""
+        return next((numbers[0] for labels, numbers in self._found[name] if labels == (replica,)), None)
+
+    def sum(self, name: str, last: str | None = None) -> tuple[int, int]:
+        """How many numbers a histogram has, and their sum, as they were counted."""
+        found = [numbers for labels, numbers in self._found[name] if last is None or labels[-1] == last]
+        return sum(sum(numbers[:-1]) for numbers in found), sum(numbers[-1] for numbers in found)
+
+    def histogram(self, name: str) -> dict[str, Any]:
+        """Counts by bucket, the one without bound last, and the sum in the base unit."""
+        series = CATALOGUE[name]
+        totals = [0] * (len(series.bounds) + 2)
+        for _, numbers in self._found[name]:
+            totals = [a + b for a, b in zip(totals, numbers, strict=True)]
+        return {"counts": totals[:-1], "sum": totals[-1] * series.scale}
+
+
+async def read_records(folder: Path | None) -> dict[Key, list[int]]:
+    """What all processes counted, or, without a folder, this one."""
+    if folder is None:
+        return merged([recorder().snapshot().records])
+    return (await asyncio.to_thread(read_totals, folder)).records
+
+
+def counts_by_deployment(records: Mapping[Key, list[int]]) -> Mapping[str, Counts]:
+    """The records of each deployment; of one that has none, empty counts."""
+    found: dict[str, Counts] = defaultdict(Counts)
+    for key, numbers in records.items():
+        if ALL_SERIES[key.name].labels[:1] == ("deployment",):
+            found[key.labels[0]].add(key, numbers)
+    return found
+
+
 def _is_largest(key: Key) -> bool:
-    return key.name != REQUESTS and CATALOGUE[key.name].merge == "max"
+    return key.name != REQUESTS and ALL_SERIES[key.name].merge == "max"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from app.control.routing import State
-from app.process.uses import group_uses
+from app.process.proc import group_uses
 from app.telemetry.ledger import Ledger
 from app.telemetry.recorder import recorder, use
 from app.telemetry.store import Key

@@ -3,26 +3,22 @@
 A gateway worker and the supervisor give it a file as they start (`use`); until then, and in tests, it counts in memory.
 Objects that count often keep the meter that they are given.
 
-Counts of one language model in one gateway worker.
-
 Where every request is counted in and out: `app.gateway.http.entry.RequestRecords` sees each, however it ends.
 
 A request is accepted as soon as its deployment is known (`accept`), and from then on ends with exactly one outcome
 (`leave`): so accepted = the sum over all outcomes + in flight, for every deployment and route. What is refused before,
 for its method, its JSON or a model that there isn't, is among `headwater_http_requests_total` only.
-
-Counts of one deployment in one gateway worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from app.errors import Cancelled, HeadwaterError
 from app.telemetry.catalogue import Outcome, Phase, Route
-from app.telemetry.instruments import Counter, Gauge, Histogram, Requests
+from app.telemetry.instruments import Counter, Gauge, Histogram, Requests, Statistics
 from app.telemetry.store import Snapshot, Store
 from inference.wire.frame import StepCount
 
@@ -30,9 +26,7 @@ __all__ = [
     "UNMATCHED",
     "DeploymentMeter",
     "LanguageModelMeter",
-    "LmStatistics",
     "Recorder",
-    "Statistics",
     "accept",
     "leave",
     "note_error",
@@ -84,6 +78,10 @@ class DeploymentMeter:
         """Requests: rows, and time in each of these phases."""
         self.serialise = Histogram(store, PHASE_SECONDS, name, "serialise")
         """Of requests' bodies and of answers', each request once."""
+        self.failures = Counter(store, "headwater_failures", name)
+        self._batches: dict[int, Statistics] = {}
+        """By rows."""
+        self._steps: dict[str, Statistics] = {}
         self._heads: dict[str, tuple[Histogram, dict[Outcome, Counter]]] = {}
 
     def note_request(
@@ -118,11 +116,31 @@ class DeploymentMeter:
         for phase, took_ns in zip(self._phases, phases, strict=True):
             phase.observe_all(took_ns)
 
-    def note_call(self, rows: int, capacity_rows: int, compute_ns: int) -> None:
-        """A replica has answered a call, which had room for so many rows."""
+    def note_call(self, rows: int, capacity_rows: int, compute_ns: int, *, is_merged: bool = False) -> None:
+        """A replica has answered a call.
+
+        Args:
+            rows: it had.
+            capacity_rows: it had room for.
+            compute_ns: what the callable took.
+            is_merged: whether Triton computed it in one execution with another call, which counts both.
+        """
         self.batch_rows.observe(rows)
         self.batch_capacity_rows.add(capacity_rows)
+        if is_merged:
+            return
         self.compute.add(compute_ns)
+        found = self._batches.get(rows)
+        if found is None:
+            found = self._batches[rows] = Statistics(self._store, "headwater_batches", 2, self._name, str(rows))
+        found.add(1, compute_ns)
+
+    def note_step(self, count: StepCount) -> None:
+        """A step of a fused pipeline has run."""
+        found = self._steps.get(count.step)
+        if found is None:
+            found = self._steps[count.step] = Statistics(self._store, "headwater_steps", 3, self._name, count.step)
+        found.add(count.calls, count.retries, count.compute_us * 1000)
 
     def note_head(self, head: str, error: HeadwaterError | None, took_ms: float) -> None:
         """A head of a pipeline has said its last of a request."""
@@ -153,6 +171,8 @@ class LanguageModelMeter:
         self.inter_token = Histogram(store, "headwater_inter_token_seconds", name)
         self.prompt_tokens = Counter(store, "headwater_prompt_tokens", name)
         self.generated_tokens = Counter(store, "headwater_generated_tokens", name)
+        self.sequences = Counter(store, "headwater_sequences", name)
+        self.frames = Counter(store, "headwater_frames", name)
         self.contract_violations = Counter(store, "headwater_contract_violations", name)
         self.active = Gauge(store, "headwater_active_sequences", name)
         self.waiting = Gauge(store, "headwater_waiting_sequences", name)
@@ -174,6 +194,11 @@ class Recorder:
         self._requests: dict[tuple[str, str], Requests] = {}
         self._counters: dict[tuple[str, ...], Counter] = {}
         self._http: dict[tuple[str, int], Counter] = {}
+
+    @property
+    def folder(self) -> Path | None:
+        """Where all processes of the server count; None: this one counts in memory."""
+        return None if self._store.path is None else self._store.path.parent
 
     def deployment(self, name: str) -> DeploymentMeter:
         """The meter of a deployment that is called with tensors."""
@@ -232,48 +257,6 @@ def use(store: Store) -> Recorder:
     return _current
 
 
-@dataclass(slots=True)
-class LmStatistics:
-    """Cumulative; times in nanoseconds. A request is counted in one of the first four, when it is over."""
-
-    meter: LanguageModelMeter
-    """Counts for the whole server."""
-    requests: int = 0
-    """Answered with success."""
-    failures: int = 0
-    """Ended with another error than the next two."""
-    shed: int = 0
-    """Refused because the engine's queue was full."""
-    cancelled: int = 0
-    """Cancelled by its id, or left by its client."""
-    sequences: int = 0
-    """Of requests answered with success."""
-    prompt_tokens: int = 0
-    """Of sequences that have given a token; each counts the whole prompt."""
-    generated_tokens: int = 0
-    frames: int = 0
-    """Packed answers that came."""
-    contract_violations: int = 0
-    """Tokens that were not in sequence, and frames that were not."""
-    first_token_ns: int = 0
-    """From a request's beginning to its first token, summed over the requests that have one."""
-    first_tokens: int = 0
-    """How many these are."""
-    total_ns: int = 0
-    """From beginning to end, summed over `requests`."""
-
-    def note_violation(self) -> None:
-        """A token or a frame was not in sequence."""
-        self.contract_violations += 1
-        self.meter.contract_violations.add()
-
-    def note_first_token(self, took_ns: int) -> None:
-        """A request has its first token."""
-        self.first_tokens += 1
-        self.first_token_ns += took_ns
-        self.meter.first_token.observe(took_ns)
-
-
 UNMATCHED: Final = "unmatched"
 """The route of a path that there isn't."""
 
@@ -314,51 +297,3 @@ def leave(scope: MutableMapping[str, Any], status: int, took_ns: int) -> None:
     requests: Requests | None = state.get(_REQUESTS)
     if requests is not None:
         requests.end(state.get(_OUTCOME) or outcome_of_status(status), took_ns)
-
-
-@dataclass(slots=True)
-class Statistics:
-    """Cumulative; times in nanoseconds, as Triton's statistics extension has them."""
-
-    requests: int = 0
-    """Answered with success."""
-    rows: int = 0
-    calls: int = 0
-    """Batches computed."""
-    failures: int = 0
-    """Requests that ended with an error after admission."""
-    shed: int = 0
-    """Requests refused because the queue was full."""
-    retried: int = 0
-    """Parts of requests given to another replica because the first was lost."""
-    quarantined: int = 0
-    """Requests refused because the same took two replicas down."""
-    displaced: int = 0
-    """Requests that gave way to others after admission; failures, too."""
-    queue_ns: int = 0
-    compute_ns: int = 0
-    """Of the callable, summed over requests: rows that share a call each count it whole, as in Triton."""
-    call_compute_ns: int = 0
-    """Of the callable, summed over calls."""
-
-    steps: dict[str, StepCount] = field(default_factory=dict)
-    """Of a fused pipeline, by step."""
-
-    def note_step(self, count: StepCount) -> None:
-        """Count what a step did."""
-        known = self.steps.setdefault(count.step, StepCount(count.step, 0, 0, 0))
-        known.calls += count.calls
-        known.retries += count.retries
-        known.compute_us += count.compute_us
-
-    def note_request(self, rows: int, queue_ns: int, compute_ns: int) -> None:
-        """Count a request that succeeded."""
-        self.requests += 1
-        self.rows += rows
-        self.queue_ns += queue_ns
-        self.compute_ns += compute_ns
-
-    def note_call(self, rows: int, compute_ns: int) -> None:
-        """Count a batch that was computed."""
-        self.calls += 1
-        self.call_compute_ns += compute_ns

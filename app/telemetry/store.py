@@ -70,6 +70,7 @@ class Store:
         pid: int | None = None,
         call_soon: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
+        self.path = path
         self._fd = -1
         if path is None:
             mapped = mmap.mmap(-1, SIZE_BYTES)

@@ -161,5 +161,5 @@ class Segments:
         old_s = time.monotonic() - KEPT_FOR_S
         for file in [one for one in self._free if one.used_s < old_s]:
             self._free.remove(file)
-        if self._free:
+        if self._free or self._used:  # what is used now has nobody else to free it later
             self._timer = asyncio.get_running_loop().call_later(KEPT_FOR_S, self._trim)

@@ -7,7 +7,6 @@ gateway's CPU time that a gRPC call costs (see docs/design.md).
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 from typing import cast
 
@@ -16,6 +15,7 @@ import msgspec
 
 from app.codecs.tensors import RawTensor
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
+from inference.wire.triton_words import is_ending, is_stub_lost
 
 __all__ = ["TritonClient", "refusal"]
 
@@ -38,11 +38,6 @@ class _Reply(msgspec.Struct):
 class _Error(msgspec.Struct):
     error: str
 
-
-_STUB_LOST = re.compile(r"Stub process .*is not healthy")
-
-# Triton ends in good order when its host has ended, and its models go first. Nobody else unloads them.
-_ENDING = re.compile(r"Request for unknown model\b|Server is stopping\b")
 
 _reply_decoder = msgspec.json.Decoder(_Reply)
 
@@ -197,9 +192,9 @@ def _tensors(body: bytes, json_length: int) -> dict[str, RawTensor]:
 def refusal(reason: str) -> HeadwaterError:
     """What Triton's answer to a call means that it refused. Whole tracebacks may follow the reason's first line."""
     first_line = reason.splitlines()[0][:500] if reason else "no reason given"
-    if _STUB_LOST.search(first_line):  # Triton noticed it before the guardian did
+    if is_stub_lost(first_line):  # Triton noticed it before the guardian did
         return ReplicaLost("the replica ended while it had the request")
-    if _ENDING.search(first_line):
+    if is_ending(first_line):
         return ReplicaUnreachable("the replica is ending")
     return CallableFailed(f"the replica refused the call: {first_line}")
 

@@ -95,7 +95,8 @@ def _checked_config(title: str, folder: Path) -> Any:
         raise LoadError(Problem(title, reason, _SAVED))
     # Heavy, and needed only here.
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from inference.lm.transformers_parts import causal_architectures, is_causal_lm
 
     other = "name the folder of a causal language model, or set `options.engine`"
     try:
@@ -103,10 +104,10 @@ def _checked_config(title: str, folder: Path) -> Any:
     except Exception as error:  # whatever the class of a configuration makes of its fields
         reason = f"{path}: transformers can't read it: {type(error).__name__}: {text_of(error):.300}"
         raise LoadError(Problem(title, reason, f"correct the file; or {other}")) from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not is_causal_lm(config):
         reason = f"{path}: expected a causal language model, got model_type {kind!r}, of which transformers has none"
         raise LoadError(Problem(title, reason, other))
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, ())
+    names = causal_architectures(kind)
     architectures = [str(one) for one in content.get("architectures") or ()]
     if architectures and not any(one.endswith(ENDINGS) or one in names for one in architectures):
         reason = f"{path}: expected the architecture of a causal language model, got {', '.join(architectures)}"

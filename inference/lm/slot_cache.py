@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from inference.errors import ReplicaError
+from inference.lm.transformers_parts import layers_of
 
 __all__ = ["AttentionMask", "SlotCache", "StepMask"]
 
@@ -181,7 +182,7 @@ class StepMask:
     """
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
-        kinds, options = get_layer_types_and_kwargs(config)
+        kinds, options = layers_of(config)
         for layer, kind in enumerate(kinds):
             if kind not in (FULL, SLIDING):
                 raise ReplicaError(

@@ -18,6 +18,7 @@ from inference.lm.admission import Admission
 from inference.lm.model_folder import context_length_of
 from inference.lm.sampling import Choice, Sampler, choose
 from inference.lm.slot_cache import SlotCache, StepMask
+from inference.lm.transformers_parts import attention_of
 from inference.runtime.device import breaks_device
 from inference.runtime.failure_log import FailureLog, text_of
 
@@ -79,8 +80,9 @@ class SlotEngine:
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         context_length = context_length_of(config, context_length)
-        if model.config._attn_implementation not in ("sdpa", "eager"):
-            raise ReplicaError(f"attention: expected sdpa or eager, got {model.config._attn_implementation}")
+        attention = attention_of(model.config)
+        if attention not in ("sdpa", "eager"):
+            raise ReplicaError(f"attention: expected sdpa or eager, got {attention}")
         if "logits_to_keep" not in inspect.signature(model.forward).parameters:
             raise ReplicaError(f"model: expected a causal language model, got {type(model).__name__}")
         if cache_tokens is None:

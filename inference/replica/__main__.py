@@ -11,6 +11,7 @@ import ctypes
 import faulthandler
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,18 +23,22 @@ import msgspec
 
 from inference import tuning
 from inference.environment import package_versions, require
-from inference.errors import ModelError
+from inference.errors import LoadError, ModelError
 from inference.runtime.pulse import PULSE_FILE, Pulse, WatchCall
 from inference.signature import Signature
 from inference.tuning import keep_freed_memory
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
 from inference.wire.tensor_store import uses_store
 
-__all__ = ["main"]
+__all__ = ["failure_of", "main"]
 
 PR_SET_PDEATHSIG = 1
 READY_FILE = "ready"
 LARGE_EXAMPLE_BYTES = 64 * 1024
+CAUSE_CHARACTERS = 300
+
+_FOLDERS = re.compile(r"(?<![\w/:.~-])~?/(?:[^\s/:'\"]+/)*(?=[^\s/])")
+"""Of absolute paths, all but the last part."""
 
 
 class _Reporter:
@@ -63,9 +68,10 @@ def main() -> None:
     try:
         _serve(spec, directory, reporter, stop)
     except Exception as error:
-        if not isinstance(error, ModelError) or error.__cause__ is not None:
+        status = failure_of(error)
+        if not status.is_permanent and (not isinstance(error, ModelError) or error.__cause__ is not None):
             traceback.print_exc()  # where in the user's code it came from
-        reporter.send(ReplicaStatus("failed", _reason(error)))
+        reporter.send(status)
         sys.stderr.flush()
         os._exit(1)
 
@@ -103,7 +109,7 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter, stop: thread
     signature, device = served.signature, served.device
 
     reporter.progress("starting Triton")
-    if not uses_store(spec.tensor_store, signature):
+    if not uses_store(signature):
         os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
     triton = EmbeddedTriton(directory, spec.token)
     served.bind(triton)
@@ -130,9 +136,26 @@ def _without_large_example(signature: Signature) -> Signature:
     return msgspec.structs.replace(signature, example=None)
 
 
-def _reason(error: Exception) -> str:
+def failure_of(error: Exception) -> ReplicaStatus:
+    """What the supervisor is told of an error that keeps the replica from serving."""
+    if not isinstance(error, ModelError):
+        return ReplicaStatus("failed", f"{type(error).__name__}: {error}", cause=_cause(error))
     text = str(error)
-    return text if isinstance(error, ModelError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, LoadError):
+        cause = error.problem.reason if error.__cause__ is None else _cause(error.__cause__)
+    else:
+        cause = text
+    return ReplicaStatus("failed", text, cause=_for_clients(cause), is_permanent=error.is_permanent)
+
+
+def _cause(error: BaseException) -> str:
+    text = str(error)
+    return _for_clients(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def _for_clients(text: str) -> str:
+    first_line = text.partition("\n")[0]
+    return _FOLDERS.sub("", first_line)[:CAUSE_CHARACTERS]
 
 
 def _end_soon(reason: str) -> None:

@@ -8,13 +8,15 @@ What differs from `pytriton.triton.Triton`, and why:
   temporary ``/tmp/folder*`` per model is left behind, and one-second polls fall away.
 - Triton sees no GPU: it holds no tensor of ours there, and would take memory pools and a context on each.
 - Several instances find each other however busy the machine is (`inference.replica.first_instance`).
+
+All reliance on private parts of PyTriton is here and in `inference.replica.first_instance`;
+tests/inference/replica/test_triton.py names the parts.
 """
 
 from __future__ import annotations
 
 import http.client
 import os
-import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -28,23 +30,20 @@ from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonS
 
 from inference.datatypes import DATATYPES
 from inference.errors import ReplicaError
-from inference.replica.first_instance import make_patient, patient
+from inference.replica.first_instance import make_patient
+from inference.replica.patience import patient
 from inference.signature import Signature, TensorSpec
 from inference.wire.frame import FRAME
 from inference.wire.lm import CONTROL
 from inference.wire.report import REPORT
 from inference.wire.shared_memory import bound_shape
+from inference.wire.triton_words import error_lines, says_instance_failed
 
 __all__ = ["EmbeddedTriton", "UnixConnection", "telling_lines"]
 
 START_TIMEOUT_S = 60.0
 TOLD_LINES = 15
 """Of the log of a Triton that did not start."""
-_ERROR = re.compile(r"[EF]\d{4} |error: ")
-_NO_GPU = "CudaDriverHelper has not been initialized"
-"""Which it says of every machine without one."""
-_NO_INSTANCE = "Failed to create instance"
-"""Which it says at once, to go on waiting for the other instances, which wait for the one that failed."""
 # PyTriton waits for readiness without its token, so `health` alone can't be restricted; it tells nothing.
 _RESTRICTED = (
     "metadata",
@@ -190,7 +189,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
     def _wait_for_server(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._is_ready():
-            if _NO_INSTANCE in "".join(lines := self._log_lines()):
+            if says_instance_failed("".join(lines := self._log_lines())):
                 raise ReplicaError(_not_started("an instance failed", lines))
             if not self._triton_server.is_alive() or time.monotonic() > deadline:
                 ended = "it ended" if not self._triton_server.is_alive() else f"not ready after {START_TIMEOUT_S:g} s"
@@ -227,8 +226,7 @@ def telling_lines(lines: Sequence[str]) -> list[str]:
 
     After an error it goes on to print tables of what it was started with.
     """
-    told = [line for line in lines if _ERROR.match(line) and _NO_GPU not in line]
-    return told[:TOLD_LINES] or list(lines[-TOLD_LINES:])
+    return error_lines(lines)[:TOLD_LINES] or list(lines[-TOLD_LINES:])
 
 
 def _tensor(spec: TensorSpec) -> Any:

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 from inference.errors import DeclarationError
 from inference.pipeline import INPUT, Plan, PlannedStep
 from inference.runtime.request import Part
-from inference.runtime.step import Given, Made, Step
+from inference.runtime.step import LATE, Given, Made, Step
+from inference.runtime.stream_control import StreamControl
 from inference.runtime.values import copied, rows_of, settled
 from inference.wire.arrays import Array, zeros
 from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, encode_frame, tensor_bytes
 from inference.wire.report import RowReport, Status
 
-__all__ = ["BatchRun", "Pace", "StreamControl"]
+__all__ = ["BatchRun", "Pace"]
 
 
 SMOOTHING = 0.2
@@ -68,22 +69,6 @@ class _Result(NamedTuple):
     """By row of the batch."""
 
 
-class StreamControl:
-    """What a stream that runs and whoever asked for it know of each other."""
-
-    __slots__ = ("has_turn", "is_cancelled")
-
-    def __init__(self) -> None:
-        self.is_cancelled = False
-        """Whether it shall end."""
-        self.has_turn = False
-        """Whether all others wait for it: then it must wait for nobody."""
-
-    def cancel(self) -> None:
-        """Nobody wants more of it."""
-        self.is_cancelled = True
-
-
 class BatchRun:
     """Runs one batch, and says in frames what comes of it.
 
@@ -99,7 +84,7 @@ class BatchRun:
 
     __slots__ = (
         "_ancestors", "_counts", "_needed", "_part", "_plan", "_results", "_spoilers", "_steps", "_unanswered",
-        "_wanted",
+        "_until_s", "_wanted",
     )  # fmt: skip
 
     def __init__(
@@ -116,6 +101,9 @@ class BatchRun:
         for step in plan.steps:
             wanted = (rows for head, rows in self._wanted.items() if step.name in ancestors[head])
             self._needed[step.name] = sorted(set[int]().union(*wanted))
+        left_s, now_s = part.note.left_s, time.monotonic()
+        self._until_s = {head: now_s + left_s[head] if head in left_s else math.inf for head in self._wanted}
+        """By head, when nobody waits for it any more."""
         self._unanswered = dict.fromkeys(self._wanted)
         """Heads whose last word has not left, in order."""
         self._results: dict[str, _Result] = {}
@@ -188,12 +176,12 @@ class BatchRun:
             self._keep({wire.step for step in after for wire in step.wires})
         control.has_turn = False
         self._count(source.name, 0 if given.is_warmup else 1, 0, 0.0)
-        async with contextlib.aclosing(self._steps[source.name].iterate(given)) as results:
+        async with contextlib.aclosing(self._steps[source.name].iterate(given, control)) as results:
             started_s = time.perf_counter()
             async for made in results:
                 took_s = time.perf_counter() - started_s
                 if control.is_cancelled:
-                    return
+                    break
                 self._take(source.name, made, took_s, rows, failures)
                 yield self._framed(await self._follow(source.name, made, took_s, after, turn))
                 if not self._unanswered:
@@ -202,6 +190,8 @@ class BatchRun:
                     break
                 del made  # the next one may be long in coming
                 started_s = time.perf_counter()
+        if control.is_cancelled:
+            return
         yield self._framed([(Piece(head, len(self._wanted[head]), 0), []) for head in self._unanswered])
 
     def failed(self, report: RowReport) -> Array:
@@ -228,7 +218,11 @@ class BatchRun:
 
     async def _step(self, step: Step, pace: Pace | None = None, *, is_last: bool = True) -> _Said | None:
         """Run one step, whose parents have run, on the rows that need it; of a head, gives what it says."""
+        until_s = max(self._until_s[head] for head in self._wanted if step.name in self._ancestors[head])
+        if until_s <= time.monotonic():
+            return self._late(step.name)
         given, rows, failures = await self._given(step)
+        given = given._replace(until_s=until_s)
         made = Made()
         took_s = 0.0
         if rows:
@@ -242,6 +236,12 @@ class BatchRun:
                 self._spoilers.setdefault(wire.step, step.name)
         self._take(step.name, made, took_s, rows, failures)
         return self._said(step.name, made.arrays, took_s, is_last=is_last) if step.name in self._unanswered else None
+
+    def _late(self, name: str) -> _Said | None:
+        """A step isn't run, because nobody waits for it any more, nor for what takes its outputs."""
+        failures = dict.fromkeys(self._needed[name], RowReport(Status.RAISED, LATE))
+        self._results[name] = _Result([], {}, failures)
+        return self._said(name, {}) if name in self._unanswered else None
 
     async def _given(
         self, step: Step, *, is_private: bool = False

@@ -10,7 +10,7 @@ import os
 from collections.abc import AsyncGenerator
 from typing import Final
 
-from inference.runtime.batch_run import StreamControl
+from inference.runtime.stream_control import StreamControl
 from inference.wire.arrays import Array
 from inference.wire.parcel import (
     PARCEL_BYTES,

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from inference.errors import DeclarationError
 from inference.model import Model
 from inference.pipeline import Plan, PlannedStep
-from inference.runtime.batch_run import BatchRun, Pace, StreamControl
+from inference.runtime.batch_run import BatchRun, Pace
 from inference.runtime.channel import ChannelStream, StreamChannels
 from inference.runtime.pulse import WatchCall
 from inference.runtime.request import Part, TritonRequest, read_request
 from inference.runtime.step import Handover, Step
+from inference.runtime.stream_control import StreamControl
 from inference.wire.arrays import Array
 from inference.wire.frame import FRAME, Frame, Piece, encode_frame
 from inference.wire.report import RowReport, Status
@@ -60,6 +61,7 @@ class FusedPipeline:
                 planned, models[planned.name], device,
                 handovers=_handovers(plan, planned), is_head=planned.name in self._heads, executor=executor,
                 on_broken=on_broken, watch=watch,
+                is_alone=[step.name for step in plan.steps] == [plan.signature.name],
             )
             for planned in plan.steps
         }  # fmt: skip

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from inference.environment import line_of, problem_of
-from inference.errors import LoadError, Problem
+from inference.errors import LoadError, Problem, did_you_mean
 from inference.model import Model
 
 __all__ = ["construct", "import_for", "load_class", "load_model", "wrong_options"]
@@ -37,7 +38,8 @@ def load_class(reference: str) -> type[Model]:
         mend = (
             f"name one of these, or add {class_name}" if models else "a model is a class derived from inference.Model"
         )
-        raise LoadError(Problem(title, f"{_file(module)} has no {class_name}; {names}", mend))
+        reason = f"{_file(module)} has no {class_name}; {names}{did_you_mean(class_name, models)}"
+        raise LoadError(Problem(title, reason, mend))
     if not inspect.isclass(found) or not issubclass(found, Model):
         what = f"a class derived from {found.__bases__[0].__name__}" if inspect.isclass(found) else repr(found)
         raise LoadError(
@@ -108,11 +110,14 @@ def _missing_module(title: str, wanted: str, error: ModuleNotFoundError) -> Prob
     if wanted == missing or wanted.startswith(f"{missing}."):
         parent, _, last = missing.rpartition(".")
         if parent:
-            return Problem(title, f"there is no module {last!r} in {parent!r}", "correct the name, or add the module")
+            beside = _modules_in(getattr(sys.modules.get(parent), "__path__", ()))
+            reason = f"there is no module {last!r} in {parent!r}{did_you_mean(last, beside)}"
+            return Problem(title, reason, "correct the name, or add the module")
         here = ", ".join(path or "." for path in sys.path[:2])
         return Problem(
             title,
-            f"there is no module {missing!r}; looked in {here} and in the installed packages",
+            f"there is no module {missing!r}; looked in {here} and in the installed packages"
+            f"{did_you_mean(missing, _modules_in(path or '.' for path in sys.path[:2]))}",
             f"start Headwater in the folder that holds {missing!r}, install it, or correct the name",
         )
     where = line_of(error)
@@ -126,17 +131,25 @@ def _missing_module(title: str, wanted: str, error: ModuleNotFoundError) -> Prob
 def wrong_options(
     title: str, takes: Collection[inspect.Parameter], options: Mapping[str, Any]
 ) -> Problem | None:  # fmt: skip
-    """What is wrong with options that become keyword arguments, by their names; None if nothing is."""
+    """All that is wrong with options that become keyword arguments, by their names; None if nothing is."""
+    reasons: list[str] = []
+    mends: list[str] = []
     named = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     known = f"its options are {', '.join(named)}" if named else "it takes no options"
     if not any(one.kind is one.VAR_KEYWORD for one in takes):
         for name in options:
             if name not in named:
-                return Problem(title, f"unknown option {name!r}; {known}", f"correct or remove `options.{name}`")
+                reasons.append(f"unknown option {name!r}; {known}{did_you_mean(name, named)}")
+                mends.append(f"correct or remove `options.{name}`")
     for one in takes:
         if one.name in named and one.default is one.empty and one.name not in options:
-            return Problem(title, f"option {one.name!r} is required, but missing", f"set `options.{one.name}`")
-    return None
+            reasons.append(f"option {one.name!r} is required, but missing")
+            mends.append(f"set `options.{one.name}`")
+    return Problem(title, "; ".join(reasons), "; ".join(mends)) if reasons else None
+
+
+def _modules_in(folders: Iterable[str]) -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(list(folders))]
 
 
 def _models_of(module: ModuleType) -> list[str]:

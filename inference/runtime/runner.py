@@ -6,6 +6,7 @@ No exception leaves `Runner.handle`: PyTriton would answer the whole batch with 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import time
@@ -15,10 +16,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from inference.errors import BadInput, BadOutput, DeclarationError
+from inference.errors import BadOutput, DeclarationError
 from inference.model import Model
-from inference.runtime.device import breaks_device
-from inference.runtime.failure_log import FailureLog, text_of
+from inference.runtime.isolation import Errors, Isolation, RaggedPieces
 from inference.runtime.pulse import WatchCall
 from inference.runtime.request import Part, TritonRequest, read_request
 from inference.signature import Signature
@@ -29,6 +29,8 @@ from inference.wire.shared_memory import MappedCall, stand_in_shape
 __all__ = ["Runner"]
 
 Arrays = dict[str, Array]
+_Piece = tuple[list[int], Arrays]
+"""Rows of a batch, and their outputs."""
 
 
 class _Outcome(NamedTuple):
@@ -61,7 +63,7 @@ class Runner:
         self._watch = watch
         self._signature = signature
         self._device = device
-        self._on_broken = on_broken
+        self._errors = Errors(device, on_broken)
         self._takes_parameters = bool(signature.parameters)
         self._is_async = inspect.iscoroutinefunction(type(model).__call__)
         self._grad_off = False
@@ -71,7 +73,6 @@ class Runner:
         """Calls made to isolate rows of a call that failed."""
         self.warmups = 0
         """Calls made to warm up."""
-        self._failures = FailureLog()
 
     async def handle(self, requests: Sequence[TritonRequest]) -> list[Arrays]:
         """Answer what Triton merged: one dict of outputs a request, the hidden report among them."""
@@ -130,44 +131,17 @@ class Runner:
             per_row = {name: [v for part in group for v in part.row_parameters[name]] for name in first.row_parameters}
         rows = sum(part.rows for part in group)
         batch = _Batch(inputs, first.batch_parameters, per_row, first.note.warmup)
+        isolation = Isolation(functools.partial(self._call, batch), self._errors, may_split=self._signature.idempotent)
+        outputs = await isolation.run(rows, functools.partial(self._join, rows))
         reports = [RowReport(Status.OK)] * rows
-        pieces = await self._isolate(batch, list(range(rows)), reports, retry=False)
-        try:
-            return _Outcome(self._join(pieces, rows), reports)
-        except _RaggedPieces:
-            # The pieces that isolation left have outputs of different shapes, so they can't be one answer: call once
-            # more with all the good rows together.
-            good = [row for row in range(rows) if reports[row].status is Status.OK]
-            pieces = await self._isolate(batch, good, reports, retry=True, split=False)
-            return _Outcome(self._join(pieces, rows), reports)
-
-    async def _isolate(
-        self, batch: _Batch, rows: list[int], reports: list[RowReport], *, retry: bool, split: bool = True
-    ) -> list[tuple[list[int], Arrays]]:
-        """Call with these rows; if that fails, with halves of them, until the failing rows are alone.
-
-        Returns the pieces that succeeded, each with its rows; writes the others' reports.
-        """
-        try:
-            outputs = await self._call(batch, rows, retry=retry)
-            # Kept beside other calls' outputs, whose memory the callable may reuse.
-            return [(rows, _copied(outputs) if retry else outputs)]
-        except BaseException as error:
-            # SystemExit and the like too: PyTriton's thread would end of them, and the replica hang.
-            report = self._report(error)
-        if report.status is not Status.BROKEN and split and len(rows) > 1 and self._signature.idempotent:
-            middle = len(rows) // 2
-            left = await self._isolate(batch, rows[:middle], reports, retry=True)
-            right = await self._isolate(batch, rows[middle:], reports, retry=True)
-            return left + right
-        for row in rows:
+        for row, report in isolation.failures.items():
             reports[row] = report
-        return []
+        return _Outcome(outputs, reports)
 
-    async def _call(self, batch: _Batch, rows: list[int], *, retry: bool) -> Arrays:
+    async def _call(self, batch: _Batch, rows: list[int], is_retry: bool) -> _Piece:
         if batch.is_warmup:
             self.warmups += 1
-        elif retry:
+        elif is_retry:
             self.retries += 1
         else:
             self.calls += 1
@@ -187,7 +161,9 @@ class Runner:
             result = self._model(**arguments)
             if self._is_async or inspect.isawaitable(result):
                 result = await result
-        return self._check(result, len(rows))
+        outputs = self._check(result, len(rows))
+        # Kept beside other calls' outputs, whose memory the callable may reuse.
+        return rows, _copied(outputs) if is_retry else outputs
 
     def _check(self, result: object, rows: int) -> Arrays:
         """Check what the callable returned against its declaration, and bring it into wire form.
@@ -209,24 +185,11 @@ class Runner:
             outputs[spec.name] = wire(spec, result[spec.name], rows)
         return outputs
 
-    def _report(self, error: BaseException) -> RowReport:
-        text = text_of(error)
-        if isinstance(error, BadInput):
-            return RowReport(Status.BAD_INPUT, text)
-        self._failures.note(error)
-        if isinstance(error, BadOutput):
-            return RowReport(Status.BAD_OUTPUT, text)
-        reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        if breaks_device(reason, self._device):
-            self._on_broken(reason)
-            return RowReport(Status.BROKEN, reason)
-        return RowReport(Status.RAISED, reason)
-
-    def _join(self, pieces: Sequence[tuple[list[int], Arrays]], rows: int) -> Arrays:
+    def _join(self, rows: int, pieces: Sequence[_Piece]) -> Arrays:
         """One array an output, of all rows; zeros where a row is in no piece.
 
         Raises:
-            _RaggedPieces: the pieces' shapes differ.
+            RaggedPieces: the pieces' shapes differ.
         """
         if len(pieces) == 1 and len(pieces[0][0]) == rows:
             return pieces[0][1]
@@ -236,7 +199,7 @@ class Runner:
         for spec in self._signature.outputs:
             tails = {outputs[spec.name].shape[1:] for _, outputs in pieces}
             if len(tails) > 1:
-                raise _RaggedPieces
+                raise RaggedPieces
             joined[spec.name] = array = zeros(spec, (rows, *tails.pop()))
             for members, outputs in pieces:
                 array[members] = outputs[spec.name]
@@ -275,10 +238,6 @@ class _Batch(NamedTuple):
     parameters: dict[str, Any]
     row_parameters: dict[str, list[Any]]
     is_warmup: bool
-
-
-class _RaggedPieces(Exception):
-    """Outputs of the pieces of one batch differ in shape."""
 
 
 def _copied(outputs: Arrays) -> Arrays:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
+import math
 import sys
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
-from inference.errors import BadInput, BadOutput, ModelError
+from inference.errors import BadOutput
 from inference.model import Model
 from inference.pipeline import INPUT, PlannedStep
-from inference.runtime.device import breaks_device
-from inference.runtime.failure_log import FailureLog, text_of
+from inference.runtime.isolation import CallFailed, Errors, Isolation, RaggedPieces
 from inference.runtime.pulse import WatchCall
+from inference.runtime.stream_control import StreamControl
 from inference.runtime.values import (
     checked,
     converted,
@@ -30,11 +33,14 @@ from inference.runtime.values import (
 )
 from inference.signature import TensorSpec
 from inference.wire.arrays import Array, argument, wire
-from inference.wire.report import RowReport, Status
+from inference.wire.report import RowReport
 
-__all__ = ["Given", "Handover", "Made", "Step"]
+__all__ = ["LATE", "Given", "Handover", "Made", "Step"]
 
 T = TypeVar("T")
+
+LATE: Final = "its time was over"
+"""Why rows fail that nobody waits for any more; whoever waited knows that already."""
 
 
 class Handover(NamedTuple):
@@ -60,6 +66,8 @@ class Given(NamedTuple):
     is_warmup: bool = False
     shared: frozenset[str] = frozenset()
     """Those of the inputs whose memory other steps read too."""
+    until_s: float = math.inf
+    """When nobody waits for it any more, on the clock of `time.monotonic`: a coroutine is then cancelled."""
 
 
 @dataclass(slots=True)
@@ -81,16 +89,12 @@ class Made:
     """Inputs that the model wrote into without saying so, and that others share."""
 
 
-class _Wrote(ModelError):
+class _Wrote(CallFailed):
     """A step wrote into an input."""
 
     def __init__(self, message: str, spoiled: tuple[str, ...]) -> None:
         super().__init__(message)
         self.spoiled = spoiled
-
-
-class _Ragged(Exception):
-    """The pieces that isolation left differ in shape."""
 
 
 class _Watched(NamedTuple):
@@ -122,6 +126,7 @@ class Step:
         executor: runs calls, one after another, outside the event loop.
         on_broken: called if the device can't be used any more.
         watch: what each call of the model runs in; of one that streams, what computes each yield.
+        is_alone: whether this is a plain model that streams, which is no step of a pipeline to its clients.
     """
 
     def __init__(
@@ -135,6 +140,7 @@ class Step:
         executor: Executor,
         on_broken: Callable[[str], None] = lambda reason: None,
         watch: WatchCall = contextlib.nullcontext,
+        is_alone: bool = False,
     ) -> None:
         self.name = planned.name
         self.planned = planned
@@ -148,27 +154,30 @@ class Step:
         self._device = device
         self._handovers = handovers
         self._executor = executor
-        self._on_broken = on_broken
+        self._errors = Errors(device, on_broken, f"{'model' if is_alone else 'step'} `{planned.name}`: ")
         self._watch = watch
         self._is_async = inspect.iscoroutinefunction(type(model).__call__)
         self._writes = False
         """Whether it was caught writing into its inputs: from then on it gets copies, and still fails."""
-        self._failures = FailureLog()
 
     async def run(self, given: Given, *, is_retry: bool = False) -> Made:
         """Call the model; rows that make it fail are found by halving, and have a report each."""
         made = Made()
-        pieces = await self._isolate(given, list(range(given.rows)), made, is_retry=is_retry)
-        try:
-            _join(made, pieces)
-        except _Ragged:
-            # Call once more with all good rows together.
-            good = [row for piece in pieces for row in piece.rows]
-            _join(made, await self._isolate(given, good, made, is_retry=True, split=False))
+        isolation = Isolation(
+            functools.partial(self._call, given, made), self._errors, may_split=self.planned.signature.idempotent
+        )
+        await isolation.run(given.rows, functools.partial(_join, made), is_retry=is_retry)
+        made.failures = isolation.failures
         return made
 
-    async def iterate(self, given: Given) -> AsyncGenerator[Made, None]:
-        """Call a model that streams, and give what it yields, one after another; a failure is the last."""
+    async def iterate(self, given: Given, control: StreamControl) -> AsyncGenerator[Made, None]:
+        """Call a model that streams, and give what it yields, one after another; a failure is the last.
+
+        Args:
+            given: what to call it with.
+            control: of the stream. If it is cancelled, an async generator is cancelled where it awaits, and no other is
+                asked for its next yield.
+        """
         rows = list(range(given.rows))
         results: AsyncGenerator[_Piece, None] | None = None
         watched: list[_Watched] = []
@@ -178,12 +187,12 @@ class Step:
             return _owned(self._piece(result, rows, watched))
 
         try:
-            while True:
+            while not control.is_cancelled:
                 try:
                     if results is None:
                         self._count(given, Made(), is_retry=False)
                         arguments, watched = self._arguments(given, rows)
-                        results = self._results(arguments, own)
+                        results = self._results(arguments, own, control)
                     with self._watching(watched):
                         piece = await anext(results)
                     made = Made()
@@ -192,7 +201,11 @@ class Step:
                 except StopAsyncIteration:
                     return
                 except BaseException as error:
-                    made = Made(failures=dict.fromkeys(rows, self._report(error)))
+                    if control.is_cancelled:
+                        if not isinstance(error, asyncio.CancelledError):
+                            self._errors.log(error)
+                        return
+                    made = Made(failures=dict.fromkeys(rows, self._errors.report(error)))
                 yield made
                 if made.failures:
                     return
@@ -202,8 +215,8 @@ class Step:
                 await self._close(results)
 
     async def _results(
-        self, arguments: Mapping[str, Any], own: Callable[[object], _Piece]
-    ) -> AsyncGenerator[_Piece, None]:  # fmt: skip
+        self, arguments: Mapping[str, Any], own: Callable[[object], _Piece], control: StreamControl
+    ) -> AsyncGenerator[_Piece, None]:
         """What the model yields, whichever kind of generator it is, checked and in memory of our own."""
         iterator = self.model(**arguments)
         end = object()
@@ -211,7 +224,7 @@ class Step:
             self._turn_grad_off()
             try:
                 while True:
-                    with self._watch():
+                    with self._watch(), control.awaiting_model():
                         result = await anext(iterator, end)
                     if result is end:
                         return
@@ -241,28 +254,18 @@ class Step:
         try:
             await results.aclose()
         except BaseException as error:
-            self._failures.note(error)
+            self._errors.log(error)
 
-    async def _isolate(
-        self, given: Given, rows: list[int], made: Made, *, is_retry: bool, split: bool = True
-    ) -> list[_Piece]:  # fmt: skip
-        """Call with these rows; if that fails, with halves of them, until the failing rows are alone."""
+    async def _call(self, given: Given, made: Made, rows: list[int], is_retry: bool) -> _Piece:
         try:
-            return [await self._call(given, rows, made, is_retry=is_retry)]
-        except BaseException as error:
-            # SystemExit and the like too: PyTriton's thread would end of them, and the replica hang.
-            report = self._report(error)
-            if isinstance(error, _Wrote):
-                made.spoiled += error.spoiled
-                split = False
-        if report.status is not Status.BROKEN and split and len(rows) > 1 and self.planned.signature.idempotent:
-            middle = len(rows) // 2
-            left = await self._isolate(given, rows[:middle], made, is_retry=True)
-            return left + await self._isolate(given, rows[middle:], made, is_retry=True)
-        made.failures.update(dict.fromkeys(rows, report))
-        return []
+            piece = await self._computed(given, made, rows, is_retry)
+        except _Wrote as error:
+            made.spoiled += error.spoiled
+            raise
+        # Kept beside other calls' outputs, whose memory the model may reuse.
+        return _owned(piece) if is_retry else piece
 
-    async def _call(self, given: Given, rows: list[int], made: Made, *, is_retry: bool) -> _Piece:
+    async def _computed(self, given: Given, made: Made, rows: list[int], is_retry: bool) -> _Piece:
         self._count(given, made, is_retry=is_retry)
         arguments, watched = self._arguments(given, rows)
 
@@ -277,11 +280,9 @@ class Step:
             if not isinstance(piece, _Piece):
                 self._turn_grad_off()
                 with self._watch():
-                    result = await piece
+                    result = await _in_time(piece, given.until_s)
                 piece = await self._in_executor(lambda: self._piece(result, rows, watched))
-        if not is_retry:
-            return piece
-        return _owned(piece)  # kept beside other calls' outputs, whose memory the model may reuse
+        return piece
 
     def _count(self, given: Given, made: Made, *, is_retry: bool) -> None:
         if given.is_warmup:
@@ -387,22 +388,6 @@ class Step:
                 arrays[spec.name] = wire(spec, result[spec.name], rows)
         return values, arrays
 
-    def _report(self, error: BaseException) -> RowReport:
-        text = text_of(error)
-        if isinstance(error, BadInput):
-            return RowReport(Status.BAD_INPUT, text)
-        self._failures.note(error)
-        if isinstance(error, _Wrote):
-            return RowReport(Status.RAISED, text)
-        if isinstance(error, BadOutput):
-            # That of a hand-over names the step already.
-            return RowReport(Status.BAD_OUTPUT, text if text.startswith("step `") else f"step `{self.name}`: {text}")
-        reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        if breaks_device(reason, self._device):
-            self._on_broken(reason)
-            return RowReport(Status.BROKEN, reason)
-        return RowReport(Status.RAISED, f"step `{self.name}`: {reason}")
-
     async def _in_executor(self, call: Callable[[], T]) -> T:
         def run() -> T:
             self._turn_grad_off()
@@ -421,11 +406,29 @@ class Step:
             torch.set_grad_enabled(False)
 
 
+async def _in_time(computed: Awaitable[object], until_s: float) -> object:
+    """What a model computes.
+
+    Raises:
+        CallFailed: nobody waited for it any more; it was cancelled.
+    """
+    if until_s == math.inf:
+        return await computed
+    task = asyncio.ensure_future(computed)
+    await asyncio.wait({task}, timeout=max(0.0, until_s - time.monotonic()))
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})  # it may clean up
+        if task.cancelled():
+            raise CallFailed(LATE)
+    return task.result()
+
+
 def _join(made: Made, pieces: Sequence[_Piece]) -> None:
     """Take in the pieces: one value an output, of all rows that succeeded.
 
     Raises:
-        _Ragged: the pieces' shapes differ.
+        RaggedPieces: the pieces' shapes differ.
     """
     if pieces:
         made.values = {name: settled(value) for name, value in _joined([one.values for one in pieces]).items()}
@@ -436,7 +439,7 @@ def _join(made: Made, pieces: Sequence[_Piece]) -> None:
 def _joined(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name in pieces[0]:
         if len({tuple(piece[name].shape[1:]) for piece in pieces}) > 1:
-            raise _Ragged
+            raise RaggedPieces
     return {name: joined([piece[name] for piece in pieces]) for name in pieces[0]}
 
 

@@ -33,7 +33,6 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     """Threads that compute at once."""
     device: str = "auto"
     threads: int | None = None
-    tensor_store: Literal["auto", "on", "off"] = "auto"
     warmup_batch_sizes: tuple[int, ...] | None = None
     load_timeout_s: float = 600
     max_compute_s: float | None = None
@@ -46,6 +45,10 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
     event: Literal["progress", "ready", "failed", "unloaded", "ending", "ended"]
     text: str = ""
     """Of ``progress``: the stage. Of ``failed`` and ``ending``: why."""
+    cause: str = ""
+    """Of ``failed``: why, in the words for clients: the error's class and message, without the folders of paths."""
+    is_permanent: bool = False
+    """Of ``failed``: whether another start would fail in the same way."""
     signature: dict[str, Any] | None = None
     """Of ``ready``: an `inference.signature.Signature`."""
     facts: dict[str, str] = {}

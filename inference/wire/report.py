@@ -97,6 +97,8 @@ class CallNote(msgspec.Struct, omit_defaults=True):
     patience_s: float = 0
     """Of a pipeline: how long a head's answer that is ready may wait for the others, unless it is a failure: nobody can
     do anything with it alone."""
+    left_s: dict[str, float] = {}
+    """Of a pipeline: for how long anyone waits for a head's answer. Of one that is absent, for ever."""
     stream: str = ""
     """Names a streaming request, so that it can be cancelled."""
     cancel: str = ""

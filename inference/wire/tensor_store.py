@@ -20,15 +20,8 @@ ASSUMED_DIMENSION: Final = 64
 """What a dimension that varies, and the bytes of a ``BYTES`` element, are taken for."""
 
 
-def uses_store(wanted: str, signature: Signature) -> bool:
-    """Whether a deployment's replicas use the store.
-
-    Args:
-        wanted: the configuration's ``tensor_store``: ``on``, ``off``, or ``auto``, which decides by `batch_bytes`.
-        signature: the model's.
-    """
-    if wanted != "auto":
-        return wanted == "on"
+def uses_store(signature: Signature) -> bool:
+    """Whether the replicas of a model use the store: `batch_bytes` decides."""
     if not (signature.heads or signature.streams):
         return False
     taken = [spec for spec in signature.inputs if signature.streams or spec.datatype == "BYTES"]

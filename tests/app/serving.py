@@ -13,6 +13,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from app.gateway.http.connection import BoundedConnection, Connections
+from app.gateway.http.entry import RequestRecords
+from app.gateway.http.event_stream import StreamLimits
+from app.telemetry.logs import AccessLog
 
 __all__ = ["TIMEOUT_S", "Served", "connect", "run_with", "serving", "until", "until_closed"]
 
@@ -29,10 +32,17 @@ class Served(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def serving(
-    application: ASGIApp, limit: int = 100, keep_alive_s: int = 75, timeout_s: float = TIMEOUT_S
+    application: ASGIApp,
+    limit: int = 100,
+    keep_alive_s: int = 75,
+    timeout_s: float = TIMEOUT_S,
+    access_log: AccessLog | None = None,
 ) -> AsyncIterator[Served]:
     """Serve an application as a worker does."""
-    connection = functools.partial(BoundedConnection, head_timeout_s=timeout_s, others=Connections(limit))
+    records = RequestRecords(access_log, StreamLimits())
+    connection = functools.partial(
+        BoundedConnection, head_timeout_s=timeout_s, others=Connections(limit), records=records
+    )
     config = uvicorn.Config(
         cast(Any, application), log_config=None, lifespan="off", ws="none", timeout_keep_alive=keep_alive_s,
         timeout_graceful_shutdown=5, http=cast("type[asyncio.Protocol]", connection),

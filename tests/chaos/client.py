@@ -13,16 +13,14 @@ from typing import Final
 from tests.chaos.asks import DEADLINE_S, WHATEVER, Ask
 from tests.chaos.reply import Reply
 
-__all__ = ["BODY_TIMEOUT_S", "GRACE_S", "WRITE_TIMEOUT_S", "Manner", "Result", "choose_manner", "send"]
+__all__ = ["CLIENT_TIMEOUT_S", "GRACE_S", "Manner", "Result", "choose_manner", "send"]
 
 GRACE_S: Final = 10.0
 """What a request may take beyond its deadline. A stopped replica or gateway worker is noticed after 1.25 s, what it
 had ends within another second, another worker is there after 0.5 s and its start; the rest is for clients, servers and
 starting replicas that share the machine's cores. A request that nobody ends would take for ever."""
-BODY_TIMEOUT_S: Final = 4.0
-"""The server's ``body_timeout_s``."""
-WRITE_TIMEOUT_S: Final = 2.0
-"""The server's ``write_timeout_s``."""
+CLIENT_TIMEOUT_S: Final = 3.0
+"""The server's ``client_timeout_s``."""
 _SLOW_S: Final = 0.8
 _SMALL_BYTES: Final = 4096
 """Of a slow reader's buffers."""
@@ -79,8 +77,8 @@ async def send(address: tuple[str, int], ask: Ask, manner: Manner, wait_s: float
         wait_s: how long one that ``leaves waiting`` waits.
     """
     result = Result(ask, manner, "hung", time.monotonic())
-    pauses_s = {"slow sender": _SLOW_S, "stalled sender": BODY_TIMEOUT_S, "slow reader": _SLOW_S}.get(manner, 0)
-    pauses_s += 2 * WRITE_TIMEOUT_S if manner == "stuck reader" else 0
+    pauses_s = {"slow sender": _SLOW_S, "stalled sender": CLIENT_TIMEOUT_S, "slow reader": _SLOW_S}.get(manner, 0)
+    pauses_s += 2 * CLIENT_TIMEOUT_S if manner == "stuck reader" else 0
     connection = _Connection(address, small=manner.endswith("reader"))
     try:
         talk = _converse(connection, ask, manner, wait_s, address)
@@ -138,7 +136,7 @@ async def _converse(
         await connection.body(reply, first_only=True)
         return None
     if manner.endswith("reader"):
-        await asyncio.sleep(_SLOW_S if manner == "slow reader" else 2 * WRITE_TIMEOUT_S)
+        await asyncio.sleep(_SLOW_S if manner == "slow reader" else 2 * CLIENT_TIMEOUT_S)
     if ask.what == "cancelled by id" and reply.status == 200:
         await connection.body(reply, first_only=True)
         await _cancel(address, (ask.headers or {})["X-Request-Id"])

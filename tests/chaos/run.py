@@ -17,7 +17,7 @@ import httpx
 
 from tests.chaos.asks import DEADLINE_S, PIECES, Ask, References, make_ask, reference_asks, reference_text
 from tests.chaos.book import Scrape, compare
-from tests.chaos.client import BODY_TIMEOUT_S, WRITE_TIMEOUT_S, Manner, Result, choose_manner, send
+from tests.chaos.client import CLIENT_TIMEOUT_S, Manner, Result, choose_manner, send
 from tests.chaos.faults import Fault, Harm, inflict
 from tests.chaos.reply import Reply
 from tests.running import Running, wait_for
@@ -111,8 +111,7 @@ def chaos_config(*, small: bool = False) -> dict[str, Any]:
         "deployments": {name: {**common, **deployment} for name, deployment in deployments.items()},
         "server": {
             "workers": WORKERS,
-            "body_timeout_s": BODY_TIMEOUT_S,
-            "write_timeout_s": WRITE_TIMEOUT_S,
+            "client_timeout_s": CLIENT_TIMEOUT_S,
             "access_log": False,
         },
     }

@@ -38,7 +38,7 @@ def lm() -> Iterator[Running]:
             },
             "faulty": language_model("faulty", step_s=0.01),
         },
-        "server": {"stream_ping_s": 0.3, "write_timeout_s": 3},
+        "server": {"client_timeout_s": 3},
     }
     with serve(config) as running:
         yield running

@@ -18,7 +18,7 @@ import uvicorn
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, RawTensor
 from app.config.schema import Server
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
 from app.gateway.app import Gateway as GatewayApp
 from app.gateway.app import create_app
@@ -50,12 +50,13 @@ HEAD_B = {"c": RawTensor("INT32", (1, 1), np.int32(3).tobytes())}
 Script = Callable[["Fake", InferRequest], AsyncIterator[HeadAnswer]]
 
 
-class Fake(Dispatcher):
+class Fake(ModelDispatcher):
     """A dispatcher that answers as a test says; it runs in the server's thread."""
 
     script: Script
     whole: Answer
     requests: list[InferRequest]
+    in_flight = 0
 
     def __init__(self, route: DeploymentRoute) -> None:
         super().__init__(route, cast("Any", lambda name, replica: _NoReplica()))
@@ -148,7 +149,8 @@ class Gateway:
 
 
 def _connection(**arguments: Any) -> BoundedConnection:
-    return BoundedConnection(head_timeout_s=5, others=Connections(100), **arguments)
+    records = RequestRecords(None, StreamLimits(15, 30))
+    return BoundedConnection(head_timeout_s=5, others=Connections(100), records=records, **arguments)
 
 
 def _access_log(log: list[dict[str, Any]]) -> Any:

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from app.lm.text.token_texts import logprob_token
+from app.lm.text.logprob_tokens import logprob_token
 from app.lm.text.tokenizer import Tokenizer as OurTokenizer
 from tests.end_to_end.conftest import language_model
 from tests.inference.lm.llamas import TIE, generated

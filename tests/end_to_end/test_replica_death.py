@@ -144,7 +144,8 @@ def test_a_model_that_fails_to_load_keeps_no_other_from_serving() -> None:
 
         assert running.index("bad")["reason"] == "RuntimeError: no weights here"
         refused = running.infer("bad", [2.0], shape=[1, 1])
-        assert (refused.status_code, "no weights here" in refused.json()["error"]) == (503, True)
+        assert refused.status_code == 503
+        assert refused.json()["error"] == "model `bad` is FAILED: RuntimeError: no weights here"
         assert running.infer("good", [2.0], shape=[1, 1]).status_code == 200
         assert running.replica_folders("bad") == []
         assert running.stop() == 0
@@ -158,4 +159,16 @@ def test_a_server_that_can_serve_nothing_ends_and_says_so() -> None:
         assert "bad: FAILED and not tried again" in log
         assert "no weights here" in log
         assert "serves nothing yet" in log
+        assert "every deployment has failed: bad: RuntimeError: no weights here" in log.splitlines()[-1]
+        assert leftovers(running.folder) == []
+
+
+def test_a_server_of_a_class_that_is_missing_ends_at_the_first_try() -> None:
+    config = {"deployments": {"bad": {"model": "faulty:Fault", "warmup_batch_sizes": []}}}
+    with serve(config, ready=False) as running:
+        assert running.popen.wait(90) == 1
+        log = running.log.read_text()
+        assert log.count(": did not start (") == 1
+        assert "Traceback" not in log
+        assert "every deployment has failed: bad: faulty.py has no Fault" in log.splitlines()[-1]
         assert leftovers(running.folder) == []

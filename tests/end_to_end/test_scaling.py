@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.process.machine import HOST
-from app.process.machine_memory import measure_groups_by_place
+from app.process.machine import HOST, measure_groups_by_place
 from tests.running import Running, in_background, leftovers, segments_of, serve, wait_for
 
 MIB = 2**20

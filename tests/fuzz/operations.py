@@ -111,7 +111,8 @@ async def _commanded(action: str, body: bytes) -> int:
     path = f"/v2/repository/models/m/{action}"
     scope = {
         **{"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""},
-        **{"headers": [(b"content-type", b"application/json")], "state": {}, "root_path": "", "http_version": "1.1"},
+        **{"headers": [(b"host", b"x"), (b"content-type", b"application/json")], "state": {}, "root_path": ""},
+        **{"http_version": "1.1"},
     }
     await _routes()(scope, receive, send)
     (status,) = sent

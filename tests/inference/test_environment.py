@@ -129,7 +129,7 @@ def test_require_says_reason_and_mend(tmp_path: Path) -> None:
     ended = run("from inference.environment import require; require()", fake_numpy(tmp_path))
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
-    assert last.startswith("inference.errors.ReplicaError: numpy version: expected numpy 1.x, got 2.1.0")
+    assert last.startswith("inference.errors.EnvironmentUnfit: numpy version: expected numpy 1.x, got 2.1.0")
     assert last.endswith("pip install 'numpy<2'")
 
 

@@ -129,13 +129,16 @@ def test_a_source_that_is_none_is_known_without_any_model(source: str, message: 
 def test_an_output_that_nobody_produces() -> None:
     message = refused({"trunk": model("x", "features; norm"), "a": HEAD_A}, None, {"a": {"features": "trunk.feature"}})
     assert message == (
-        "step `a`, input `features`: nobody produces `trunk.feature`; the outputs of `trunk` are `features`, `norm`"
+        "step `a`, input `features`: nobody produces `trunk.feature`; the outputs of `trunk` are `features`, `norm`; "
+        "did you mean `features`?"
     )
 
 
 def test_an_input_that_the_step_does_not_have() -> None:
     message = refused({"trunk": TRUNK, "a": HEAD_A}, None, {"a": {"feature": "trunk.features"}})
-    assert message == "step `a`, inputs: expected some of its inputs `features`, got `feature`"
+    assert (
+        message == "step `a`, inputs: expected some of its inputs `features`, got `feature`; did you mean `features`?"
+    )
 
 
 def test_a_stated_cycle_is_told_in_the_direction_of_the_tensors() -> None:
@@ -507,3 +510,24 @@ def test_every_step_comes_after_its_parents_and_what_is_needed_are_ancestors(
         done.add(step.name)
     assert done == set(order)
     assert plan.needed(wanted) == ancestors(parents, wanted)
+
+
+def test_all_faults_are_named_at_once_with_the_names_that_may_be_meant() -> None:
+    steps = {"trunk": TRUNK, "a": HEAD_A, "b": model("features FP32 [8]", "b")}
+    with pytest.raises(DeclarationError) as caught:
+        planned(steps, None, {"a": {"features": "trunk.featurs"}, "b": {"feature": "trunk.features"}})
+    first, second = caught.value.args
+    assert "nobody produces `trunk.featurs`" in first
+    assert first.endswith("; did you mean `features`?")
+    assert second == "step `b`, inputs: expected some of its inputs `features`, got `feature`; did you mean `features`?"
+
+
+def test_all_unknown_steps_and_heads_are_named_at_once() -> None:
+    spec = PipelineSpec(
+        (StepSpec("trunk", "m:T"), StepSpec("digit", "m:D", inputs={"x": "trunc.x"})), heads=("digits",), trunk="trunk"
+    )
+    with pytest.raises(DeclarationError) as caught:
+        check_names(spec)
+    first, second = caught.value.args
+    assert first.endswith("got `digits`; did you mean `digit`?")
+    assert second.endswith("unknown step `trunc`; expected `trunk`, `digit` or `input`; did you mean `trunk`?")

@@ -11,12 +11,10 @@ import argparse
 import asyncio
 import contextlib
 import json
-import math
-import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,8 @@ from app.cli.bench.outcomes import OF_REQUESTS, OF_RUNS, read_limits
 from app.cli.bench.plan import Plan, check_answers, points_of
 from app.cli.bench.results import Results
 from app.cli.bench.table import table_text
-from app.cli.client import Server
-from app.cli.options import add_report_options, checked, listed, number, whole
+from app.cli.client import ServerClient
+from app.cli.options import add_report_options, check_writable, checked, listed, number, whole, write_file
 from app.cli.report.plots import check_plots
 from app.errors import CommandError
 
@@ -40,6 +38,10 @@ __all__ = ["Progress", "add_bench_command", "bench"]
 MOST_CONNECTIONS = 20_000
 
 MOST_PROCESSES = 64
+
+POSITIVE = checked(number(lambda value: value > 0, "a number above 0"))
+
+NOT_NEGATIVE = checked(number(lambda value: value >= 0, "a number 0 or more"))
 
 
 def add_bench_command(commands: Any) -> None:
@@ -63,7 +65,7 @@ def add_bench_command(commands: Any) -> None:
         help="closed loop: each connection waits for its answer; default: 1,16",
     )  # fmt: skip
     loop.add_argument(
-        "--rate", type=listed(_number(0)), metavar="R[,R]",
+        "--rate", type=listed(POSITIVE), metavar="R[,R]",
         help="open loop: requests/s, sent at their times whatever the server does",
     )  # fmt: skip
     bench.add_argument(
@@ -74,14 +76,14 @@ def add_bench_command(commands: Any) -> None:
         "--max-connections", type=whole(1, MOST_CONNECTIONS), default=1024, metavar="N",
         help="of --rate, at most; default: %(default)s",
     )  # fmt: skip
-    bench.add_argument("--seconds", type=_number(0), default=5.0, metavar="S", help="of each run; default: 5")
+    bench.add_argument("--seconds", type=POSITIVE, default=5.0, metavar="S", help="of each run; default: 5")
     bench.add_argument(
-        "--warmup", type=_number(0, inclusive=True), default=1.0, metavar="S",
+        "--warmup", type=NOT_NEGATIVE, default=1.0, metavar="S",
         help="before each run, not counted; default: 1",
     )  # fmt: skip
     bench.add_argument("--repeats", type=whole(1, 1000), default=3, metavar="N", help="default: 3")
     bench.add_argument(
-        "--timeout", type=_number(0), default=30.0, metavar="S",
+        "--timeout", type=POSITIVE, default=30.0, metavar="S",
         help="after which a request without its whole answer counts as failed; default: 30",
     )  # fmt: skip
     bench.add_argument(
@@ -184,17 +186,6 @@ def _key(path: Path | None) -> str:
     return key
 
 
-def _number(above: float, *, inclusive: bool = False) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        value = number(text)
-        if not (math.isfinite(value) and (value > above or (inclusive and value == above))):
-            words = f"{above:g} or more" if inclusive else f"above {above:g}"
-            raise argparse.ArgumentTypeError(f"expected a number {words}, got {text!r}")
-        return value
-
-    return read
-
-
 def _shape(text: str) -> tuple[str, tuple[int, ...]]:
     name, _, dims = text.rpartition("=")
     try:
@@ -277,8 +268,11 @@ def bench(plan: Plan) -> int:
     Raises:
         CommandError: nothing could be measured.
     """
-    _check_files(plan)
-    server = Server(plan.url, plan.key)
+    if plan.html is not None:
+        check_plots()
+    check_writable("--json", plan.json)
+    check_writable("--html", plan.html)
+    server = ServerClient(plan.url, key=plan.key, option="URL")
     about = server.about()
     model = plan.model or server.only_model()
     points = points_of(plan, server, model)
@@ -288,12 +282,11 @@ def bench(plan: Plan) -> int:
         uvloop.run(_measure(results, load))
     told = results.told()
     print(table_text(told))
-    if plan.json is not None:
-        _write(plan.json, json.dumps(told, indent=1) + "\n", "--json")
+    write_file("--json", plan.json, json.dumps(told, indent=1) + "\n")
     if plan.html is not None:
         from app.cli.bench.table import page_html
 
-        _write(plan.html, page_html(results), "--html")
+        write_file("--html", plan.html, page_html(results))
     return 0 if told["valid"] else 1
 
 
@@ -321,21 +314,3 @@ async def _measure(results: Results, load: Generator) -> None:
                         return
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-
-
-def _check_files(plan: Plan) -> None:
-    """Before anything long begins: whether what comes of it can be written."""
-    if plan.html is not None:
-        check_plots()
-    for option, path in (("--json", plan.json), ("--html", plan.html)):
-        if path is not None:
-            where = path if path.exists() else path.parent
-            if path.is_dir() or not where.exists() or not os.access(where, os.W_OK):
-                raise CommandError(f"{option}: {path}: expected a file that can be written; is its folder there?")
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise CommandError(f"{option}: {path}: can't be written: {error.strerror}") from error

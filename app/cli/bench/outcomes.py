@@ -8,13 +8,15 @@ What came of one run of load.
 from __future__ import annotations
 
 import itertools
-import math
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from app.cli.bench.events import Sample
 from app.cli.bench.faults import Fault
@@ -24,7 +26,6 @@ __all__ = [
     "NO_LIMITS",
     "OF_REQUESTS",
     "OF_RUNS",
-    "PER_MILLE",
     "Limits",
     "Outcomes",
     "distribution",
@@ -81,7 +82,7 @@ def read_limits(text: str) -> dict[str, float]:
     Raises:
         ValueError: the message says what was expected.
     """
-    return named(text, (*OF_REQUESTS, *OF_RUNS), _milliseconds)
+    return named(text, (*OF_REQUESTS, *OF_RUNS), number(lambda ms: ms > 0, "milliseconds above 0, such as 200"))
 
 
 def request_limits(told: Mapping[str, float]) -> Limits:
@@ -89,47 +90,36 @@ def request_limits(told: Mapping[str, float]) -> Limits:
     return Limits(*(told[name] / 1000 if name in told else None for name in OF_REQUESTS))
 
 
-def _milliseconds(text: str) -> float:
-    value = number(text)
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"expected milliseconds above 0, such as 200, got {text!r}")
-    return value
+_ENOUGH: Final = {"p50": (50.0, 1), "p90": (90.0, 10), "p99": (99.0, 100), "p99.9": (99.9, 1000)}
+"""Those that are reported, and how many values each needs so that it does not only repeat the greatest."""
 
 
-PER_MILLE: Final = {"p50": 500, "p90": 900, "p99": 990, "p99.9": 999}
-"""Those that are reported."""
-
-
-def percentile(ordered: Sequence[float], per_mille: int) -> float:
-    """The smallest value that at least so many thousandths of all do not exceed.
+def percentile(values: Sequence[float] | npt.NDArray[Any], percent: float) -> float:
+    """The smallest value that at least so many percent of all do not exceed.
 
     Args:
-        ordered: the values, smallest first; at least one.
-        per_mille: 1 to 1000. Whole numbers, since a sum of fractions could end one rank off.
+        values: in any order; at least one.
+        percent: 0 to 100.
     """
-    return ordered[-(-len(ordered) * per_mille // 1000) - 1]
+    return float(np.percentile(values, percent, method="inverted_cdf"))
 
 
 def distribution(values: Sequence[float], scale: float = 1.0) -> dict[str, float | int | None]:
     """Count, mean, least, greatest and percentiles.
 
-    A percentile for which there are too few values, so that it could only repeat the greatest, is None: p99 needs 100
-    values, p99.9 needs 1,000.
+    A percentile for which there are too few values is None: p90 needs 10, p99 100, p99.9 1,000.
 
     Args:
         values: in any order.
         scale: what they are multiplied by, such as 1000 for milliseconds.
     """
-    ordered = sorted(values)
-    count = len(ordered)
+    scaled = np.asarray(values, float) * scale
+    count = len(scaled)
     told: dict[str, float | int | None] = {"count": count, "mean": None, "min": None, "max": None}
-    if ordered:
-        told |= {
-            "mean": sum(ordered) / count * scale, "min": ordered[0] * scale, "max": ordered[-1] * scale,
-        }  # fmt: skip
-    for name, per_mille in PER_MILLE.items():
-        enough = count * (1000 - per_mille) >= 1000 or (per_mille == 500 and count > 0)
-        told[name] = percentile(ordered, per_mille) * scale if enough else None
+    if count:
+        told |= {"mean": float(scaled.mean()), "min": float(scaled.min()), "max": float(scaled.max())}
+    for name, (percent, least) in _ENOUGH.items():
+        told[name] = percentile(scaled, percent) if count >= least else None
     return told
 
 
@@ -194,15 +184,15 @@ class Outcomes:
         """Failures among the requests; 0 without any."""
         return self.failures / self.requests if self.requests else 0.0
 
-    def latency_ms(self, per_mille: int) -> float:
-        """A percentile of the latency, for example 500 for the median.
+    def latency_ms(self, percent: float) -> float:
+        """A percentile of the latency, for example 50 for the median.
 
         Raises:
             ValueError: there was no good answer.
         """
         if not self.latencies_s:
             raise ValueError("no request had a good answer")
-        return percentile(sorted(self.latencies_s), per_mille) * 1000
+        return percentile(self.latencies_s, percent) * 1000
 
     def note(self, sample: Sample, begin_s: float, limits: Limits) -> tuple[bool, bool, int]:
         """Count a request.

@@ -20,7 +20,7 @@ from app.cli.bench.faults import AskFailed
 from app.cli.bench.load import Job, Load
 from app.cli.bench.outcomes import OF_RUNS, Limits, request_limits
 from app.cli.bench.target import Body, Target
-from app.cli.client import Metadata, Server
+from app.cli.client import Metadata, ServerClient
 from app.errors import CommandError
 
 __all__ = ["MODES", "Plan", "Point", "check_answers", "points_of"]
@@ -105,7 +105,7 @@ REFUSALS: Final = (400, 401, 403, 404, 405, 413, 415, 422)
 """An answer of these is about the request, and the next one would be the same."""
 
 
-def points_of(plan: Plan, server: Server, model: str) -> list[Point]:
+def points_of(plan: Plan, server: ServerClient, model: str) -> list[Point]:
     """What is to be measured, with the requests.
 
     Raises:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from app.cli.bench.results import Results
+from app.cli.report.columns import columns
 from app.cli.report.page import Code, Figure, Paragraph, Part, Section, Table, Warn, render_page
 from app.cli.report.plots import Curve, cdf, line_chart
 
@@ -44,18 +45,18 @@ def tables(told: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
 
 
 def _table(
-    told: Mapping[str, Any], columns: Sequence[tuple[str, str, bool]], *, with_errors: bool
+    told: Mapping[str, Any], figures: Sequence[tuple[str, str, bool]], *, with_errors: bool
 ) -> tuple[list[str], list[list[str]]]:
     points = told["points"]
     has_heads = any(point["heads"] is not None for point in points)
-    head = ["LOAD", *(["HEADS"] if has_heads else []), *(name for name, _, _ in columns)]
+    head = ["LOAD", *(["HEADS"] if has_heads else []), *(name for name, _, _ in figures)]
     head += ["ERRORS"] if with_errors else []
     rows = []
     for point in points:
         row = [f"{'' if point['valid'] else '! '}{shown_load(point['load'])}"]
         if has_heads:
             row.append(",".join(point["heads"]) if point["heads"] is not None else "all")
-        row += [shown_spread(point["summary"][name], with_range) for _, name, with_range in columns]
+        row += [shown_spread(point["summary"][name], with_range) for _, name, with_range in figures]
         if with_errors:
             failures = sum(one["count"] for one in point["errors"])
             requests = sum(one["requests"] for one in point["repeats"])
@@ -68,12 +69,7 @@ def table_text(told: Mapping[str, Any]) -> str:
     """The tables, and below them what has to be known of their figures."""
     lines: list[str] = []
     for head, rows in tables(told):
-        widths = [max(len(row[place]) for row in (head, *rows)) for place in range(len(head))]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in (head, *rows)
-        ]
-        lines.append("")
+        lines += [columns([head, *rows]), ""]
     run = told["run"]
     if run["repeats"] > 1:
         lines.append(f"Medians of {run['repeats']} repeats of {run['seconds']:g} s, least to greatest in brackets.")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from app.cli.options import check_writable, write_file
 from app.cli.plan.json import plan_json
 from app.cli.plan.known_sizes import paper_text, read_sizes
 from app.cli.plan.measuring import weigh_deployment
@@ -23,14 +24,17 @@ from app.cli.plan.text import is_off, is_unsteady, plan_text, smallest_need
 from app.cli.report.plots import check_plots
 from app.config.schema import Config
 from app.errors import CommandError
-from app.process.machine_memory import gpu_capacities, gpu_name, host_capacity
+from app.process.gpu import gpu_capacities, gpu_name
+from app.process.machine import host_capacity
 
-__all__ = ["run"]
+__all__ = ["exit_status", "run"]
 
 Read = Callable[[argparse.Namespace], tuple[Config, tuple[str, ...]]]
 
 SIZE_S: Final = 10.0
 """About how long a size takes besides its load, where imports are quick."""
+NOT_HELD: Final = 3
+"""Exit status: everything was run, but figures differ too much from round to round or from what was predicted."""
 CHECKS: Final = 2
 """Sizes that are predicted first and run after, at most."""
 
@@ -65,8 +69,9 @@ def run(options: argparse.Namespace, read: Read) -> int:
     if options.dry_run:
         return 0
     out, stem = _where(options)
-    for file in (options.json, options.html, out / "x"):
-        _check_folder(file)
+    check_writable("--json", options.json)
+    check_writable("--html", options.html)
+    check_writable("--out", out / f"{stem}-balanced.yaml")
     capacity = host_capacity()
     budget = _budget(options, subject, capacity)
     _say(f"loading {name} to weigh it")
@@ -82,7 +87,7 @@ def run(options: argparse.Namespace, read: Read) -> int:
     finally:
         _write(plan, options)
     print(plan_text(plan))
-    return _status(plan, strict=options.strict)
+    return exit_status(plan)
 
 
 def _on_paper(options: argparse.Namespace) -> int:
@@ -117,19 +122,6 @@ def _where(options: argparse.Namespace) -> tuple[Path, str]:
     return folder, f"{stem}-{options.deployment}" if options.deployment else stem
 
 
-def _check_folder(file: Path | None) -> None:
-    """See that a file can be written, before it takes minutes to have something to write.
-
-    Raises:
-        CommandError: it can't.
-    """
-    if file is None:
-        return
-    there = next((folder for folder in (file.parent, *file.parent.parents) if folder.exists()), Path("/"))
-    if not there.is_dir() or not os.access(there, os.W_OK) or file.is_dir():
-        raise CommandError(f"{file}: can't be written; name another file or folder with --out, --json or --html")
-
-
 def _budget(options: argparse.Namespace, subject: Subject, capacity: int | None) -> Budget:
     """What may be taken. ``--memory`` is of the device that it computes on.
 
@@ -157,39 +149,35 @@ def _write(plan: Plan, options: argparse.Namespace) -> None:
     Raises:
         CommandError: one can't be written.
     """
-    try:
-        if options.json is not None:
-            options.json.write_text(json.dumps(plan_json(plan), indent=2) + "\n", encoding="utf-8")
-        if options.html is not None:
-            options.html.write_text(plan_page(plan), encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"{error.filename}: can't be written: {error.strerror}") from error
+    write_file("--json", options.json, json.dumps(plan_json(plan), indent=2) + "\n")
+    if options.html is not None:
+        write_file("--html", options.html, plan_page(plan))
 
 
-def _status(plan: Plan, *, strict: bool) -> int:
-    status = 0
+def exit_status(plan: Plan) -> int:
+    """0, 1 or `NOT_HELD`; says on standard error why it is not 0."""
+    failures, doubts = [], []
     if plan.ended:
-        print(f"headwater: the plan is not complete: {plan.ended}", file=sys.stderr)
-        status = 1
+        failures.append(f"the plan is not complete: {plan.ended}")
     if plan.predictor is not None and (excess := smallest_need(plan)):
-        print(f"headwater: nothing fits: the smallest size, one replica with batches of one row, {excess}",
-              file=sys.stderr)  # fmt: skip
-        status = 1
+        failures.append(f"nothing fits: the smallest size, one replica with batches of one row, {excess}")
     trials = [*plan.trials, *(one.trial for one in plan.recommendations if one.trial is not None)]
     for trial in trials:
         if trial.error and not plan.ended:
-            print(f"headwater: {trial.point} could not be run: {trial.error}", file=sys.stderr)
-            status = 1
+            failures.append(f"{trial.point} could not be run: {trial.error}")
         if (measured := trial.measured) is not None and is_unsteady(measured):
-            print(f"headwater: {trial.point}: its rounds differ by {measured.spread:.0%}: the machine was busy with "
-                  "something else, and its figures are not to be relied on", file=sys.stderr)  # fmt: skip
-            status = 1 if strict else status
-        for one in trial.comparisons:
-            if strict and is_off(one):
-                print(f"headwater: {trial.point}: {one.what}: predicted {one.error:+.1%} of what was measured",
-                      file=sys.stderr)  # fmt: skip
-                status = 1
-    return status
+            doubts.append(
+                f"{trial.point}: its rounds differ by {measured.spread:.0%}: the machine was busy with something else, "
+                "and its figures are not to be relied on"
+            )
+        doubts += [
+            f"{trial.point}: {one.what}: predicted {one.error:+.1%} of what was measured"
+            for one in trial.comparisons
+            if is_off(one)
+        ]
+    for line in dict.fromkeys((*failures, *doubts)):  # two profiles may have one size
+        print(f"headwater: {line}", file=sys.stderr)
+    return 1 if failures else NOT_HELD if doubts else 0
 
 
 def _say(text: str) -> None:

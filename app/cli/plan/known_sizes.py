@@ -1,11 +1,7 @@
-"""Text in columns.
-
-Plans on paper: what fits where the sizes are known and nothing can be run.
-"""
+"""Plans on paper: what fits where the sizes are known and nothing can be run."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -15,21 +11,12 @@ from app.cli.options import named
 from app.cli.plan.memory_model import MemoryModel, ReplicaTerms
 from app.cli.plan.point import Point
 from app.cli.plan.profiles import Budget, recommend
+from app.cli.report.columns import columns
 from app.config.sections import MemorySize
 from app.errors import CommandError
 from app.process.machine import size_text
 
-__all__ = ["columns", "largest_batches", "paper_model", "paper_text", "read_size", "read_sizes"]
-
-
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Lines of cells, each column as wide as its widest; the last one as it comes."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
-        for row in rows
-    )
-
+__all__ = ["largest_batches", "paper_model", "paper_text", "read_size", "read_sizes"]
 
 NAMES: Final = {
     "weights": "of one copy of the model",
@@ -37,13 +24,9 @@ NAMES: Final = {
     "row": "that a row of a batch adds while it is computed",
     "instance": "that another instance adds besides its rows",
 }
-
 _size: Final[TypeAdapter[int]] = TypeAdapter(MemorySize)
-
 MOST_ROWS: Final = 1024
-
 MOST_REPLICAS: Final = 64
-
 SEVERAL: Final = 4
 """Replicas that are taken for several where the machine is unknown."""
 
@@ -118,8 +101,10 @@ def paper_text(sizes: Mapping[str, int], memory: int, headroom: float, instances
     table = [(str(point.replicas), str(point.instances), str(point.rows), size_text(need)) for point, need in found]
     lines += [columns([head, *table]), ""]
     profiles = []
-    rows = [point.rows for point, _ in found if point.calls == 1] or [1]
-    for one in recommend(model, lambda point: math.nan, budget, rows=rows, instances=instances, cores=SEVERAL):
+    # Nothing is measured: the larger a batch of one call is, the more it gives.
+    rates = {point: float(point.rows) for point, _ in found if point.calls == 1} or {Point(1): 1.0}
+    most = Point(MOST_ROWS, max(instances), MOST_REPLICAS)
+    for one in recommend(model, rates, budget, most=most, cores=SEVERAL):
         if one.point is None:
             profiles.append((one.name, "-", "-", "-", "-", one.note))
         else:

@@ -5,6 +5,8 @@ How large a deployment's weights are: they are loaded once, in a process of thei
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -21,10 +23,9 @@ from app.cli.plan.server import PlanServer, serve_point
 from app.cli.plan.subject import WARMUP_S, Subject
 from app.config.schema import Deployment
 from app.errors import CommandError, StartError
-from app.process.machine import HOST
-from app.process.machine_memory import gpus_used, measure_groups_by_place
+from app.process.gpu import gpus_used
+from app.process.machine import HOST, measure_groups_by_place
 from app.process.model_side import ModelSide, last_line
-from app.process.process_stat import process_stat
 
 __all__ = ["Measured", "Weights", "measure_point", "measure_server_under_load", "weigh_deployment"]
 
@@ -70,7 +71,9 @@ def measure_point(subject: Subject, point: Point) -> Measured:
         CommandError: it doesn't start, or requests fail; says why.
     """
     section = section_of(subject.deployment, point, subject.cores)
-    fields = {**subject.server, "deployments": {subject.name: section}, "server.memory_fraction": WHOLE_MACHINE}
+    fields = {**subject.server, "deployments": {subject.name: section}}
+    if not isinstance(fields.get("server.memory_limit"), int):
+        fields["server.memory_limit"] = WHOLE_MACHINE
     return measure_server_under_load(subject, point, subject.what, fields)
 
 
@@ -103,7 +106,7 @@ def measure_server_under_load(subject: Subject, point: Point, what: str, fields:
     )
     rate = outcomes.tokens_per_s if subject.is_language_model else outcomes.requests_per_s
     return Measured(
-        point, found, memory.host, device, device_name, rate, outcomes.latency_ms(500), outcomes.latency_ms(990),
+        point, found, memory.host, device, device_name, rate, outcomes.latency_ms(50), outcomes.latency_ms(99),
         connections, mean_rows, outcomes.cpu_share,
     )  # fmt: skip
 
@@ -142,7 +145,10 @@ def _device_name(subject: Subject, server: PlanServer) -> str:
 
 def _device_bytes(server: PlanServer, before: int) -> int:
     """Of all GPUs, by process where NVML can tell; otherwise by how much more is used than before."""
-    groups = {stat.group for pid in descendants(server.pid) if (stat := process_stat(pid)) is not None}
+    groups = set()
+    for pid in descendants(server.pid):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            groups.add(os.getpgid(pid))
     found = measure_groups_by_place(groups)
     told = sum(count for places in found.values() for place, count in places.items() if place != HOST)
     return told or max(0, sum(gpus_used().values()) - before)
@@ -170,7 +176,7 @@ def weigh_deployment(name: str, deployment: Deployment, path: Sequence[str]) -> 
         "model": deployment.model or "",
         "options": deployment.options,
         "pipeline": deployment.pipeline.spec() if deployment.pipeline is not None else None,
-        "device": deployment.device,
+        "device": deployment.placements[0],
         "path": path,
         "working_dir": path[0],
     }

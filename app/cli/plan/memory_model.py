@@ -19,7 +19,6 @@ which is computed and not fitted. While the last replica starts, it may have mor
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -117,32 +116,25 @@ def _number_bytes(options: Mapping[str, Any], *configs: Mapping[str, Any]) -> in
 
 
 def fit_non_negative(features: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Coefficients with the least sum of squared relative errors; columns that tell nothing new get 0.
-
-    With so few columns every set of them that may be positive is tried, which is exact: the best admissible
-    unconstrained solution is the constrained one.
+    """Coefficients with the least sum of squared relative errors; columns that the ones before them imply get 0.
 
     Args:
         features: a row for each value; a handful of columns, the first of which is wanted most.
         values: positive.
     """
-    matrix: npt.NDArray[Any] = np.asarray(features, float) / np.asarray(values, float)[:, None]
-    ones = np.ones(len(values))
-    columns = matrix.shape[1]
-    best, least = [0.0] * columns, float(len(values))
-    for size in range(1, columns + 1):
-        for chosen in itertools.combinations(range(columns), size):
-            part = matrix[:, chosen]
-            if np.linalg.matrix_rank(part) < size:
-                continue
-            found = np.linalg.lstsq(part, ones, rcond=None)[0]
-            error = float(((part @ found - ones) ** 2).sum())
-            # More terms only for a fit that is better by more than rounding.
-            if (found >= 0).all() and error < least * (1 - 1e-9) - 1e-15:
-                best, least = [0.0] * columns, error
-                for column, value in zip(chosen, found, strict=True):
-                    best[column] = float(value)
-    return best
+    from scipy.optimize import nnls  # here, so that plans on paper don't wait for it
+
+    raw: npt.NDArray[Any] = np.asarray(features, float)
+    chosen: list[int] = []
+    for column in range(raw.shape[1]):
+        if np.linalg.matrix_rank(raw[:, [*chosen, column]]) > len(chosen):
+            chosen.append(column)
+    matrix = raw[:, chosen] / np.asarray(values, float)[:, None]
+    scales = np.linalg.norm(matrix, axis=0)
+    found, _ = nnls(matrix / scales, np.ones(len(values)))
+    coefficients = np.zeros(raw.shape[1])
+    coefficients[chosen] = found / scales
+    return [float(one) for one in coefficients]
 
 
 CacheSize = Callable[[int], int]

@@ -15,6 +15,8 @@ __all__ = ["add_plan_command"]
 MOST_ROWS: Final = 65_536
 MOST_REPLICAS: Final = 64
 MOST_SECONDS: Final = 3600
+PART: Final = checked(number(lambda value: 0 <= value < 1, "a part such as 0.2, from 0 to below 1"))
+SECONDS: Final = checked(number(lambda value: 0 < value <= MOST_SECONDS, f"seconds above 0, at most {MOST_SECONDS}"))
 
 
 def add_plan_command(commands: Any, read: Callable[[argparse.Namespace], Any]) -> None:
@@ -29,7 +31,8 @@ def add_plan_command(commands: Any, read: Callable[[argparse.Namespace], Any]) -
         help="measure a deployment at several sizes, and recommend configurations",
         description="Run a deployment at several sizes, fit models of its memory and speed, say what fits, and write "
         "three configurations, each of which is run. Exit status: 0; 1 if nothing fits, something could not be run, or "
-        "it was cut off; 2 for options that make no sense. How it works: docs/plan.md.",
+        "it was cut off; 2 for options that make no sense; 3 if the figures did not hold when they were measured "
+        "again. How it works: docs/plan.md.",
     )
     plan.add_argument(
         "what", nargs="?", metavar="CONFIG | MODULE:CLASS | onnx:PATH | lm:PATH", help="as of `headwater serve`"
@@ -55,9 +58,9 @@ def add_plan_command(commands: Any, read: Callable[[argparse.Namespace], Any]) -
         help="of the device that it computes on, such as 16GiB; default: what that has",
     )  # fmt: skip
     plan.add_argument(
-        "--headroom", type=_part, default=0.2, metavar="PART", help="of the memory, kept free; default: 0.2"
+        "--headroom", type=PART, default=0.2, metavar="PART", help="of the memory, kept free; default: 0.2"
     )  # fmt: skip
-    plan.add_argument("--seconds", type=_seconds, default=4.0, metavar="S", help="of load at each size; default: 4")
+    plan.add_argument("--seconds", type=SECONDS, default=4.0, metavar="S", help="of load at each size; default: 4")
     plan.add_argument(
         "--input", type=Path, metavar="FILE.json",
         help="a request's body with one row, or a list of them; default: made from the model's metadata",
@@ -79,11 +82,6 @@ def add_plan_command(commands: Any, read: Callable[[argparse.Namespace], Any]) -
         "--no-verify", action="store_true",
         help="don't run sizes that were not measured, nor the recommended configurations",
     )  # fmt: skip
-    plan.add_argument(
-        "--strict", action="store_true",
-        help="exit status 1 also if a memory is off by more than 10 %% of what was measured, or a speed by 15 %%, or "
-        "rounds differ by that much",
-    )  # fmt: skip
     plan.add_argument("--dry-run", action="store_true", help="print the sizes that would be measured, and end")
     plan.add_argument(
         "--from-sizes", metavar="weights=SIZE[,process=SIZE][,row=SIZE][,instance=SIZE]",
@@ -100,17 +98,3 @@ def _run(options: argparse.Namespace, read: Callable[[argparse.Namespace], Any])
     from app.cli.plan.command import run  # its imports take time, which other commands are spared
 
     return run(options, read)
-
-
-def _part(text: str) -> float:
-    value = number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"expected a part such as 0.2, from 0 to below 1, got {text!r}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = number(text)
-    if not 0 < value <= MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, at most {MOST_SECONDS}, got {text!r}")
-    return value

@@ -137,10 +137,9 @@ def _measured(plan: Plan) -> Section:
         one = row.measured
         size = [row.point.rows, row.point.instances, row.point.replicas]
         if one is None:
-            rows.append([*size, "-", "-", "-", "-", row.error])
+            rows.append([*size, "-", "-", "-", "-", row.note])
         else:
             figures = [f"{one.rate:.4g}", f"{one.p50_ms:.1f}", f"{one.p99_ms:.1f}"]
-            again = f"at the second try; at the first: {row.first_error}" if row.first_error else ""
-            rows.append([*size, size_text(one.host), *figures, again])
+            rows.append([*size, size_text(one.host), *figures, row.note])
     head = ["batch", "instances", "replicas", "memory", plan.subject.unit, "p50 ms", "p99 ms", "note"]
     return Section("Measured", [Table(head, rows)])

@@ -1,31 +1,54 @@
 """Measures sizes one after the other; one that fails twice leaves its reason, and what was measured stays.
 
+A size that is out of line with the others is measured again: one that something else on the machine disturbed would
+bend the models, and the recommendations with them.
+
 A whole plan: sizes are measured, models fitted, profiles chosen, and each of those run as it is recommended.
 """
 
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from app.cli.options import write_file
 from app.cli.plan.measuring import Measured, Weights, measure_point, measure_server_under_load
-from app.cli.plan.point import Point, section_of, takes_instances
+from app.cli.plan.point import Point, section_of
 from app.cli.plan.prediction import Predictor, fit, held_out_error, unseen_points
-from app.cli.plan.profiles import Budget, recommend
+from app.cli.plan.profiles import WORTH, Budget, recommend
 from app.cli.plan.subject import Subject
-from app.cli.plan.trial import Recommendation, Trial, figures, profile_comments, profile_yaml, served_at
+from app.cli.plan.trial import (
+    Recommendation,
+    Trial,
+    combined,
+    figures,
+    profile_comments,
+    profile_yaml,
+    served_at,
+    spread_text,
+)
 from app.config.schema import Config
 from app.errors import CommandError
 from app.process.machine import size_text
 
-__all__ = ["Plan", "Planner", "Row", "Sweep", "run_sweep"]
+__all__ = ["Plan", "Planner", "Row", "Sweep", "measure_outliers_again", "run_sweep"]
 
 
 SAFE_PART: Final = 0.9
 """Of the machine's memory: a size that would take more is not tried."""
+
+SLOW_FACTOR: Final = 1.5
+"""An outlier is so many times slower than a size that should not be faster."""
+
+TAIL_FACTOR: Final = 4.0
+"""An outlier's p99, relative to its p50, is so many times that of the other sizes."""
+
+MORE_ROUNDS: Final = 2
+"""With the first three, so that the median is not the outlier."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +61,19 @@ class Row:
     """Why it was not measured, in one line; empty: it was."""
     first_error: str = ""
     """Why the first try failed, where there was a second."""
+
+    @property
+    def note(self) -> str:
+        """What a reader must know of the figures, or why there are none; empty: nothing."""
+        if self.measured is None:
+            return self.error
+        notes = ["the load's generator was busy"] if self.measured.load_share > 0.9 else []
+        if self.first_error:
+            notes.append(f"at the second try; at the first: {self.first_error}")
+        if self.measured.rates:
+            rates = spread_text(self.measured)
+            notes.append(f"an outlier, so medians of {len(self.measured.rates)} measurements: {rates}")
+        return "; ".join(notes)
 
 
 @dataclass
@@ -84,6 +120,48 @@ def run_sweep(
             sweep.ended = f"the smallest size, {point}, can't be measured: {row.error}"
         if sweep.ended:
             break
+
+
+def measure_outliers_again(sweep: Sweep, measure: Callable[[Point], Measured], progress: Callable[[Row], None]) -> None:
+    """Measure each outlier twice more, and take the medians.
+
+    Args:
+        sweep: has all sizes; an outlier's row is replaced.
+        measure: as of `run_sweep`.
+        progress: gets each row that is replaced.
+    """
+    first = sweep.measured
+    for place, row in enumerate(sweep.rows):
+        if row.measured is None or not _is_outlier(row.measured, first):
+            continue
+        rounds = [row.measured]
+        for _ in range(MORE_ROUNDS):
+            if (again := _measured(sweep, row.point, measure).measured) is not None:
+                rounds.append(again)
+            if sweep.ended:
+                return
+        sweep.rows[place] = replace(row, measured=combined(rounds))
+        progress(sweep.rows[place])
+
+
+def _is_outlier(one: Measured, measured: Sequence[Measured]) -> bool:
+    """Whether something else than its size seems to have slowed it down.
+
+    Sizes are compared that can be whatever the model is: a call takes no longer than one with more rows, and a larger
+    size gives no less than a smaller one.
+    """
+    others = [other for other in measured if other is not one]
+    tails = [other.p99_ms / other.p50_ms for other in others]
+    if tails and one.p99_ms / one.p50_ms > TAIL_FACTOR * statistics.median_low(tails):
+        return True
+    size = one.point
+    for other in others:
+        if all(less <= more for less, more in zip(other.point, size, strict=True)):
+            if other.rate > SLOW_FACTOR * one.rate:
+                return True
+        elif other.point[1:] == size[1:] and size.rows / one.rate > SLOW_FACTOR * other.point.rows / other.rate:
+            return True
+    return False
 
 
 def _measured(sweep: Sweep, point: Point, measure: Callable[[Point], Measured]) -> Row:
@@ -158,6 +236,8 @@ class Planner:
         """
         plan, subject = self._plan, self._plan.subject
         run_sweep(plan.sweep, points, self._measure, plan.capacity, self._tell)
+        if not plan.sweep.ended:
+            measure_outliers_again(plan.sweep, self._measure, self._tell)
         plan.ended = plan.sweep.ended
         measured = plan.sweep.measured
         if not measured:
@@ -172,6 +252,7 @@ class Planner:
             if checks:
                 self._check([one.point for one in measured])
             self._verify(rounds)
+            self._settle()
         except KeyboardInterrupt:
             plan.ended = "stopped by hand"
 
@@ -179,9 +260,8 @@ class Planner:
         return measure_point(self._plan.subject, point)
 
     def _tell(self, row: Row) -> None:
-        told = row.error if row.measured is None else figures(row.measured, self._plan.subject.unit)
-        again = f" (at the second try; at the first: {row.first_error})" if row.first_error else ""
-        self._progress(f"{row.point}: {told}{again}")
+        told = [] if row.measured is None else [figures(row.measured, self._plan.subject.unit)]
+        self._progress(f"{row.point}: {'; '.join(filter(None, (*told, row.note)))}")
 
     def _recommend(self) -> None:
         plan = self._plan
@@ -189,17 +269,18 @@ class Planner:
         measured = plan.sweep.measured
         profiles = recommend(
             plan.predictor.largest,
-            plan.predictor.speed.rows_per_s,
+            {one.point: one.rate for one in measured},
             plan.budget,
-            rows=[one.point.rows for one in measured],
-            instances=[one.point.instances for one in measured] if takes_instances(plan.subject.deployment) else [1],
+            most=Point(*map(max, zip(*(one.point for one in measured), strict=True))),
             cores=plan.subject.cores,
         )
+        trials: dict[Point, Trial] = {}
         for profile in profiles:
             found = Recommendation(profile)
             plan.recommendations.append(found)
             if profile.point is not None:
-                found.trial = Trial(profile.point, plan.predictor.at(profile.point))
+                predicted = plan.predictor.at(profile.point)
+                found.trial = trials.setdefault(profile.point, Trial(profile.point, predicted))
                 found.file = self._out / f"{self._stem}-{profile.name}.yaml"
                 self._write(found)
 
@@ -217,12 +298,42 @@ class Planner:
     def _verify(self, rounds: int) -> None:
         """Run each profile's file, all of them once, then all of them again: what else the machine does harms all."""
         subject = self._plan.subject
+        by_size: dict[Point, list[Recommendation]] = {}
+        for one in self._plan.recommendations:
+            if one.profile.point is not None:
+                by_size.setdefault(one.profile.point, []).append(one)
         for number in range(1, rounds + 1):
-            for one in self._plan.recommendations:
-                if one.trial is not None and one.file is not None and not one.trial.error:
-                    measure = functools.partial(measure_server_under_load, subject, one.trial.point, str(one.file), {})
-                    self._try(one.trial, f"{one.profile.name}, round {number} of {rounds}", measure)
+            for point, same in by_size.items():
+                trial = same[0].trial
+                assert trial is not None
+                if trial.error:
+                    continue
+                names = " and ".join(one.profile.name for one in same)
+                measure = functools.partial(measure_server_under_load, subject, point, str(same[0].file), {})
+                self._try(trial, f"{names}, round {number} of {rounds}", measure)
+                for one in same:
                     self._write(one)
+
+    def _settle(self) -> None:
+        """Give ``throughput`` the size of another profile that was faster when both were run."""
+        plan = self._plan
+        rates = {one.profile.name: one.trial.measured.rate for one in plan.recommendations
+                 if one.trial is not None and one.trial.measured is not None}  # fmt: skip
+        if "throughput" not in rates:
+            return
+        name = max(rates, key=lambda name: rates[name])
+        if rates[name] <= WORTH * rates["throughput"]:
+            return
+        found = {one.profile.name: one for one in plan.recommendations}
+        one, faster = found["throughput"], found[name]
+        assert one.trial is not None
+        note = (
+            f"as {name}: {one.trial.point} was to be faster, but gave {rates['throughput']:.4g} {plan.subject.unit}, "
+            f"and {faster.profile.point} {rates[name]:.4g}"
+        )
+        plan.trials.append(one.trial)
+        one.profile, one.trial = replace(faster.profile, name="throughput", note=note), faster.trial
+        self._write(one)
 
     def _try(self, trial: Trial, title: str, measure: Callable[[], Measured]) -> None:
         try:
@@ -238,12 +349,7 @@ class Planner:
 
     def _write(self, one: Recommendation) -> None:
         assert one.trial is not None
-        assert one.file is not None
         subject = self._plan.subject
         section = section_of(subject.deployment, one.trial.point, subject.cores)
         lines = profile_comments(one, subject, served_at(self._config))
-        try:
-            one.file.parent.mkdir(parents=True, exist_ok=True)
-            one.file.write_text(profile_yaml(self._config, subject.name, section, lines), encoding="utf-8")
-        except OSError as error:
-            raise CommandError(f"--out: {one.file} can't be written: {error.strerror}") from error
+        write_file("--out", one.file, profile_yaml(self._config, subject.name, section, lines))

@@ -15,6 +15,7 @@ Both models together: what a size takes and gives, whether it ran or not.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -80,13 +81,16 @@ def held_out_error(measured: Sequence[Measured], cache: CacheSize, *, on_device:
 
 
 def unseen_points(measured: Sequence[Point], fits: Callable[[Point], bool]) -> list[Point]:
-    """Sizes that were not measured, to be predicted and then run: one between those that were, one beyond."""
+    """Sizes that were not measured, to be predicted and then run: none is beyond those that were.
+
+    One has the most instances and replicas and rows between the two largest batches, the other one the fewest and rows
+    between the two smallest.
+    """
     rows = sorted({point.rows for point in measured})
-    instances = max(point.instances for point in measured)
-    replicas = max(point.replicas for point in measured)
-    between = round((rows[-1] * rows[0]) ** 0.5) if len(rows) < 3 else round((rows[-1] + rows[-2]) / 2)
-    wanted = (Point(between, instances, replicas), Point(2 * rows[-1], 1, 1), Point(rows[0], 1, replicas + 1))
-    return [point for point in wanted if point not in measured and fits(point)][:2]
+    large, small = (round(math.sqrt(pair[0] * pair[-1])) for pair in (rows[-2:], rows[:2]))
+    pairs = [(point.instances, point.replicas) for point in measured]
+    wanted = dict.fromkeys((Point(large, *max(pairs)), Point(small, *min(pairs))))
+    return [point for point in wanted if point not in measured and fits(point)]
 
 
 @dataclass(frozen=True)

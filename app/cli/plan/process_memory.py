@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from app.process.process_stat import process_stat
+import psutil
 
 __all__ = [
     "ProcessMemory",
@@ -46,7 +46,7 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """Of one server, in bytes. The sum of all four is what it takes."""
+    """Of one server, in bytes. The sum of all three is what it takes."""
 
     server: int
     """The supervisor and the gateway workers."""
@@ -54,8 +54,6 @@ class ServerMemory:
     """Each one's own: its processes', its guardian among them, without what it shares with others."""
     files: int
     """Pages of files, libraries above all, that any of them map: once."""
-    device: int = 0
-    """Of the GPUs' memory, of all replicas together."""
 
     @property
     def host(self) -> int:
@@ -90,17 +88,19 @@ def descendants(pid: int) -> list[int]:
 
 def _branches(pid: int) -> dict[int, list[int]]:
     """By child of a process: it and all that it started; the process itself stands for itself."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (stat := process_stat(entry.name)) is not None and stat.state not in "ZX":
-            children.setdefault(stat.parent, []).append(int(entry.name))
     found = {pid: [pid]}
-    for child in children.get(pid, ()):
-        branch = [child]
-        for one in branch:
-            branch += children.get(one, ())
-        found[child] = branch
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                branch = [child, *child.children(recursive=True)]
+                found[child.pid] = [one.pid for one in branch if _lives(one)]
     return found
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def mark_peaks(pids: Collection[int]) -> None:

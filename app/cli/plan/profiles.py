@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,18 +10,18 @@ from app.cli.plan.memory_model import MemoryModel, Need
 from app.cli.plan.point import Point
 from app.process.machine import size_text
 
-__all__ = ["PROFILES", "Budget", "Profile", "recommend"]
+__all__ = ["PROFILES", "WORTH", "Budget", "Profile", "recommend"]
 
 PROFILES: Final = {
-    "memory-lean": "several replicas, each with small batches",
-    "throughput": "one replica, with large batches",
-    "balanced": "two replicas, with small batches and a few instances each",
+    "memory-lean": "small batches, in several replicas where these are allowed",
+    "throughput": "the size that gave most when it was measured",
+    "balanced": "small batches, in two replicas where these are allowed, with a few instances each",
 }
 SMALL_ROWS: Final = (8, 4)
-BALANCED_ROWS: Final = 4
+BALANCED_ROWS: Final = (4, 2, 1)
 MOST_REPLICAS: Final = 8
 WORTH: Final = 1.03
-"""A smaller batch is preferred to a larger one if it gives this much more."""
+"""A size that gives so many times as much is faster; below, memory decides."""
 
 
 @dataclass(frozen=True)
@@ -55,48 +54,39 @@ class Profile:
 
 
 def recommend(
-    model: MemoryModel,
-    rate: Callable[[Point], float],
-    budget: Budget,
-    *,
-    rows: Sequence[int],
-    instances: Sequence[int],
-    cores: int,
+    model: MemoryModel, rates: Mapping[Point, float], budget: Budget, *, most: Point, cores: int
 ) -> list[Profile]:
     """The three profiles.
 
     Args:
         model: of the memory.
-        rate: predicts rows per second; NaN if it can't.
+        rates: rows per second at the sizes that were measured.
         budget: that each has to fit into.
-        rows: that were measured.
-        instances: likewise.
+        most: rows, instances and replicas that no profile exceeds.
         cores: of the machine.
     """
-    several = max(2, min(cores, MOST_REPLICAS))
-    lean = [Point(size, 1, count) for count in range(several, 0, -1) for size in SMALL_ROWS]
-    large = _by_worth(sorted(set(rows), reverse=True), rate)
-    few = max(instances)
+    several = min(max(2, min(cores, MOST_REPLICAS)), most.replicas)
+    lean = [Point(min(size, most.rows), 1, count) for count in range(several, 0, -1) for size in SMALL_ROWS]
     balanced = [
-        Point(size, each, count)
+        Point(min(size, most.rows), each, count)
         for count in (2, 1)
-        for each in dict.fromkeys((few, 1))
-        for size in (BALANCED_ROWS, 2, 1)
+        if count <= most.replicas
+        for each in (most.instances, 1)
+        for size in BALANCED_ROWS
     ]
-    return [
-        _first_that_fits(name, points, model, budget)
-        for name, points in zip(PROFILES, (lean, [Point(size) for size in large], balanced), strict=True)
-    ]
+    wanted = (lean, _by_rate(rates, model), balanced)
+    return [_first_that_fits(name, points, model, budget) for name, points in zip(PROFILES, wanted, strict=True)]
 
 
-def _by_worth(sizes: Sequence[int], rate: Callable[[Point], float]) -> list[int]:
-    """Sizes, the best first: the largest, unless smaller ones give more; then those that only save memory."""
-    best = sizes[0]
-    for size in sizes[1:]:
-        more, less = rate(Point(size)), rate(Point(best))
-        if not (math.isnan(more) or math.isnan(less)) and more > WORTH * less:
-            best = size
-    return [best, *(size for size in sizes if size < best)]
+def _by_rate(rates: Mapping[Point, float], model: MemoryModel) -> list[Point]:
+    """Sizes, the fastest first; of those that are about as fast as the fastest, the one that needs least memory."""
+    least = max(rates.values()) / WORTH
+
+    def place(point: Point) -> tuple[float, ...]:
+        need = model.most(point)
+        return (0, need.device, need.host) if rates[point] >= least else (1, -rates[point])
+
+    return sorted(rates, key=place)
 
 
 def _first_that_fits(name: str, points: Sequence[Point], model: MemoryModel, budget: Budget) -> Profile:

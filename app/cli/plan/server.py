@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
-
+from app.cli.client import ServerClient
 from app.errors import CommandError
 
 __all__ = ["PlanServer", "serve_point"]
@@ -24,7 +23,6 @@ __all__ = ["PlanServer", "serve_point"]
 PR_SET_PDEATHSIG: Final = 1
 POLL_S: Final = 0.05
 STOP_TIMEOUT_S: Final = 60.0
-ANSWER_TIMEOUT_S: Final = 30.0
 
 
 class PlanServer:
@@ -42,15 +40,10 @@ class PlanServer:
         Raises:
             CommandError: it doesn't, or with an error.
         """
-        try:
-            response = httpx.get(self.url + path, timeout=ANSWER_TIMEOUT_S, trust_env=False)
-        except httpx.HTTPError as error:
-            raise CommandError(
-                f"the server that is measured doesn't answer: {error or type(error).__name__}"
-            ) from error
-        if response.status_code != 200:
-            raise CommandError(f"the server that is measured: GET {path}: status {response.status_code}")
-        return response.json()
+        status, content = ServerClient(self.url, key="").get(path)
+        if status != 200:
+            raise CommandError(f"the server that is measured: GET {path}: status {status}")
+        return content
 
 
 @contextlib.contextmanager
@@ -145,25 +138,19 @@ def _start_failure(log: Path) -> str | None:
 
 
 def _state(url: str) -> str | None:
-    """Nothing if it is ready, None if it may come to be, otherwise why it won't."""
-    with contextlib.suppress(httpx.HTTPError, ValueError):
-        if httpx.get(url + "/v2/health/ready", timeout=ANSWER_TIMEOUT_S, trust_env=False).status_code == 200:
-            return _missing(url)
-        for model in httpx.get(url + "/v2/repository/index", timeout=ANSWER_TIMEOUT_S, trust_env=False).json():
-            if model.get("state") == "FAILED" or model.get("shortage"):
-                return str(model.get("shortage") or model.get("reason") or "the model failed to load")
+    """Nothing if every replica is ready, None if that may come to be, otherwise why it won't."""
+    client = ServerClient(url, key="")
+    with contextlib.suppress(CommandError):
+        is_ready = client.get("/v2/health/ready")[0] == 200
+        for model in client.index():
+            replicas = model.get("replicas")
+            if model.get("shortage"):
+                return str(model["shortage"])
+            if model.get("state") == "FAILED" and not is_ready:
+                return str(model.get("reason") or "the model failed to load")
+            is_ready = is_ready and (replicas is None or replicas["ready"] >= replicas["wanted"])
+        return "" if is_ready else None
     return None
-
-
-def _missing(url: str) -> str | None:
-    """As `_state`, of a server that has a replica of each model: whether all are there."""
-    for model in httpx.get(url + "/v2/repository/index", timeout=ANSWER_TIMEOUT_S, trust_env=False).json():
-        if model.get("shortage"):
-            return str(model["shortage"])
-        replicas = model.get("replicas")
-        if replicas is not None and replicas["ready"] < replicas["wanted"]:
-            return None
-    return ""
 
 
 def _reason(log: Path) -> str:

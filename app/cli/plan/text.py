@@ -5,21 +5,17 @@ A plan for people, on a terminal.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from app.cli.plan.known_sizes import columns
 from app.cli.plan.measuring import Measured
 from app.cli.plan.planning import Plan
 from app.cli.plan.point import Point, grid
 from app.cli.plan.prediction import MEMORY_TOLERANCE, RATE_TOLERANCE, Comparison, Prediction
 from app.cli.plan.trial import Trial, spread_text
+from app.cli.report.columns import columns
 from app.process.machine import size_text
 
 __all__ = ["SizeRow", "is_off", "is_unsteady", "model_lines", "plan_text", "size_rows", "smallest_need"]
-
-
-BEYOND: Final = 1
-"""Replicas, and doublings of the batch size, beyond those that were measured."""
 
 
 class SizeRow(NamedTuple):
@@ -33,16 +29,11 @@ class SizeRow(NamedTuple):
 
 
 def size_rows(plan: Plan) -> list[SizeRow]:
-    """Sizes that were measured and some beyond, the small ones first."""
+    """Sizes up to the largest that was measured, the small ones first."""
     assert plan.predictor is not None
     measured = {one.point for one in plan.sweep.measured}
-    rows = {point.rows for point in measured}
     replicas = max(point.replicas for point in measured)
-    points = grid(
-        [*rows, *(max(rows) << power for power in range(1, BEYOND + 1))],
-        [point.instances for point in measured],
-        range(1, replicas + BEYOND + 1),
-    )
+    points = grid([point.rows for point in measured], [point.instances for point in measured], range(1, replicas + 1))
     found = []
     for point in points:
         predicted = plan.predictor.at(point)
@@ -88,14 +79,12 @@ def _sweep_lines(plan: Plan) -> list[str]:
         size = (str(row.point.rows), str(row.point.instances), str(row.point.replicas))
         one = row.measured
         if one is None:
-            rows.append((*size, "-", "-", "-", "-", "-", "-", row.error))
+            rows.append((*size, "-", "-", "-", "-", "-", "-", row.note))
             continue
         mean = "-" if one.mean_rows != one.mean_rows else f"{one.mean_rows:.1f}"
-        notes = ["the load's generator was busy"] if one.load_share > 0.9 else []
-        notes += [f"at the second try; at the first: {row.first_error}"] if row.first_error else []
         rows.append((
             *size, size_text(one.host), size_text(one.device) if one.device else "-", f"{one.rate:.4g}",
-            f"{one.p50_ms:.1f}", f"{one.p99_ms:.1f}", mean, "; ".join(notes),
+            f"{one.p50_ms:.1f}", f"{one.p99_ms:.1f}", mean, row.note,
         ))  # fmt: skip
     return ["Measured:", columns(rows)]
 

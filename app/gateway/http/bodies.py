@@ -6,18 +6,30 @@ import asyncio
 import sys
 import zlib
 from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
 
 from starlette.types import Receive, Scope
 
 from app.errors import BadRequest, BodyTooLarge, BodyTooSlow, ClientGone, UnsupportedMediaType
 from app.gateway.http.exchange import exchange_of
 
-__all__ = ["BodyReader"]
+__all__ = ["LARGE_BYTES", "BodyReader", "decoded"]
+
+LARGE_BYTES: Final = 256 * 1024
+"""From here on coding takes milliseconds and is left to a thread, so that other requests don't wait for it."""
 
 _PIECE_BYTES = 64 * 1024
 _JSON_TYPES = (b"application/json", b"application/octet-stream", b"application/vnd.sagemaker-triton")
 # zlib's window bits: gzip, and zlib's own format, which HTTP calls deflate.
 _WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
+
+
+_Request = TypeVar("_Request")
+
+
+async def decoded(decode: Callable[[bytes], _Request], body: bytes) -> _Request:
+    """What a body says, decoded in a thread if it is large."""
+    return decode(body) if len(body) < LARGE_BYTES else await asyncio.to_thread(decode, body)
 
 
 class BodyReader:

@@ -4,7 +4,8 @@ A client's connection: uvicorn's own, with bounds on what the application doesn'
 
 These are the size of a request's head and the time it may take, since the application sees a request only once its head
 is complete; the time that what is left of a body may take after the answer; an answer that the client doesn't read; and
-how many connections there are.
+how many connections there are. A client that pipelines is read no further while its requests wait, and what is refused
+without the application is refused in its turn: after the answers to the requests before it.
 """
 
 from __future__ import annotations
@@ -12,21 +13,26 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import re
 import resource
 import sys
 import termios
+from collections import deque
 from typing import Any, Final, Protocol
+from urllib.parse import unquote
 
+import httptools
 from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from app.dispatch.deadlines import TIMER_RESOLUTION_S
 from app.errors import BadRequest, BodyTooSlow, HeadersTooLarge, HeadwaterError, Unavailable
+from app.gateway.http.entry import MAX_HEADER_BYTES, RequestRecords
 from app.gateway.http.exchange import Exchange
 from app.gateway.http.replies import error_reply
-from app.telemetry.recorder import UNMATCHED, recorder
 
-__all__ = ["MAX_HEADER_BYTES", "BoundedConnection", "Closable", "Connections", "allow_open_files"]
+__all__ = ["BoundedConnection", "Closable", "Connections", "allow_open_files"]
 
 
 logger = logging.getLogger("headwater")
@@ -103,8 +109,12 @@ def allow_open_files(connections: int) -> int:
     return connections
 
 
-MAX_HEADER_BYTES: Final = 32 * 1024
-"""Of a request's headers and its path together."""
+_SLASH: Final = ord("/")
+
+_ESCAPED_SLASH: Final = re.compile("%2f", re.IGNORECASE)
+
+_PIECE_BYTES: Final = 16 * 1024
+"""How much is parsed at once: as many requests as fit into this may wait behind the one under way."""
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -114,19 +124,23 @@ class BoundedConnection(HttpToolsProtocol):
         head_timeout_s: how long a request's line and headers may take from their first byte, what of its body comes
             after its answer, and a client that reads nothing of an answer.
         others: of this worker.
+        records: log and count what is refused without the application.
         arguments: uvicorn's.
     """
 
     # With these in its dict, too, it had more names than objects of a class share: 1 KB more for each connection.
     __slots__ = (
         "_head_bytes", "_head_timeout_s", "_head_timer", "_idle_since_s", "_idle_timer", "_in_head", "_others",
-        "_rest_timer", "_running", "_unread_timer",
+        "_records", "_refusal", "_rest_timer", "_running", "_unparsed", "_unread_timer",
     )  # fmt: skip
 
-    def __init__(self, *, head_timeout_s: float, others: Connections, **arguments: Any) -> None:
+    def __init__(
+        self, *, head_timeout_s: float, others: Connections, records: RequestRecords, **arguments: Any
+    ) -> None:
         super().__init__(**arguments)
         self._head_timeout_s = head_timeout_s
         self._others = others
+        self._records = records
         self._rest_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
@@ -135,11 +149,17 @@ class BoundedConnection(HttpToolsProtocol):
         self._running: Exchange | None = None
         """Of the request that the application has; others may wait behind it."""
         self._head_bytes = 0
+        """Of what is being parsed, since the last byte of a body or the last end of a message."""
         self._in_head = False
+        self._unparsed: bytes | memoryview = b""
+        """What came behind requests that wait."""
+        self._refusal: HeadwaterError | None = None
+        """Ends the connection after the answers under way; nothing more is parsed."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Give it the time of an idle connection for its first byte; requests find ``abort`` in their state."""
         super().connection_made(transport)
+        self.flow = _PipelineFlow(transport, self.pipeline)
         self.app_state = {**self.app_state, "abort": transport.abort}
         self._note_idle()
         if not self._others.add(self):
@@ -160,33 +180,73 @@ class BoundedConnection(HttpToolsProtocol):
             self._running = None
 
     def data_received(self, data: bytes) -> None:
-        """Parse; then see whether a head is still incomplete."""
-        was_in_head = self._in_head
-        self._idle_since_s = None
-        super().data_received(data)
-        if not self._in_head:
-            if self.cycle is None or self.cycle.response_complete:  # these bytes were no request's
-                self._note_idle()
-            return
-        if was_in_head:
-            self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEADER_BYTES:
-            self._refuse(HeadersTooLarge(f"headers: expected at most {MAX_HEADER_BYTES} bytes, got more"))
-        elif self._head_timer is None:
-            error = BodyTooSlow(f"headers: expected all of them within {self._head_timeout_s:g} s")
-            self._head_timer = self.loop.call_later(self._head_timeout_s, self._refuse, error)
+        """Parse it, unless requests wait already."""
+        if self._refusal is None:
+            self._parse(data if not self._unparsed else bytes(self._unparsed) + data)
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        """Parse piece by piece as long as no request waits; then see whether a head is still incomplete."""
+        self._unparsed = b""
+        if len(data) > _PIECE_BYTES:
+            data = memoryview(data)
+        while data and not self.pipeline:
+            piece = data[:_PIECE_BYTES]
+            taken = len(piece)
+            self._head_bytes += taken
+            would_upgrade = False
+            try:
+                try:
+                    self.parser.feed_data(piece)
+                except httptools.HttpParserUpgrade as stop:
+                    taken, would_upgrade = stop.args[0], True
+                if would_upgrade:
+                    self._ignore_upgrade()
+            except httptools.HttpParserError as error:
+                self._refuse(_unparsable(error))
+                return
+            data = data[taken:]
+            if self._head_bytes > MAX_HEADER_BYTES:
+                self._refuse(HeadersTooLarge(f"headers: expected at most {MAX_HEADER_BYTES} bytes, got more"))
+                return
+        self._unparsed = data
+        if self._in_head and self._head_timer is None and not self.pipeline:
+            late = BodyTooSlow(f"headers: expected all of them within {self._head_timeout_s:g} s")
+            self._head_timer = self.loop.call_later(self._head_timeout_s, self._refuse, late)
+
+    def _ignore_upgrade(self) -> None:
+        """Take the request's head as if it asked for no other protocol (RFC 9110, 7.8).
+
+        The parser stops behind such a head and says nothing of its body: another one reads the head without the
+        ``Upgrade`` header, and then what follows.
+        """
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
     def on_message_begin(self) -> None:
         """The parser is at a request's first byte."""
         self._in_head = True
         self._head_bytes = 0
+        self._idle_since_s = None
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """The parser is behind a request's headers."""
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise httptools.HttpParserInvalidMethodError
+            return  # they come again, see `_ignore_upgrade`
         self._end_head()
+        if self.url[0] != _SLASH and httptools.parse_url(self.url).path is None:
+            raise httptools.HttpParserInvalidURLError("a target without a path")
         self._others.begin(self)
         super().on_headers_complete()
+        if b"%" in self.url:
+            # An escaped slash is a part of a name (RFC 3986, 2.2); decoded, it would pass for a separator.
+            kept = _ESCAPED_SLASH.sub("%252F", self.scope["raw_path"].decode("ascii"))
+            self.scope["path"] = unquote(kept)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Start the application on a request, which finds an `Exchange` in its scope."""
@@ -197,13 +257,19 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """The parser is at a piece of a request's body."""
+        self._head_bytes = 0
         if self._running is None or not self._running.takes_piece(body):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The parser is behind a request's body."""
+        if self._in_head:  # of one that would upgrade
+            return
         self._end_rest()
-        super().on_message_complete()
+        self._head_bytes = 0
+        # uvicorn says neither where the answer came first.
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
 
     def on_response_complete(self) -> None:
         """An answer is complete, if perhaps not its request's body."""
@@ -212,9 +278,10 @@ class BoundedConnection(HttpToolsProtocol):
             self._running.end()
             self._running = None
         if not self.transport.is_closing():
-            self.flow.resume_reading()
             if self.pipeline:
                 self._start_asgi_task(*self.pipeline.pop())
+            elif self._refusal is not None:
+                self._write_refusal(self._refusal)
             else:
                 self._note_idle()
         if self._unread_timer is None and self.transport.get_write_buffer_size():
@@ -225,14 +292,14 @@ class BoundedConnection(HttpToolsProtocol):
                 # Not at once: the client would lose the answer if it is still sending.
                 self._end_rest()
                 self._rest_timer = self.loop.call_later(self._head_timeout_s, self.abort)
+        if not self.pipeline and not self.transport.is_closing():
+            if self._unparsed or self._in_head:
+                self._parse(self._unparsed)
+            self.flow.resume_reading()
 
     def abort(self) -> None:
         """See `app.gateway.http.connection.Closable`."""
         self.transport.abort()
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
-        self._refuse(BadRequest(f"request: {msg}"))
 
     def _end_head(self) -> None:
         self._in_head = False
@@ -274,16 +341,63 @@ class BoundedConnection(HttpToolsProtocol):
             self._idle_timer = self.loop.call_later(left_s, self._end_if_idle)
 
     def _refuse(self, error: HeadwaterError) -> None:
-        """Answer without the application, and close the connection."""
+        """Answer what is being parsed without the application, in its turn, and close the connection."""
         self._end_head()
         if self.transport.is_closing():
             return
-        recorder().http_requests(UNMATCHED, error.status).add()
+        self._refusal = error
+        self._unparsed = b""
+        running = self._running
+        in_body = self.cycle is not None and self.cycle.more_body
+        if in_body and self.pipeline:
+            self.pipeline.popleft()  # the request whose body it is
+        elif in_body and (running is None or self.cycle.response_started):
+            self.transport.close()  # it has its answer, or a part of one
+        elif in_body and running is not None:
+            running.lose()
+            self._write_refusal(error)
+        elif running is None:
+            self._write_refusal(error)
+
+    def _write_refusal(self, error: HeadwaterError) -> None:
+        """With an id and a line of the access log, as every answer. Nothing else of its request is sure."""
+        scope: dict[str, Any] = {
+            "type": "http", "method": "-", "path": "-", "query_string": b"", "headers": [], "client": self.client,
+            "state": {"error": error},
+        }  # fmt: skip
+        record = self._records.begin(scope)
         body, headers = error_reply(error, "").content()
-        lines = [b"HTTP/1.1 %d" % error.status, *(b"%s: %s" % pair for pair in headers)]
+        lines = [STATUS_LINE[error.status][:-2], *(b"%s: %s" % pair for pair in (*headers, *record.headers()))]
         lines += [b"content-length: %d" % len(body), b"connection: close", b"", body]
         self.transport.write(b"\r\n".join(lines))
         self.transport.close()
+        self._records.end(record, scope, error.status)
+
+
+class _PipelineFlow(FlowControl):
+    """Resumes reading only where no request waits in the pipeline, whoever asks for it."""
+
+    def __init__(self, transport: asyncio.Transport, pipeline: deque[Any]) -> None:
+        super().__init__(transport)
+        self._pipeline = pipeline
+
+    def resume_reading(self) -> None:
+        """See `FlowControl`."""
+        if not self._pipeline:
+            super().resume_reading()
+
+
+def _unparsable(error: httptools.HttpParserError) -> BadRequest:
+    """What the client is told of bytes that the parser, or the one of targets, refuses."""
+    if isinstance(error, httptools.HttpParserCallbackError):
+        cause = error.__context__
+        if isinstance(cause, httptools.HttpParserInvalidMethodError):
+            return BadRequest("request: expected another method than CONNECT, since this server is no proxy")
+        if isinstance(cause, httptools.HttpParserInvalidURLError):
+            return BadRequest("request: expected a target with a path, such as /v2")
+        if cause is not None:
+            raise cause  # a fault of ours: the event loop logs it and closes the connection
+    return BadRequest(f"request: expected HTTP/1.1, but its parser says: {error}")
 
 
 def _unacknowledged(transport: asyncio.Transport) -> int:

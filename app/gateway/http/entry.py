@@ -19,8 +19,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from app.errors import CallableFailed, ClientGone, HeadersTooLarge, HeadwaterError
-from app.gateway.http.connection import MAX_HEADER_BYTES
+from app.errors import BadRequest, CallableFailed, ClientGone, HeadersTooLarge, HeadwaterError
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.http.replies import error_reply
 from app.telemetry.logs import AccessLog
@@ -28,15 +27,20 @@ from app.telemetry.recorder import leave, note_error
 from app.telemetry.tracing import Trace, current
 
 __all__ = [
+    "MAX_HEADER_BYTES",
     "Endpoint",
     "EndpointRoute",
     "EndpointShortcut",
     "ForwardedHeaders",
+    "HeadAsGet",
     "RequestContext",
     "RequestRecord",
     "RequestRecords",
     "internal_error",
 ]
+
+MAX_HEADER_BYTES: Final = 32 * 1024
+"""Of a request's headers and its path together."""
 
 
 _NAMES: Final = (b"x-forwarded-for", b"x-forwarded-proto")
@@ -65,6 +69,9 @@ class ForwardedHeaders:
 
 logger = logging.getLogger("headwater")
 
+_HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[\w.:~!$&'()*+,;=-]+\])(?::[0-9]*)?[ \t]*\Z")
+"""RFC 9112, 3.2: of the URI's grammar (RFC 3986, 3.2.2), without a look at what an address or escape means."""
+
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}\Z")
 
 _ID_CHARACTERS: Final = 32
@@ -75,18 +82,23 @@ _IDS_AT_ONCE: Final = 128
 class RequestRecord:
     """One request, from its head to its end."""
 
-    __slots__ = ("head_bytes", "request_id", "started_ns", "trace")
+    __slots__ = ("head_bytes", "host_fault", "request_id", "started_ns", "trace")
 
-    def __init__(self, started_ns: int, head_bytes: int, request_id: bytes, trace: Trace | None) -> None:
+    def __init__(
+        self, started_ns: int, head_bytes: int, host_fault: str, request_id: bytes, trace: Trace | None
+    ) -> None:
         self.started_ns = started_ns
         self.head_bytes = head_bytes
+        self.host_fault = host_fault
         self.request_id = request_id
         self.trace = trace
 
     def check(self) -> None:
-        """Raises `HeadersTooLarge`."""
+        """Raises `HeadersTooLarge`, or `BadRequest` for the header Host."""
         if self.head_bytes > MAX_HEADER_BYTES:
             raise HeadersTooLarge(f"headers: expected at most {MAX_HEADER_BYTES} bytes, got {self.head_bytes}")
+        if self.host_fault:
+            raise BadRequest(f"header Host: expected a host name or address, and maybe a port, got {self.host_fault}")
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """That every answer has."""
@@ -109,16 +121,32 @@ class RequestRecords:
         self._ids = ""
         """Not used yet: the system is asked for many at once."""
         self._ids_at = 0
+        self._sound_host: bytes | None = None
+        """The last one: most requests name the same."""
 
     def begin(self, scope: Scope) -> RequestRecord:
         """A request's head is here."""
         started_ns = time.perf_counter_ns()
         request_id = b""
+        host: bytes | None = None
+        host_fault = ""
         size_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         for name, value in scope["headers"]:
             size_bytes += len(name) + len(value)
             if name == b"x-request-id" and _REQUEST_ID.match(value):
                 request_id = value
+            elif name == b"host":
+                if host is not None:
+                    host_fault = "two of them"
+                host = value
+        if host is None:
+            if scope.get("http_version") == "1.1":
+                host_fault = "none"
+        elif host != self._sound_host:
+            if _HOST.match(host):
+                self._sound_host = host
+            else:
+                host_fault = repr(host[:80].decode("latin-1"))
         state: dict[str, Any] = scope.setdefault("state", {})
         if request_id:
             state["request_id"] = request_id.decode()
@@ -130,7 +158,7 @@ class RequestRecords:
         trace = None if tracing is None else tracing.begin(scope, state["request_id"])
         if trace is not None:
             state["log_fields"] = {**state.get("log_fields", {}), **trace.log_fields}
-        return RequestRecord(started_ns, size_bytes, request_id, trace)
+        return RequestRecord(started_ns, size_bytes, host_fault, request_id, trace)
 
     def end(self, record: RequestRecord, scope: Scope, status: int) -> None:
         """A request is over.
@@ -188,7 +216,7 @@ class RequestContext:
         try:
             try:
                 record.check()
-            except HeadersTooLarge as error:
+            except HeadwaterError as error:
                 scope["state"]["error"] = error
                 await error_reply(error, scope["path"])(scope, receive, send_with_id)
             else:
@@ -273,3 +301,26 @@ class EndpointShortcut:
                     app = route.app
                     break
         await app(scope, receive, send)
+
+
+class HeadAsGet:
+    """Has HEAD answered as GET is, by whatever answers that; the server leaves the body out.
+
+    Args:
+        app: the framework's.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection's scope."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        asked = {**scope, "method": "GET"}
+        try:
+            await self._app(asked, receive, send)
+        finally:
+            if "route" in asked:
+                scope["route"] = asked["route"]  # by which it is counted

@@ -227,13 +227,13 @@ def cancel_operation() -> dict[str, Any]:
     """``/v2/requests/{request_id}/cancel``."""
     return {
         "tags": ["inference"],
-        "summary": "Cancel a request to a language model",
+        "summary": "Cancel a stream, or a request to a language model",
         "description": "Whoever knows a request's id, its `X-Request-Id`, can end it; it is answered with status 409.",
         "operationId": "cancel_request",
         "parameters": [{"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}}],
         "responses": {
             "200": {
-                "description": "How many sequences were cancelled",
+                "description": "How many sequences and streams were cancelled",
                 "content": {
                     "application/json": {
                         "schema": {

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import base64
-import re
-from typing import Final, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
 import orjson
 from starlette.types import Receive, Scope
 
-from app.codecs.faults import PARSE_ERRORS, at, key_text, kind_of, shown, split_path
+from app.codecs.faults import read_json, shown
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.errors import BadRequest
-from app.gateway.http.bodies import BodyReader
+from app.gateway.http.bodies import BodyReader, decoded
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.http.replies import Reply
@@ -28,8 +27,6 @@ from inference.signature import EmbeddingSpec, Signature
 __all__ = ["EmbeddingsEndpoint"]
 
 _JSON = (b"content-type", b"application/json")
-_FIELD: Final = re.compile(r"Object (contains unknown|missing required) field `(.*)`\Z", re.DOTALL)
-_KINDS: Final = re.compile(r"Expected `([^`]*)`, got `([^`]*)`\Z")
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -51,12 +48,11 @@ class EmbeddingsEndpoint(Endpoint):
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
-        body = _decode(raw)
+        body, texts = await decoded(_read, raw)
         accept(scope, self._models.get(body.model).route.name, "embeddings")
         model = self._models.embedding(body.model)
         signature = model.dispatcher.check_ready()
         assert signature.embedding is not None
-        texts = _texts(body.input)
         request = _request(signature, signature.embedding, texts, body.dimensions)
         try:
             with DisconnectWatch(scope, receive):
@@ -75,44 +71,18 @@ class EmbeddingsEndpoint(Endpoint):
         return Reply(200, [_answer(body, vectors, tokens)], [_JSON])
 
 
-def _decode(raw: bytes) -> _Body:
+def _read(raw: bytes) -> tuple[_Body, list[str]]:
+    """A body, and its texts."""
+    body: _Body = read_json(raw, _Body)
     try:
-        return msgspec.json.decode(raw, type=_Body)
-    except msgspec.ValidationError as error:
-        message, path = split_path(error)
-        path = path.lstrip(".")
-        if named := _FIELD.match(message):
-            came = f"got {shown(named[2])}" if named[1] == "contains unknown" else "got an object without it"
-            field = key_text(named[2])
-            raise at(field, None, f"expected the fields {', '.join(_Body.__struct_fields__)}, {came}") from None
-        if kinds := _KINDS.match(message):
-            raise at(path or "body", None, f"expected {kind_of(kinds[1])}, got {kind_of(kinds[2])}") from None
-        raise at(path or "body", None, f"{message[:1].lower()}{message[1:]}") from None
-    except UnicodeDecodeError as error:
-        raise _not_utf8("body", error) from None
-    except PARSE_ERRORS as error:
-        raise BadRequest(f"body: expected a JSON object: {error}", field="body") from None
-
-
-def _texts(raw: msgspec.Raw) -> list[str]:
-    try:
-        value = msgspec.json.decode(raw, type=str | list[str])
-    except UnicodeDecodeError as error:
-        raise _not_utf8("input", error) from None
-    except PARSE_ERRORS as error:
-        raise BadRequest(
-            "input: expected a string or a list of strings (lists of token ids are not supported by this model): "
-            f"{error}",
-            field="input",
-        ) from None
+        value: str | list[str] = read_json(body.input, str | list[str], "input")
+    except BadRequest as error:
+        hint = "this model takes a string or an array of strings, and no token ids"
+        raise BadRequest(f"{error.message}; {hint}", field="input") from None
     texts = [value] if isinstance(value, str) else value
     if not texts:
         raise BadRequest("input: expected at least one string, got an empty list", field="input")
-    return texts
-
-
-def _not_utf8(field: str, error: UnicodeDecodeError) -> BadRequest:
-    return at(field, None, f"expected JSON in UTF-8, got byte 0x{error.object[error.start]:02x} in a string")
+    return body, texts
 
 
 def _request(signature: Signature, spec: EmbeddingSpec, texts: list[str], dimensions: int | None) -> InferRequest:

@@ -10,10 +10,9 @@ from typing import TypeVar, cast
 
 from starlette.types import ASGIApp, Receive, Scope
 
-from app.codecs.generate import GenerateDecoder
-from app.codecs.tensors import LARGE_BYTES, Answer, HeadAnswer, InferRequest, Outputs
+from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs
 from app.errors import HeadwaterError
-from app.gateway.http.bodies import BodyReader
+from app.gateway.http.bodies import LARGE_BYTES, BodyReader, decoded
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.event_stream import EventStream
 from app.gateway.http.exchange import DisconnectWatch
@@ -21,6 +20,7 @@ from app.gateway.http.replies import Reply
 from app.gateway.models import Models, ServedModel
 from app.gateway.routes.texts import TextAnswers
 from app.lm.generate import GenerateAnswer, GenerateRequest
+from app.security.key_check import owned_id
 from app.telemetry.recorder import accept
 
 __all__ = ["GenerateEndpoint", "GenerateStreamEndpoint"]
@@ -42,11 +42,11 @@ class GenerateEndpoint(Endpoint):
         accept(scope, model.route.name, "generate")
         if model.route.is_language_model:
             return await _text_answer(self._models, self._reader, scope, receive, streams=False)
-        model.check_whole()
+        model.dispatcher.check_whole()
         decoder, encoder = model.generate_codecs()
         body, _ = await self._reader.read(scope, receive)
         began_ns = time.perf_counter_ns()
-        request = await _decoded(decoder, body)
+        request = await decoded(decoder.decode, body)
         decoded_ns = time.perf_counter_ns()
         with DisconnectWatch(scope, receive):
             answer = await model.dispatcher.infer(request)
@@ -72,7 +72,8 @@ class GenerateStreamEndpoint(Endpoint):
             return await _text_answer(self._models, self._reader, scope, receive, streams=True)
         decoder, encoder = model.generate_codecs()
         body, _ = await self._reader.read(scope, receive)
-        request = await _decoded(decoder, body)
+        request = await decoded(decoder.decode, body)
+        request.cancel_id = owned_id(scope["state"], scope["state"]["request_id"])
         statuses: dict[str, str] = {}
 
         def ending(error: HeadwaterError | None) -> list[bytes]:
@@ -115,17 +116,11 @@ async def _text_answer(models: Models, reader: BodyReader, scope: Scope, receive
     dispatcher = models.language_model(scope["path_params"]["model"])
     dispatcher.check_ready()
     raw, _ = await reader.read(scope, receive)
-    request = GenerateRequest.read(raw)
+    request = await decoded(GenerateRequest.read, raw)
     form = GenerateAnswer(dispatcher.route.name, request.id or "")
     return await TextAnswers(models).answer(
         scope, receive, dispatcher, request, lambda plan, texts: form, streams=streams
     )
-
-
-async def _decoded(decoder: GenerateDecoder, body: bytes) -> InferRequest:
-    if len(body) < LARGE_BYTES:
-        return decoder.decode(body)
-    return await asyncio.to_thread(decoder.decode, body)
 
 
 async def _encoded(

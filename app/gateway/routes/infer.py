@@ -7,9 +7,8 @@ import time
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.codecs.tensors import LARGE_BYTES
 from app.errors import BadRequest, HeadwaterError
-from app.gateway.http.bodies import BodyReader
+from app.gateway.http.bodies import LARGE_BYTES, BodyReader
 from app.gateway.http.entry import Endpoint, EndpointRoute, RequestRecords, internal_error
 from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.http.replies import Reply, error_reply
@@ -20,13 +19,11 @@ from app.telemetry.recorder import accept
 
 __all__ = ["InferEndpoint", "InferShortcut"]
 
-
 _JSON = (b"content-type", b"application/json")
-
 _OCTETS = (b"content-type", b"application/octet-stream")
 
-_PREFIX = "/v2/models/"
 
+_PREFIX = "/v2/models/"
 _SUFFIX = "/infer"
 
 

@@ -8,6 +8,7 @@ What is served: the server's and the models' metadata, configurations, statistic
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -16,11 +17,15 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 import app
+from app.codecs.faults import read_json
 from app.control.routing import State, unavailable
 from app.errors import BadRequest, Unavailable
 from app.gateway.http.bodies import BodyReader
 from app.gateway.models import VERSION, Models, ServedModel
-from app.lm.dispatcher import LmDispatcher
+from app.gateway.sampler import Sampler
+from app.telemetry.catalogue import OUTCOMES, REQUESTS
+from app.telemetry.ledger import Counts, counts_by_deployment, read_records
+from app.telemetry.recorder import PHASE_SECONDS, recorder
 from inference.datatypes import DATATYPES
 from inference.signature import Signature, TensorSpec
 
@@ -75,13 +80,19 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     """The Open Inference Protocol's metadata routes and Triton's extensions of them."""
     router = APIRouter(tags=["models"])
 
+    async def counted() -> Mapping[str, Counts]:
+        Sampler(models).sample()
+        return counts_by_deployment(await read_records(recorder().folder))
+
     @router.get("/v2", summary="The server's name, version and protocol extensions")
+    @router.get("/v2/", include_in_schema=False)
     async def server() -> JSONResponse:
         return JSONResponse({"name": "headwater", "version": app.__version__, "extensions": EXTENSIONS})
 
     @router.get("/v2/models/stats", summary="Statistics of all models")
     async def all_statistics() -> JSONResponse:
-        return JSONResponse({"model_stats": [_statistics(model) for model in models.with_steps()]})
+        counts = await counted()
+        return JSONResponse({"model_stats": [_statistics(one, counts[one.route.name]) for one in models.with_steps()]})
 
     @router.get("/v2/models/{model}", summary="The model's inputs and outputs")
     @router.get("/v2/models/{model}/versions/{version}", include_in_schema=False)
@@ -93,10 +104,12 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     async def config(model: str, version: str | None = None) -> JSONResponse:
         return JSONResponse(_config(models.get(model, version)))
 
-    @router.get("/v2/models/{model}/stats", summary="The model's statistics, of the worker that answers")
+    @router.get("/v2/models/{model}/stats", summary="The model's statistics")
     @router.get("/v2/models/{model}/versions/{version}/stats", include_in_schema=False)
     async def statistics(model: str, version: str | None = None) -> JSONResponse:
-        return JSONResponse({"model_stats": [_statistics(models.get(model, version))]})
+        found = models.get(model, version)
+        counts = await counted()
+        return JSONResponse({"model_stats": [_statistics(found, counts[found.route.name])]})
 
     @router.get("/v2/repository/index", summary="All models and their states")
     async def index() -> JSONResponse:
@@ -106,9 +119,10 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     async def index_by_post(request: Request) -> JSONResponse:
         body, _ = await reader.read(request.scope, request.receive)
         try:
-            asked = msgspec.json.decode(body, type=_IndexRequest) if body.strip() else _IndexRequest()
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequest(f'body: expected {{"ready": true or false}} or nothing: {error}', field="body") from error
+            asked: _IndexRequest = read_json(body, _IndexRequest) if body.strip() else _IndexRequest()
+        except BadRequest as error:
+            expected = 'expected {"ready": true or false} or an empty body'
+            raise BadRequest(f"{error.message}; {expected}", field=error.field) from None
         return JSONResponse(
             [index_entry(one) for one in models.with_steps() if not asked.ready or one.route.state is State.READY]
         )
@@ -192,49 +206,83 @@ def _config(model: ServedModel) -> dict[str, Any]:
     }
 
 
-def _statistics(model: ServedModel) -> dict[str, Any]:
-    if isinstance(model.dispatcher, LmDispatcher):
-        return _language_model_statistics(model.dispatcher)
-    counts = model.dispatcher.statistics
-    told: dict[str, Any] = {
-        "name": model.route.name,
-        "version": VERSION,
-        "inference_count": counts.rows,
-        "execution_count": counts.calls,
-        "inference_stats": {
-            "success": {"count": counts.requests, "ns": counts.queue_ns + counts.compute_ns},
-            "fail": {"count": counts.failures, "ns": 0},
-            "queue": {"count": counts.requests, "ns": counts.queue_ns},
-            "compute_input": {"count": counts.requests, "ns": 0},
-            "compute_infer": {"count": counts.requests, "ns": counts.compute_ns},
-            "compute_output": {"count": counts.requests, "ns": 0},
-        },
-        "batch_stats": [],
-    }
-    if counts.steps:
+def _statistics(model: ServedModel, counts: Counts) -> dict[str, Any]:
+    if model.route.is_language_model:
+        return _language_model_statistics(model, counts)
+    if model.route.is_graph:  # its phases are those of its steps
+        requests, total_ns = counts.sum("headwater_request_seconds")
+        queue_ns, compute_ns = 0, total_ns
+    else:
+        requests, compute_ns = counts.sum(PHASE_SECONDS, "compute")
+        queue_ns = sum(counts.sum(PHASE_SECONDS, phase)[1] for phase in ("queue", "batch_wait"))
+    batches = sorted((int(rows), calls, took_ns) for rows, (calls, took_ns) in counts.statistics("headwater_batches"))
+    told = _triton_statistics(
+        model.route.name,
+        inferences=counts.total("headwater_rows"),
+        executions=sum(calls for _, calls, _ in batches),
+        requests=requests,
+        failures=counts.total("headwater_failures"),
+        queue_ns=queue_ns,
+        compute_ns=compute_ns,
+    )
+    told["batch_stats"] = [
+        {
+            "batch_size": rows,
+            "compute_input": {"count": calls, "ns": 0},
+            "compute_infer": {"count": calls, "ns": took_ns},
+            "compute_output": {"count": calls, "ns": 0},
+        }
+        for rows, calls, took_ns in batches
+    ]
+    if steps := counts.statistics("headwater_steps"):
         told["steps"] = {
-            step.step: {"execution_count": step.calls, "retries": step.retries, "compute_ns": step.compute_us * 1000}
-            for step in counts.steps.values()
+            step: {"execution_count": calls, "retries": retries, "compute_ns": took_ns}
+            for step, (calls, retries, took_ns) in steps
         }
     return told
 
 
-def _language_model_statistics(dispatcher: LmDispatcher) -> dict[str, Any]:
-    counts = dispatcher.statistics
-    load = dispatcher.load
-    told: dict[str, Any] = {
-        "requests": counts.requests,
-        "failures": counts.failures,
-        "shed": counts.shed,
-        "cancelled": counts.cancelled,
-        "prompt_tokens": counts.prompt_tokens,
-        "generated_tokens": counts.generated_tokens,
-        "first_token": {"count": counts.first_tokens, "ns": counts.first_token_ns},
-        "contract_violations": counts.contract_violations,
-        "sequences": {"active": load.active, "waiting": load.waiting},
-        "cache_used": load.cache_used,
+def _triton_statistics(
+    name: str, *, inferences: int, executions: int, requests: int, failures: int, queue_ns: int, compute_ns: int
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "version": VERSION,
+        "inference_count": inferences,
+        "execution_count": executions,
+        "inference_stats": {
+            "success": {"count": requests, "ns": queue_ns + compute_ns},
+            "fail": {"count": failures, "ns": 0},
+            "queue": {"count": requests, "ns": queue_ns},
+            "compute_input": {"count": requests, "ns": 0},
+            "compute_infer": {"count": requests, "ns": compute_ns},
+            "compute_output": {"count": requests, "ns": 0},
+        },
+        "batch_stats": [],
     }
-    signature = dispatcher.signature
+
+
+def _language_model_statistics(model: ServedModel, counts: Counts) -> dict[str, Any]:
+    outcomes = {outcome: counts.total(REQUESTS, outcome) for outcome in OUTCOMES}
+    requests, total_ns = counts.sum("headwater_request_seconds")
+    failures = sum(outcomes[outcome] for outcome in ("timeout", "failed", "unavailable", "lost"))
+    first_tokens, first_token_ns = counts.sum("headwater_time_to_first_token_seconds")
+    told: dict[str, Any] = {
+        "requests": requests,
+        "failures": failures,
+        "shed": outcomes["shed"],
+        "cancelled": outcomes["cancelled"],
+        "prompt_tokens": counts.total("headwater_prompt_tokens"),
+        "generated_tokens": counts.total("headwater_generated_tokens"),
+        "first_token": {"count": first_tokens, "ns": first_token_ns},
+        "contract_violations": counts.total("headwater_contract_violations"),
+        "sequences": {
+            "active": counts.total("headwater_active_sequences"),
+            "waiting": counts.total("headwater_waiting_sequences"),
+        },
+        "cache_used": counts.total("headwater_cache_used_tokens"),
+    }
+    signature = model.route.signature
     if signature is not None and signature.language_model is not None:
         limits = signature.language_model.limits
         told["limits"] = {  # of one replica
@@ -243,23 +291,17 @@ def _language_model_statistics(dispatcher: LmDispatcher) -> dict[str, Any]:
             "context_length": limits.context_length,
             "cache_tokens": limits.cache_tokens,
         }
-    return {
-        "name": dispatcher.route.name,
-        "version": VERSION,
-        "inference_count": counts.sequences,
-        "execution_count": counts.frames,
-        "inference_stats": {
-            "success": {"count": counts.requests, "ns": counts.total_ns},
-            "fail": {"count": counts.failures, "ns": 0},
-            # An engine doesn't tell when it began with a sequence: waiting is part of computing here.
-            "queue": {"count": counts.requests, "ns": 0},
-            "compute_input": {"count": counts.requests, "ns": 0},
-            "compute_infer": {"count": counts.requests, "ns": counts.total_ns},
-            "compute_output": {"count": counts.requests, "ns": 0},
-        },
-        "batch_stats": [],
-        "language_model": told,
-    }
+    # An engine doesn't tell when it began with a sequence: waiting is part of computing here.
+    statistics = _triton_statistics(
+        model.route.name,
+        inferences=counts.total("headwater_sequences"),
+        executions=counts.total("headwater_frames"),
+        requests=requests,
+        failures=failures,
+        queue_ns=0,
+        compute_ns=total_ns,
+    )
+    return {**statistics, "language_model": told}
 
 
 def openai_model_routes(models: Models) -> APIRouter:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
 
-from app.codecs.faults import shown
+from app.codecs.faults import read_json, shown
 from app.config.overlay import FIELD, MAX_CONFIG_BYTES
 from app.config.schema import Server
 from app.config.sections import ReplicaBounds, Replicas
@@ -57,7 +57,7 @@ def repository_routes(
         server: limits.
     """
     router = APIRouter(tags=["operations"], responses=_REFUSALS)
-    reader = BodyReader(server.max_body_bytes, server.body_timeout_s)
+    reader = BodyReader(server.max_body_bytes, server.client_timeout_s)
 
     async def answer(request: Request, action: str, model: str) -> JSONResponse:
         guard.check(request.headers)
@@ -88,9 +88,9 @@ def _bounds(body: bytes) -> dict[str, Any]:
     """The ``min`` and ``max`` that a body asks for."""
     expected = 'expected {"replicas": 3}, or {"min": 1, "max": 3}'
     try:
-        asked = msgspec.json.decode(body, type=_Scale)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"body: {expected}: {str(error)[:200]}", field="body") from error
+        asked: _Scale = read_json(body, _Scale)
+    except BadRequest as error:
+        raise BadRequest(f"{error.message}; {expected}", field=error.field) from None
     if (asked.replicas is None) == (asked.max is None) or (asked.replicas is not None and asked.min is not None):
         raise BadRequest(f"body: {expected}, got {body.decode()[:100]}", field="body")
     wanted = asked.replicas if asked.replicas is not None else {"min": asked.min or 1, "max": asked.max}
@@ -107,11 +107,11 @@ def _arguments(body: bytes, action: str) -> dict[str, Any]:
         return _bounds(body)
     arguments: dict[str, Any] = {}
     try:
-        parameters = msgspec.json.decode(body, type=_Body).parameters if body.strip() else {}
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        reason = str(error)[:200]
-        raise BadRequest(f'body: expected {{"parameters": {{...}}}} or nothing: {reason}', field="body") from error
-    for name, value in parameters.items():
+        asked: _Body = read_json(body, _Body) if body.strip() else _Body()
+    except BadRequest as error:
+        expected = 'expected {"parameters": {...}} or an empty body'
+        raise BadRequest(f"{error.message}; {expected}", field=error.field) from None
+    for name, value in asked.parameters.items():
         if name == "unload_dependents" and action == "unload":
             if value is not False:
                 raise BadRequest(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +22,7 @@ from app.gateway.routes.metadata import index_entry
 from app.gateway.sampler import Sampler
 from app.telemetry.catalogue import ACCEPTED, CATALOGUE, IN_FLIGHT, OUTCOMES, REQUESTS
 from app.telemetry.exposition import TritonAnswer, TritonTarget, ask_tritons
-from app.telemetry.ledger import merged, read_totals
+from app.telemetry.ledger import Counts, counts_by_deployment, read_records, read_totals
 from app.telemetry.recorder import recorder
 from app.telemetry.store import Key
 
@@ -90,10 +89,7 @@ def status_routes(models: Models, folder: Path | None, sampler: Sampler) -> APIR
     async def status(request: Request) -> JSONResponse:
         request.state.is_routine = True
         sampler.sample()
-        if folder is None:
-            records: Records = merged([recorder().snapshot().records])
-        else:
-            records = (await asyncio.to_thread(read_totals, folder)).records
+        records = await read_records(folder)
         content = {
             "version": app.__version__,
             "now_s": time.time(),
@@ -111,14 +107,11 @@ def status_routes(models: Models, folder: Path | None, sampler: Sampler) -> APIR
 
 
 def _deployments(models: Models, records: Records) -> list[dict[str, Any]]:
-    by_deployment: dict[str, _Counts] = defaultdict(_Counts)
-    for key, numbers in records.items():
-        if CATALOGUE[key.name].labels[:1] == ("deployment",):
-            by_deployment[key.labels[0]].add(key, numbers)
+    by_deployment = counts_by_deployment(records)
     return [_deployment(model, by_deployment[model.route.name]) for model in models.with_steps()]
 
 
-def _deployment(model: ServedModel, counts: _Counts) -> dict[str, Any]:
+def _deployment(model: ServedModel, counts: Counts) -> dict[str, Any]:
     route = model.route
     told = {
         **index_entry(model),
@@ -172,30 +165,3 @@ def _kind(model: ServedModel) -> str:
         return "step"
     is_pipeline = route.is_graph or (route.signature is not None and bool(route.signature.heads))
     return "pipeline" if is_pipeline else "model"
-
-
-class _Counts:
-    """What was counted of one deployment."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, list[tuple[tuple[str, ...], list[int]]]] = defaultdict(list)
-
-    def add(self, key: Key, numbers: list[int]) -> None:
-        """Take in a record."""
-        self._found[key.name].append((key.labels[1:], numbers))
-
-    def total(self, name: str, last: str | None = None) -> int:
-        """A counter's or gauge's sum over its other labels, the last of which may be given."""
-        return sum(numbers[0] for labels, numbers in self._found[name] if last is None or labels[-1] == last)
-
-    def of_replica(self, name: str, replica: str) -> int | None:
-        """A gauge of one replica; None if nobody measured it."""
-        return next((numbers[0] for labels, numbers in self._found[name] if labels == (replica,)), None)
-
-    def histogram(self, name: str) -> dict[str, Any]:
-        """Counts by bucket, the one without bound last, and the sum in the base unit."""
-        series = CATALOGUE[name]
-        totals = [0] * (len(series.bounds) + 2)
-        for _, numbers in self._found[name]:
-            totals = [a + b for a, b in zip(totals, numbers, strict=True)]
-        return {"counts": totals[:-1], "sum": totals[-1] * series.scale}

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
+from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Receive, Scope
 
 from app.codecs.faults import shown
 from app.errors import HeadwaterError, NotFound
-from app.gateway.http.bodies import BodyReader
+from app.gateway.http.bodies import BodyReader, decoded
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.event_stream import EventStream
 from app.gateway.http.exchange import DisconnectWatch
@@ -40,20 +41,26 @@ if TYPE_CHECKING:
 __all__ = ["CancelEndpoint", "OpenAITextEndpoint", "TextAnswers"]
 
 
+_PREFIX: Final = "/v2/requests/"
+
+_SUFFIX: Final = "/cancel"
+
+
 class CancelEndpoint(Endpoint):
-    """Cancels the sequences of a request to a language model."""
+    """Cancels the sequences of a request to a language model, or the stream of a model or pipeline."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
 
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
         """See `Endpoint.answer`."""
-        request_id = scope["path_params"]["request_id"]
+        # The path as sent: the decoded one has `%2F` both for an escaped slash and for `%252F`.
+        request_id = unquote(scope["raw_path"].decode("ascii")[len(_PREFIX) : -len(_SUFFIX)])
         cancelled = await self._models.cancel_request(owned_id(scope["state"], request_id))
         if not cancelled:
             raise NotFound(
-                f"request {shown(request_id)}: expected the X-Request-Id of a request to a language model that is "
-                "under way, got one of which nothing runs; it may have ended",
+                f"request {shown(request_id)}: expected the X-Request-Id of a stream or of a request to a language "
+                "model that is under way, got one of which nothing runs; it may have ended",
                 field="request_id",
             )
         scope["state"]["note"] = f"cancelled={cancelled}"
@@ -191,7 +198,8 @@ class OpenAITextEndpoint(Endpoint):
     async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
-        request = self._kind.read(raw)
+        read: Callable[[bytes], ChatRequest | CompletionRequest] = self._kind.read
+        request = await decoded(read, raw)
         accept(scope, self._models.get(request.model).route.name, self._route)
         dispatcher = self._models.language_model(request.model)
         return await self._answers.answer(

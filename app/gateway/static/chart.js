@@ -15,7 +15,7 @@ function ceiling(value) {
 export class Chart {
   /**
    * @param title what it shows
-   * @param lines [name, key of the figures] of each line, two at most
+   * @param lines [name, key of the figures] of each line, three at most
    * @param format makes a text of a value
    * @param least the vertical axis' smallest upper end
    */

@@ -33,6 +33,13 @@ export function quantile({ counts, total }, bounds, part) {
   return bounds[bounds.length - 1];
 }
 
+/** Requests that ended as their clients made them end: with a 4xx, or cancelled. */
+export const byClient = (outcomes) => outcomes.client_error + outcomes.cancelled;
+
+/** Requests that failed: all others but those that are ok. */
+export const failures = (outcomes) =>
+  Object.values(outcomes).reduce((total, one) => total + one, 0) - outcomes.ok - byClient(outcomes);
+
 /** Of one deployment, or all of them together. */
 function summed(status, name) {
   const all = status.deployments;
@@ -45,6 +52,8 @@ function summed(status, name) {
     accepted: sum(asked, (one) => one.accepted),
     ended: sum(asked, (one) => sum(Object.values(one.outcomes), Number)),
     ok: sum(asked, (one) => one.outcomes.ok),
+    byClient: sum(asked, (one) => byClient(one.outcomes)),
+    failed: sum(asked, (one) => failures(one.outcomes)),
     inFlight: sum(asked, (one) => one.in_flight),
     waiting: sum(calls, (one) => one.waiting),
     seconds: added(asked.map((one) => one.seconds)),
@@ -65,8 +74,9 @@ export class History {
   add(status) {
     const time = status.now_s;
     const last = this.last;
+    const now = accepted(status); // fails before an answer is kept that nothing can be read from
     // Counts that went down are another server's; its clock may have been set back, too.
-    if (last && (time <= last.now_s || accepted(status) < accepted(last))) this.#kept = [];
+    if (last && (time <= last.now_s || now < accepted(last))) this.#kept = [];
     this.#kept.push({ time, status });
     while (time - this.#kept[0].time > KEPT_S + WINDOW_S) this.#kept.shift();
   }
@@ -103,7 +113,8 @@ export class History {
     const bounds = end.status.bounds;
     return {
       ok: (after.ok - before.ok) / seconds,
-      notOk: (after.ended - after.ok - before.ended + before.ok) / seconds,
+      byClient: (after.byClient - before.byClient) / seconds,
+      failed: (after.failed - before.failed) / seconds,
       rate: (after.ended - before.ended) / seconds,
       p50: quantile(times, bounds.seconds, 0.5),
       p99: quantile(times, bounds.seconds, 0.99),
@@ -112,7 +123,6 @@ export class History {
       inFlight: after.inFlight,
       active: after.active,
       tokens: (after.tokens - before.tokens) / seconds,
-      allNotOk: after.ended - after.ok,
     };
   }
 }

@@ -40,8 +40,10 @@ async function ask() {
     status.update(answer, viewed() === "status");
     playground.update(answer);
   } catch (error) {
-    if (!(error instanceof Failure) && error.name !== "AbortError") throw error;
-    if (error.status === 401 || error.status === 403) {
+    if (!(error instanceof Failure) && error.name !== "AbortError") {
+      console.error(error);
+      sayTrouble(`This page failed to show the server's answer: ${error}. Trying again each second.`);
+    } else if (error.status === 401 || error.status === 403) {
       sayTrouble(hasKey() ? error.message : "The server wants an API key.");
     } else {
       failedSince ??= new Date();

@@ -2,12 +2,12 @@
 
 import { Chart } from "./chart.js";
 import { byId, make, say } from "./dom.js";
-import { History, SHOWN_S } from "./history.js";
+import { byClient, failures, History, SHOWN_S } from "./history.js";
 import { age, bytes, count, duration } from "./numbers.js";
 
 const history = new History();
 const charts = [
-  new Chart("Requests/s", [["ok", "ok"], ["not ok", "notOk"]], count, 1, SHOWN_S),
+  new Chart("Requests/s", [["ok", "ok"], ["client", "byClient"], ["failed", "failed"]], count, 1, SHOWN_S),
   new Chart("Latency", [["p50", "p50"], ["p99", "p99"]], duration, 0.001, SHOWN_S),
   new Chart("Rows per call", [["mean", "rows"]], count, 1, SHOWN_S),
   new Chart("Waiting", [["rows", "waiting"]], count, 1, SHOWN_S),
@@ -44,7 +44,8 @@ class Rows {
 
 const deployments = new Rows(byId("deployments"), [
   ["Name"], ["State", "state"], ["Replicas", "number"], ["Requests/s", "number"], ["p50", "number"], ["p99", "number"],
-  ["Rows/call", "number"], ["Waiting", "number"], ["In flight", "number"], ["Not ok", "number"],
+  ["Rows/call", "number"], ["Waiting", "number"], ["In flight", "number"], ["Client errors", "number"],
+  ["Failed", "number"],
 ]);
 const replicas = new Rows(byId("replicas"), [
   ["Replica"], ["Deployment"], ["State"], ["Device"], ["Threads", "number"], ["Memory", "number"], ["GPU memory", "number"],
@@ -78,8 +79,10 @@ function deploymentRow(one, now_s) {
     say(cells[7], count(one.waiting));
     const active = one.language_model?.active_sequences;
     sayBoth(cells[8], count(one.in_flight), active === undefined ? "" : `${active} sequences`);
-    say(cells[9], count(Object.entries(one.outcomes).reduce((sum, [name, value]) => sum + (name === "ok" ? 0 : value), 0)));
-    cells[9].title = Object.entries(one.outcomes).map(([name, value]) => `${name.replaceAll("_", " ")}: ${value}`).join("\n");
+    say(cells[9], count(byClient(one.outcomes)));
+    say(cells[10], count(failures(one.outcomes)));
+    const told = Object.entries(one.outcomes).map(([name, value]) => `${name.replaceAll("_", " ")}: ${value}`).join("\n");
+    cells[9].title = cells[10].title = told;
   }];
 }
 

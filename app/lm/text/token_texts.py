@@ -1,6 +1,4 @@
-"""Tokens as OpenAI's ``logprobs`` show them.
-
-What each token id contributes to a text: the tokenizer's decoder, taken apart so that it can work token by token.
+"""What each token id contributes to a text: the tokenizer's decoder, taken apart so that it can work token by token.
 
 A decoder of `tokenizers` is a chain of steps over the list of all tokens. Most steps look at one token at a time and
 at whether it is the first; these are left to the library. The others are those that a stream must hold text back for,
@@ -17,42 +15,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import tokenizers
 
 from app.errors import ConfigError
 
-__all__ = ["Family", "LogprobToken", "TokenTexts", "logprob_token"]
-
-
-class LogprobToken(NamedTuple):
-    """A token on its own: a token can be a part of a character only."""
-
-    token: str
-    """Its text; if its bytes are no text, like ``bytes:\\xe2\\x96``, with the ASCII among them as it is."""
-    bytes: list[int]
-    """Its bytes in UTF-8: those of all tokens together are the text's, perhaps with a space before its first word."""
-
-
-def logprob_token(texts: TokenTexts, token_id: int) -> LogprobToken:
-    """A token's text and bytes; of an id that the vocabulary lacks: none.
-
-    Raises:
-        OverflowError: an id below 0 or over 2³²-1.
-    """
-    raw = texts.token_bytes(token_id)
-    try:
-        return LogprobToken(raw.decode(), list(raw))
-    except UnicodeDecodeError:
-        shown = "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in raw)
-        return LogprobToken(f"bytes:{shown}", list(raw))
-
+__all__ = ["Family", "TokenTexts"]
 
 Family = Literal["bytes", "byte_fallback", "texts"]
 
 _ONE_BY_ONE: Final = ("Replace", "Metaspace", "WordPiece", "BPEDecoder", "Strip")
-
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f+][0-9A-Fa-f])>\Z")
 """As Rust reads a byte of two hexadecimal digits: ``+A`` is one."""
 

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from app.cli.check import check
+from app.cli.main import main
 from app.config.schema import Deployment, Server
 from app.supervisor.preflight import (
     MIB,
@@ -142,6 +143,66 @@ def test_bad_yaml(run: Run) -> None:
 def test_a_bad_field(run: Run) -> None:
     _, report = run({"deployments": {"double": {**SCALE, "timeout_s": -1}}})
     assert "`deployments.double.timeout_s`" in only(report)["reason"]
+
+
+def test_all_problems_are_told_at_once(run: Run) -> None:
+    _, report = run(
+        {
+            "server": {"prot": 1, "runtime_dir": "/proc/headwater"},
+            "deployments": {
+                "double": SCALE,
+                "late": {**SCALE, "timeout_s": -1},
+                "typo": {**SCALE, "batchin": {}},
+                "gone": {"model": "inference.zoo.scale:Scal"},
+                "fan": {
+                    "pipeline": {
+                        "trunk": {"model": "inference.zoo.digits:Trunk"},
+                        "heads": {"digit": {"model": "inference.zoo.digits:Digit", "inputs": {"feature": "trunk.x"}}},
+                    }
+                },
+            },
+        }
+    )
+    reasons = [problem["reason"] for problem in report["problems"]]
+    for expected in (
+        "`server.prot`: unknown field; did you mean `port`?",
+        "`deployments.late.timeout_s`: ",
+        "`deployments.typo.batchin`: unknown field; did you mean `batching`?",
+        "has no Scal; its models are Scale; did you mean `Scale`?",
+        "expected some of its inputs `features`, got `feature`; did you mean `features`?",
+        "can't write in /proc",
+    ):
+        assert [expected in reason for reason in reasons].count(True) == 1, expected
+    assert len(reasons) == 6
+    assert [(one["name"], one["ok"]) for one in report["deployments"]] == [
+        ("double", True), ("gone", False), ("fan", False)
+    ]  # fmt: skip
+
+
+def test_without_any_deployment_that_is_right_the_rest_is_checked(run: Run) -> None:
+    _, report = run({"server": {"runtime_dir": "/proc/headwater"}, "deployments": {"a": {}}})
+    assert [problem["title"] for problem in report["problems"]] == ["configuration", "server.runtime_dir"]
+    assert report["deployments"] == []
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "ok"),
+    [
+        ("inference.zoo.scale:Scale", "scale", True),
+        ("inference.zoo.scale:Scal", "scal", False),
+        (f"onnx:{ROOT}/inference/zoo/weights/digit_head.onnx", "digit_head", True),
+        ("onnx:nowhere.onnx", "nowhere", False),
+        ("lm:inference.zoo:weights/tiny_lm", "tiny_lm", True),
+    ],
+)
+def test_one_model_is_checked_as_it_is_served(
+    what: str, name: str, ok: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["check", what, "--port", "0", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert (ended.value.code, report["ok"]) == (int(not ok), ok)
+    assert [(one["name"], one["ok"]) for one in report["deployments"]] == [(name, ok)]
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,9 +361,9 @@ def deployment(**fields: Any) -> Deployment:
 
 
 def test_shared_memory_grows_with_batch_calls_in_flight_and_replicas() -> None:
-    one = deployment(batching={"max_batch_size": 1, "max_in_flight": 1}, tensor_store="off")
+    one = deployment(batching={"max_batch_size": 1, "max_in_flight": 1})
     assert 4.5 * MIB < shared_memory_bytes(one, image_model()) < 5 * MIB
-    many = deployment(batching={"max_batch_size": 32, "max_in_flight": 2}, tensor_store="off", replicas=3)
+    many = deployment(batching={"max_batch_size": 32, "max_in_flight": 2}, replicas=3)
     assert 3 * 40 * MIB < shared_memory_bytes(many, image_model()) < 3 * 43 * MIB
 
 
@@ -318,7 +379,7 @@ def test_what_replicas_take_when_they_start_counts_the_fewest_and_their_instance
 def test_shared_memory_that_replicas_may_come_to_need(monkeypatch: pytest.MonkeyPatch) -> None:
     space = SimpleNamespace(f_frsize=4096, f_blocks=64 * MIB // 4096, f_bavail=0)
     monkeypatch.setattr("app.cli.check.os.statvfs", lambda path: space)
-    wanted = {"image": deployment(batching={"max_batch_size": 32}, tensor_store="off")}
+    wanted = {"image": deployment(batching={"max_batch_size": 32})}
     assert shared_memory_warnings(wanted, {"image": image_model()}) == []  # whoever has how much of it now
     both = shared_memory_warnings({**wanted, "more": wanted["image"]}, {"image": image_model(), "more": image_model()})
     (problem,) = both
@@ -326,18 +387,14 @@ def test_shared_memory_that_replicas_may_come_to_need(monkeypatch: pytest.Monkey
 
 
 def test_shared_memory_of_the_store() -> None:
-    batching = {"max_batch_size": 32, "max_in_flight": 2}
+    one = deployment(batching={"max_batch_size": 32, "max_in_flight": 2})
     image, logits = image_model().inputs[0], image_model().outputs[0]
     taking = msgspec.structs.replace(image_model(), heads=(HeadSpec("h", ("logits",)),))
     giving = msgspec.structs.replace(taking, inputs=(logits,), outputs=(image,))
     streaming = msgspec.structs.replace(image_model(), streams=True)
-    for signature, auto_is in ((taking, "off"), (giving, "on"), (streaming, "on"), (image_model(), "off")):
-        needed = {
-            store: shared_memory_bytes(deployment(batching=batching, tensor_store=store), signature)
-            for store in ("off", "on", "auto")
-        }
-        assert needed["auto"] == needed[auto_is]
-        assert 64 * MIB <= needed["on"] - needed["off"] < 65 * MIB  # the image's 18.4 MiB, rounded up to 32, twice
+    inline = shared_memory_bytes(one, image_model())
+    for signature, uses_it in ((taking, False), (giving, True), (streaming, True)):
+        assert (shared_memory_bytes(one, signature) > inline) is uses_it
 
 
 def test_every_problem_is_reported(run: Run) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,10 @@ import pytest
 
 from app.codecs.generate import GenerateDecoder, GenerateEncoder
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, RawTensor
+from app.config.schema import load_config
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded
 from inference.datatypes import pack_bytes, unpack_bytes
+from inference.runtime.loader import load_model
 from inference.signature import HeadSpec, ParameterSpec, Signature, TensorSpec
 
 SIGNATURE = Signature(
@@ -172,7 +176,7 @@ class TestFields:
     @pytest.mark.parametrize(
         ("body", "said"),
         [
-            (b"", ("body", "a JSON object with the inputs by name", "empty")),
+            (b"", ("body: expected a JSON object, got an empty body",)),
             (b"[]", ("body: expected an object, got an array",)),
             (b"{", ("body: expected JSON, got malformed JSON",)),
             (b"{}", ("text: expected the required inputs 'text', got an object without 'text'",)),
@@ -309,3 +313,20 @@ class TestHeadsOfAnswers:
     def test_the_end(self) -> None:
         end = json.loads(self.encoder.end(self.request, {"a": "ok", "b": "timeout"}))
         assert (end["final"], end["heads"]) == (True, {"a": "ok", "b": "timeout"})
+
+
+def test_the_references_example_is_answered_as_it_says_by_the_demo() -> None:
+    root = Path(__file__).parents[3]
+    text = (root / "docs/reference.md").read_text()
+    example = re.search(r"models/(\S+)/generate -H .* -d '(.*)'\n(.*)\n", text)
+    assert example is not None
+    name, body, answer = example.groups()
+    section = load_config(root / "configs/demo.yaml", environment={}, flags={}).deployments[name]
+    assert section.model is not None
+    model = load_model(section.model, section.options)
+    signature = Signature.of(model, name=name, max_batch_size=section.batching.max_batch_size)
+    request = GenerateDecoder(signature).decode(body.encode())
+    (x,) = request.inputs.values()
+    y = model(x=np.frombuffer(x.data, np.float32).reshape(x.shape))["y"]
+    outputs = {"y": RawTensor("FP32", y.shape, y.tobytes())}
+    assert GenerateEncoder(signature).whole(request, Answer(outputs, ())).decode() == answer

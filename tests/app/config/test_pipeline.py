@@ -178,7 +178,8 @@ def test_everything_that_is_wrong_in_heads_is_named_at_once() -> None:
 def test_what_came_from_the_environment_is_said_to_in_heads_too() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"`deployments\.p\.pipeline\.heads\.a\.timeout`: unknown field \(environment variable HEADWATER_",
+        match=r"`deployments\.p\.pipeline\.heads\.a\.timeout`: unknown field; "
+        r"did you mean `timeout_s`\? \(environment variable HEADWATER_",
     ):
         read(FAN, {"HEADWATER_DEPLOYMENTS__P__PIPELINE__HEADS__A__TIMEOUT": "7"})
 
@@ -211,7 +212,6 @@ SETTINGS = {
     "device": "cpu",
     "threads": 3,
     "environment": {"A": "1"},
-    "tensor_store": "off",
     "warmup_batch_sizes": [],
     "load_timeout_s": 5,
     "python": "bin/python",
@@ -305,7 +305,7 @@ def test_a_step_has_what_the_pipeline_has_and_lays_its_own_over_it() -> None:
     assert (trunk.timeout_s, trunk.threads, trunk.device, trunk.options) == (3, 7, "auto", {})
     assert (head.batching.max_batch_size, head.batching.max_queue_size) == (4, 1024)  # replaced as a whole
     assert head.environment == {"A": "1", "B": "2"}  # merged
-    assert (head.replicas.max, head.device, head.threads, head.tensor_store) == (2, "cpu", 3, "off")
+    assert (head.replicas.max, head.device, head.threads) == (2, "cpu", 3)
     assert (head.warmup_batch_sizes, head.load_timeout_s, head.python) == ((), 5, Path("bin/python"))
     assert (head.timeout_s, head.options) == (3, {"k": 1})
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from app.config.schema import load_config, read_config
+from app.config.pipeline import Step
+from app.config.schema import FORMER_FIELDS, Config, Deployment, InvalidConfig, Unparsed, load_config, read_config
+from app.config.sections import ReplicaBounds, Section
 from app.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"deployments": {"scale": {"model": "inference.zoo.scale:Scale"}}}
@@ -98,7 +101,8 @@ def test_all_wrong_fields_are_named_at_once() -> None:
 
 def test_what_came_from_outside_the_file_is_said_to() -> None:
     with pytest.raises(
-        ConfigError, match=r"`server\.prot`: unknown field \(environment variable HEADWATER_SERVER__PROT"
+        ConfigError,
+        match=r"`server\.prot`: unknown field; did you mean `port`\? \(environment variable HEADWATER_SERVER__PROT",
     ):
         read(MINIMAL, {"HEADWATER_SERVER__PROT": "1"})
     with pytest.raises(
@@ -159,14 +163,13 @@ def test_as_many_calls_are_in_flight_as_instances_need_unless_said_otherwise() -
     [
         ({"memory": "much"}, "`deployments.a.memory`: expected bytes, or a number with a unit such as 512MiB"),
         ({"memory": 0}, "`deployments.a.memory`: "),
-        ({"device": "cpu", "devices": ["cuda:0"]}, "expected either `device` or `devices`"),
-        ({"devices": []}, "`deployments.a.devices`: "),
-        ({"devices": ["cuda", "cuda:0"]}, "`deployments.a.devices`: expected each device once"),
-        ({"devices": ["auto", "cuda:0"]}, "`deployments.a.devices`: expected cpu, cuda or cuda:N each"),
+        ({"device": []}, "`deployments.a.device`: "),
+        ({"device": {"cpu": 1}}, "`deployments.a.device`: expected auto, cpu, cuda or cuda:N, or a list such as "),
+        ({"device": ["cuda", "cuda:0"]}, "`deployments.a.device`: expected each device once"),
+        ({"device": ["auto", "cuda:0"]}, "`deployments.a.device`: expected cpu, cuda or cuda:N each, got 'auto'"),
         ({"instances": 0}, "`deployments.a.instances`: "),
         ({"instances": 3, "batching": {"max_in_flight": 2}}, "batching.max_in_flight: expected at least instances = 3"),
         ({"model": "lm:x", "instances": 2}, "instances: expected 1 of a language model"),
-        ({"scaling": {"utilization": {"low": 0.9, "high": 0.5}}}, "expected low < high, got low 0.9 and high 0.5"),
         ({"scaling": {"queue_wait_ms": 0}}, "`deployments.a.scaling.queue_wait_ms`: "),
     ],
 )
@@ -177,7 +180,7 @@ def test_what_replicas_cannot_have_is_refused(fields: dict[str, Any], message: s
 
 
 def test_a_fused_pipeline_has_one_instance_and_a_step_of_a_graph_its_own() -> None:
-    steps = {"trunk": {"model": "m:T"}, "heads": {"h": {"model": "m:H", "instances": 3, "devices": ["cuda:1", "cpu"]}}}
+    steps = {"trunk": {"model": "m:T"}, "heads": {"h": {"model": "m:H", "instances": 3, "device": ["cuda:1", "cpu"]}}}
     fused = {"deployments": {"p": {"pipeline": {"trunk": {"model": "m:T"}, "heads": {"h": {"model": "m:H"}}}}}}
     fused["deployments"]["p"]["instances"] = 2  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="instances: expected 1 of a fused pipeline"):
@@ -231,3 +234,159 @@ def test_a_language_model_has_a_bound_of_its_own() -> None:
     content = {"deployments": {"m": {"model": "lm:models/llama", "max_compute_s": 5}}}
     with pytest.raises(ConfigError, match=r"max_compute_s: expected none of a language model, .*`options.max_step_s`"):
         read(content)
+
+
+@pytest.mark.parametrize("text", ["[", "2026-02-30", "{a: 1, a: 2}", "? [x]\n: 1", "&a [*a", "[" * 5000])
+def test_a_value_that_is_no_yaml_names_where_it_came_from(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^flag server\.port: not valid YAML: "):
+        read(MINIMAL, server__port=Unparsed(text))
+    with pytest.raises(ConfigError, match=r"^environment variable HEADWATER_SERVER__PORT: not valid YAML: "):
+        read(MINIMAL, {"HEADWATER_SERVER__PORT": text})
+    path = tmp_path / "bad.yaml"
+    path.write_text(f"server:\n  {text}")
+    with pytest.raises(ConfigError, match=r"bad\.yaml: not valid YAML: "):
+        load_config(path, environment={}, flags={})
+
+
+def test_an_anchor_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "loop.yaml"
+    path.write_text("deployments: &d {a: *d}\n")
+    with pytest.raises(ConfigError, match=r"loop\.yaml: not valid YAML: an anchor that holds itself"):
+        load_config(path, environment={}, flags={})
+
+
+NAMES = ["my.model", "my__model", "my-model", "My_Model", "v1.2__b-"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_environment_writes_what_is_no_letter_and_no_digit_of_a_name_as_one_underscore(name: str) -> None:
+    variable = {"v1.2__b-": "V1_2_B"}.get(name, "MY_MODEL")
+    config = read({"deployments": {name: {"model": "m:M"}}}, {f"HEADWATER_DEPLOYMENTS__{variable}__TIMEOUT_S": "5"})
+    assert list(config.deployments) == [name]
+    assert config.deployments[name].timeout_s == 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_flag_quotes_a_name(name: str) -> None:
+    content = {"deployments": {one: {"model": "m:M"} for one in NAMES}}
+    config = read_config(content, source="t", environment={}, flags={f'deployments."{name}".timeout_s': 5})
+    assert {one for one, found in config.deployments.items() if found.timeout_s == 5} == {name}
+
+
+def test_a_name_as_it_is_comes_before_one_that_only_looks_like_it() -> None:
+    content = {"deployments": {"a.b": {"model": "m:M"}, "a_b": {"model": "m:M"}}}
+    config = read(content, {"HEADWATER_DEPLOYMENTS__A_B__TIMEOUT_S": "5"})
+    assert (config.deployments["a.b"].timeout_s, config.deployments["a_b"].timeout_s) == (30, 5)
+
+
+def test_a_name_that_stands_for_several_is_refused() -> None:
+    content = {"deployments": {"a.b": {"model": "m:M"}, "a-b": {"model": "m:M"}}}
+    with pytest.raises(ConfigError, match=r"DEPLOYMENTS__A_B__TIMEOUT_S: `A_B` is `a\.b` or `a-b`; .*--set"):
+        read(content, {"HEADWATER_DEPLOYMENTS__A_B__TIMEOUT_S": "5"})
+
+
+@pytest.mark.parametrize("field", ["", ".", "server.", 'deployments."a', 'deployments."a"b.timeout_s', "a..b"])
+def test_a_flag_that_is_no_path_is_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match="expected names with dots between them"):
+        read_config(MINIMAL, source="t", environment={}, flags={field: 1})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({**MINIMAL, "sever": {}}, "`sever`: unknown field; did you mean `server`?"),
+        ({"deployments": {"a": {"model": "m:M", "batchin": {}}}}, "did you mean `batching`?"),
+        ({"deployments": {"a": {"model": "m:M", "replicas": {"max": 2, "mini": 1}}}}, "did you mean `min`?"),
+        (
+            {
+                "deployments": {
+                    "a": {"pipeline": {"trunk": {"model": "m:T"}, "heads": {"h": {"model": "m:H", "on_eror": 1}}}}
+                }
+            },
+            "`deployments.a.pipeline.heads.h.on_eror`: unknown field; did you mean `on_error`?",
+        ),
+        (
+            {
+                "deployments": {
+                    "scale": {"model": "m:M"},
+                    "p": {"pipeline": {"placement": "graph", "steps": {"h": {"deployment": "scal"}}, "heads": ["h"]}},
+                }
+            },
+            "unknown deployment `scal`; expected one of `scale`, `p`; did you mean `scale`?",
+        ),
+    ],
+)
+def test_an_unknown_name_comes_with_the_one_that_may_be_meant(content: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(content)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("section", ["server", "deployments.a", "deployments.a.scaling"])
+@pytest.mark.parametrize("field", FORMER_FIELDS)
+def test_a_field_of_an_earlier_version_says_what_became_of_it(section: str, field: str) -> None:
+    flags = {f"{section}.{field}": 1}
+    with pytest.raises(ConfigError) as caught:
+        read_config({"deployments": {"a": {"model": "m:M"}}}, source="t", environment={}, flags=flags)
+    assert f"`{section}.{field}`: it is " in str(caught.value)
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [(0.5, 0.5), (1, 1.0), (2000, 2000), ("16GiB", 16 * 2**30), (0, None), (1.5, None), (True, None)],
+)
+def test_the_memory_limit_is_a_part_or_a_size(given: object, limit: float | int | None) -> None:
+    if limit is None:
+        with pytest.raises(ConfigError, match=r"`server\.memory_limit`: expected a part such as 0\.8, or bytes"):
+            read({**MINIMAL, "server": {"memory_limit": given}})
+    else:
+        found = read({**MINIMAL, "server": {"memory_limit": given}}).server.memory_limit
+        assert (found, type(found)) == (limit, type(limit))
+    assert read(MINIMAL).server.memory_limit == 0.8
+
+
+def fields_in(section: type[Section], seen: set[type[Section]]) -> Iterator[str]:
+    """What can be set in a section and below it. A field that is a section counts as what is in it; a step's fields
+    that a deployment has too count there, and the form ``{min, max}`` of ``replicas`` is no further field."""
+    seen.add(section)
+    for name, field in section.model_fields.items():
+        kinds = [one for one in sections_in(field.annotation) if one is not ReplicaBounds]
+        if (not kinds or kinds == [Step]) and not (section is Step and name in Deployment.model_fields):
+            yield f"{section.__name__}.{name}"
+        for kind in kinds:
+            if kind not in seen:
+                yield from fields_in(kind, seen)
+
+
+def sections_in(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [kind for one in get_args(annotation) for kind in sections_in(one)]
+
+
+def test_there_are_fewer_than_sixty_fields() -> None:
+    """So many a reader of the reference can take in: what no operator will ever set is a constant."""
+    fields = list(fields_in(Config, set()))
+    assert len(fields) < 60, fields
+
+
+def test_all_that_is_wrong_with_a_deployment_as_a_whole_is_named_at_once() -> None:
+    fields = {"model": "lm:x", "pipeline": {"trunk": {"model": "m:T"}, "heads": {"h": {"model": "m:H"}}}}
+    with pytest.raises(InvalidConfig) as caught:
+        deployment(**fields, options={"a": 1}, instances=9, max_compute_s=3, batching={"max_in_flight": 1})
+    assert len(caught.value.problems) == 6
+    assert all(problem.startswith("`deployments.a`: ") for problem in caught.value.problems)
+
+
+def test_what_is_right_of_a_configuration_is_left_when_the_rest_is_refused() -> None:
+    content = {
+        "server": {"port": 7, "workers": 0},
+        "sever": {},
+        "deployments": {"good": {"model": "m:M"}, "bad": {"model": "m"}},
+    }
+    with pytest.raises(InvalidConfig) as caught:
+        read(content)
+    rest = caught.value.rest
+    assert rest is not None
+    assert (list(rest.deployments), rest.server.port, rest.server.workers) == (["good"], 7, 1)

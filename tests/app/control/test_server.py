@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from app.control import server as control
 from app.control.link import SupervisorLink
 from app.control.load import DeploymentLoad, LoadReport
 from app.control.messages import Command, CommandAnswer, Drain, Drained
@@ -280,6 +281,44 @@ def test_what_one_worker_found_the_others_are_told() -> None:
 
 
 # Draining
+
+
+def test_what_one_worker_is_asked_to_cancel_the_others_cancel_and_count() -> None:
+    async def scenario(bench: Bench) -> None:
+        asked: list[tuple[int, str]] = []
+
+        def cancels(worker: int) -> Callable[[str], int]:
+            return lambda request_id: asked.append((worker, request_id)) or worker  # type: ignore[func-returns-value]
+
+        links = [SupervisorLink(nothing_in_flight, on_cancel=cancels(worker)) for worker in range(3)]
+        assert await links[0].cancel_elsewhere("early") == 0
+        for link in links:
+            await bench.follow(link)
+        counts = await asyncio.gather(links[0].cancel_elsewhere("mine"), links[2].cancel_elsewhere("key:other"))
+        assert list(counts) == [1 + 2, 0 + 1]
+        assert sorted(asked) == [(0, "key:other"), (1, "key:other"), (1, "mine"), (2, "mine")]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["says nothing", "ends"])
+def test_a_worker_that_does_not_say_what_it_cancelled_is_not_waited_for(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "CANCEL_TIMEOUT_S", 30 if ends else 0.05)
+
+    async def scenario(bench: Bench) -> None:
+        link, _ = await bench.worker()
+        reader, writer = await asyncio.open_unix_connection(bench.path)
+        await reader.readline()  # the table
+        counted = asyncio.ensure_future(link.cancel_elsewhere("mine"))
+        await reader.readline()  # what it shall cancel
+        if ends:
+            writer.close()
+        assert await asyncio.wait_for(counted, 10) == 0
+        writer.close()
+
+    run(scenario)
 
 
 def test_draining_waits_for_every_worker_and_sums_what_they_say() -> None:

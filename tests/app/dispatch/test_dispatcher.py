@@ -15,7 +15,7 @@ import uvloop
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.dispatch.admission import WaitingRoom
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.errors import (
     BadRequest,
     CallableFailed,
@@ -28,6 +28,7 @@ from app.errors import (
 from inference.datatypes import pack_bytes, unpack_bytes
 from inference.signature import Signature, TensorSpec
 from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, encode_reports
+from tests.counted import count_from_zero, counts_of, requests_of
 
 NUMBERS = Signature(
     name="m",
@@ -113,7 +114,7 @@ class Bench:
             replicas=tuple(ReplicaRoute(f"m-{index}", "", "") for index in range(replicas)),
             **route,
         )
-        self.dispatcher = Dispatcher(self.route, self._connect, room=room)
+        self.dispatcher = ModelDispatcher(self.route, self._connect, room=room)
 
     def _connect(self, name: str, route: ReplicaRoute) -> Replica:
         self.replicas[route.id] = Replica()
@@ -202,6 +203,7 @@ def test_rows_gather_while_the_replica_is_busy() -> None:
 
 def test_calls_that_triton_merged_count_as_one() -> None:
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench(max_in_flight=2, replicas=2)
         tasks = [bench.send(1)]
         await settle()
@@ -210,8 +212,8 @@ def test_calls_that_triton_merged_count_as_one() -> None:
         for call, is_merged in zip(bench.calls, (False, True), strict=True):
             call.answer(is_merged=is_merged)
         assert [numbers(await task) for task in tasks] == [[2], [4]]
-        statistics = bench.dispatcher.statistics
-        assert (statistics.requests, statistics.calls, statistics.call_compute_ns) == (2, 1, 5000)
+        assert requests_of("m") == (2, 2, 1, 0)
+        assert counts_of("m").statistics("headwater_batches") == [("1", [1, 5000])]
 
     run(scenario)
 
@@ -607,13 +609,13 @@ def test_a_request_without_rows_is_answered_without_a_call() -> None:
 
 def test_statistics_count_requests_rows_and_calls() -> None:
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench()
         tasks = [bench.send(1), bench.send(2, 3)]
         await settle()
         bench.calls[0].answer()
         await asyncio.gather(*tasks)
-        counts = bench.dispatcher.statistics
-        assert (counts.requests, counts.rows, counts.calls, counts.failures) == (2, 3, 1, 0)
+        assert requests_of("m") == (2, 3, 1, 0)
 
     run(scenario)
 
@@ -715,6 +717,7 @@ def test_a_bound_of_padding_that_changes_counts_for_what_comes() -> None:
 
 def test_a_less_urgent_request_gives_way_with_all_its_parts() -> None:
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench(max_queue_size=8, max_in_flight=1)
         bench.send(0)
         await settle()
@@ -724,8 +727,7 @@ def test_a_less_urgent_request_gives_way_with_all_its_parts() -> None:
         with pytest.raises(QueueFull, match="gave way") as caught:
             await patient
         assert caught.value.retry_after_s == 1
-        counts = bench.dispatcher.statistics
-        assert (counts.displaced, counts.failures, counts.shed, bench.dispatcher.queued_rows) == (1, 1, 0, 1)
+        assert (counts_of("m").total("headwater_failures"), bench.dispatcher.queued_rows) == (1, 1)
         bench.calls[0].answer()
         await settle()
         bench.calls[1].answer()

@@ -13,6 +13,7 @@ from app.control.routing import ReplicaRoute
 from app.dispatch.admission import WaitingRoom
 from app.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
 from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, run, settle
+from tests.counted import count_from_zero, requests_of
 
 EVENTS = ("send", "send", "answer", "answer", "leave", "lose", "miss", "raise", "come", "retire", "smaller", "larger")
 
@@ -90,8 +91,8 @@ class Deployment:
             )
         )
 
-    def check(self) -> None:
-        """Everything is over."""
+    def check(self) -> tuple[int, int, int]:
+        """Everything is over. Returns how many requests were answered, have failed, or were left by their clients."""
         dispatcher = self.bench.dispatcher
         answered = failed = left = 0
         for task, values in self.sent:
@@ -104,18 +105,15 @@ class Deployment:
             else:
                 assert isinstance(task.exception(), HeadwaterError)
                 failed += 1
-        counts = dispatcher.statistics
-        # Who leaves as the answer comes has it counted; who comes while no replica is there has not.
-        assert answered <= counts.requests <= answered + left
-        assert counts.failures + counts.shed <= failed + left
         assert (dispatcher.in_flight, dispatcher.queued_rows, dispatcher._requests) == (0, 0, set())
         assert (len(dispatcher._queue), dispatcher._queue.held_bytes) == (0, 0)
         assert not dispatcher._retries
         assert dispatcher._calls._tasks == set()
-        assert [one for one in dispatcher._replicas.values() if one.calls or one.rows or one.batches] == []
+        assert [one for one in dispatcher._pool.connected.values() if one.calls or one.rows or one.batches] == []
         assert dispatcher.under_way(None) == []
         moment = dispatcher.moment()
         assert (moment.computing, moment.requests, moment.waiting) == (0, 0, 0)
+        return answered, failed, left
 
 
 @settings(deadline=None, max_examples=60)
@@ -130,6 +128,7 @@ def test_at_the_end_every_request_has_ended_and_all_counters_are_zero(
     async def scenario() -> None:
         told: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+        count_from_zero()
         room = WaitingRoom(max_rows=16, max_bytes=80)
         deployments = [Deployment(room, chance) for _ in range(2)]
         for which, event, turns in events:
@@ -147,8 +146,11 @@ def test_at_the_end_every_request_has_ended_and_all_counters_are_zero(
             for one in deployments:
                 one.happen("answer")
             await settle()
-        for one in deployments:
-            one.check()
+        answered, failed, left = map(sum, zip(*[one.check() for one in deployments], strict=True))
+        requests, _, _, failures = requests_of("m")
+        # Who leaves as the answer comes has it counted; who comes while no replica is there has not.
+        assert answered <= requests <= answered + left
+        assert failures <= failed + left
         assert (room.waiting.rows, room.waiting.held_bytes) == (0, 0)
         assert told == []
 

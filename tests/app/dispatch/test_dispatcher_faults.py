@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from app.codecs.tensors import RawTensor
 from app.control.routing import ReplicaRoute, RoutingTable
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.errors import CallableFailed, DeadlineExceeded, Quarantined, QueueFull, ReplicaLost, ReplicaUnreachable
 from app.gateway.models import Models
 from inference.wire.frame import Piece
 from inference.wire.report import CallNote, RowReport, Status
 from tests.app.dispatch import test_frame_call as frames
 from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, run, settle
+from tests.counted import count_from_zero, counts_of
 
 GONE = "the replica ended"
 
@@ -43,6 +44,7 @@ def replace(bench: Bench, *ids: str, **route: Any) -> None:
 
 def test_each_request_of_a_lost_batch_is_computed_alone_by_another_replica() -> None:
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench(replicas=2, max_in_flight=2)
         tasks = [bench.send(1), bench.send(2, 3)]
         await settle()
@@ -57,8 +59,8 @@ def test_each_request_of_a_lost_batch_is_computed_alone_by_another_replica() -> 
         assert [call.values for call in left.calls] == [[1], [2, 3]]
         left.calls[1].answer()
         assert [numbers(await task) for task in tasks] == [[2], [4, 6]]
-        assert bench.dispatcher.statistics.retried == 2
-        assert bench.dispatcher.statistics.failures == 0
+        assert counts_of("m").total("headwater_retries") == 2
+        assert counts_of("m").total("headwater_failures") == 0
 
     run(scenario)
 
@@ -118,6 +120,7 @@ def test_lost_requests_do_not_wait_for_a_busy_replica_where_one_is_idle() -> Non
 
 def test_only_the_lost_part_of_a_large_request_is_computed_again() -> None:
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench(replicas=2, max_in_flight=1)
         task = bench.send(*range(8))
         await settle()
@@ -127,7 +130,7 @@ def test_only_the_lost_part_of_a_large_request_is_computed_again() -> None:
         await settle()
         bench.replicas["m-1"].calls[1].answer()
         assert numbers(await task) == [value * 2 for value in range(8)]
-        assert bench.dispatcher.statistics.retried == 1
+        assert counts_of("m").total("headwater_retries") == 1
 
     run(scenario)
 
@@ -266,7 +269,7 @@ def test_a_worker_tells_and_is_told_by_its_models() -> None:
             models.on_quarantined = lambda name, mark: told.append((name, mark))
             models.update(RoutingTable((bench.route,)))
             dispatcher = models.get("m").dispatcher
-            assert isinstance(dispatcher, Dispatcher)
+            assert isinstance(dispatcher, ModelDispatcher)
             bench.dispatcher.close()
             bench.dispatcher = dispatcher
             workers.append(models)
@@ -457,7 +460,7 @@ def test_every_request_ends_once_and_is_computed_twice_at_most(
             assert sum(number in call.values for call in bench.calls) <= 2
         assert bench.dispatcher.in_flight == 0
         assert bench.dispatcher.queued_rows == 0
-        held = [one for one in bench.dispatcher._replicas.values() if one.calls or one.rows or one.batches]
+        held = [one for one in bench.dispatcher._pool.connected.values() if one.calls or one.rows or one.batches]
         assert held == []
 
     run(scenario)

@@ -11,7 +11,7 @@ import pytest
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.control.messages import Drain, Drained
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.protocol import drain
 from app.errors import Unavailable
 from app.gateway.models import Models
@@ -157,7 +157,7 @@ def test_when_to_come_again_depends_on_who_must_act(state: State, is_set_aside: 
     async def scenario() -> None:
         route = DeploymentRoute("m", state, "gone", whole.NUMBERS, is_set_aside=is_set_aside)
         with pytest.raises(Unavailable) as raised:
-            await Dispatcher(route).infer(request())
+            await ModelDispatcher(route).infer(request())
         assert raised.value.retry_after_s == expected_s
 
     run(scenario)

@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, RawTensor
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.dispatch.collector import PIECES_LIMIT, PIECES_LIMIT_BYTES
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.errors import (
     BadRequest,
     CallableFailed,
+    Cancelled,
     DeadlineExceeded,
     HeadwaterError,
     ReplicaLost,
@@ -35,6 +36,7 @@ from inference.signature import HeadSpec, Signature, TensorSpec
 from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, encode_frame
 from inference.wire.report import CallNote, Status
 from inference.wire.shared_memory import MappedCall
+from tests.counted import count_from_zero, counts_of, requests_of
 
 FACTORS = {"a": 2.0, "b": 3.0, "c": 5.0}
 """What each head multiplies with; head `a` answers `out_a`, and so on."""
@@ -153,7 +155,7 @@ class Bench:
             replicas=tuple(ReplicaRoute(f"m-{index}", "", "", "grpc") for index in range(replicas)),
             **route,
         )
-        self.dispatcher = Dispatcher(self.route, self._connect)
+        self.dispatcher = ModelDispatcher(self.route, self._connect)
 
     def _connect(self, name: str, route: ReplicaRoute) -> Replica:
         self.replicas[route.id] = Replica()
@@ -186,11 +188,11 @@ class Bench:
 class Reader:
     """A client that reads a stream as it comes."""
 
-    def __init__(self, dispatcher: Dispatcher, request: InferRequest) -> None:
+    def __init__(self, dispatcher: ModelDispatcher, request: InferRequest) -> None:
         self.pieces: list[HeadAnswer] = []
         self.task = asyncio.create_task(self._read(dispatcher, request))
 
-    async def _read(self, dispatcher: Dispatcher, request: InferRequest) -> None:
+    async def _read(self, dispatcher: ModelDispatcher, request: InferRequest) -> None:
         async with contextlib.aclosing(dispatcher.stream(request)) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
                 self.pieces.append(piece)
@@ -295,6 +297,7 @@ def test_every_request_gets_its_own_rows_of_its_heads(
     chance = random.Random(seed)
 
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench(max_in_flight=max_in_flight)
         count = itertools.count(1)
         sent = []
@@ -323,8 +326,7 @@ def test_every_request_gets_its_own_rows_of_its_heads(
             assert numbers(answer) == expected(values, heads)
             assert answer.omitted == []
         assert bench.dispatcher.in_flight == 0
-        assert bench.dispatcher.statistics.requests == len(requests)
-        assert bench.dispatcher.statistics.rows == sum(rows for rows, _ in requests)
+        assert requests_of("m")[:2] == (len(requests), sum(rows for rows, _ in requests))
 
     run(scenario)
 
@@ -721,6 +723,57 @@ def test_a_stream_whose_client_leaves_while_it_waits_is_not_computed() -> None:
     run(scenario)
 
 
+def test_a_replica_is_told_for_how_long_anyone_waits_for_a_head() -> None:
+    async def scenario() -> None:
+        bench = Bench(pipeline(a=HeadSpec("a", ("out_a",), 0.5)), timeout_s=20, max_in_flight=1)
+        bench.send(1)
+        await settle()
+        tasks = [bench.send(2, heads="a", timeout_us=100_000), bench.send(3, heads="ab", timeout_us=2_000_000)]
+        await settle()
+        bench.calls[0].answer("a", "b", "c")
+        await settle()
+        first, second = (call.note.left_s for call in bench.calls)
+        assert first == {"a": pytest.approx(0.5, abs=0.4), "b": pytest.approx(20, abs=1), "c": pytest.approx(20, abs=1)}
+        assert second == {"a": pytest.approx(0.5, abs=0.4), "b": pytest.approx(2, abs=0.5)}
+        assert second["a"] > 0.1
+        for task in tasks:
+            task.cancel()
+        stream = Bench(STREAMING)
+        reader = stream.stream(1)
+        await settle()
+        assert stream.calls[0].note.left_s == {}
+        reader.task.cancel()
+
+    run(scenario)
+
+
+def test_streams_are_cancelled_by_their_request_s_id_whether_they_run_or_wait() -> None:
+    async def scenario() -> None:
+        count_from_zero()
+        bench = Bench(STREAMING, max_in_flight=1)
+        running, waiting = bench.stream(1, cancel_id="mine"), bench.stream(2, cancel_id="mine")
+        other = bench.stream(3, cancel_id="other")
+        await settle()
+        (call,) = bench.calls
+        call.say(call.piece("a", is_last=False))
+        await settle()
+        assert bench.dispatcher.cancel("nobody's") == 0
+        assert bench.dispatcher.cancel("mine") == 2
+        assert bench.dispatcher.cancel("mine") == 0
+        for reader in (running, waiting):
+            with pytest.raises(Cancelled, match="the request was cancelled"):
+                await reader.task
+        assert running.statuses == [("a", "ok")]
+        assert bench.replicas["m-0"].cancelled == [call.name]
+        call.end()
+        await settle()
+        assert bench.calls[1].values.tolist() == [3]
+        assert counts_of("m").total("headwater_failures") == 0
+        other.task.cancel()
+
+    run(scenario)
+
+
 def test_a_stream_whose_heads_are_all_too_late_is_cancelled() -> None:
     async def scenario() -> None:
         bench = Bench(pipeline(streams=True, a=HeadSpec("a", ("out_a",), 0.05)))
@@ -943,6 +996,7 @@ def test_closing_ends_what_is_under_way_and_what_waits() -> None:
 
 def test_statistics_count_what_each_step_did() -> None:
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench()
         task = bench.send(1, heads="ab")
         await settle()
@@ -952,20 +1006,22 @@ def test_statistics_count_what_each_step_did() -> None:
         call.end()
         await task
         await settle()
-        counts = bench.dispatcher.statistics
-        assert counts.steps == {
-            "trunk": StepCount("trunk", 1, 1, 150),
-            "a": StepCount("a", 1, 2, 20),
-            "b": StepCount("b", 1, 0, 3),
+        counts = counts_of("m")
+        assert dict(counts.statistics("headwater_steps")) == {
+            "trunk": [1, 1, 150_000],
+            "a": [1, 2, 20_000],
+            "b": [1, 0, 3_000],
         }
-        assert (counts.requests, counts.rows, counts.calls, counts.failures) == (1, 1, 1, 0)
-        assert counts.compute_ns == counts.call_compute_ns == 173_000
+        assert requests_of("m") == (1, 1, 1, 0)
+        assert counts.sum("headwater_request_phase_seconds", "compute") == (1, 173_000)
+        assert counts.statistics("headwater_batches") == [("1", [1, 173_000])]
 
     run(scenario)
 
 
 def test_a_request_in_several_calls_is_counted_once() -> None:
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench(max_in_flight=2)
         task = bench.send(*range(8), heads="a")
         await settle()
@@ -975,8 +1031,7 @@ def test_a_request_in_several_calls_is_counted_once() -> None:
         for call in bench.calls:
             call.end()
         await settle()
-        counts = bench.dispatcher.statistics
-        assert (counts.requests, counts.rows, counts.calls, counts.failures) == (1, 8, 2, 0)
+        assert requests_of("m") == (1, 8, 2, 0)
 
     run(scenario)
 

@@ -12,11 +12,12 @@ import pytest
 
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, OutputWish, RawTensor
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.graph import GraphDispatcher
 from app.errors import (
     BadRequest,
     CallableFailed,
+    Cancelled,
     DeadlineExceeded,
     HeadwaterError,
     QueueFull,
@@ -26,6 +27,7 @@ from app.errors import (
 from inference.datatypes import pack_bytes
 from inference.pipeline import PipelineSpec, Plan, StepSpec, make_plan
 from inference.signature import ParameterSpec, Signature, TensorSpec
+from tests.counted import count_from_zero, counts_of
 
 
 def fp32(name: str, *shape: int) -> TensorSpec:
@@ -609,6 +611,7 @@ def test_the_deadline_ends_the_steps_of_a_stream_that_nobody_reads() -> None:
 
 def test_a_client_that_goes_away_cancels_every_step() -> None:
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench()
         tasks: list[asyncio.Task[Any]] = [bench.send(), bench.stream()]
         await settle()
@@ -620,7 +623,26 @@ def test_a_client_that_goes_away_cancels_every_step() -> None:
         assert bench.calls("trunk")[1].is_cancelled
         assert [bench.call(head).is_cancelled for head in ("head_a", "head_b")] == [True, True]
         assert bench.dispatcher.in_flight == 0
-        assert bench.dispatcher.statistics.failures == 0
+        assert counts_of("p").total("headwater_failures") == 0
+
+    run(scenario)
+
+
+def test_a_stream_is_cancelled_by_its_request_s_id_with_every_step() -> None:
+    async def scenario() -> None:
+        count_from_zero()
+        bench = Bench()
+        request = bench.request()
+        request.cancel_id = "mine"
+        stream = asyncio.ensure_future(anext(bench.dispatcher.stream(request)))
+        await settle()
+        assert bench.dispatcher.cancel("other") == 0
+        assert bench.dispatcher.cancel("mine") == 1
+        with pytest.raises(Cancelled):
+            await stream
+        await settle()
+        assert bench.call("trunk").is_cancelled
+        assert (bench.dispatcher.in_flight, counts_of("p").total("headwater_failures")) == (0, 0)
 
     run(scenario)
 
@@ -682,7 +704,7 @@ def test_what_waits_in_a_steps_queue_leaves_it_with_its_client() -> None:
         planned = plan()
         client = Hanging()
         route = DeploymentRoute("p.trunk", State.READY, "", TRUNK, (ReplicaRoute("r", "", ""),))
-        trunk = Dispatcher(route, lambda name, route: client)
+        trunk = ModelDispatcher(route, lambda name, route: client)
         whole = DeploymentRoute("p", State.READY, signature=planned.signature, is_graph=True, plan=planned)
         dispatcher = GraphDispatcher(whole, {"p.trunk": trunk}.get)
         request = Bench(planned).request()
@@ -737,8 +759,9 @@ def test_an_unchanged_signature_stays_the_same_object_while_the_plan_may_change(
     run(scenario)
 
 
-def test_statistics_count_requests_and_failures() -> None:
+def test_rows_and_failures_are_counted() -> None:
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench(lenient())
         tasks = [bench.send(3), bench.send(2)]
         await settle()
@@ -750,8 +773,8 @@ def test_statistics_count_requests_and_failures() -> None:
         bench.call("head_a").answer(a=numbers(3))
         bench.call("head_b").fail(CallableFailed("no"))
         await asyncio.gather(*tasks, return_exceptions=True)
-        counts = bench.dispatcher.statistics
-        assert (counts.requests, counts.rows, counts.failures) == (1, 3, 1)
+        counts = counts_of("p")
+        assert (counts.total("headwater_rows"), counts.total("headwater_failures")) == (3, 1)
         assert bench.dispatcher.in_flight == 0
 
     run(scenario)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -12,17 +13,21 @@ from fastapi import FastAPI
 
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.graph import GraphDispatcher
 from app.errors import BadRequest, Cancelled, NotFound, Unavailable
 from app.gateway.http.bodies import BodyReader
 from app.gateway.models import Models
 from app.gateway.routes.metadata import metadata_routes
 from app.lm.dispatcher import LmDispatcher
+from app.telemetry.recorder import recorder, use
+from app.telemetry.store import Store
 from inference.pipeline import PipelineSpec, StepSpec, make_plan
 from inference.signature import Signature, TensorSpec
+from inference.wire.frame import StepCount
 from inference.wire.lm import Load
 from tests.app.lm.stand_in import Replica, event, route_of, spec
+from tests.counted import count_from_zero
 
 
 class Hanging:
@@ -86,7 +91,7 @@ def test_steps_are_found_by_their_name_but_not_listed() -> None:
 def test_a_pipeline_finds_its_steps_wherever_the_table_has_them() -> None:
     async def scenario(models: Models) -> None:
         assert isinstance(models.get("abc").dispatcher, GraphDispatcher)
-        assert isinstance(models.get("abc.trunk").dispatcher, Dispatcher)
+        assert isinstance(models.get("abc.trunk").dispatcher, ModelDispatcher)
         models.update(RoutingTable((PIPELINE, step("head"))))
         request = InferRequest(
             "", {"x": RawTensor("FP32", (1, 1), bytes(4))}, 1, [OutputWish("y", True)], {}, {}, ("head",)
@@ -106,7 +111,7 @@ def test_a_name_that_becomes_another_kind_of_model_gets_another_dispatcher() -> 
         with pytest.raises(Unavailable):  # the old one is closed
             plain.dispatcher.check_ready()
         models.update(TABLE)
-        assert isinstance(models.get("plain").dispatcher, Dispatcher)
+        assert isinstance(models.get("plain").dispatcher, ModelDispatcher)
         again = models.get("plain")
         models.update(TABLE)
         assert models.get("plain") is again
@@ -171,7 +176,7 @@ LANGUAGE_MODEL = route_of("lm-0")
 
 
 def replica_of(models: Models) -> Replica:
-    (replica,) = models.language_model("lm")._replicas.values()
+    (replica,) = models.language_model("lm")._pool.connected.values()
     assert isinstance(replica.client, Replica)
     return replica.client
 
@@ -200,7 +205,7 @@ def test_a_language_model_is_found_as_one_and_nothing_else_is() -> None:
 def test_who_sends_tensors_to_a_language_model_is_told_where_to_ask() -> None:
     async def scenario(models: Models) -> None:
         models.update(RoutingTable((LANGUAGE_MODEL,)))
-        for check in (models.get("lm").codecs, models.get("lm").check_whole):
+        for check in (models.get("lm").codecs, models.get("lm").dispatcher.check_whole):
             with pytest.raises(BadRequest, match=r"/generate, .*/generate_stream or /v1/chat/completions"):
                 check()
 
@@ -230,6 +235,11 @@ def test_requests_of_language_models_are_in_flight_and_cancelled_by_id_and_refus
 
 def test_statistics_and_configuration_of_a_language_model() -> None:
     async def scenario(models: Models) -> None:
+        count_from_zero()
+        asked = recorder().requests("lm", "generate")
+        for outcome in ("ok", "shed", "failed", "timeout", "client_error"):
+            asked.accept()
+            asked.end(outcome, 5)
         models.update(RoutingTable((LANGUAGE_MODEL,)))
         request = models.language_model("lm").open("q", [spec()])
         await settle()
@@ -243,13 +253,13 @@ def test_statistics_and_configuration_of_a_language_model() -> None:
             metadata = (await client.get("/v2/models/lm")).json()
             config = (await client.get("/v2/models/lm/config")).json()
         assert (told["name"], told["inference_count"], told["execution_count"]) == ("lm", 1, 2)
-        assert told["inference_stats"]["success"]["count"] == 1
+        assert told["inference_stats"]["success"] == {"count": 1, "ns": 5}
         told = told["language_model"]
         assert told.pop("first_token")["count"] == 1
         assert told == {
             "requests": 1,
-            "failures": 0,
-            "shed": 0,
+            "failures": 2,
+            "shed": 1,
             "cancelled": 0,
             "prompt_tokens": 3,
             "generated_tokens": 2,
@@ -262,3 +272,41 @@ def test_statistics_and_configuration_of_a_language_model() -> None:
         assert config["input"][0]["data_type"] == "TYPE_STRING"
 
     run(scenario)
+
+
+def test_statistics_are_those_of_all_workers_and_tell_sizes_of_batches(tmp_path: Path) -> None:
+    async def scenario(models: Models) -> None:
+        for index, calls in enumerate((1, 2)):
+            Store.create(tmp_path / f"worker-{index}.{index}")
+            meter = use(Store(tmp_path / f"worker-{index}.{index}")).deployment("plain")
+            meter.note_request(3, 50, 20, 1000, 5)
+            meter.failures.add()
+            meter.note_step(StepCount("trunk", 1, 2, 3))
+            for _ in range(calls):
+                meter.note_call(3, 8, 1000)
+            meter.note_call(12, 16, 4000)
+            meter.note_call(5, 16, 4000, is_merged=True)
+        Store.create(tmp_path / "supervisor")
+        models.update(RoutingTable((PLAIN,)))
+        server = FastAPI()
+        server.include_router(metadata_routes(models, BodyReader(1000, 1000)))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://server") as client:
+            (told,) = (await client.get("/v2/models/plain/stats")).json()["model_stats"]
+        assert (told["inference_count"], told["execution_count"]) == (6, 5)
+        found = {name: (one["count"], one["ns"]) for name, one in told["inference_stats"].items()}
+        assert found == {
+            "success": (2, 2100), "fail": (2, 0), "queue": (2, 100), "compute_input": (2, 0),
+            "compute_infer": (2, 2000), "compute_output": (2, 0),
+        }  # fmt: skip
+        nothing = {"count": 3, "ns": 0}
+        assert told["batch_stats"][0] == {
+            "batch_size": 3, "compute_input": nothing, "compute_infer": {"count": 3, "ns": 3000},
+            "compute_output": nothing,
+        }  # fmt: skip
+        assert [one["batch_size"] for one in told["batch_stats"]] == [3, 12]
+        assert told["steps"] == {"trunk": {"execution_count": 2, "retries": 4, "compute_ns": 6000}}
+
+    try:
+        run(scenario)
+    finally:
+        count_from_zero()

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import httpx
 import pytest
@@ -15,6 +22,7 @@ from app.config.schema import Server
 from app.gateway.app import create_app
 from app.gateway.models import Models
 from app.gateway.routes.pages import FOLDER
+from tests.browser import chromium, open_browser
 
 FILES = sorted(path.name for path in FOLDER.iterdir())
 MODULES = [name for name in FILES if name.endswith(".js")]
@@ -133,4 +141,71 @@ def test_a_module_imports_and_finds_what_is_there(name: str) -> None:
 def test_the_package_brings_all_files() -> None:
     pyproject = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     patterns = re.findall(r"^app = \[(.*)\]$", pyproject, re.MULTILINE)[0].replace('"', "").split(", ")
-    assert all(any(fnmatch(f"static/{name}", pattern) for pattern in patterns) for name in FILES)
+    assert all(any(fnmatch(f"gateway/static/{name}", pattern) for pattern in patterns) for name in FILES)
+
+
+HISTOGRAM = {"counts": [0, 0, 0], "sum": 0}
+OUTCOMES = {
+    "ok": 9,
+    "client_error": 2,
+    "cancelled": 3,
+    "shed": 10,
+    "timeout": 20,
+    "failed": 30,
+    "unavailable": 1,
+    "lost": 0,
+}
+STATUS = {
+    "version": "0", "now_s": 1e9, "draining": False, "scope": "server", "bounds": {"seconds": [1, 2], "rows": [1, 2]},
+    "deployments": [{
+        "name": "m", "version": "1", "state": "READY", "reason": "", "since": "", "kind": "model", "part_of": None,
+        "since_s": 0, "replica_list": [], "accepted": 75, "in_flight": 0, "outcomes": OUTCOMES, "seconds": HISTOGRAM,
+        "rows": HISTOGRAM, "waiting": 0, "retries": 0,
+    }],
+}  # fmt: skip
+
+
+class _StandIn(SimpleHTTPRequestHandler):
+    """Serves the page's files, and of a server nothing but these answers to ``/v2/status``; the last one stays."""
+
+    def __init__(self, answers: list[Any], *arguments: Any) -> None:
+        self._answers = answers
+        super().__init__(*arguments)
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/v2/status":
+            answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+            content, kind = json.dumps(answer).encode(), "application/json"
+        else:
+            file = FOLDER / (path.rpartition("/")[2] or "index.html")
+            content, kind = file.read_bytes() if file.is_file() else b"{}", self.guess_type(str(file))
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def _stand_in(*answers: Any) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_StandIn, list(answers))) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.skipif(chromium() is None, reason="no Chromium; on Debian: apt-get install chromium-headless-shell")
+def test_the_page_goes_on_after_a_failure_of_its_own_and_tells_clients_errors_from_failures() -> None:
+    broken = {**STATUS, "now_s": 0.9e9, "deployments": None}
+    with _stand_in(broken, STATUS) as url, open_browser() as browser, browser.page() as page:
+        page.open(f"{url}/")
+        page.wait("document.querySelector('#banner').innerText.startsWith('This page failed to show')")
+        page.find("#deployments tr")
+        assert page.text("#banner") == ""
+        cells = page.value("[...document.querySelectorAll('#deployments td')].map((cell) => cell.innerText)")
+        assert cells[-2:] == ["5", "61"]

@@ -24,10 +24,11 @@ from app.lm import channel as channel_module
 from app.lm.channel import REMEMBERED_ENDS, Channel
 from app.lm.request import RequestRun
 from app.lm.sequence import SequenceSpec, Tokens
-from app.telemetry.recorder import LmStatistics, recorder
+from app.telemetry.recorder import recorder
 from inference.engine import Sampling
 from inference.wire.lm import Ending, Load, Open, Post, SequenceEvent
 from tests.app.lm.stand_in import UNKNOWN, Replica, event, run, settle, spec, until
+from tests.counted import count_from_zero, counts_of
 
 
 class Line:
@@ -35,13 +36,14 @@ class Line:
 
     def __init__(self, *, window: int = 16, renew_s: float = 60.0, lease_s: float = 60.0) -> None:
         self.replica = Replica()
-        self.statistics = LmStatistics(recorder().language_model("m"))
+        count_from_zero()
+        self.meter = recorder().language_model("lm")
         self.ends: list[HeadwaterError] = []
         self._times = {"renew_s": renew_s, "lease_s": lease_s}
         self.channel = self._connect(window)
 
     def _connect(self, window: int = 16) -> Channel:
-        return Channel("lm", self.replica, self.statistics, self.ends.append, window=window, **self._times)
+        return Channel("lm", self.replica, self.meter, self.ends.append, window=window, **self._times)
 
     def _start(self, request: RequestRun) -> None:
         if self.channel.is_ended:
@@ -52,7 +54,7 @@ class Line:
         request = RequestRun(
             id,
             specs or (spec(),),
-            self.statistics,
+            self.meter,
             start=self._start,
             on_left=lambda run: None,
             idle_s=60,
@@ -330,8 +332,9 @@ def test_however_frames_and_readers_interleave_each_token_comes_once_and_in_orde
             [number * 1000 + step for step in range(length)] for number, length in enumerate(lengths)
         ]
         assert len(ends) == count
-        assert line.statistics.generated_tokens == sum(lengths)
-        assert (line.statistics.requests, line.statistics.sequences) == (len(requests), count)
+        counts = counts_of("lm")
+        assert counts.total("headwater_generated_tokens") == sum(lengths)
+        assert counts.total("headwater_sequences") == count
 
     run(scenario)
 
@@ -365,11 +368,11 @@ def test_tokens_out_of_sequence_end_their_request_and_no_other(wrong: SequenceEv
         assert error.message == message
         assert sorted(line.replica.cancels) == [0, 1]
         assert tokens_of(await good.news()) == [(0, [1, 2, 3, 4, 5, 6], None)]
-        assert line.statistics.contract_violations == 1
+        assert counts_of("lm").total("headwater_contract_violations") == 1
         line.replica.say(event(0, 9, [7]), event(2, 6, finish="stop"))  # what still comes of it is nobody's
         assert tokens_of(await good.news()) == [(0, [], "stop")]
-        assert line.statistics.contract_violations == 1
-        assert (line.statistics.failures, line.ends) == (1, [])
+        assert counts_of("lm").total("headwater_contract_violations") == 1
+        assert line.ends == []
 
     run(scenario)
 
@@ -398,8 +401,8 @@ def test_what_comes_after_an_end_is_a_breach(wrong: SequenceEvent, message: str)
         assert sorted(line.replica.cancels) == [0, 1]
         line.replica.say(event(2, 1, [1]))  # its request is over: counted all the same
         await settle()
-        assert line.statistics.contract_violations == 2
-        assert line.statistics.requests == 1
+        assert counts_of("lm").total("headwater_contract_violations") == 2
+        assert counts_of("lm").total("headwater_sequences") == 1
 
     run(scenario)
 
@@ -414,7 +417,7 @@ def test_ends_are_remembered_for_a_while_only() -> None:
             assert await request.news()
         line.replica.say(event(0, 1, [1]), event(1, 1, [1]))
         await settle()
-        assert line.statistics.contract_violations == 1
+        assert counts_of("lm").total("headwater_contract_violations") == 1
 
     run(scenario)
 
@@ -452,7 +455,7 @@ def test_a_frame_that_is_missing_or_repeated_breaks_the_channel(number: int) -> 
             assert isinstance(error, ContractBroken)
             assert error.message == f"model `lm`: expected frame 2, got {number}"
         assert line.channel.is_ended
-        assert line.statistics.contract_violations == 1
+        assert counts_of("lm").total("headwater_contract_violations") == 1
         assert [type(error) for error in line.ends] == [ContractBroken]
         assert line.replica.channel.is_ended  # it was told
 
@@ -468,7 +471,7 @@ def test_what_is_no_frame_breaks_the_channel() -> None:
         error = await failure(request)
         assert isinstance(error, ContractBroken)
         assert "expected a frame" in error.message
-        assert line.statistics.contract_violations == 1
+        assert counts_of("lm").total("headwater_contract_violations") == 1
 
     run(scenario)
 
@@ -499,9 +502,7 @@ def test_an_end_that_is_a_failure_fails_the_request_and_cancels_its_other_sequen
         assert (error.message, error.field) == (message or text, field)
         await settle()
         assert line.replica.cancels == [1]
-        counts = line.statistics
-        assert (counts.shed, counts.cancelled) == (kind is QueueFull, kind is Cancelled)
-        assert counts.failures == (kind not in (QueueFull, Cancelled))
+        assert counts_of("lm").total("headwater_sequences") == 0
 
     run(scenario)
 
@@ -608,7 +609,7 @@ def test_a_channel_that_is_refused_is_tried_once_more_and_then_fails_its_sequenc
         error = await failure(request)
         assert isinstance(error, Unavailable)
         assert error.message.endswith("the replica is ending")
-        assert line.statistics.contract_violations == 0
+        assert counts_of("lm").total("headwater_contract_violations") == 0
         await settle()
         assert (len(line.replica.channels), line.replica.posts) == (2, [])
 
@@ -680,7 +681,7 @@ def test_what_is_refused_again_and_again_is_asked_for_twice() -> None:
         assert error.message.endswith(UNKNOWN)
         await settle()
         assert [len(post.submits) for post in line.replica.posts] == [2, 2]
-        assert line.statistics.failures == 1
+        assert counts_of("lm").total("headwater_sequences") == 0
 
     run(scenario)
 
@@ -795,12 +796,12 @@ def test_who_leaves_before_having_read_all_has_cancelled() -> None:
         line.replica.say(*(event(number, 0, [1], finish="stop") for number in range(3)))
         await settle()
         left.close()
-        assert (line.statistics.requests, line.statistics.cancelled) == (0, 1)
+        assert counts_of("lm").total("headwater_sequences") == 0
         assert await read.news()
         read.close()
         dropped.drop(0)
         dropped.close()
-        assert (line.statistics.requests, line.statistics.cancelled) == (2, 1)
+        assert counts_of("lm").total("headwater_sequences") == 2
 
     run(scenario)
 
@@ -824,7 +825,8 @@ def test_a_sequence_that_is_dropped_is_cancelled_and_has_no_more_news() -> None:
         assert await reading == []
         await settle()
         assert line.replica.cancels == [0, 1]
-        assert (line.statistics.requests, line.statistics.contract_violations) == (1, 0)
+        counts = counts_of("lm")
+        assert (counts.total("headwater_sequences"), counts.total("headwater_contract_violations")) == (2, 0)
 
     run(scenario)
 
@@ -843,7 +845,7 @@ def test_a_request_that_is_closed_is_cancelled_once_and_at_once() -> None:
         await settle()
         assert line.replica.cancels == [0, 1]
         assert line.channel.sequences == 0
-        assert line.statistics.cancelled == 1
+        assert counts_of("lm").total("headwater_sequences") == 0
 
     run(scenario)
 
@@ -872,7 +874,7 @@ def test_an_answer_to_a_post_that_failed_ends_the_channel() -> None:
 
         line = Line()
         line.replica = Refusing()
-        line.channel = Channel("lm", line.replica, line.statistics, line.ends.append)
+        line.channel = Channel("lm", line.replica, line.meter, line.ends.append)
         error = await failure(line.ask())
         assert type(error) is CallableFailed
         await settle()

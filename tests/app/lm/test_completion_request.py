@@ -88,7 +88,7 @@ def test_echo_gives_the_prompt_as_it_was_sent() -> None:
         ("x", {"logprobs": 1, "echo": True}, "logprobs: this model gives none of prompts; leave it out, or echo"),
         ("x", {"best_of": 2}, "best_of: this model does not support it; expected 1, got 2"),
         ("x", {"suffix": "y"}, "suffix: this model does not support it; leave it out"),
-        ("x", {"messages": []}, "messages: expected the fields "),
+        ("x", {"messages": []}, "messages: expected one of the fields "),
     ],
 )
 def test_what_is_wrong_is_named(prompt: Any, fields: dict[str, Any], message: str) -> None:

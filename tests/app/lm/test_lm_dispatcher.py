@@ -33,6 +33,7 @@ from app.lm.sequence import Generation
 from inference.signature import LanguageModelSpec
 from inference.wire.lm import CancelRequest, Load, Open, Post, decode_message
 from tests.app.lm.stand_in import LIMITS, SIGNATURE, Bench, Replica, event, route_of, run, settle, spec, until
+from tests.counted import count_from_zero, counts_of
 
 
 async def failure(generation: Generation) -> HeadwaterError:
@@ -110,7 +111,6 @@ def test_a_lost_replica_fails_what_it_had_and_gets_no_more() -> None:
         assert type(await failure(on_b)) is ReplicaLost
         with pytest.raises(Unavailable, match="its replica ended"):
             bench.dispatcher.open("last", [spec()])
-        assert bench.dispatcher.statistics.failures == 2
 
     run(scenario)
 
@@ -225,7 +225,7 @@ def test_a_load_of_long_ago_keeps_nothing_from_a_replica(monkeypatch: pytest.Mon
 
 
 def test_a_replica_that_was_lost_but_stays_in_the_table_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher_module, "LOST_RETRY_S", 0.01)
+    monkeypatch.setattr("app.dispatch.pool.LOST_RETRY_S", 0.01)
     assert LOST_RETRY_S > 1
 
     async def scenario() -> None:
@@ -339,6 +339,7 @@ def test_while_the_server_drains_requests_are_answered_but_none_is_taken() -> No
 
 def test_requests_are_in_flight_until_they_are_read_to_the_end_or_closed() -> None:
     async def scenario() -> None:
+        count_from_zero()
         bench = Bench()
         read, closed, failed, empty = (bench.dispatcher.open("q", [spec()] * count) for count in (1, 1, 1, 0))
         await settle()
@@ -354,12 +355,12 @@ def test_requests_are_in_flight_until_they_are_read_to_the_end_or_closed() -> No
         await failure(failed)
         failed.close()
         assert bench.dispatcher.in_flight == 0
-        counts = bench.dispatcher.statistics
-        assert (counts.requests, counts.cancelled, counts.failures, counts.shed) == (2, 1, 1, 0)
-        assert (counts.sequences, counts.prompt_tokens, counts.generated_tokens) == (1, 6, 3)
-        assert counts.first_tokens == 2
-        assert counts.first_token_ns > 0
-        assert counts.total_ns > 0
+        counts = counts_of(bench.dispatcher.route.name)
+        found = [counts.total(f"headwater_{name}") for name in ("sequences", "prompt_tokens", "generated_tokens")]
+        assert found == [1, 6, 3]
+        first_tokens, first_token_ns = counts.sum("headwater_time_to_first_token_seconds")
+        assert first_tokens == 2
+        assert first_token_ns > 0
 
     run(scenario)
 
@@ -487,14 +488,13 @@ def test_a_request_is_cancelled_by_its_id_on_all_replicas() -> None:
         again = bench.dispatcher.open("mine", [spec()])
         await settle()
         assert (len(a.submits), len(b.submits)) == (2, 2)
-        assert await bench.dispatcher.cancel_request("mine") == 3
+        assert await bench.dispatcher.cancel_sequences("mine") == 3
         for request in (mine, again):
             error = await failure(request)
             assert isinstance(error, Cancelled)
         b.say(event(0, 0, [1], finish="stop"))
         assert await other.news()
-        assert await bench.dispatcher.cancel_request("unknown") == 0
-        assert bench.dispatcher.statistics.cancelled == 2
+        assert await bench.dispatcher.cancel_sequences("unknown") == 0
         for replica in (a, b):
             assert [one for one in replica.messages if isinstance(one, CancelRequest)] == [
                 CancelRequest("mine"),
@@ -510,7 +510,7 @@ def test_a_request_that_no_replica_knows_yet_is_cancelled_here() -> None:
         bench.replica.answers_open.clear()
         request = bench.dispatcher.open("mine", [spec(), spec()])
         await settle()
-        assert await bench.dispatcher.cancel_request("mine") == 2
+        assert await bench.dispatcher.cancel_sequences("mine") == 2
         assert isinstance(await failure(request), Cancelled)
         bench.replica.answers_open.set()
         await settle()
@@ -527,10 +527,9 @@ def test_a_request_whose_tokens_are_all_there_is_not_cancelled_any_more() -> Non
         bench.replica.say(event(0, 0, [1], finish="stop"), event(1, 0, [1], finish="stop"))
         await settle()
         bench.replica.submits.clear()
-        assert await bench.dispatcher.cancel_request("mine") == 0
+        assert await bench.dispatcher.cancel_sequences("mine") == 0
         assert len(await request.news()) == 2
         assert await request.news() == []
-        assert bench.dispatcher.statistics.cancelled == 0
 
     run(scenario)
 
@@ -546,7 +545,7 @@ def test_a_replica_that_is_lost_or_silent_has_cancelled_nothing(monkeypatch: pyt
         await settle()
         a.answers_cancels.clear()
         b.is_gone = True
-        assert await bench.dispatcher.cancel_request("mine") == 1
+        assert await bench.dispatcher.cancel_sequences("mine") == 1
 
     run(scenario)
 
@@ -563,6 +562,19 @@ def test_text_is_loaded_as_soon_as_the_folder_is_known_and_again_for_another() -
         bench.dispatcher.update(msgspec.json.decode(msgspec.json.encode(bench.dispatcher.route), type=type(route_of())))
         await bench.dispatcher.text()
         assert bench.loaded == ["/folder"]
+
+    run(scenario)
+
+
+def test_text_is_loaded_anew_after_a_reload_of_the_same_folder() -> None:
+    async def scenario() -> None:
+        asked, dispatcher = texts("old", "new")
+        assert await dispatcher.text() == "old"  # type: ignore[comparison-overlap]
+        dispatcher.update(route_of("b", generation=1))
+        assert await dispatcher.text() == "new"  # type: ignore[comparison-overlap]
+        dispatcher.update(route_of("b", "c", generation=1))
+        assert await dispatcher.text() == "new"  # type: ignore[comparison-overlap]
+        assert asked == ["/folder", "/folder"]
 
     run(scenario)
 

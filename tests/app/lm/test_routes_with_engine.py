@@ -23,6 +23,7 @@ from inference.signature import LanguageModelSpec
 from tests.app.lm.scripted import FOLDER, tiny_text
 from tests.app.lm.stand_in import SIGNATURE, route_of, until
 from tests.app.lm.test_with_engine_host import HostClient
+from tests.counted import count_from_zero, counts_of
 
 LIMITS = EngineLimits(max_sequences=4, max_waiting=2, context_length=100_000, cache_tokens=1_000_000, vocab_size=4096)
 
@@ -72,6 +73,8 @@ def text_of(answer: httpx.Response) -> str:
 
 
 def test_tokens_come_through_as_text() -> None:
+    count_from_zero()
+
     async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
         expected = tiny_text().tokenizer.decode(range(600), skip_special_tokens=True)
         asked: dict[str, Any] = {"model": "lm", "prompt": "x", "max_tokens": 600}
@@ -79,7 +82,7 @@ def test_tokens_come_through_as_text() -> None:
         for n, answer in enumerate(answers):
             text = text_of(answer) if n % 2 else answer.json()["choices"][0]["text"]
             assert text == expected
-        assert dispatcher.statistics.generated_tokens == 4 * 600
+        assert counts_of("lm").total("headwater_generated_tokens") == 4 * 600
 
     run(NullEngine(LIMITS), scenario)
 

@@ -19,6 +19,7 @@ from inference.lm.engine_host import EngineHost
 from inference.lm.null_engine import FaultyEngine, NullEngine
 from inference.wire.frame import FRAME
 from tests.app.lm.stand_in import route_of, spec, until
+from tests.counted import count_from_zero, counts_of
 
 
 class HostClient:
@@ -45,6 +46,7 @@ class HostClient:
 
 def run(engine: Engine, scenario: Callable[[LmDispatcher, EngineHost], Awaitable[None]]) -> None:
     async def main() -> None:
+        count_from_zero()
         host = EngineHost(engine)
         dispatcher = LmDispatcher(route_of("a"), lambda name, route: HostClient(host), lambda folder: None)  # type: ignore[arg-type, return-value]
         try:
@@ -71,9 +73,9 @@ def test_many_requests_at_once_each_get_all_of_their_tokens() -> None:
             *(whole(dispatcher.open("q", [spec(one), spec(other)])) for one, other in lengths)
         )
         assert answers == [{0: list(range(one)), 1: list(range(other))} for one, other in lengths]
-        counts = dispatcher.statistics
-        assert (counts.requests, counts.contract_violations) == (100, 0)
-        assert counts.generated_tokens == sum(one + other for one, other in lengths)
+        counts = counts_of(dispatcher.route.name)
+        assert (counts.total("headwater_sequences"), counts.total("headwater_contract_violations")) == (200, 0)
+        assert counts.total("headwater_generated_tokens") == sum(one + other for one, other in lengths)
         assert dispatcher.load.active == dispatcher.in_flight == 0
 
     run(NullEngine(), scenario)
@@ -87,7 +89,7 @@ def test_requests_are_cancelled_by_their_id_or_left_and_the_engine_is_then_idle(
         for generation in (mine, left, dropped):
             assert await generation.news()
         assert engine.active == 6
-        assert await dispatcher.cancel_request("mine") == 2
+        assert await dispatcher.cancel_sequences("mine") == 2
         with pytest.raises(Cancelled):
             await whole(mine)
         left.close()
@@ -96,7 +98,7 @@ def test_requests_are_cancelled_by_their_id_or_left_and_the_engine_is_then_idle(
         dropped.drop(1)
         assert await dropped.news() == []
         await until(lambda: not engine.has_work)
-        assert await dispatcher.cancel_request("mine") == 0
+        assert await dispatcher.cancel_sequences("mine") == 0
 
     run(engine, scenario)
 
@@ -112,7 +114,7 @@ def test_an_engine_that_breaks_its_contract_is_found_out(fault: str, message: st
         with pytest.raises(ContractBroken, match=message):
             await whole(faulty)
         assert await whole(good) == {0: list(range(50))}
-        assert dispatcher.statistics.contract_violations == 1
+        assert counts_of(dispatcher.route.name).total("headwater_contract_violations") == 1
 
     run(bad, scenario)
 
@@ -143,7 +145,7 @@ def test_what_a_host_never_had_because_it_knows_no_such_channel_is_asked_for_on_
             host._channels.clear()  # and the worker doesn't hear of it
         assert await whole(dispatcher.open("q", [spec(3), spec(2)])) == {0: [0, 1, 2], 1: [0, 1]}
         assert before not in host._channels
-        assert (dispatcher.statistics.requests, dispatcher.statistics.failures) == (2, 0)
+        assert counts_of(dispatcher.route.name).total("headwater_sequences") == 3
 
     run(NullEngine(), scenario)
 

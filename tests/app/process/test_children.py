@@ -7,10 +7,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from app.process.children import ProcessWatch
-from app.process.process_stat import process_stat
 from tests.running import wait_for
 
 
@@ -23,8 +23,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def state(pid: int) -> str:
-    stat = process_stat(pid)
-    return "" if stat is None else stat.state
+    return str(psutil.Process(pid).status())
 
 
 def test_one_that_is_stopped_at_two_looks_is_found(child: subprocess.Popen[bytes]) -> None:
@@ -32,14 +31,14 @@ def test_one_that_is_stopped_at_two_looks_is_found(child: subprocess.Popen[bytes
     watch.add(child.pid)
     assert watch.look() == []
     child.send_signal(signal.SIGSTOP)
-    wait_for(lambda: state(child.pid) == "T", what="the stop")
+    wait_for(lambda: state(child.pid) == psutil.STATUS_STOPPED, what="the stop")
     assert watch.look() == []
     assert watch.look() == [child.pid]
     child.send_signal(signal.SIGCONT)
-    wait_for(lambda: state(child.pid) != "T", what="the process to go on")
+    wait_for(lambda: state(child.pid) != psutil.STATUS_STOPPED, what="the process to go on")
     assert watch.look() == []
     child.send_signal(signal.SIGSTOP)
-    wait_for(lambda: state(child.pid) == "T", what="the stop")
+    wait_for(lambda: state(child.pid) == psutil.STATUS_STOPPED, what="the stop")
     assert watch.look() == []  # looks before it went on don't count
     watch.discard(child.pid)
     assert watch.look() == []

@@ -109,6 +109,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("GET", f"{M}/ready"): (),
     ("GET", f"{V}/ready"): (),
     ("GET", "/v2"): ANY,
+    ("GET", "/v2/"): ANY,
     ("GET", "/v2/models/stats"): ANY,
     ("GET", M): ANY,
     ("GET", V): ANY,

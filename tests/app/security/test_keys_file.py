@@ -140,6 +140,19 @@ def test_yaml_will_do(file: Path) -> None:
     assert [key.name for key in read_file(file)] == ["alice"]
 
 
+@pytest.mark.parametrize("created", ["2026-02-28", "2026-02-30", "!!timestamp x", "~", "0x_"])
+def test_a_date_is_text_whatever_it_says(file: Path, created: str) -> None:
+    digits = "12345678e" + "0" * 55  # YAML's number
+    file.write_text(
+        f"keys:\n  - {{name: alice, sha256: {digits}, scopes: [infer], created: {created}, "
+        "requests_per_second: 2.5, concurrent: 3, tokens_per_minute: null}\n"
+    )
+    file.chmod(0o600)
+    (key,) = read_file(file)
+    assert (key.sha256, key.created) == (digits, created.removeprefix("!!timestamp "))
+    assert (key.requests_per_second, key.concurrent, key.tokens_per_minute) == (2.5, 3, None)
+
+
 def test_a_servers_keys_come_from_its_file_and_its_environment(file: Path) -> None:
     change_file(file, lambda keys: [a_key("alice")])
     bob = {"name": "bob", "sha256": "0" * 64, "scopes": ["admin"]}

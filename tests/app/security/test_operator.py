@@ -150,7 +150,9 @@ def test_what_the_guard_refuses_never_reaches_the_supervisor(action: str) -> Non
         ("a/load", '{"parameters": {"file:1/model.onnx": "aaaa"}}', "not supported"),
         ("a/reload", '{"parameters": {"config": 1}}', "config: expected"),
         ("a/unload", '{"parameters": {"config": "{}"}}', "config: unknown"),
-        ("a/scale", "", 'expected {"replicas": 3}'),
+        ("a/scale", "", 'body: expected a JSON object, got an empty body; expected {"replicas": 3}'),
+        ("a/scale", '{"replicas": 1, "replicas": 2}', "replicas: expected every key of an object once"),
+        ("a/scale", '{"many": 1}', "many: expected one of the fields replicas, min, max, got 'many'; expected"),
         ("a/scale", '{"replicas": 0}', "expected 1 to 64"),
         ("a/scale", '{"replicas": 65}', "expected 1 to 64"),
         ("a/scale", '{"replicas": 2, "min": 1, "max": 2}', 'expected {"replicas": 3}'),
@@ -160,9 +162,9 @@ def test_what_the_guard_refuses_never_reaches_the_supervisor(action: str) -> Non
         ("a/load", '{"parameters": {"unload_dependents": false}}', "unknown"),
         ("a/unload", '{"parameters": {"force": true}}', "force: unknown"),
         ("a/load", '{"config": "{}"}', "body"),
-        ("a/load", "[]", "body"),
-        ("a/load", "{", "body"),
-        ("a/load", "[" * 100_000, "body"),
+        ("a/load", "[]", "body: expected an object, got an array; expected"),
+        ("a/load", "{", "body: expected JSON, got malformed JSON: Input data was truncated; expected"),
+        ("a/load", "[" * 50_000, "body"),
     ],
 )
 def test_a_body_that_asks_for_more_than_we_do_is_refused(path: str, content: str, named: str) -> None:

@@ -118,15 +118,14 @@ def served(load: float, count: int) -> Demand:
 
 
 scalings = st.builds(
-    lambda wait, up, down, low, gap: Scaling.model_validate(
+    lambda wait, up, down: Scaling.model_validate(
         {
             "queue_wait_ms": wait,
             "up_after_s": up,
             "down_after_s": down,
-            "utilization": {"low": low, "high": min(1.0, low + gap)},
         }
     ),
-    st.floats(10, 1000), st.floats(0.5, 10), st.floats(1, 30), st.floats(0.1, 0.8), st.floats(0.05, 0.9),
+    st.floats(10, 1000), st.floats(0.5, 10), st.floats(1, 30),
 )  # fmt: skip
 bounds = st.tuples(st.integers(1, 8), st.integers(1, 8)).map(lambda pair: ReplicaBounds(min=min(pair), max=max(pair)))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from app.config.schema import Deployment
-from app.control.routing import DeploymentRoute, State
+from app.control.routing import DeploymentRoute, State, unavailable
 from app.supervisor.graph_state import GraphState
 from inference.signature import Signature, TensorSpec
 
@@ -176,7 +177,10 @@ NARROW = {**SIGNATURES, "trunk": signature({"x": 2}, {"features": 2})}
 def test_steps_that_do_not_fit_fail_it_by_name() -> None:
     state = graph()
     state.update(told(state, NARROW))
-    reason = "step `head_a`, input `features`: shape mismatch: expected FP32 [3], got FP32 [2] from `trunk.features`"
+    reason = "; ".join(
+        f"step `{head}`, input `features`: shape mismatch: expected FP32 [3], got FP32 [2] from `trunk.features`"
+        for head in ("head_a", "head_b")
+    )
     assert (state.state, state.reason, state.signature) == (State.FAILED, reason, None)
     state.update(told(state, NARROW, head_b=State.UNAVAILABLE))
     assert (state.state, state.reason) == (State.FAILED, reason)
@@ -210,3 +214,21 @@ def test_what_an_operator_did_holds_whatever_its_steps_are_in() -> None:
     state.release()
     state.update(told(state))
     assert (state.state, state.reason, state.route(1).is_open) == (State.READY, "all steps ready", True)
+
+
+def test_clients_are_told_of_a_step_what_its_own_clients_are() -> None:
+    state = graph()
+    for one, known in (
+        (State.FAILED, without("head_a")),
+        (State.LOADING, without("head_a")),
+        (State.FAILED, SIGNATURES),
+    ):
+        steps = told(
+            state, known, head_a=(one, "OSError: no weights at /srv/m.py:3"), head_b=(State.UNAVAILABLE, "lost")
+        )
+        name = state.deployments["head_a"]
+        state.update({**steps, name: msgspec.structs.replace(steps[name], failure="OSError: no weights")})
+        client = unavailable(state.route(1)).message
+        assert "OSError: no weights" in client
+        assert "/srv" not in client
+        assert "/srv" in state.route(1).reason

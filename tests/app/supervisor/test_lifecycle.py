@@ -58,7 +58,7 @@ class Replica:
         self.leftovers: list[str] = []
         self.directory = Path("/nonexistent")
         self.group = 0
-        self.is_stubborn = False
+        self.is_stubborn = self.is_permanent = False
         self.config: Deployment | None = None
         """What it was started with."""
 
@@ -81,6 +81,9 @@ class Replica:
         self.end("killed")
 
     def account(self) -> str:
+        return self.reason
+
+    def cause(self) -> str:
         return self.reason
 
     def route(self) -> ReplicaRoute:

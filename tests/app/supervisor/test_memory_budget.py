@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.process.machine import HOST
-from app.process.machine_memory import gpu_name, host_capacity, measure_groups_by_place
+from app.process.gpu import gpu_name
+from app.process.machine import HOST, host_capacity, measure_groups_by_place
 from app.supervisor.memory_budget import MemoryBudget
 
 GPU = "GPU 0"

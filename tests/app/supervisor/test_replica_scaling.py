@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.config.schema import Deployment
+from app.config.schema import Deployment, Server
 from app.control.load import DeploymentLoad, LoadReport, together
 from app.control.messages import Command, CommandAnswer, Drained
 from app.control.routing import State
@@ -315,11 +315,10 @@ def test_a_replica_that_is_too_large_stays_if_it_is_the_first(caplog: pytest.Log
 
 def test_replicas_go_where_there_are_fewest_and_leave_where_there_are_most() -> None:
     async def scenario() -> None:
-        host = Host(one(devices=["cuda:0", "cuda:1"], replicas=3, memory=100), limit=10_000)
+        host = Host(one(device=["cuda:0", "cuda:1"], replicas=3, memory=100), limit=10_000)
         a = await started(host, 3)
         placed = [config.device for config in configs(host)]
         assert sorted(placed) == ["cuda:0", "cuda:0", "cuda:1"]
-        assert all(config.devices is None for config in configs(host))
         await host.scale("a", 2)
         left = [placed[int(id.removeprefix("a-"))] for id in a.ready]
         assert sorted(left) == ["cuda:0", "cuda:1"]
@@ -329,7 +328,7 @@ def test_replicas_go_where_there_are_fewest_and_leave_where_there_are_most() -> 
 
 def test_a_full_gpu_sends_replicas_to_the_other() -> None:
     async def scenario() -> None:
-        fields = {"devices": ["cuda:0", "cuda:1"], "replicas": 3, "memory": 100}
+        fields = {"device": ["cuda:0", "cuda:1"], "replicas": 3, "memory": 100}
         host = Host(one(**fields), limit=10_000, gpus={"GPU 0": 250, "GPU 1": 150})
         a = await started(host, 3)
         placed = [config.device for config in configs(host)]
@@ -338,6 +337,18 @@ def test_a_full_gpu_sends_replicas_to_the_other() -> None:
         assert (answer.status, len(a.ready)) == (409, 3)
 
     check(scenario)
+
+
+@pytest.mark.parametrize(
+    ("limit", "host", "gpu"), [(None, 800, 1600), (0.5, 500, 1000), (700, 700, 1600), (1.0, 1000, 2000)]
+)
+def test_a_part_bounds_machine_and_gpus_and_a_size_the_machine(
+    limit: float | int | None, host: int, gpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.supervisor.replica_memory.host_capacity", lambda: 1000)
+    monkeypatch.setattr("app.supervisor.replica_memory.gpu_capacities", lambda: {"GPU 0": 2000})
+    server = Server() if limit is None else Server.model_validate({"memory_limit": limit})
+    assert ReplicaMemory.of(server).budget.limits == {HOST: host, "GPU 0": gpu}
 
 
 # By load

@@ -18,8 +18,8 @@ from app.config.sections import ReplicaBounds
 from app.control.messages import Drained
 from app.control.routing import State, unavailable
 from app.errors import CallableFailed, NoRoom
-from app.process.group_memory import group_members
 from app.process.machine import HOST as HOST_MEMORY
+from app.process.proc import group_members
 from app.supervisor.host import Host as RealHost
 from app.supervisor.memory_budget import MemoryBudget
 from app.supervisor.replica_memory import ReplicaMemory
@@ -43,6 +43,14 @@ def end(number, frame):
 signal.signal(signal.SIGTERM, end)
 if mode == "fails":
     say(event="failed", text="RuntimeError: no weights here")
+    sys.exit(1)
+if mode == "wrong":
+    say(event="failed", text="model m:M: there is no module 'm'; looked in /srv/models", cause="there is no module 'm'",
+        is_permanent=True)
+    sys.exit(1)
+if mode == "fails later":
+    say(event="progress", text="loading on cpu")
+    say(event="failed", text="model m:M: load() raised OSError: no weights at /srv/m.py:3", cause="OSError: no weights")
     sys.exit(1)
 if mode == "segfaults":
     import ctypes, faulthandler
@@ -208,7 +216,7 @@ def test_crashes_in_a_row_end_in_failure_with_the_last_lines() -> None:
         assert len(host.launched) == 2
         assert replicas.has_given_up
         assert replicas.reason == (
-            "2 replicas were lost within crash_window_s = 300 s, the last: exited with status 3; the last lines of its "
+            "2 replicas were lost within 300 s, the last: exited with status 3; the last lines of its "
             "log: its last words"
         )
         client = unavailable(replicas.route(1)).message
@@ -217,14 +225,57 @@ def test_crashes_in_a_row_end_in_failure_with_the_last_lines() -> None:
     run(scenario, options={"mode": "crashes"}, max_crashes=2)
 
 
-def test_crashes_that_are_long_ago_do_not_count() -> None:
+def test_crashes_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.supervisor.replica_set.CRASH_WINDOW_S", 0.3)
+
     async def scenario(host: Host, replicas: ReplicaSet) -> None:
         replicas.start()
         while len(host.launched) < 3:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
         assert replicas.state is not State.FAILED
 
-    run(scenario, options={"mode": "crashes"}, max_crashes=2, crash_window_s=0.3)
+    run(scenario, options={"mode": "crashes"}, max_crashes=2)
+
+
+def test_what_cannot_change_by_trying_again_fails_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        replicas.start()
+        while replicas.state is not State.FAILED:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+        assert (len(host.launched), replicas.has_given_up) == (1, True)
+        assert replicas.reason == "model m:M: there is no module 'm'; looked in /srv/models"
+        assert unavailable(replicas.route(1)).message == "model `m` is FAILED: there is no module 'm'"
+        assert any("m-1: did not start (not tried again): model m:M" in text for text in caplog.messages)
+
+    run(scenario, options={"mode": "wrong"})
+
+
+def test_while_it_tries_again_operators_and_clients_are_told_why_it_failed() -> None:
+    stages: list[tuple[str, str]] = []
+
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        host.on_change = lambda: stages.append((replicas.reason, unavailable(replicas.route(1)).message))
+        replicas.start()
+        while len(host.launched) < 2 or not host.launched[1].ending.is_set():  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+
+    run(scenario, options={"mode": "fails later"})
+    why = "model m:M: load() raised OSError: no weights at /srv/m.py:3"
+    assert [reason for reason, _ in stages[:3]] == [
+        "loading on cpu",
+        f"trying again after: {why}",
+        f"loading on cpu, trying again after: {why}",
+    ]
+    assert {client for _, client in stages[1:3]} == {"model `m` is LOADING: trying again after: OSError: no weights"}
+
+
+def test_a_load_that_fails_tells_clients_the_error_and_not_where() -> None:
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        with pytest.raises(CallableFailed, match=r"at /srv/m\.py:3"):
+            await replicas.load()
+        assert unavailable(replicas.route(1)).message == "model `m` is FAILED: OSError: no weights"
+
+    run(scenario, options={"mode": "fails later"})
 
 
 def test_a_start_that_ends_without_a_word_is_told_with_the_last_lines() -> None:

@@ -42,9 +42,10 @@ def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def test_a_worker_that_gives_no_sign_of_life_is_killed_and_no_other(
-    sleepers: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture
+    sleepers: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = Config.model_validate({"deployments": {"m": {"model": "m:M"}}, "server": {"worker_timeout_s": 4}})
+    config = Config.model_validate({"deployments": {"m": {"model": "m:M"}}})
+    monkeypatch.setattr("app.supervisor.workers.TIMEOUT_S", 4)
     silent, alive, stranger = sleepers
 
     async def scenario() -> None:
@@ -61,4 +62,4 @@ def test_a_worker_that_gives_no_sign_of_life_is_killed_and_no_other(
     asyncio.run(scenario())
     assert silent.wait(10) == -signal.SIGKILL
     assert (alive.poll(), stranger.poll()) == (None, None)
-    assert f"gateway worker 0 ({silent.pid}) has given no sign of life for worker_timeout_s = 4 s" in caplog.text
+    assert f"gateway worker 0 ({silent.pid}) has given no sign of life for 4 s" in caplog.text

@@ -16,7 +16,7 @@ from starlette.types import Message, Scope
 from app.codecs.tensors import RawTensor
 from app.config.schema import Server
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.dispatch.dispatcher import Dispatcher
+from app.dispatch.dispatcher import ModelDispatcher
 from app.errors import (
     BadRequest,
     CallableFailed,
@@ -106,7 +106,7 @@ class Gateway:
     def queued_rows(self) -> int:
         """Rows that wait for the replica."""
         dispatcher = self.models.get("m").dispatcher
-        assert isinstance(dispatcher, Dispatcher)
+        assert isinstance(dispatcher, ModelDispatcher)
         return dispatcher.queued_rows
 
     async def ask(self, path: str, body: bytes, gone: asyncio.Event | None = None, method: str = "POST") -> int:
@@ -130,7 +130,9 @@ class Gateway:
         scope: Scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
             "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"", "state": {},
-            "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
+            "headers": [
+                (b"host", b"here"), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)),
+            ],
         }  # fmt: skip
         await self.app(scope, receive, send)
         return status

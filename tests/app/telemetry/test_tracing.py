@@ -376,7 +376,7 @@ class TestConfiguration:
     def test_without_the_extra_it_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         server = Server(tracing=TracingSection(endpoint="http://127.0.0.1:4318"))
         assert tracing_problems(server) == []
-        monkeypatch.setattr("app.cli.check.importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("app.supervisor.preflight.importlib.util.find_spec", lambda name: None)
         assert tracing_problems(Server()) == []
         (problem,) = tracing_problems(server)
         assert "pip install 'headwater[otel]'" in problem.mend

@@ -174,6 +174,21 @@ def test_what_is_not_used_for_a_while_is_let_go(monkeypatch: pytest.MonkeyPatch)
     run(scenario)
 
 
+def test_what_is_used_for_longer_than_that_is_let_go_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.transport.segments.KEPT_FOR_S", 0.001)
+
+    async def scenario(segments: Segments) -> None:
+        segment = taken(segments, SHARED_FROM_BYTES)
+        shared = segment.shared()
+        outlived = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.002, outlived.set)  # fires after the timer of the segment
+        await outlived.wait()
+        del segment
+        await asyncio.wait_for(gone(shared), 10)
+
+    run(scenario)
+
+
 def test_large_inputs_are_placed_and_others_travel() -> None:
     async def scenario(segments: Segments) -> None:
         x = RawTensor("FP32", (1, LARGE), floats(LARGE).tobytes())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import shutil
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 from pytriton.proxy import communication
 
-from inference.replica.first_instance import make_patient, patient
+from inference.replica.first_instance import make_patient
+from inference.replica.patience import patient
 from inference.replica.triton import telling_lines
 
 FAULTS = (ConnectionRefusedError("bound, not listening"), TimeoutError("not there"), ValueError("no JSON"))
@@ -45,16 +47,20 @@ def test_other_errors_are_told_at_once() -> None:
 
 
 def script(folder: Path) -> Any:
-    """PyTriton's script as an instance runs it."""
-    copy = folder / "communication.py"
+    """PyTriton's script as an instance runs it: one of a package, where it finds what lies beside it."""
+    package = folder / "patient_scripts"
+    package.mkdir()
+    copy = package / "communication.py"
     shutil.copy(communication.__file__, copy)
+    copy.chmod(0o444)  # as where packages are for reading only
     make_patient(copy)
-    spec = importlib.util.spec_from_file_location("patient_communication", copy)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module("patient_scripts.communication")
+    finally:
+        sys.path.remove(str(folder))
+        for name in [name for name in sys.modules if name.partition(".")[0] == package.name]:
+            del sys.modules[name]
 
 
 def test_an_instance_waits_for_a_socket_that_is_bound_and_does_not_listen_yet(tmp_path: Path) -> None:

@@ -217,6 +217,42 @@ class TestFrames:
 
         assert asyncio.run(listen()) == [["quick"], ["slow"]]
 
+    def test_a_head_whose_time_is_over_is_cancelled_where_it_awaits_and_others_are_not_begun(self) -> None:
+        cancelled = []
+
+        class Hangs(Stage):
+            async def __call__(self, **inputs: Any) -> Any:
+                self.seen.append([])
+                try:
+                    await asyncio.get_running_loop().create_future()
+                except asyncio.CancelledError:
+                    cancelled.append(self)
+                    raise
+
+        models: dict[str, Any] = {
+            "trunk": Stage(doubled, ["x"], "features"),
+            "slow": Hangs(doubled, ["features"], "y"),
+            "between": Stage(adding(1), ["features"], "w"),
+            "after": Stage(adding(1), ["w"], "z"),
+            "patient": Stage(adding(2), ["features"], "v"),
+        }
+        pipeline = fused(models, ["slow", "after", "patient"])
+        answers = asyncio.run(asyncio.wait_for(_gather(pipeline, left_s={"slow": 0.02, "after": 0.01}), 10))
+        assert cancelled == [models["slow"]]
+        assert [len(models[name].seen) for name in ("slow", "between", "after", "patient")] == [1, 0, 0, 1]
+        words = only(answers)
+        late = {0: RowReport(Status.RAISED, "its time was over")}
+        assert (words["slow"].failures, words["after"].failures) == (late, late)
+        assert words["patient"].outputs["v"].tolist() == [[4]]
+
+    def test_a_batch_that_is_late_is_not_begun(self) -> None:
+        pipeline, models = trunk_and_heads(2)
+        heads = list(only(asyncio.run(_gather(pipeline))))
+        before = len(models["trunk"].seen)
+        words = only(asyncio.run(_gather(pipeline, left_s=dict.fromkeys(heads, 0))))
+        assert all(word.failures for word in words.values())
+        assert len(models["trunk"].seen) == before
+
     def test_heads_that_are_known_to_be_quick_share_a_frame(self) -> None:
         pipeline, _ = trunk_and_heads(3, wait_for_next_s=1000)
         ask(pipeline, {"x": rows(1)})
@@ -541,6 +577,21 @@ class TestStreams:
             }
         assert models["stream"].closed.is_set()
 
+    @BOTH
+    def test_a_plain_models_failure_names_the_model_and_no_step(self, kind: type[Counter]) -> None:
+        pipeline = fused({"count": kind(breaks=RuntimeError("dry"))}, ["count"], name="count")
+        *_, last = pieces_of(ask(pipeline, {"f": rows(1)}), "count")
+        assert last.failures == {0: RowReport(Status.RAISED, "model `count`: RuntimeError: dry")}
+
+    def test_a_plain_models_yield_that_is_not_as_declared_names_the_model_and_no_step(self) -> None:
+        class Liar(Counter):
+            def __call__(self, *, f: Any) -> Any:
+                yield {"other": f}
+
+        pipeline = fused({"count": Liar()}, ["count"], name="count")
+        *_, last = pieces_of(ask(pipeline, {"f": rows(1)}), "count")
+        assert last.failures[0].message == "model `count`: Liar returned an output 'other', expected piece"
+
     def test_a_yield_that_is_not_as_declared_ends_the_stream(self) -> None:
         class Liar(Counter):
             def __call__(self, *, f: Any) -> Any:
@@ -810,6 +861,74 @@ class TestStreams:
                     pass
 
         asyncio.run(asyncio.wait_for(cancel(), 30))
+        assert counter.closed.is_set()
+
+    @pytest.mark.parametrize("refuses", [False, True], ids=["ends", "yields on"])
+    @pytest.mark.parametrize("over_a_channel", [False, True], ids=["its own call", "a channel"])
+    def test_an_async_generator_is_cancelled_where_it_awaits(self, over_a_channel: bool, refuses: bool) -> None:
+        class Waits(Counter):
+            cancelled = False
+
+            async def __call__(self, *, f: Any) -> Any:
+                try:
+                    yield {"piece": f}
+                    await asyncio.get_running_loop().create_future()
+                except asyncio.CancelledError:
+                    self.cancelled = True
+                    await asyncio.sleep(0)  # clean-up may await
+                    if not refuses:
+                        raise
+                    yield {"piece": f}
+                finally:
+                    self.closed.set()
+
+        counter = Waits()
+        pipeline, _ = self.pipeline(counter)
+
+        async def on_a_channel() -> None:
+            channel = ChannelNote(os.getpid(), 1)
+            opening = msgspec.structs.replace(channel, opens=True)
+            async with contextlib.aclosing(pipeline.handle([_noted(rows(0), channel=opening)])) as parcels:
+                await _frames(pipeline, rows(1), heads=[(2, 1)], stream="s", channel=channel)
+                await anext(parcels)
+                await _frames(pipeline, rows(0), cancel="s")
+                assert decode_parcel((await anext(parcels))[0][FRAME].tobytes()) == [("s", None)]
+
+        async def in_a_call() -> None:
+            frames = hear(pipeline, {"x": rows(1)}, heads=[(2, 1)], stream="s")
+            await anext(frames)
+            rest = asyncio.ensure_future(anext(frames))
+            await asyncio.sleep(0)
+            await _gather(pipeline, cancel="s")
+            done, _ = await asyncio.wait({rest}, timeout=5)
+            assert isinstance((done or {rest}).pop().exception(), StopAsyncIteration)
+
+        asyncio.run(asyncio.wait_for(on_a_channel() if over_a_channel else in_a_call(), 5))
+        assert counter.cancelled
+        assert counter.closed.is_set()
+
+    @BOTH
+    def test_a_stream_that_is_cancelled_while_a_yield_is_followed_is_not_asked_for_another(
+        self, kind: type[Counter]
+    ) -> None:
+        counter = kind(10**9)
+        reached, go = threading.Event(), threading.Event()
+
+        def held(x: Any) -> Any:
+            reached.set()
+            return x if go.wait(30) else None
+
+        pipeline, _ = self.pipeline(counter, post=held)
+
+        async def cancel() -> None:
+            answers = asyncio.create_task(_gather(pipeline, heads=[(4, 1)], stream="s"))
+            await asyncio.to_thread(reached.wait, 30)
+            await _gather(pipeline, cancel="s")
+            go.set()
+            await answers
+
+        asyncio.run(asyncio.wait_for(cancel(), 30))
+        assert counter.yielded == 1
         assert counter.closed.is_set()
 
     def test_a_stream_that_waits_for_its_reader_holds_no_other_up(self) -> None:

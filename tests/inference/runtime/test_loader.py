@@ -142,6 +142,31 @@ def test_a_declaration_error_names_the_users_line(write: Write, tmp_path: Path) 
     assert message.endswith("correct the declaration")
 
 
+@pytest.mark.parametrize(
+    ("source", "is_permanent"),
+    [
+        ("VALUE = 1", True),  # no class of that name
+        ("class Scale: pass", True),
+        ("import not_installed_here", True),
+        ("class Scale(:", True),
+        ("from inference import Tensor\nTensor('x', 'FP99', [1])", True),
+        ("raise OSError('no weights yet')", False),
+    ],
+)
+def test_what_cannot_change_by_trying_again_is_said_to_be_so(write: Write, source: str, is_permanent: bool) -> None:
+    with pytest.raises(LoadError) as caught:
+        load_class(f"{write(source)}:Scale")
+    assert caught.value.is_permanent is is_permanent
+
+
+def test_a_constructor_that_raises_may_succeed_later_and_a_wrong_option_may_not(write: Write) -> None:
+    cls = load_class(f"{write(GOOD.replace('= factor', '= 1 / factor'))}:Scale")
+    for options, is_permanent in (({"factor": 0}, False), ({"fcator": 0}, True)):
+        with pytest.raises(LoadError) as caught:
+            construct(cls, options)
+        assert caught.value.is_permanent is is_permanent
+
+
 def test_an_unknown_option(write: Write) -> None:
     cls = load_class(f"{write(GOOD)}:Scale")
     message = construction_failure(cls, factor=1, fcator=2)
@@ -218,3 +243,17 @@ def test_the_probe_names_a_gpu_that_is_absent() -> None:
     (problem,) = finding["problems"]
     assert f"device {wanted!r} was asked for" in problem["reason"]
     assert "`device: cpu`" in problem["mend"]
+
+
+def test_all_options_that_are_wrong_are_named_at_once(write: Write) -> None:
+    message = construction_failure(load_class(f"{write(GOOD)}:Scale"), fcator=2, ofset=1)
+    assert "unknown option 'fcator'; its options are factor, offset; did you mean `factor`?" in message
+    assert "unknown option 'ofset'; its options are factor, offset; did you mean `offset`?" in message
+    assert "option 'factor' is required, but missing" in message
+
+
+def test_a_class_or_module_that_is_almost_there_is_named(write: Write) -> None:
+    assert "its models are Scale; did you mean `Scale`?" in failure(f"{write(GOOD)}:Scal")
+    assert "there is no module 'scal' in 'inference.zoo'; did you mean `scale`?" in failure("inference.zoo.scal:Scale")
+    name = write(GOOD)
+    assert re.search(r"did you mean `loader_case_\d+`\?", failure(f"{name[:6]}_{name[6:]}:Scale"))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from inference import BadInput, Model, Tensor
 from inference.runtime.fused import FusedPipeline
 from inference.runtime.step import Given, Made, Step
+from inference.runtime.stream_control import StreamControl
 from inference.wire.report import RowReport, Status
 from tests.pipelines import Stage, ask, fused, only, rows, totals
 
@@ -488,7 +489,8 @@ def test_streams_at_the_same_time_share_no_memory_although_the_model_reuses_its_
     step = step_of(kind())
 
     async def stream(value: float) -> list[float]:
-        return [float(made.arrays["y"][0, 0]) async for made in step.iterate(Given({"x": rows(value)}, 1)) if made.good]
+        results = step.iterate(Given({"x": rows(value)}, 1), StreamControl())
+        return [float(made.arrays["y"][0, 0]) async for made in results if made.good]
 
     async def scenario() -> list[list[float]]:
         return await asyncio.gather(*(stream(value) for value in (1, 2, 3)))

@@ -240,7 +240,7 @@ def test_a_wrong_key_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "m", "--input", "a.json", "--binary"), "--binary: expected not to be given with --input"),
         (("--model", "m", "--mode", "chat", "--heads", "a"), "--heads: expected --mode infer or stream, got chat"),
         (("--model", "m", "--slo", "ttft_ms=1"), "--slo: ttft_ms: expected a mode that streams"),
-        (("--model", "m", "--json", "nowhere/a.json"), "--json: nowhere/a.json: expected a file that can be written"),
+        (("--model", "m", "--json", "/dev/null/a.json"), "--json: /dev/null/a.json: can't be written"),
         (("--model", "m", "--api-key-file", "nowhere"), "--api-key-file: nowhere: can't be read"),
     ],
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import pytest
 
 from app.cli.plan.memory_model import MemoryModel, ReplicaTerms
 from app.cli.plan.point import Point
@@ -11,17 +13,19 @@ from app.cli.plan.profiles import Budget, Profile, recommend
 
 MODEL = MemoryModel(server=100, files=200, host=ReplicaTerms(fixed=1000, instance=50, row=10))
 
+MOST = Point(32, 2, 8)
+RATES = MappingProxyType({Point(1): 100.0, Point(8): 300.0, Point(32): 400.0})
+
 
 def profiles(
     budget: Budget,
     *,
     model: MemoryModel = MODEL,
     cores: int = 4,
-    instances: tuple[int, ...] = (1, 2),
-    rate: Callable[[Point], float] = lambda point: point.rows / (1 + point.rows),
+    most: Point = MOST,
+    rates: Mapping[Point, float] = RATES,
 ) -> dict[str, Profile]:
-    found = recommend(model, rate, budget, rows=(1, 8, 32), instances=instances, cores=cores)
-    return {one.name: one for one in found}
+    return {one.name: one for one in recommend(model, rates, budget, most=most, cores=cores)}
 
 
 def test_with_room_for_everything() -> None:
@@ -38,7 +42,7 @@ def test_several_are_at_least_two_and_at_most_eight() -> None:
 
 
 def test_a_model_without_instances() -> None:
-    assert profiles(Budget(10**6), instances=(1,))["balanced"].point == Point(4, 1, 2)
+    assert profiles(Budget(10**6), most=Point(32, 1, 8))["balanced"].point == Point(4, 1, 2)
 
 
 def test_what_does_not_fit_is_scaled_down_and_says_so() -> None:
@@ -69,9 +73,22 @@ def test_the_gpu_bounds_it_as_well() -> None:
     assert "the device's memory" in found["memory-lean"].note
 
 
-def test_a_smaller_batch_is_better_if_it_gives_more() -> None:
-    slower = {1: 100.0, 8: 300.0, 32: 250.0}
-    assert profiles(Budget(10**6), rate=lambda point: slower[point.rows])["throughput"].point == Point(8)
-    equal = {1: 100.0, 8: 251.0, 32: 250.0}
-    assert profiles(Budget(10**6), rate=lambda point: equal[point.rows])["throughput"].point == Point(32)
-    assert profiles(Budget(10**6), rate=lambda point: math.nan)["throughput"].point == Point(32)
+def test_nothing_is_larger_than_what_was_allowed() -> None:
+    found = profiles(Budget(10**6), most=Point(32, 1, 1))
+    assert [one.point for one in found.values()] == [Point(8), Point(32), Point(4)]
+    found = profiles(Budget(10**6), most=Point(3, 2, 3), rates={Point(3): 1.0})
+    assert [one.point for one in found.values()] == [Point(3, 1, 3), Point(3), Point(3, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("rates", "fastest"),
+    [
+        ({Point(1): 100.0, Point(8): 300.0, Point(32): 250.0}, Point(8)),
+        ({Point(8): 251.0, Point(32): 250.0}, Point(8)),
+        ({Point(8): 250.0, Point(32): 251.0}, Point(8)),  # about as fast, and needs less
+        ({Point(8): 250.0, Point(32): 260.0}, Point(32)),
+        ({Point(32): 260.0, Point(8, 1, 2): 300.0}, Point(8, 1, 2)),
+    ],
+)
+def test_throughput_is_the_size_that_gave_most(rates: dict[Point, float], fastest: Point) -> None:
+    assert profiles(Budget(10**6), rates=rates)["throughput"].point == fastest

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from app.cli import client as bench_server
 from app.cli.bench import command as bench_run
 from app.cli.bench.plan import Plan, points_of
-from app.cli.client import Metadata, Server, Tensor
+from app.cli.client import Metadata, ServerClient, Tensor
 from app.cli.main import main
 from app.cli.plan.point import Point
 from app.cli.plan.subject import WARMUP_S, Subject, make_subject
@@ -39,8 +38,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Any:
         return 0
 
     monkeypatch.setattr(bench_run, "bench", bench)
-    monkeypatch.setattr(bench_server.Server, "metadata", lambda self, model: METADATA)
-    monkeypatch.setattr(bench_server.Server, "models", lambda self: ["one"])
+    monkeypatch.setattr(ServerClient, "metadata", lambda self, model: METADATA)
+    monkeypatch.setattr(ServerClient, "models", lambda self: ["one"])
 
     def read(arguments: list[str]) -> Plan:
         with pytest.raises(SystemExit) as ended:
@@ -68,7 +67,7 @@ def test_the_command_sends_the_same_requests_as_the_plan(read: Any, tmp_path: Pa
     planned = subject(content, **options)
     point = Point(4, 1, 2)
     told = read(planned.bench_arguments(URL, point))
-    (found,) = points_of(told, Server(URL), "one")
+    (found,) = points_of(told, ServerClient(URL), "one")
     assert found.target == planned.target(URL)
     assert found.load.connections == planned.connections(point)
     assert (told.seconds, told.warmup_s) == (2.5, WARMUP_S)

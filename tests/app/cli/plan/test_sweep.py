@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from app.cli.plan.measuring import Measured
 from app.cli.plan.memory_model import MeasuredMemory
-from app.cli.plan.planning import Sweep, run_sweep
+from app.cli.plan.planning import Row, Sweep, measure_outliers_again, run_sweep
 from app.cli.plan.point import Point
 from app.errors import CommandError
 
@@ -78,3 +80,51 @@ def test_a_size_that_would_bring_the_machine_down_is_not_tried() -> None:
 def test_other_errors_are_ours_and_not_hidden() -> None:
     with pytest.raises(ZeroDivisionError):
         swept(failing(POINTS[0], ZeroDivisionError()))
+
+
+def like_a_machine(point: Point, *, rate: float | None = None, p99_ms: float = 12.0) -> Measured:
+    """Calls take 10 ms and 1 ms a row."""
+    rows_per_s = point.calls * point.rows / (0.01 + 0.001 * point.rows) if rate is None else rate
+    return replace(measured(point), rate=rows_per_s, p50_ms=6.0, p99_ms=p99_ms)
+
+
+@pytest.mark.parametrize(
+    ("noisy", "disturbed"),
+    [
+        (Point(8), like_a_machine(Point(8), p99_ms=286.0)),
+        (Point(32), like_a_machine(Point(32), rate=200.0)),  # a batch of 8 gave 444
+        (Point(1), like_a_machine(Point(1), rate=30.0)),  # a call of 8 rows took 18 ms, this one 33 ms
+    ],
+)
+def test_an_outlier_is_measured_again_and_the_medians_count(noisy: Point, disturbed: Measured) -> None:
+    sweep, again, told = Sweep(), list[Point](), list[Row]()
+    points = [*POINTS, Point(8, 1, 2)]
+    run_sweep(sweep, points, lambda one: disturbed if one == noisy else like_a_machine(one), None, lambda row: None)
+
+    def measure(point: Point) -> Measured:
+        again.append(point)
+        return like_a_machine(point)
+
+    measure_outliers_again(sweep, measure, told.append)
+    assert again == [noisy, noisy]
+    (row,) = told
+    assert row is sweep.rows[points.index(noisy)]
+    assert row.measured is not None
+    assert (row.measured.rate, row.measured.p99_ms) == (like_a_machine(noisy).rate, 12.0)
+    assert row.measured.rates == (disturbed.rate, *2 * (like_a_machine(noisy).rate,))
+    assert row.note.startswith("an outlier, so medians of 3 measurements: ")
+
+
+def test_without_outliers_nothing_is_measured_again() -> None:
+    sweep = swept(like_a_machine)
+    measure_outliers_again(sweep, failing(POINTS[0], AssertionError()), pytest.fail)  # type: ignore[arg-type]
+    assert [row.note for row in sweep.rows] == [""] * 3
+
+
+def test_an_outlier_that_cannot_be_measured_again_keeps_what_there_is() -> None:
+    sweep = swept(lambda point: like_a_machine(point, p99_ms=286.0 if point.rows == 8 else 12.0))
+    measure_outliers_again(sweep, failing(Point(8), CommandError("it went away")), lambda row: None)  # type: ignore[arg-type]
+    assert [one.p99_ms for one in sweep.measured] == [12.0, 286.0, 12.0]
+    measure_outliers_again(sweep, failing(Point(8), KeyboardInterrupt()), lambda row: None)  # type: ignore[arg-type]
+    assert sweep.ended == "stopped by hand"
+    assert len(sweep.measured) == 3

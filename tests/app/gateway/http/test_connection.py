@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import io
+import json
 import resource
 import socket
+from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from app.gateway.http.connection import OTHER_FILES, Closable, Connections, allow_open_files
+from app.telemetry.logs import AccessLog
 from tests.app.serving import TIMEOUT_S, connect, run_with, serving, until, until_closed
 
 
@@ -214,3 +218,310 @@ def test_bytes_between_requests_do_not_keep_a_connection_for_ever() -> None:
         writer.close()
 
     run(scenario, keep_alive_s=1)
+
+
+# Pipelining, and what is refused without the application
+
+
+class Gated:
+    """Answers with the path and the body's length; ``/held`` only when its gate is open, half of it before."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.gate = asyncio.Event()
+        self.longest_pipeline = 0
+        self.connection: Any = None
+        self.gone = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.connection is not None:
+            self.longest_pipeline = max(self.longest_pipeline, len(self.connection.pipeline))
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.gone += 1
+                return
+            size += len(message["body"])
+            if not message["more_body"]:
+                break
+        body = b"%b %d\n" % (scope["path"].encode(), size)
+        length = (b"content-length", b"%d" % len(body))
+        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        if scope["path"] == "/held":
+            await send({"type": "http.response.body", "body": body[:3], "more_body": True})
+            self.begun.set()
+            await self.gate.wait()
+            body = body[3:]
+        await send({"type": "http.response.body", "body": body})
+
+
+HELD = b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n"
+LAST = b"GET /last HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+HELD_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n/held 0\n"
+
+
+def test_a_body_is_no_part_of_the_head_behind_it() -> None:
+    async def main() -> None:
+        async with serving(Gated(), timeout_s=10) as server:
+            reader, writer = await connect(server.port)
+            await until(lambda: len(server.connections) == 1)
+            (connection,) = server.connections
+            for piece in (
+                b"POST /first HTTP/1.1\r\nHo",
+                b"st: x\r\nContent-Length: 100000\r\n\r\n" + bytes(100_000) + b"GET /second HTTP/1.1\r\nHo",
+                b"st: x\r\nConnection: close\r\n\r\n",
+            ):
+                connection.data_received(piece)
+            answers = await until_closed(reader)
+            assert b"/first 100000\n" in answers
+            assert answers.endswith(b"/second 0\n")
+            writer.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [
+        (b"no request\r\n\r\n", b"400 Bad Request"),
+        (b"GET /a HTTP/1.1\r\nX: " + b"x" * 60_000, b"431 Request Header Fields Too Large"),
+        (b"GET /a HT", b"408 Request Timeout"),
+        (GET + b"POST /b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno size", b"400 Bad Request"),
+    ],
+    ids=["garbage", "too large", "too slow", "a body behind a request"],
+)
+def test_a_refusal_waits_for_the_answers_before_it(more: bytes, status: bytes) -> None:
+    application = Gated()
+
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(HELD)
+        await asyncio.wait_for(application.begun.wait(), 10)
+        writer.write(more)
+        asyncio.get_running_loop().call_later(2 * TIMEOUT_S, application.gate.set)
+        answers = await until_closed(reader)
+        assert answers.startswith(HELD_ANSWER)
+        others, _, refusal = answers[len(HELD_ANSWER) :].rpartition(b"\nHTTP/1.1 " if GET in more else b"HTTP/1.1 ")
+        assert others.endswith(b"/2 0") if GET in more else not others
+        assert refusal.startswith(status + b"\r\n")
+        assert b"connection: close\r\n" in refusal
+        writer.close()
+
+    run_with(application, scenario)
+
+
+def test_a_request_in_front_of_garbage_is_answered() -> None:
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(GET + b"garbage\r\n\r\n")
+        answers = await until_closed(reader)
+        assert answers.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert answers.count(b"HTTP/1.1 ") == 2 + answers.count(b"expected HTTP/1.1 ")
+        assert b"HTTP/1.1 400 Bad Request\r\n" in answers
+        writer.close()
+
+    run(scenario)
+
+
+def test_a_body_that_is_not_chunked_as_it_says_is_refused_in_place_of_its_answer() -> None:
+    application = Gated()
+
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nxno end")
+        answers = await until_closed(reader)
+        assert answers.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        assert answers.count(b"x-request-id: ") == 1
+        await until(lambda: application.gone == 1)
+        writer.close()
+
+    run_with(application, scenario)
+
+
+def test_nothing_is_said_of_the_rest_of_a_body_whose_request_is_answered() -> None:
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(b"POST /2 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
+        answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n\0\0"), 10)
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+        writer.write(b"no size\r\n")
+        assert await until_closed(reader) == b""
+        writer.close()
+
+    run(scenario)
+
+
+def test_a_connection_is_read_no_further_while_requests_wait_on_it() -> None:
+    application = Gated()
+    count = 5000
+
+    async def main() -> None:
+        async with serving(application, timeout_s=10) as server:
+            reader, writer = await connect(server.port)
+            writer.write(HELD)
+            await asyncio.wait_for(application.begun.wait(), 10)
+            (application.connection,) = server.connections
+            writer.write(b"GET / HTTP/1.1\r\nHost:x\r\n\r\n" * count + LAST)
+            await until(lambda: len(application.connection.pipeline) > 0)
+            application.gate.set()
+            answers = await until_closed(reader)
+            assert answers.endswith(b"/last 0\n")
+            assert answers.count(b"\r\n\r\n/ 0\n") == count
+            assert 0 < application.longest_pipeline < 1000
+            writer.close()
+
+    asyncio.run(main())
+
+
+def test_a_body_behind_a_request_that_is_answered_late_arrives() -> None:
+    application = Gated()
+
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(HELD)
+        await asyncio.wait_for(application.begun.wait(), 10)
+        for _ in range(2):
+            writer.write(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 300000\r\n\r\n" + bytes(300_000))
+        application.gate.set()
+        answers = await asyncio.wait_for(reader.readuntil(b"/a 300000\n"), 10)
+        answers += await asyncio.wait_for(reader.readuntil(b"/a 300000\n"), 10)
+        assert answers.startswith(HELD_ANSWER)
+        writer.close()
+
+    run_with(application, scenario)
+
+
+def test_a_head_that_nobody_reads_yet_is_not_late() -> None:
+    application = Gated()
+
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(HELD)
+        await asyncio.wait_for(application.begun.wait(), 10)
+        writer.write(GET + b"GET /late HTTP/1.1\r\nHost: ")
+        writer.write(b"x" + b"x" * 20_000 + b"\r\n\r\n")
+        asyncio.get_running_loop().call_later(3 * TIMEOUT_S, application.gate.set)
+        assert b"408" not in await asyncio.wait_for(reader.readuntil(b"/late 0\n"), 10)
+        writer.close()
+
+    run_with(application, scenario)
+
+
+def test_empty_lines_keep_no_connection() -> None:
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        closed = asyncio.create_task(until_closed(reader))
+        began_s = asyncio.get_running_loop().time()
+        while not closed.done() and asyncio.get_running_loop().time() < began_s + 10:
+            writer.write(b"\r\n")
+            await asyncio.wait([closed], timeout=0.1)
+        assert asyncio.get_running_loop().time() < began_s + 5
+        assert await closed == b""
+        writer.close()
+
+    run(scenario, keep_alive_s=1)
+
+
+def test_empty_lines_are_bounded_as_headers_are() -> None:
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(b"\r\n" * 100_000)
+        assert (await until_closed(reader)).startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+        writer.close()
+
+    run(scenario)
+
+
+def test_trailers_are_bounded_as_headers_are() -> None:
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 20_000)
+        assert (await until_closed(reader)).startswith(b"HTTP/1.1 431 ")
+        writer.close()
+
+    run_with(Gated(), scenario)
+
+
+def test_a_refusal_has_an_id_and_a_line_of_the_access_log_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    stream = io.StringIO()
+    log = AccessLog(stream, "json", payloads=True)
+
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(b"garbage\r\n\r\n")
+        head, _, body = (await until_closed(reader)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        log.flush()
+        line = json.loads(stream.getvalue())
+        assert f"x-request-id: {line['request_id']}" in head.decode().split("\r\n")
+        assert (line["status"], line["method"], line["path"], line["client"]) == (400, "-", "-", "127.0.0.1")
+        assert line["error"] == json.loads(body)["error"]
+        assert "Invalid method" in line["error"]
+        writer.close()
+
+    run(scenario, access_log=log)
+    assert caplog.records == []
+
+
+# Upgrades, which nobody has to take (RFC 9110, 7.8)
+
+UPGRADE = b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"TLS/1.0"])
+@pytest.mark.parametrize(
+    "body",
+    [b"Content-Length: 5\r\n\r\n12345", b"Transfer-Encoding: chunked\r\n\r\n2\r\n12\r\n3\r\n345\r\n0\r\n\r\n"],
+    ids=["length", "chunked"],
+)
+@pytest.mark.parametrize("piece_bytes", [1, 50, 100_000])
+def test_a_request_that_would_upgrade_is_answered_as_if_it_would_not(
+    protocol: bytes, body: bytes, piece_bytes: int
+) -> None:
+    async def main() -> None:
+        async with serving(Gated(), timeout_s=10) as server:
+            reader, writer = await connect(server.port)
+            await until(lambda: len(server.connections) == 1)
+            (connection,) = server.connections
+            sent = b"POST /a HTTP/1.1\r\n" + UPGRADE % protocol + body
+            sent += b"GET /b HTTP/1.1\r\n" + UPGRADE % protocol + b"\r\n" + sent + LAST
+            for start in range(0, len(sent), piece_bytes):
+                connection.data_received(sent[start : start + piece_bytes])
+            answers = await until_closed(reader)
+            assert [line for line in answers.split(b"\n") if line.startswith(b"/")] == [
+                b"/a 5", b"/b 0", b"/a 5", b"/last 0",
+            ]  # fmt: skip
+            assert answers.count(b"HTTP/1.1 200 OK\r\n") == 4
+            writer.close()
+
+    asyncio.run(main())
+
+
+def test_an_upgrade_of_an_older_version_is_answered_too() -> None:
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(b"POST /a HTTP/1.0\r\n" + UPGRADE % b"h2c" + b"Content-Length: 3\r\n\r\nabc")
+        assert (await until_closed(reader)).endswith(b"connection: close\r\n\r\n/a 3\n")
+        writer.close()
+
+    run_with(Gated(), scenario)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n",
+        b"CONNECT /v2 HTTP/1.1\r\nHost: x\r\n",
+        b"GET http://x HTTP/1.1\r\nHost: x\r\n",
+        b"GET http://x HTTP/1.1\r\n" + UPGRADE % b"h2c",
+    ],
+)
+def test_a_tunnel_and_a_target_without_a_path_are_refused(head: bytes) -> None:
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(head + b"\r\n")
+        assert (await until_closed(reader)).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        writer.close()
+
+    run_with(Gated(), scenario)

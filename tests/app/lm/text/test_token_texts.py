@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from app.errors import ConfigError
-from app.lm.text.token_texts import LogprobToken, TokenTexts, logprob_token
+from app.lm.text.logprob_tokens import LogprobToken, logprob_token
+from app.lm.text.token_texts import TokenTexts
 from tests.app.lm.text.tokenizer_files import FAMILIES, decoder_json
 
 TEXT = "größer 🙂 the fox, é漢"

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from app.process.group_memory import group_members, measure_groups
+from app.process.proc import group_members, measure_groups
 
 TWO = """
 import os

@@ -1,0 +1,66 @@
+"""The machine's GPUs, as NVML tells of them. Without an NVIDIA driver there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+__all__ = ["gpu_capacities", "gpu_name", "gpu_processes", "gpus_used"]
+
+Answer = TypeVar("Answer")
+
+
+def gpu_name(device: str, visible: str | None) -> str | None:
+    """The name of a GPU in the memory budget; None for what is no GPU.
+
+    Args:
+        device: as the configuration or a replica says: ``cpu``, ``cuda``, ``cuda:N``.
+        visible: the replica's ``CUDA_VISIBLE_DEVICES``.
+    """
+    if not device.startswith("cuda"):
+        return None
+    index = int(device.partition(":")[2] or 0)
+    if visible is None:
+        return f"GPU {index}"
+    shown = [one.strip() for one in visible.split(",")]
+    if index >= len(shown) or not shown[index]:
+        return None
+    if shown[index].isdigit():
+        return f"GPU {int(shown[index])}"
+    uuids = _each_gpu(lambda nvml, gpu: str(nvml.nvmlDeviceGetUUID(gpu))) or {}
+    return next((name for name, uuid in uuids.items() if uuid.startswith(shown[index])), None)
+
+
+def gpu_capacities() -> dict[str, int]:
+    """The memory of each GPU in bytes, by name."""
+    return _each_gpu(lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)) or {}
+
+
+def gpus_used() -> dict[str, int]:
+    """How many bytes of each GPU's memory are used, by whomever."""
+    return _each_gpu(lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).used)) or {}
+
+
+def gpu_processes() -> dict[str, dict[int, int]] | None:
+    """What each process has of each GPU's memory, in bytes: by the GPU's name, then by process id. None: NVML is not
+    there to tell, or fails."""
+    return _each_gpu(
+        lambda nvml, gpu: {one.pid: one.usedGpuMemory or 0 for one in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
+    )
+
+
+def _each_gpu(ask: Callable[[Any, Any], Answer]) -> dict[str, Answer] | None:
+    """The answer for each GPU, by name. None: NVML is not there to tell, or fails."""
+    import pynvml  # takes memory, and gateway workers, which measure no GPU, import this module
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+        return {f"GPU {index}": ask(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)}
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()

@@ -1,0 +1,236 @@
+"""What is wrong with a body: msgspec's own wording, the words that clients get on every route, and the bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+from app.codecs.faults import MAX_CONTAINERS, MAX_VALUES, Said, check_size, read_json, said
+from app.codecs.generate import GenerateDecoder
+from app.codecs.infer_request import RequestDecoder
+from app.errors import BadRequest
+from app.gateway.http.bodies import LARGE_BYTES, decoded
+from app.gateway.routes import embeddings
+from app.lm.chat import ChatRequest
+from app.lm.completion import CompletionRequest
+from app.lm.generate import GenerateRequest
+from inference.signature import Signature, TensorSpec
+
+SIGNATURE = Signature(
+    name="m",
+    inputs=(TensorSpec("x", "FP32", (-1,)), TensorSpec("t", "BYTES", (1,), optional=True)),
+    outputs=(TensorSpec("y", "FP32", (-1,)),),
+    max_batch_size=4,
+)
+READERS: dict[str, tuple[Callable[[bytes], Any], bytes]] = {
+    "infer": (
+        RequestDecoder(SIGNATURE).decode,
+        b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}], "id": "i"}',
+    ),
+    "generate": (GenerateDecoder(SIGNATURE).decode, b'{"x": [1, 2], "id": "i"}'),
+    "chat": (ChatRequest.read, b'{"model": "m", "messages": []}'),
+    "completions": (CompletionRequest.read, b'{"model": "m", "prompt": "a"}'),
+    "text": (GenerateRequest.read, b'{"text_input": "m"}'),
+    "embeddings": (embeddings._read, b'{"model": "m", "input": "a"}'),
+}
+ALL = pytest.mark.parametrize("route", READERS)
+
+
+class Inner(msgspec.Struct, forbid_unknown_fields=True):
+    b: int
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    a: int
+    one: Literal["x", "y"] | None = None
+    many: list[Inner] = []
+    floats: dict[str, float] = {}
+    gone: None = None
+
+
+def refused(route: str, body: bytes) -> str:
+    read, _ = READERS[route]
+    with pytest.raises(BadRequest) as caught:
+        read(body)
+    return caught.value.message
+
+
+def with_field(route: str, field: bytes) -> bytes:
+    return READERS[route][1][:-1] + b", " + field + b"}"
+
+
+class TestMsgspec:
+    """The real library's wording: where an upgrade changes it, these fail, and `said` is the place to change."""
+
+    @pytest.mark.parametrize(
+        ("body", "expected"),
+        [
+            (b"[]", {"expected": "object", "got": "array"}),
+            (b'{"a": 1.5}', {"path": ".a", "expected": "int", "got": "float"}),
+            (b'{"a": 1, "many": [{"b": 1}, {"b": "x"}]}', {"path": ".many[1].b", "expected": "int", "got": "str"}),
+            (b'{"a": 1, "floats": {"k": "x"}}', {"path": ".floats[...]", "expected": "float", "got": "str"}),
+            (b'{"a": 1, "z`\\n": 2}', {"unknown": "z`\n"}),
+            (b'{"a": 1, "many": [{}]}', {"path": ".many[0]", "missing": "b"}),
+            (b'{"a": 1, "one": "q"}', {"path": ".one", "value": "'q'"}),
+            (b'{"a": 1, "floats": {"k": 1e999}}', {"path": ".floats[...]", "is_out_of_range": True}),
+            (b'{"a": ' + b"1" * 5000 + b"}", {"path": ".a", "is_out_of_range": True}),
+            (b'{"a": NaN}', {"byte": 6}),
+            (b'{"a" 1}', {"byte": 5, "text": "expected ':' (byte 5)"}),
+            (b'{"a": 1} x', {"byte": 10, "is_followed": True}),
+            (b'{"a": 1', {"text": "Input data was truncated"}),
+            (b'{"a": "\\udc00"}', {"text": "invalid utf-16 surrogate pair (byte 13)"}),
+        ],
+    )
+    def test_its_wording_is_known(self, body: bytes, expected: dict[str, Any]) -> None:
+        kind: Any = dict[str, str] if b"udc00" in body else Body
+        with pytest.raises(msgspec.MsgspecError) as caught:
+            msgspec.json.decode(body, type=kind)
+        found = said(caught.value)
+        assert found == Said(**{"text": found.text, "path": "", "byte": found.byte, **expected})
+        assert found.byte is None or "byte" in expected or "byte" in found.text
+
+
+class TestWords:
+    @ALL
+    @pytest.mark.parametrize(
+        ("body", "message"),
+        [
+            (b"", "body: expected a JSON object, got an empty body"),
+            (b" \n", "body: expected a JSON object, got an empty body"),
+            (b"[]", "body: expected an object, got an array"),
+            (b'{"id', "body: expected JSON, got malformed JSON: Input data was truncated"),
+            (b'{"model" 1}', "body: expected JSON, got malformed JSON: expected ':' (byte 9)"),
+            (b'{"\xff": 1}', "body: expected JSON in UTF-8, got byte 0xff in a string"),
+        ],
+    )
+    def test_the_same_fault_has_the_same_words_on_every_route(self, route: str, body: bytes, message: str) -> None:
+        assert refused(route, body).startswith(message)
+
+    @pytest.mark.parametrize(
+        ("route", "begin"),
+        [
+            ("infer", b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": '),
+            ("generate", b'{"x": '),
+            ("generate", b'{"t": '),
+            ("chat", b'{"messages": '),
+            ("completions", b'{"prompt": '),
+            ("embeddings", b'{"input": '),
+        ],
+    )
+    def test_too_deep_has_too(self, route: str, begin: bytes) -> None:
+        message = "body: expected JSON, got arrays or objects nested too deeply"
+        assert refused(route, begin + b"[" * 50_000) == message
+
+    @ALL
+    def test_an_unknown_field(self, route: str) -> None:
+        message = refused(route, with_field(route, b'"zz": 1'))
+        assert message.startswith("zz: expected one of the fields ")
+        assert message.endswith(", got 'zz'")
+
+    def test_a_field_of_an_object_within(self) -> None:
+        with pytest.raises(BadRequest, match=r"^many\[1\]\.c: expected one of the fields b, got 'c'$"):
+            read_json(b'{"a": 1, "many": [{"b": 1}, {"b": 1, "c": 2}]}', Body)
+
+    def test_a_missing_field(self) -> None:
+        missing = r"^a: expected this field, got an object without it; the fields are a, one, many, floats$"
+        with pytest.raises(BadRequest, match=missing):
+            read_json(b"{}", Body)
+
+    def test_a_value_that_is_none_of_those_listed(self) -> None:
+        with pytest.raises(BadRequest, match=r"^one: expected 'x' or 'y', got 'q'$"):
+            read_json(b'{"a": 1, "one": "q"}', Body)
+
+    def test_a_field_that_is_not_supported(self) -> None:
+        with pytest.raises(BadRequest, match=r"^gone: this model does not support it; leave it out$"):
+            read_json(b'{"a": 1, "gone": 2}', Body)
+
+
+class TestKeys:
+    @ALL
+    def test_one_that_stands_twice_is_refused(self, route: str) -> None:
+        message = refused(route, with_field(route, b'"user": "a", "user": "b"'))
+        if route in ("chat", "completions", "embeddings"):  # the others know no such field, and say so first
+            assert message == "user: expected every key of an object once, got this one twice; leave one out"
+
+    @pytest.mark.parametrize(
+        ("route", "body"),
+        [
+            ("infer", b'{"id": "a", "id": "a", %s}'),
+            ("infer", b'{"id": "a", "i\\u0064": "b", %s}'),
+            ("infer", b'{"id": ":", "id": "a:b", %s}'),
+            ("infer", b'{"inputs": [], %s}'),
+            ("infer", b'{"parameters": {"timeout": 1, "timeout": 2}, %s}'),
+            ("infer", b'{"outputs": [{"name": "y", "name": "y"}], %s}'),
+            ("infer", b'{"parameters": null, "parameters": {}, %s}'),
+            ("generate", b'{"id": "a", "id": "a", %s}'),
+            ("generate", b'{"x": [1], %s}'),
+            ("generate", b'{"parameters": {"timeout": 1, "timeout": 2}, %s}'),
+            ("text", b'{"parameters": {"top_k": 1, "top_k": 1}, "text_input": "m"}'),
+            ("chat", b'{"model": "m", "messages": [{"role": "user", "content": "a", "content": "b"}]}'),
+            ("chat", b'{"model": "m", "messages": [], "messages": []}'),
+        ],
+    )
+    def test_it_is_refused_in_every_object(self, route: str, body: bytes) -> None:
+        if b"%s" in body:
+            body = body % READERS[route][1][1:].removesuffix(b', "id": "i"}').removesuffix(b"}")
+        assert "expected every key of an object once, got this one twice" in refused(route, body)
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 600], "data": [%s]}], "id": "urn:x", '
+            b'"outputs": null}' % b", ".join([b"1"] * 600),
+            b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1]}, '
+            b'{"name": "t", "datatype": "BYTES", "shape": [1, 1], "data": ["a: \\"b\\": {c}"]}], "parameters": null}',
+        ],
+    )
+    def test_colons_in_strings_and_nulls_are_no_keys(self, body: bytes) -> None:
+        assert RequestDecoder(SIGNATURE).decode(body).rows == 1
+
+    @pytest.mark.parametrize("name", ["a:b", "t"])
+    def test_nor_are_they_in_generate(self, name: str) -> None:
+        body = b'{"x": [1], "t": "a: \\"b\\": {c}", "id": "%s"}' % name.encode()
+        assert GenerateDecoder(SIGNATURE).decode(body).id == name
+
+
+class TestBounds:
+    @pytest.mark.parametrize("key", ['"k%d": 1', '"k%d" : 1', '"\\"%d\\\\" : 1'])
+    @pytest.mark.parametrize(
+        ("route", "body"),
+        [("infer", '{"inputs": [], "parameters": {%s}}'), ("generate", '{"parameters": {%s}}'), ("generate", "{%s}"),
+         ("chat", '{"chat_template_kwargs": {%s}}'), ("text", '{"parameters": {%s}}'), ("embeddings", "{%s}")],
+    )  # fmt: skip
+    def test_keys(self, route: str, body: str, key: str) -> None:
+        text = (body % ", ".join(key % n for n in range(MAX_CONTAINERS + 1))).encode()
+        assert refused(route, text).startswith(f"body: expected at most {MAX_CONTAINERS} keys")
+
+    @pytest.mark.parametrize("value", ["{}", "[]"])
+    def test_objects_and_arrays(self, value: str) -> None:
+        text = f'{{"model": "m", "messages": [{",".join([value] * MAX_CONTAINERS)}]}}'
+        assert refused("chat", text.encode()).startswith(f"body: expected at most {MAX_CONTAINERS} keys, objects")
+
+    def test_values(self) -> None:
+        text = f'{{"model": "m", "prompt": [{",".join(["1"] * (MAX_VALUES + 2))}]}}'
+        assert refused("completions", text.encode()).startswith(f"body: expected at most {MAX_VALUES} values")
+
+    @pytest.mark.parametrize("text", ['{":[{,', '\\\\\\"{:[,', "\\\\" * 70_000 + "{", "\\n{\\\\"])
+    def test_what_is_in_strings_does_not_count(self, text: str) -> None:
+        string = text.replace('{":[', "{:[") * (2 * MAX_VALUES // max(len(text), 100))
+        check_size(b'{"a": "%s", "b": 1}' % string.encode())
+
+    def test_many_numbers_of_a_tensor_do_not_count(self) -> None:
+        count = MAX_VALUES + 2
+        body = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, %d], "data": [[%s]]}]}'
+        request = RequestDecoder(SIGNATURE).decode(body % (count, b",".join([b"1"] * count)))
+        assert request.inputs["x"].shape == (1, count)
+
+
+@pytest.mark.parametrize(("size", "is_here"), [(LARGE_BYTES - 1, True), (LARGE_BYTES, False)])
+def test_large_bodies_are_decoded_in_a_thread(size: int, is_here: bool) -> None:
+    ran = asyncio.run(decoded(lambda body: threading.current_thread(), bytes(size)))
+    assert (ran is threading.main_thread()) is is_here

@@ -1,0 +1,110 @@
+"""The connections to one deployment's replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+
+from app.control.routing import DeploymentRoute, ReplicaRoute, State
+from app.dispatch.pool import Replica, ReplicaPool
+
+
+class Client:
+    """As much of a client as a pool needs."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Bench:
+    """A pool whose clients are the test's own."""
+
+    def __init__(self) -> None:
+        self.opened: list[Replica] = []
+        self.back = asyncio.Event()
+        self.pool = ReplicaPool("m", self._open, self.back.set)
+
+    def _open(self, route: ReplicaRoute) -> Replica:
+        self.opened.append(Replica(route, cast(Any, Client())))
+        return self.opened[-1]
+
+    def update(self, ready: str, retiring: str = "", grpc: str = "") -> None:
+        def routes(ids: str) -> tuple[ReplicaRoute, ...]:
+            return tuple(ReplicaRoute(id, "", "", grpc_socket="some" if id in grpc else "") for id in ids)
+
+        self.pool.update(DeploymentRoute("m", State.READY, replicas=routes(ready), retiring=routes(retiring)))
+
+    def able(self) -> str:
+        return "".join(one.route.id for one in self.pool.able())
+
+    def closed(self) -> str:
+        return "".join(one.route.id for one in self.opened if cast(Client, one.client).is_closed)
+
+
+def run(scenario: Callable[[Bench], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await asyncio.wait_for(scenario(Bench()), 20)
+
+    asyncio.run(main())
+
+
+def test_it_connects_to_what_is_new_and_closes_what_is_gone() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.update("ab")
+        bench.update("bc")
+        assert [one.route.id for one in bench.opened] == ["a", "b", "c"]
+        assert (bench.able(), bench.closed()) == ("bc", "a")
+        assert bench.opened[0].is_lost  # who still refers to it gives it nothing
+        assert bench.pool.held(["a", "c"]) == [bench.opened[2]]
+        bench.pool.close()
+        assert (bench.able(), bench.closed()) == ("", "abc")
+
+    run(scenario)
+
+
+def test_what_retires_keeps_its_connection_and_gets_nothing_new() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.update("a")
+        bench.update("b", retiring="a")
+        assert (bench.able(), bench.closed(), len(bench.pool.held("ab"))) == ("b", "", 2)
+        bench.update("b")
+        assert bench.closed() == "a"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("grpc", "closed"), [("", ""), ("a", "a")])
+def test_what_was_lost_but_stays_in_the_table_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, grpc: str, closed: str
+) -> None:
+    """Over gRPC by a new connection, as all calls share one."""
+    monkeypatch.setattr("app.dispatch.pool.LOST_RETRY_S", 0.001)
+
+    async def scenario(bench: Bench) -> None:
+        bench.update("a", grpc=grpc)
+        bench.pool.lose(bench.opened[0])
+        assert bench.able() == ""
+        await bench.back.wait()
+        assert (bench.able(), bench.closed()) == ("a", closed)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("retiring", ["", "a"])
+def test_what_was_lost_and_is_replaced_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, retiring: str) -> None:
+    monkeypatch.setattr("app.dispatch.pool.LOST_RETRY_S", 0.001)
+
+    async def scenario(bench: Bench) -> None:
+        bench.update("a")
+        bench.pool.lose(bench.opened[0])
+        bench.update("b", retiring=retiring)
+        bench.pool.lose(bench.opened[1])  # its turn comes after the other's
+        await bench.back.wait()
+        assert bench.able() == "b"
+
+    run(scenario)

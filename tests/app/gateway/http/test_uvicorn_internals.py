@@ -1,0 +1,134 @@
+"""The private parts of uvicorn that `app.gateway.http.connection` and `app.gateway.http.exchange` rely on. After an
+upgrade, this fails first."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+TESTED = "0.54.0"
+OVERRIDDEN = {
+    "connection_made": ["transport"],
+    "connection_lost": ["exc"],
+    "data_received": ["data"],
+    "on_message_begin": [],
+    "on_headers_complete": [],
+    "on_body": ["body"],
+    "on_message_complete": [],
+    "on_response_complete": [],
+    "send_400_response": ["msg"],
+    "_start_asgi_task": ["cycle", "app"],
+}
+"""Methods of a connection that uvicorn or httptools calls, and what with."""
+CONNECTION = (
+    "app_state", "cycle", "flow", "headers", "loop", "pipeline", "server_state", "tasks", "timeout_keep_alive",
+    "timeout_keep_alive_handler", "transport",
+)  # fmt: skip
+"""What a connection has."""
+CYCLE = (
+    "body", "chunked_encoding", "default_headers", "disconnected", "flow", "keep_alive", "message_event", "more_body",
+    "on_response", "response_complete", "response_started", "run_asgi", "scope", "transport",
+    "waiting_for_100_continue",
+)  # fmt: skip
+"""What a request on it has."""
+FLOW = ("pause_reading", "resume_reading", "read_paused", "write_paused")
+
+
+class Transport(asyncio.Transport):
+    """Takes what is written, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
+
+    def write(self, data: Any) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+    def pause_reading(self) -> None:
+        pass
+
+
+async def _app(scope: Any, receive: Any, send: Any) -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+@pytest.fixture(scope="module")
+def connection() -> HttpToolsProtocol:
+    """One with a request under way and two that wait."""
+
+    async def made() -> HttpToolsProtocol:
+        config = uvicorn.Config(_app, log_config=None, interface="asgi3", proxy_headers=False)
+        config.load()
+        found = HttpToolsProtocol(config=config, server_state=ServerState(), app_state={})
+        found.connection_made(Transport())
+        for path in (b"first", b"second", b"third"):
+            found.data_received(b"GET /%s HTTP/1.1\r\nHost: a\r\n\r\n" % path)
+        for task in found.tasks:
+            task.cancel()
+        await asyncio.wait(found.tasks)
+        return found
+
+    return asyncio.run(made())
+
+
+def test_the_version_is_the_one_that_was_tested_and_is_pinned() -> None:
+    assert version("uvicorn") == TESTED
+    assert f'"uvicorn=={TESTED}"' in (Path(__file__).parents[4] / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_a_method_that_a_connection_overrides_is_there_and_takes_the_same(name: str) -> None:
+    method = getattr(HttpToolsProtocol, name, None)
+    assert method is not None, (
+        f"app/gateway/http/connection.py overrides HttpToolsProtocol.{name}, which uvicorn calls no more"
+    )
+    assert list(inspect.signature(method).parameters)[1:] == OVERRIDDEN[name]
+
+
+@pytest.mark.parametrize("name", CONNECTION)
+def test_an_attribute_of_a_connection_is_there(connection: HttpToolsProtocol, name: str) -> None:
+    assert hasattr(connection, name), f"app/gateway/http/connection.py reads HttpToolsProtocol.{name}"
+
+
+@pytest.mark.parametrize("name", CYCLE)
+def test_an_attribute_of_a_request_is_there(connection: HttpToolsProtocol, name: str) -> None:
+    assert hasattr(connection.cycle, name), (
+        f"app/gateway/http/connection.py or app/gateway/http/exchange.py reads RequestResponseCycle.{name}"
+    )
+
+
+@pytest.mark.parametrize("name", FLOW)
+def test_an_attribute_of_the_flow_is_there(connection: HttpToolsProtocol, name: str) -> None:
+    assert hasattr(connection.flow, name), (
+        f"app/gateway/http/connection.py or app/gateway/http/exchange.py uses FlowControl.{name}"
+    )
+
+
+def test_requests_that_wait_are_pairs_of_cycle_and_application_with_the_oldest_last(
+    connection: HttpToolsProtocol,
+) -> None:
+    cycle, app = connection.pipeline[-1]
+    assert (cycle.scope["path"], app) == ("/second", _app)
+
+
+def test_a_status_line_ends_itself() -> None:
+    assert STATUS_LINE[200] == b"HTTP/1.1 200 OK\r\n"
+
+
+def test_a_request_tells_its_connection_of_the_end_of_its_answer(connection: HttpToolsProtocol) -> None:
+    cycle, _ = connection.pipeline[-1]
+    assert cycle.on_response == connection.on_response_complete
+    assert "total_requests" in vars(connection.server_state)

@@ -1,0 +1,97 @@
+"""A gateway worker's process, and what it does beside answering."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from app.config.schema import Server
+from app.control.messages import WorkerSettings
+from app.control.routing import RoutingTable
+from app.control.server import ControlServer
+from app.gateway.worker import serve_beside
+
+
+def test_a_background_task_that_fails_is_logged_and_ends_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+    stopped: list[str] = []
+
+    async def fails() -> None:
+        raise ValueError("a date that there is not")
+
+    async def goes_on() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            stopped.append("cancelled")
+
+    async def scenario() -> bool:
+        ended = asyncio.Event()
+
+        async def serve() -> None:
+            await ended.wait()
+
+        return await asyncio.wait_for(serve_beside(serve, [fails, goes_on], ended.set), 10)
+
+    with caplog.at_level(logging.ERROR):
+        assert not asyncio.run(scenario())
+    assert stopped == ["cancelled"]
+    assert "a date that there is not" in caplog.text
+
+
+def test_background_tasks_end_with_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    async def ends() -> None:
+        await asyncio.sleep(0)
+
+    async def goes_on() -> None:
+        await asyncio.sleep(600)
+
+    async def serve() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    async def scenario() -> bool:
+        return await asyncio.wait_for(serve_beside(serve, [ends, goes_on], lambda: None), 10)
+
+    assert asyncio.run(scenario())
+    assert not caplog.records
+
+
+def test_a_request_that_the_end_cuts_off_is_in_the_access_log() -> None:
+    async def scenario(folder: Path) -> str:
+        control = ControlServer(None)
+        await control.start(folder / "control")
+        control.publish(RoutingTable(()))
+        settings = WorkerSettings(str(folder / "control"), Server(log_format="json").model_dump(mode="json"))
+        (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            worker = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "app.gateway.worker", str(folder / "settings.json"), str(listener.fileno()),
+                pass_fds=(listener.fileno(),), stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            try:
+                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                head = b"Host: a\r\nContent-Length: 99\r\nExpect: 100-continue\r\nX-Request-Id: cut-off\r\n\r\n"
+                writer.write(b"POST /v2/repository/index HTTP/1.1\r\n" + head)
+                assert (await reader.readline()).startswith(b"HTTP/1.1 100")
+                await control.close()
+                assert worker.stderr is not None
+                log = await worker.stderr.read()
+                assert await worker.wait() == 0
+                writer.close()
+                return log.decode()
+            finally:
+                if worker.returncode is None:
+                    worker.kill()
+
+    with tempfile.TemporaryDirectory(prefix="hw-") as folder:
+        log = asyncio.run(asyncio.wait_for(scenario(Path(folder)), 60))
+    (line,) = [line for line in map(json.loads, log.splitlines()) if line.get("request_id") == "cut-off"]
+    assert (line["path"], line["status"]) == ("/v2/repository/index", 499)

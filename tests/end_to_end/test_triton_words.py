@@ -1,0 +1,149 @@
+"""A real Triton says what `inference.wire.triton_words` expects it to say."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.codecs.tensors import InferRequest, OutputWish, RawTensor
+from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
+from app.transport.batch import encode_batch
+from app.transport.triton import TritonClient
+from inference.environment import library_path
+from inference.errors import ReplicaError
+from inference.replica.triton import EmbeddedTriton
+from inference.signature import Signature, TensorSpec
+from inference.wire.report import REPORT, RowReport, Status, encode_reports
+from tests.running import processes_of
+
+# PyTriton's client, which `stop` makes.
+pytestmark = pytest.mark.filterwarnings("ignore:tritonclient.grpc doesn't support timeout")
+
+TOKEN = "secret"
+SIGNATURE = Signature("m", (TensorSpec("x", "UINT8", (1,)),), (TensorSpec("y", "UINT8", (1,)),), max_batch_size=4)
+
+
+class Held:
+    """A callable that answers when it may."""
+
+    def __init__(self) -> None:
+        self.has_call = threading.Event()
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    async def __call__(self, requests: list[Any]) -> list[dict[str, Any]]:
+        self.has_call.set()
+        await asyncio.to_thread(self.may_answer.wait, 30)
+        return [
+            {"y": one.data["x"], REPORT: encode_reports([RowReport(Status.OK)] * len(one.data["x"]), 0)}
+            for one in requests
+        ]
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Short enough for the paths of sockets."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", library_path(os.environ))
+    with tempfile.TemporaryDirectory(prefix="hw-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def held() -> Held:
+    return Held()
+
+
+@pytest.fixture
+def triton(folder: Path, held: Held) -> Iterator[EmbeddedTriton]:
+    """One that serves a model."""
+    found = EmbeddedTriton(folder, TOKEN)
+    found.bind_model(SIGNATURE, [held])
+    found.start()
+    yield found
+    held.may_answer.set()
+    found.stop()
+
+
+def process(folder: Path, role: str) -> int:
+    """A process of the Triton in a folder."""
+    (pid,) = (pid for pid, command in processes_of(folder).items() if role in command and not command.startswith("sh "))
+    return pid
+
+
+async def call(client: TritonClient) -> dict[str, RawTensor]:
+    request = InferRequest("", {"x": RawTensor("UINT8", (1, 1), b"\1")}, 1, [OutputWish("y", True)], {}, {})
+    head, data, _ = encode_batch(SIGNATURE, [(request, request.inputs, 1)], is_alone=False, segments=None)
+    return await client.infer(head, data)
+
+
+def run(triton: EmbeddedTriton, model: str, scenario: Callable[[TritonClient], Awaitable[None]]) -> None:
+    async def main() -> None:
+        client = TritonClient(model, str(triton.http_socket), TOKEN)
+        try:
+            await asyncio.wait_for(scenario(client), 60)
+        finally:
+            client.close()
+
+    asyncio.run(main())
+
+
+def test_a_model_that_is_gone_and_a_stub_that_is_gone(triton: EmbeddedTriton) -> None:
+    async def unknown(client: TritonClient) -> None:
+        with pytest.raises(ReplicaUnreachable, match="is ending"):
+            await call(client)
+
+    async def killed(client: TritonClient) -> None:
+        assert bytes((await call(client))["y"].data) == b"\1"
+        os.kill(process(triton.directory, "backend_stub"), signal.SIGKILL)
+        with pytest.raises(ReplicaLost, match="ended while it had"):
+            await call(client)
+
+    run(triton, "other", unknown)
+    run(triton, "m", killed)
+
+
+def test_a_server_that_is_stopping_refuses_no_call_in_words_that_we_do_not_know(
+    triton: EmbeddedTriton, held: Held
+) -> None:
+    async def scenario(client: TritonClient) -> None:
+        held.may_answer.clear()
+        first = asyncio.create_task(call(client))
+        assert await asyncio.to_thread(held.has_call.wait, 30)
+        os.kill(process(triton.directory, "bin/tritonserver"), signal.SIGTERM)
+        error: HeadwaterError | None = None
+        while error is None:  # until it has taken the signal in, it takes calls
+            try:
+                await asyncio.wait_for(call(client), 0.2)
+            except asyncio.TimeoutError:
+                pass
+            except HeadwaterError as caught:
+                error = caught
+        assert not isinstance(error, CallableFailed), error.message
+        held.may_answer.set()
+        await asyncio.gather(first, return_exceptions=True)
+
+    run(triton, "m", scenario)
+
+
+def test_an_instance_that_does_not_start(folder: Path, held: Held) -> None:
+    found = EmbeddedTriton(folder, TOKEN)
+    found.bind_model(SIGNATURE, [held])
+    script = found._workspace.model_store_path / "m" / "1" / "model.py"
+    script.chmod(0o644)
+    script.write_text(
+        f"{script.read_text()}\ndef _fail(self, args):\n    raise RuntimeError('not today')\n\n"
+        "TritonPythonModel.initialize = _fail\n"
+    )
+    try:
+        with pytest.raises(ReplicaError, match=r"an instance failed[^$]*not today"):
+            found.start()
+    finally:
+        found.stop()

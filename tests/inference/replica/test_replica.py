@@ -1,0 +1,46 @@
+"""What a replica that can't start says of it: all of it for operators, class and message for clients."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference.errors import DeclarationError, LoadError, Problem, ReplicaError
+from inference.replica.__main__ import failure_of
+
+
+def wrapped() -> LoadError:
+    """What the loader makes of an exception of the user's code."""
+    problem = Problem("model m:M", "its constructor raised OSError: no weights at /srv/m.py:3", "correct /srv/m.py:3")
+    try:
+        try:
+            raise OSError("no weights in /srv/models/big.pt")
+        except OSError as error:
+            raise LoadError(problem) from error
+    except LoadError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "is_permanent"),
+    [
+        (wrapped(), "OSError: no weights in big.pt", False),
+        (LoadError(Problem("model m:M", "/srv/models/m.py has no M", "add it")), "m.py has no M", True),
+        (DeclarationError("expected FP32, got FP99"), "expected FP32, got FP99", True),
+        (RuntimeError("boom\nTraceback: more"), "RuntimeError: boom", False),
+        (
+            FileNotFoundError(2, "No such file", "/srv/a/b.bin"),
+            "FileNotFoundError: [Errno 2] No such file: 'b.bin'",
+            False,
+        ),
+        (ReplicaError("see https://example.org/a/b"), "see https://example.org/a/b", False),
+        (ValueError(), "ValueError", False),
+    ],
+)
+def test_a_failure_has_class_and_message_for_clients(error: Exception, cause: str, is_permanent: bool) -> None:
+    status = failure_of(error)
+    assert (status.event, status.cause, status.is_permanent) == ("failed", cause, is_permanent)
+    assert str(error) in status.text
+
+
+def test_a_long_message_is_cut_for_clients() -> None:
+    assert len(failure_of(RuntimeError("x" * 5000)).cause) == 300
