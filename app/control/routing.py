@@ -103,6 +103,11 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     failure: str = ""
     """What clients are told instead of the reason, if a start has failed and none succeeded since."""
 
+    @property
+    def cause(self) -> str:
+        """The reason, in the words for clients."""
+        return self.failure or self.reason.partition(LAST_LINES)[0]
+
 
 class RoutingTable(msgspec.Struct, frozen=True, tag="table"):
     """Everything a gateway worker needs to know."""
@@ -120,5 +125,5 @@ RETRY_AFTER_UNLOADED_S: Final = 60
 def unavailable(route: DeploymentRoute) -> Unavailable:
     """Says that a deployment can't take requests, and why."""
     wait_s = RETRY_AFTER_S.get(route.state, RETRY_AFTER_UNLOADED_S if route.is_set_aside else RETRY_AFTER_LOST_S)
-    reason = route.failure or route.reason.partition(LAST_LINES)[0] or "no replica is ready"
+    reason = route.cause or "no replica is ready"
     return Unavailable(f"model `{route.name}` is {route.state.value}: {reason}", retry_after_s=wait_s)

@@ -1,6 +1,6 @@
 """A gateway worker's process: FastAPI on uvicorn, on the socket that the supervisor listens on.
 
-Run by `app.supervisor.supervisor` as ``python -m app.gateway.worker SETTINGS_FILE LISTENER_FD``. It ends when the
+Run by `app.supervisor.workers` as ``python -m app.gateway.worker SETTINGS_FILE LISTENER_FD``. It ends when the
 supervisor does.
 """
 

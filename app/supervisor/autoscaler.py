@@ -241,6 +241,12 @@ def _demand(one: ReplicaSet, load: DeploymentLoad | None) -> Demand:
     """A load in replicas' worth of work."""
     if load is None:
         return Demand()
+    parallel, peak_parallel = one.config.instances, one.config.instances
+    if one.signature is not None and one.signature.language_model is not None:
+        # As many sequences as it computes at once; but each slows the others down.
+        parallel, peak_parallel = one.signature.language_model.limits.max_sequences, 1
+    elif one.signature is not None and one.signature.streams:
+        parallel = peak_parallel = one.config.max_in_flight
     # Several workers each count the calls that they have at a replica, which computes them one after the other.
-    busy = min(load.computing / one.parallel, float(len(one.ready)))
-    return Demand(load.waiting, load.wait_s, busy, load.requests / one.peak_parallel)
+    busy = min(load.computing / parallel, float(len(one.ready)))
+    return Demand(load.waiting, load.wait_s, busy, load.requests / peak_parallel)

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+
+import msgspec
 
 from app.config.schema import Deployment
-from app.control.routing import LAST_LINES, DeploymentRoute, State
+from app.control.routing import DeploymentRoute, State
+from app.supervisor.served import Served
 from inference.errors import DeclarationError
 from inference.pipeline import Plan, make_plan
 from inference.signature import Signature
 
-__all__ = ["GraphState", "StepState"]
+__all__ = ["GraphState"]
+
+logger = logging.getLogger("headwater")
 
 
-class StepState(NamedTuple):
-    """What is known of a step's deployment."""
-
-    state: State
-    reason: str
-    signature: Signature | None
-    failure: str = ""
-    """What clients are told instead of the reason, if a start has failed and none succeeded since."""
-
-    @property
-    def cause(self) -> str:
-        """The reason, in the words for clients."""
-        return self.failure or self.reason.partition(LAST_LINES)[0]
-
-
-class GraphState:
+class GraphState(Served):
     """One pipeline.
 
     Args:
@@ -39,22 +28,12 @@ class GraphState:
     """
 
     def __init__(self, name: str, config: Deployment) -> None:
+        super().__init__(name, config, "waiting for its steps")
         assert config.pipeline is not None
-        self.name = name
-        self.config = config
-        self.state = State.LOADING
-        self.reason = "waiting for its steps"
-        self.failure = ""
-        """The same in the words for clients, if these are others."""
-        self.since_s = time.time()
-        """When it came into its state, in seconds of the Unix epoch."""
-        self.is_set_aside = False
-        """Whether an operator unloaded it, and it isn't loaded again."""
+        self.is_loaded = True
+        """Whether its steps make its state, and not an operator's command that is under way or has unloaded it."""
         self.plan: Plan | None = None
         self._spec = config.pipeline.spec()
-        self.is_loaded = True
-        """Whether an operator wants it."""
-        self._held: tuple[State, str] | None = None
         self._is_open = False
         self._has_served = False
         self._mismatch = ""
@@ -64,39 +43,33 @@ class GraphState:
         self.deployments = {step.name: step.deployment or f"{name}.{step.name}" for step in self._spec.steps}
         """By step."""
 
-    @property
-    def signature(self) -> Signature | None:
-        """Of the whole, once known."""
-        return self.plan.signature if self.plan is not None else None
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether its first start has succeeded or failed."""
-        return self.state is not State.LOADING
-
-    @property
-    def is_held(self) -> bool:
-        """Whether an operator's command, and not its steps, makes its state."""
-        return self._held is not None
-
     def hold(self, state: State, reason: str) -> None:
-        """Be in a state, whatever its steps are in: an operator's command is under way, or has set it aside."""
-        self._held = state, reason
+        """Be in a state until `release`, whatever its steps are in."""
+        self.is_loaded = self._is_open = False
+        self.enter(state, reason)
 
     def release(self) -> None:
         """Be in the state that its steps make, from the next update on."""
-        self._held = None
+        self.is_loaded = True
+        self.is_set_aside = False
 
-    def update(self, deployments: Mapping[str, StepState]) -> None:
+    def enter(self, state: State, reason: str, failure: str = "") -> None:
+        """Come into a state; a READY one says what it lacks, too."""
+        if state is self.state is State.READY and reason != self.reason:
+            logger.warning("%s: still READY: %s", self.name, reason)
+        if state is State.FAILED is not self.state:
+            logger.error("%s: FAILED; correct it, and then load it or restart the server: %s", self.name, reason)
+        super().enter(state, reason)
+        self.failure = failure
+
+    def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
         """Take in the state of all deployments.
 
         It is READY as long as it can answer anything: one head, and all steps before it, are ready. While a step is
         away the reason says so; requests that want what follows from it have its error. It has FAILED if its steps
         don't fit together, or so many of them have failed that no head can ever be answered.
         """
-        if self._held is not None:
-            self._is_open = False
-            self._set(*self._held)
+        if not self.is_loaded:
             return
         steps = {step: deployments[name] for step, name in self.deployments.items()}
         known = {step: one.signature for step, one in steps.items() if one.signature is not None}
@@ -104,23 +77,24 @@ class GraphState:
         failed = [step for step, one in steps.items() if one.state is State.FAILED and step not in known]
         if failed:
             one = steps[failed[0]]
-            self._set(State.FAILED, f"step `{failed[0]}`: {one.reason}", f"step `{failed[0]}`: {one.cause}")
+            self.enter(State.FAILED, f"step `{failed[0]}`: {one.reason}", f"step `{failed[0]}`: {one.cause}")
             return
         loading = [step for step in steps if step not in known]
         if loading:
             one = steps[loading[0]]
-            self._set(State.LOADING, f"step `{loading[0]}`: {one.reason}", f"step `{loading[0]}`: {one.cause}")
+            self.enter(State.LOADING, f"step `{loading[0]}`: {one.reason}", f"step `{loading[0]}`: {one.cause}")
             return
         if known != self._signatures:
-            self._signatures, self.plan = known, None
+            self._signatures, self.plan, self.signature = known, None, None
             size = self.config.batching.max_batch_size
             try:
                 self.plan = make_plan(self._spec, known, name=self.name, max_batch_size=size)
+                self.signature = self.plan.signature
             except DeclarationError as error:
                 self._mismatch = str(error)
         if self.plan is None:
             # After it has served, another step may be about to restart with what fits.
-            self._set(State.UNAVAILABLE if self._has_served else State.FAILED, self._mismatch)
+            self.enter(State.UNAVAILABLE if self._has_served else State.FAILED, self._mismatch)
             return
         self._has_served = True
         away = [step for step, one in steps.items() if one.state is not State.READY]
@@ -129,33 +103,15 @@ class GraphState:
         cause = "; ".join(f"step `{step}` is {steps[step].state.value}: {steps[step].cause}" for step in away)
         self._is_open = self._answers_without(away)
         if self._is_open:
-            self._set(State.READY, told or "all steps ready", cause)
+            self.enter(State.READY, told or "all steps ready", cause)
         else:
-            self._set(State.UNAVAILABLE if self._answers_without(lost) else State.FAILED, told, cause)
+            self.enter(State.UNAVAILABLE if self._answers_without(lost) else State.FAILED, told, cause)
 
     def _answers_without(self, steps: Collection[str]) -> bool:
         """Whether some head can be answered if these steps can't be run."""
         assert self.plan is not None
         return any(self.plan.needed([head]).isdisjoint(steps) for head in self._spec.heads)
 
-    def _set(self, state: State, reason: str, failure: str = "") -> None:
-        if state is not self.state:
-            self.since_s = time.time()
-        self.state, self.reason, self.failure = state, reason, failure
-
     def route(self, workers: int) -> DeploymentRoute:
-        """What gateway workers are told."""
-        return DeploymentRoute(
-            name=self.name,
-            state=self.state,
-            reason=self.reason,
-            failure=self.failure,
-            since_s=self.since_s,
-            is_set_aside=self.is_set_aside,
-            signature=self.signature,
-            max_queue_size=-(-self.config.batching.max_queue_size // workers),
-            timeout_s=self.config.timeout_s,
-            is_graph=True,
-            plan=self.plan,
-            is_open=self._is_open,
-        )
+        """What each of so many gateway workers is told."""
+        return msgspec.structs.replace(super().route(workers), is_graph=True, plan=self.plan, is_open=self._is_open)

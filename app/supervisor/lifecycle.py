@@ -7,23 +7,23 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from app.config.schema import Deployment
 from app.config.sections import ReplicaBounds
-from app.control.messages import Command, CommandAnswer
+from app.control.messages import Command, CommandAnswer, Drained
 from app.control.routing import State
 from app.errors import CallableFailed, Conflict, HeadwaterError, NotFound
 from app.supervisor.deployments import Deployments, config_of
 from app.supervisor.graph_state import GraphState
-from app.supervisor.host import Host, Retired
-from app.supervisor.replica_set import ReplicaSet, unloaded
+from app.supervisor.host import Host
+from app.supervisor.replica_set import ReplicaSet
+from app.supervisor.retired import Retired
+from app.supervisor.starter import stop_or_kill
 
 __all__ = ["Lifecycle"]
 
 logger = logging.getLogger("headwater")
-
-DRAINING_REASON: Final = "it is being unloaded; requests in flight are still answered"
 
 
 class Lifecycle:
@@ -50,7 +50,7 @@ class Lifecycle:
             # A name that there isn't may be loaded with a configuration of its own.
             is_new = command.action == "load" and config is not None and self._is_free(name)
             is_scale = command.action == "scale"
-            sets, graph = ([], None) if is_new else self._find_replicas(name) if is_scale else self._find(name)
+            sets, graph = ([], None) if is_new else self._find(name, is_scale=is_scale)
             with self._alone(command.action, name, sets):
                 addition = ""
                 if config is not None:
@@ -67,9 +67,9 @@ class Lifecycle:
             sets, graph = self._find(name)
         content: dict[str, Any] = {
             "name": name,
-            "state": _state(sets, graph).value,
+            "state": (graph or sets[0]).state.value,
             "took_s": round(time.monotonic() - began, 3),
-            **(sets[0].told_replicas() if is_scale else {}),
+            **({"replicas": _replicas(sets[0])} if is_scale else {}),
             **(retired.told() if retired is not None else {}),
         }
         if retired is not None and retired.leftovers:
@@ -78,17 +78,23 @@ class Lifecycle:
             logger.error("%s", content["error"])
         return CommandAnswer(command.id, 500 if "error" in content else 200, content)
 
-    def _find(self, name: str) -> tuple[list[ReplicaSet], GraphState | None]:
+    def _find(self, name: str, *, is_scale: bool = False) -> tuple[list[ReplicaSet], GraphState | None]:
         """The deployments that go by a name, and the pipeline if it is one's.
 
         Raises:
             NotFound: there is none.
-            Conflict: it is a step.
+            Conflict: it is a step; or, for a scaling, it has no replicas itself.
         """
         sets, graphs = self._deployments.sets, self._deployments.graphs
         graph = graphs.get(name)
         if graph is not None:
-            return self._deployments.own_sets(name), graph
+            own = self._deployments.own_sets(name)
+            if is_scale:
+                raise Conflict(
+                    f"model `{name}`: its steps have replicas, and it has none itself; expected one of "
+                    f"{', '.join(f'`{one.name}`' for one in own)}"
+                )
+            return own, graph
         found = sets.get(name)
         if found is None:
             shown = name if len(name) <= 100 else name[:97] + "..."
@@ -96,26 +102,11 @@ class Lifecycle:
             raise NotFound(
                 f"model {shown!r}: unknown; this server has {', '.join(f'`{one}`' for one in sorted(known))}"
             )
-        if found.part_of is not None:
+        if found.part_of is not None and not is_scale:
             raise Conflict(
                 f"model `{name}`: it is a step of the pipeline `{found.part_of}`, and is loaded and unloaded with it"
             )
         return [found], None
-
-    def _find_replicas(self, name: str) -> tuple[list[ReplicaSet], None]:
-        """The deployment of that name that has replicas itself.
-
-        Raises:
-            NotFound: there is none of that name.
-            Conflict: its steps have the replicas.
-        """
-        if (found := self._deployments.sets.get(name)) is not None:
-            return [found], None
-        steps, _ = self._find(name)
-        raise Conflict(
-            f"model `{name}`: its steps have replicas, and it has none itself; expected one of "
-            f"{', '.join(f'`{one.name}`' for one in steps)}"
-        )
 
     def is_busy(self, name: str) -> bool:
         """Whether a command is under way with a deployment, or with the pipeline that it is a step of."""
@@ -146,7 +137,7 @@ class Lifecycle:
         is_whole = len(loaded) == len(sets) and (graph is None or graph.is_loaded)
         is_there = bool(sets) or graph is not None
         if is_there and (is_whole or (loaded and config is not None)):
-            state = _state(sets, graph).value
+            state = (graph or sets[0]).state.value
             raise Conflict(
                 f"model `{name}` is {state}: it is loaded {'already' if is_whole else 'in part'}; expected reload, or "
                 "unload first"
@@ -173,7 +164,7 @@ class Lifecycle:
         if graph is None:
             await sets[0].load()
             return
-        before = (graph.state, graph.reason) if graph.is_held else None
+        before = None if graph.is_loaded else (graph.state, graph.reason)
         graph.hold(State.LOADING, "loading its steps, as an operator wants")
         self._host.on_change()
         outcomes = await asyncio.gather(*(one.load() for one in missing), return_exceptions=True)
@@ -187,8 +178,6 @@ class Lifecycle:
             graph.hold(*before)
             self._host.on_change()
             _raise_first(outcomes)
-        graph.is_loaded = True
-        graph.is_set_aside = False
         graph.release()
         self._host.on_change()
         _raise_first(outcomes)
@@ -205,8 +194,8 @@ class Lifecycle:
         if is_added:
             self._deployments.check_unneeded(name)
         if not any(one.is_loaded for one in sets) and not (graph is not None and graph.is_loaded) and not is_added:
-            state, reason = (graph.state, graph.reason) if graph is not None else (sets[0].state, sets[0].reason)
-            raise Conflict(f"model `{name}` is {state.value}, so there is nothing to unload: {reason}")
+            served = graph or sets[0]
+            raise Conflict(f"model `{name}` is {served.state.value}, so there is nothing to unload: {served.reason}")
         retired = await self._end(sets, graph)
         if is_added and not retired.leftovers:
             self._deployments.forget(name)
@@ -214,36 +203,26 @@ class Lifecycle:
         return retired
 
     async def _end(self, sets: list[ReplicaSet], graph: GraphState | None) -> Retired:
-        """Drain a model, end its replicas, and see what is left of them."""
-        if graph is not None:
-            return await self._unload_graph(graph, [one for one in sets if one.is_loaded])
-        drained = await sets[0].begin_unload(sets[0].config.drain_timeout_s)
-        retired = await sets[0].end_unload()
-        retired.drained = drained
-        return retired
+        """Drain a model, end its replicas, and see what is left of them.
 
-    async def _unload_graph(self, graph: GraphState, own: list[ReplicaSet]) -> Retired:
-        """Unload a pipeline with its own steps, which its requests in flight need to their end."""
-        timeout_s = graph.config.drain_timeout_s
-        deadline = time.monotonic() + timeout_s
-        graph.is_loaded = False
-        graph.is_set_aside = True
-        graph.hold(State.DRAINING, DRAINING_REASON)
-        self._host.on_change()
-        drained = await self._host.drain(graph.name, timeout_s, None)
-        left_s = max(0.0, deadline - time.monotonic())
-        for more in await asyncio.gather(*(one.begin_unload(left_s) for one in own)):
-            drained += more
-        graph.hold(State.UNLOADING, "its steps' replicas are being ended")
-        retired = Retired()
-        for one in await asyncio.gather(*(one.end_unload() for one in own)):
-            retired += one
-        if retired.leftovers:
-            graph.is_set_aside = False
-            graph.hold(State.FAILED, f"unloaded, but this remains: {'; '.join(retired.leftovers)}")
-        else:
-            graph.hold(State.UNAVAILABLE, unloaded(graph.name))
-        self._host.on_change()
+        A pipeline drains first: its requests in flight need its steps to their end.
+        """
+        left_s = (graph or sets[0]).config.drain_timeout_s
+        drained = Drained()
+        if graph is not None:
+            deadline = time.monotonic() + left_s
+            graph.is_set_aside = True
+            graph.hold(State.DRAINING, "it is being unloaded; requests in flight are still answered")
+            self._host.on_change()
+            drained = await self._host.drain(graph.name, left_s, None)
+            left_s = max(0.0, deadline - time.monotonic())
+        drained = sum(await asyncio.gather(*(one.begin_unload(left_s) for one in sets)), drained)
+        if graph is not None:
+            graph.hold(State.UNLOADING, "its steps' replicas are being ended")
+        retired = sum(await asyncio.gather(*(one.end_unload() for one in sets)), Retired())
+        if graph is not None:
+            graph.note_unloaded(retired.leftovers)
+            self._host.on_change()
         retired.drained = drained
         return retired
 
@@ -271,24 +250,22 @@ class Lifecycle:
         )
         fresh = [(one, outcome) for one, outcome in zip(sets, outcomes, strict=True) if isinstance(outcome, list)]
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        failures += [lost for one, started in fresh if (lost := one.lost(started)) is not None]
+        failures += [lost for one, started in fresh if (lost := one.starter.lost(started)) is not None]
         if failures:
-            for one, started in fresh:
-                await one.discard(started)
+            await stop_or_kill([replica for _, started in fresh for replica in started])
             _raise_first(failures, "; what served before goes on serving")
         if config is not None:
             self._deployments.adopt(name, config)
         # All at once: the steps of a pipeline fit each other.
         old = [one.switch(started) for one, started in fresh]
         self._host.on_change()
-        retired = Retired()
-        for more in await asyncio.gather(*(one.retire(slots) for one, slots in zip(sets, old, strict=True))):
-            retired += more
-        return retired
+        retiring = (one.retire(slots) for one, slots in zip(sets, old, strict=True))
+        return sum(await asyncio.gather(*retiring), Retired())
 
 
-def _state(sets: list[ReplicaSet], graph: GraphState | None) -> State:
-    return graph.state if graph is not None else sets[0].state
+def _replicas(one: ReplicaSet) -> dict[str, int]:
+    """How many a deployment has, as an operator is told."""
+    return {"ready": len(one.ready), "wanted": one.wanted, "min": one.bounds.min, "max": one.bounds.max}
 
 
 def _raise_first(outcomes: list[Any], addition: str = "") -> None:

@@ -123,10 +123,10 @@ class ReplicaMemory:
                 raise NoRoom(f"no room for {what} of `{name}`: {refusal}")
         return found
 
-    def attach(self, place: Place, replica: ReplicaProcess, exited: asyncio.Future[int]) -> None:
+    def attach(self, place: Place, replica: ReplicaProcess) -> None:
         """A replica is on its way there; its end gives the room back."""
         place.replica = replica
-        exited.add_done_callback(lambda _: self.give_back(place))
+        replica.exited.add_done_callback(lambda _: self.give_back(place))
 
     async def settle(self, name: str, config: Deployment, place: Place) -> Refusal | None:
         """Measure a replica that is ready: that much it takes. Returns whether that is more than there is room for."""

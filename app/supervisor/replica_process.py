@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -24,9 +25,13 @@ from inference.environment import library_path
 from inference.signature import Signature
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
 
-__all__ = ["GUARDIAN_LOST", "ReplicaProcess"]
+__all__ = ["ReplicaProcess"]
+
+logger = logging.getLogger("headwater")
 
 PIPES_TIMEOUT_S = 2.0
+LAST_LINES_S = 0.1
+"""How long what a guardian wrote may take to be read after its end."""
 LINE_LIMIT_BYTES = 16 * 1024 * 1024
 GUARDIAN_LOST = "its guardian was killed"
 LOG_LINES = 200
@@ -77,6 +82,8 @@ class ReplicaProcess:
         """True once it serves; False if it ends before."""
         self.ending = asyncio.Event()
         """Set as soon as it can't be used any more."""
+        self.exited: asyncio.Future[None]
+        """Done when it has ended, and was seen to its end; `app.supervisor.host.Host` sets it."""
         self._name = name
         self._deployment = deployment
         self._user_paths = user_paths
@@ -96,7 +103,7 @@ class ReplicaProcess:
         return Journal(self.directory).host_pid
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start the guardian, which starts the replica. Whoever reaps the guardian must call `ended`.
+        """Start the guardian, which starts the replica. Whoever reaps the guardian must run `follow`.
 
         Raises:
             OSError: the machine lacks what it takes: space, processes, file descriptors.
@@ -143,11 +150,18 @@ class ReplicaProcess:
             os.close(self._command_fd)
             self._command_fd = None
 
-    async def ended(self) -> None:
-        """Take in what the guardian said last; to be called when it has been reaped."""
+    async def follow(self, exited: asyncio.Future[int]) -> None:
+        """See it to its end: take in what the guardian said last, and sweep what it left if it was killed itself.
+
+        Args:
+            exited: the guardian's exit.
+        """
+        await exited
+        # A guardian says why it ends, unless it is killed: its last lines come first.
+        asyncio.get_running_loop().call_later(LAST_LINES_S, self.mark_ending, GUARDIAN_LOST)
         if self.directory.exists():
-            # The guardian was killed itself. Its work is done here: the group first, since it holds our pipes open.
-            self.mark_ending(GUARDIAN_LOST)
+            # Its work is done here: the group first, since it holds our pipes open.
+            await self.ending.wait()
             host_pid = Journal(self.directory).host_pid
             if host_pid:
                 with contextlib.suppress(ProcessLookupError):
@@ -163,6 +177,8 @@ class ReplicaProcess:
         self._log.flush()
         self.mark_ending()
         self.kill()
+        for leftover in self.leftovers:
+            logger.error("%s: could not be removed: %s", self.id, leftover)
 
     def mark_ending(self, reason: str = "") -> None:
         """Note that it can't be used any more; a reason that is known already stays."""

@@ -1,38 +1,158 @@
-"""See app/supervisor/slot.py."""
+"""One replica's place in a set: starts a replica, sees it to its end, and starts the next."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import Final
+import logging
+import time
+from typing import Final, Protocol
 
-from app.supervisor.host import Launched
+from app.config.schema import Deployment
+from app.errors import NoRoom
+from app.supervisor.backoff import Backoff
+from app.supervisor.host import Host
 from app.supervisor.replica_memory import Place
+from app.supervisor.replica_process import ReplicaProcess
+from app.supervisor.starter import FIRST_MEASURED_RETRY_S, ReplicaStarter
+from app.telemetry.recorder import recorder
 
-__all__ = ["FIRST_BACKOFF_S", "LAST_BACKOFF_S", "STEADY_AFTER_S", "Slot"]
+__all__ = ["Owner", "Slot"]
+
+logger = logging.getLogger("headwater")
+
+ROOM_RETRY_S: Final = 2.0
+"""How often to look again for memory that a replica needs."""
 
 
-FIRST_BACKOFF_S: Final = 0.5
+class Owner(Protocol):
+    """Who has a slot: the replica set. It is told what becomes of the replicas, and may release the slot for it."""
 
-LAST_BACKOFF_S: Final = 30.0
+    name: str
+    config: Deployment
+    host: Host
+    starter: ReplicaStarter
+    shortage: str
 
-STEADY_AFTER_S: Final = 60.0
-"""A process that lived this long is replaced at once, without the backoff of earlier crashes."""
+    def note_no_room(self, slot: Slot, reason: str) -> None: ...
+    def note_progress(self, text: str) -> None: ...
+    def note_trouble(self, reason: str, cause: str) -> None: ...
+    def note_ready(self, slot: Slot, replica: ReplicaProcess) -> None: ...
+    def note_failed_start(self, slot: Slot, replica: ReplicaProcess, failed_starts: int) -> None: ...
+    def note_lost(self, slot: Slot, replica: ReplicaProcess) -> None: ...
+    def note_crash(self, slot: Slot, replica: ReplicaProcess) -> None: ...
 
 
-@dataclass(eq=False)
 class Slot:
-    """A place that one replica after another has."""
+    """Keeps one replica running until it is released, or the server stops.
 
-    launched: Launched | None = None
-    place: Place | None = None
-    """Room that was found for the next."""
-    is_kept: bool = True
-    """Whether a replica that ends is replaced."""
-    released: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
+    Args:
+        owner: whose it is.
+        replica: one that serves already.
+        place: room for the first.
+    """
+
+    def __init__(self, owner: Owner, replica: ReplicaProcess | None = None, place: Place | None = None) -> None:
+        self.replica = replica
+        """The one that it has, from its launch to its end."""
+        self.serves = replica is not None
+        """Whether requests go to the replica, or are still in flight there."""
+        self.is_kept = True
+        """Whether a replica that ends is replaced."""
+        self._owner = owner
+        self._place = place
+        """Room that was found for the next replica."""
+        self._failed_starts = 0
+        self._pausing: asyncio.Future[None] | None = None
+        owner.host.spawn(self._run())
 
     def release(self) -> None:
-        """Let no other replica follow."""
+        """Let no other replica follow. One that is there stays until it is ended."""
         self.is_kept = False
-        self.released.set()
+        self._give_back()
+        if self._pausing is not None:
+            self._pausing.cancel()
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self.is_kept and not self._owner.host.is_stopping
+
+    async def _run(self) -> None:
+        backoff = Backoff()
+        while self.replica is not None or await self._find_room():
+            began_s = time.monotonic()
+            if self.replica is None:
+                async with self._owner.starter.turn():
+                    began_s = time.monotonic()
+                    await self._start()
+            if self.replica is not None:
+                await self._see_end(self.replica)
+            if self._is_wanted:
+                await self._pause(backoff.after(time.monotonic() - began_s))
+
+    async def _find_room(self) -> bool:
+        """Wait until there is room for a replica. Returns whether there is: it may not be wanted any more."""
+        while self._place is None and self._is_wanted:
+            retry_s = FIRST_MEASURED_RETRY_S
+            try:
+                self._place = await self._owner.starter.find_room(self._owner.config)
+            except NoRoom as error:
+                retry_s = ROOM_RETRY_S
+                if self.is_kept:
+                    self._owner.note_no_room(self, error.message)
+            if not self.is_kept:
+                self._give_back()
+            elif self._place is None:
+                await self._pause(retry_s)
+            else:
+                self._owner.shortage = ""
+        return self._place is not None
+
+    async def _start(self) -> None:
+        """Start a replica in the room that was found, unless that was given back."""
+        place, self._place = self._place, None
+        owner = self._owner
+        if place is None or owner.host.is_stopping:
+            return
+        config = owner.config
+        try:
+            replica = self.replica = owner.starter.launch(place, config, owner.note_progress)
+        except OSError as error:  # no space, processes or descriptors: it may pass; others go on serving
+            logger.error("%s: a replica can't be started: %s", owner.name, error)
+            owner.note_trouble(f"a replica can't be started: {error}", f"a replica can't be started: {error.strerror}")
+            return
+        if await owner.starter.await_ready(replica, place, config) and self.is_kept:
+            self._failed_starts = 0
+            self.serves = True
+            owner.note_ready(self, replica)
+
+    async def _see_end(self, replica: ReplicaProcess) -> None:
+        """Wait until a replica has ended, and tell of it."""
+        has_served = self.serves
+        if has_served:
+            await replica.ending.wait()
+            was_listed, self.serves = self.serves, False
+            if was_listed and not self._owner.host.is_stopping:
+                logger.error("%s: lost: %s", replica.id, replica.reason)
+                self._owner.note_lost(self, replica)
+        await replica.exited
+        self.replica = None
+        if not self._is_wanted:
+            return
+        if has_served:
+            self._owner.note_crash(self, replica)
+        else:
+            self._failed_starts += 1
+            recorder().count("headwater_replica_start_failures", self._owner.name)
+            self._owner.note_failed_start(self, replica, self._failed_starts)
+        if self.is_kept:
+            recorder().count("headwater_replica_restarts", self._owner.name)
+
+    async def _pause(self, timeout_s: float) -> None:
+        """Wait before another try, unless there won't be one."""
+        self._pausing = asyncio.ensure_future(self._owner.host.wait_for_stop(timeout_s))
+        await asyncio.wait({self._pausing})
+
+    def _give_back(self) -> None:
+        if self._place is not None:
+            self._owner.host.memory.give_back(self._place)
+            self._place = None

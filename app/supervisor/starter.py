@@ -12,12 +12,13 @@ from typing import Final
 from app.config.schema import Deployment
 from app.errors import CallableFailed, HeadwaterError, Unavailable
 from app.process.proc import NOTHING, GroupMemory, group_members, measure_groups
-from app.supervisor.host import Host, Launched, Retired
+from app.supervisor.host import Host
 from app.supervisor.replica_memory import Place
 from app.supervisor.replica_process import ReplicaProcess
+from app.supervisor.retired import Retired
 from app.telemetry.recorder import recorder
 
-__all__ = ["FIRST_MEASURED_RETRY_S", "REPLICA_END_TIMEOUT_S", "ReplicaStarter"]
+__all__ = ["FIRST_MEASURED_RETRY_S", "REPLICA_END_TIMEOUT_S", "ReplicaStarter", "stop_or_kill"]
 
 logger = logging.getLogger("headwater")
 
@@ -83,7 +84,7 @@ class ReplicaStarter:
             held.callback(asyncio.get_running_loop().call_later(LONG_START_S, held.close).cancel)
             yield
 
-    def launch(self, place: Place, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
+    def launch(self, place: Place, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaProcess:
         """Start a replica where there is room for it.
 
         Raises:
@@ -91,15 +92,14 @@ class ReplicaStarter:
         """
         try:
             placed = config.model_copy(update={"device": place.device})
-            launched = self._host.launch(self._name, placed, on_progress)
+            replica = self._host.launch(self._name, placed, on_progress)
         except OSError:
             self._host.memory.give_back(place)
             raise
-        id = launched.replica.id
-        self.devices[id] = place.device
-        launched.exited.add_done_callback(lambda _: self.devices.pop(id, None))
-        self._host.memory.attach(place, launched.replica, launched.exited)
-        return launched
+        self.devices[replica.id] = place.device
+        replica.exited.add_done_callback(lambda _: self.devices.pop(replica.id, None))
+        self._host.memory.attach(place, replica)
+        return replica
 
     async def await_ready(self, replica: ReplicaProcess, place: Place, config: Deployment) -> bool:
         """Wait until a replica is ready, and note what it takes. Returns whether it came so far."""
@@ -126,29 +126,27 @@ class ReplicaStarter:
         return True
 
     async def start_all(
-        self, config: Deployment, count: int, on_progress: Callable[[str], None], places: list[Place] | None = None
-    ) -> list[Launched]:
+        self, config: Deployment, count: int, on_progress: Callable[[str], None] = lambda text: None
+    ) -> list[ReplicaProcess]:
         """Start some replicas, each once. All of them are ready then, or gone.
 
         Args:
             config: what they are started with.
             count: how many.
-            on_progress: called with each stage.
-            places: room that was found for the first of them.
+            on_progress: called when there is room for the first, and with each stage.
 
         Raises:
             CallableFailed: one of them didn't start, or was lost before the last was ready.
             NoRoom: the memory budget doesn't allow them.
             Unavailable: the server is stopping.
         """
-        fresh: list[Launched] = []
+        fresh: list[ReplicaProcess] = []
         try:
             while len(fresh) < count:
-                if not places:
-                    places = await self.reserve(config, count - len(fresh))
+                places = await self.reserve(config, count - len(fresh))
+                on_progress("loading, as an operator wants")
                 outcomes = await asyncio.gather(*(self._start_one(place, config, on_progress) for place in places))
-                places = None
-                fresh += [outcome for outcome in outcomes if isinstance(outcome, Launched)]
+                fresh += [outcome for outcome in outcomes if not isinstance(outcome, str)]
                 reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
                 if self._host.is_stopping:
                     raise Unavailable("the server is stopping")
@@ -157,75 +155,54 @@ class ReplicaStarter:
             if (lost := self.lost(fresh)) is not None:
                 raise lost
         except HeadwaterError:
-            await self.discard(fresh)
+            await stop_or_kill(fresh)
             raise
         return fresh
 
-    def lost(self, fresh: Collection[Launched]) -> CallableFailed | None:
+    def lost(self, fresh: Collection[ReplicaProcess]) -> CallableFailed | None:
         """What is wrong with replicas that were started together, if one of them has ended since it was ready."""
         for one in fresh:
-            if one.replica.ending.is_set():
-                reason = one.replica.account() or "it ended"
-                self.failure = one.replica.cause()
+            if one.ending.is_set():
+                reason = one.account() or "it ended"
+                self.failure = one.cause()
                 return CallableFailed(f"a replica of `{self._name}` was lost before all others were ready: {reason}")
         return None
 
-    async def _start_one(self, place: Place, config: Deployment, on_progress: Callable[[str], None]) -> Launched | str:
+    async def _start_one(
+        self, place: Place, config: Deployment, on_progress: Callable[[str], None]
+    ) -> ReplicaProcess | str:
         """Start a replica. Returns it when it is ready, or why it isn't, once it is gone."""
         async with self.turn():
             if self._host.is_stopping:
                 self._host.memory.give_back(place)
                 return "the server is stopping"
             try:
-                launched = self.launch(place, config, on_progress)
+                replica = self.launch(place, config, on_progress)
             except OSError as error:
                 self.failure = f"it can't be started: {error.strerror}"
                 return f"it can't be started: {error}"
-            if await self.await_ready(launched.replica, place, config) and not launched.replica.ending.is_set():
-                return launched
-        await self._end_one(launched)
+            if await self.await_ready(replica, place, config) and not replica.ending.is_set():
+                return replica
+        await stop_or_kill([replica])
         recorder().count("headwater_replica_start_failures", self._name)
-        self.failure = launched.replica.cause()
-        return launched.replica.account() or "ended before it was ready"
+        self.failure = replica.cause()
+        return replica.account() or "ended before it was ready"
 
-    async def discard(self, fresh: Collection[Launched]) -> None:
-        """End replicas that were started and never served."""
-        await asyncio.gather(*(self._end_one(launched) for launched in fresh))
-
-    async def _end_one(self, launched: Launched) -> None:
-        """End a replica that no slot has."""
-        launched.replica.stop()
-
-        async def ended() -> None:
-            await launched.exited
-            await launched.replica.ended()
-
-        await _wait_or_kill([launched.replica], [asyncio.create_task(ended())])
-        for leftover in launched.replica.leftovers:
-            logger.error("%s: could not be removed: %s", launched.replica.id, leftover)
-
-    async def end(self, launched: Collection[Launched], tasks: Collection[asyncio.Task[None]]) -> Retired:
-        """End replicas, and see what is left of them.
-
-        Args:
-            launched: the replicas.
-            tasks: those that take in their ends.
-        """
-        groups = {group for one in launched if (group := one.replica.group)}
+    async def end(self, replicas: Collection[ReplicaProcess]) -> Retired:
+        """End replicas, and see what is left of them."""
+        groups = {group for one in replicas if (group := one.group)}
         before = await _measure(groups)
-        for one in launched:
-            one.replica.stop()
-        await _wait_or_kill([one.replica for one in launched], tasks)
+        await stop_or_kill(replicas)
         after = await _measure(groups)
         retired = Retired(before=before, after=after)
-        for one in launched:
+        for one in replicas:
             if not one.exited.done():
-                retired.leftovers.append(f"replica {one.replica.id}: its guardian has not ended")
-            retired.leftovers += one.replica.leftovers
-            if one.replica.directory.exists():
-                retired.leftovers.append(f"folder {one.replica.directory}")
-            if one.replica.reason not in ("", "stopped", "stopped before it was ready"):
-                retired.warnings.append(f"replica {one.replica.id}: {one.replica.reason}")
+                retired.leftovers.append(f"replica {one.id}: its guardian has not ended")
+            retired.leftovers += one.leftovers
+            if one.directory.exists():
+                retired.leftovers.append(f"folder {one.directory}")
+            if one.reason not in ("", "stopped", "stopped before it was ready"):
+                retired.warnings.append(f"replica {one.id}: {one.reason}")
         try:
             retired.leftovers += [f"process {pid}" for pid in await _remaining(groups)]
         except OSError as error:
@@ -249,10 +226,14 @@ async def _measure(groups: Collection[int]) -> GroupMemory:
         return NOTHING
 
 
-async def _wait_or_kill(replicas: Collection[ReplicaProcess], tasks: Collection[asyncio.Task[None]]) -> None:
-    if not tasks:
+async def stop_or_kill(replicas: Collection[ReplicaProcess]) -> None:
+    """End replicas, at once if they take too long; returns when they have ended, or don't even so."""
+    for replica in replicas:
+        replica.stop()
+    if not replicas:
         return
-    _, late = await asyncio.wait(tasks, timeout=REPLICA_END_TIMEOUT_S)
+    exits = {replica.exited for replica in replicas}
+    _, late = await asyncio.wait(exits, timeout=REPLICA_END_TIMEOUT_S)
     if late:
         for replica in replicas:
             replica.kill()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from app.config.schema import Deployment
-from app.control.routing import State, unavailable
-from app.supervisor.graph_state import GraphState, StepState
+from app.control.routing import DeploymentRoute, State, unavailable
+from app.supervisor.graph_state import GraphState
 from inference.signature import Signature, TensorSpec
 
 Signatures = Mapping[str, Signature]
@@ -41,13 +42,13 @@ def graph(pipeline: Mapping[str, Any] | None = None, **fields: Any) -> GraphStat
 
 def told(
     state: GraphState, signatures: Signatures = SIGNATURES, /, **steps: State | tuple[State, str]
-) -> dict[str, StepState]:
+) -> dict[str, DeploymentRoute]:
     """The deployments' states: READY but for these, and known but for those LOADING or FAILED without having been."""
-    deployments = {"other": StepState(State.FAILED, "none of our business", None)}
+    deployments = {"other": DeploymentRoute("other", State.FAILED, "none of our business")}
     for step, name in state.deployments.items():
         given = steps.get(step, State.READY)
         one, reason = given if isinstance(given, tuple) else (given, "")
-        deployments[name] = StepState(one, reason, signatures.get(step))
+        deployments[name] = DeploymentRoute(name, one, reason, signatures.get(step))
     return deployments
 
 
@@ -58,17 +59,16 @@ def without(*steps: str) -> Signatures:
 
 def test_it_waits_for_its_steps_and_says_for_which() -> None:
     state = graph()
-    assert (state.state, state.signature, state.is_decided) == (State.LOADING, None, False)
+    assert (state.state, state.signature) == (State.LOADING, None)
     state.update(told(state, without("head_a"), head_a=(State.LOADING, "importing m:HeadA")))
     assert (state.state, state.reason) == (State.LOADING, "step `head_a`: importing m:HeadA")
-    assert not state.is_decided
     assert not state.route(1).is_open
 
 
 def test_with_all_steps_ready_it_is_ready_and_has_a_signature() -> None:
     state = graph()
     state.update(told(state))
-    assert (state.state, state.reason, state.is_decided) == (State.READY, "all steps ready", True)
+    assert (state.state, state.reason) == (State.READY, "all steps ready")
     assert state.signature is not None
     assert [spec.name for spec in state.signature.outputs] == ["a", "b"]
     assert [head.name for head in state.signature.heads] == ["head_a", "head_b"]
@@ -144,7 +144,7 @@ def test_a_step_between_concerns_only_the_heads_behind_it() -> None:
 def test_a_step_that_never_started_fails_it(step: str) -> None:
     state = graph()
     state.update(told(state, without(step), **{step: (State.FAILED, "no module named m")}))
-    assert (state.state, state.reason, state.is_decided) == (State.FAILED, f"step `{step}`: no module named m", True)
+    assert (state.state, state.reason) == (State.FAILED, f"step `{step}`: no module named m")
     assert not state.route(1).is_open
 
 
@@ -208,7 +208,7 @@ def test_what_an_operator_did_holds_whatever_its_steps_are_in() -> None:
     since_s = state.since_s
     state.hold(State.DRAINING, "it is being unloaded")
     state.update(told(state))
-    assert (state.state, state.reason, state.is_held) == (State.DRAINING, "it is being unloaded", True)
+    assert (state.state, state.reason, state.is_loaded) == (State.DRAINING, "it is being unloaded", False)
     assert state.since_s >= since_s
     assert not state.route(1).is_open
     state.release()
@@ -227,7 +227,7 @@ def test_clients_are_told_of_a_step_what_its_own_clients_are() -> None:
             state, known, head_a=(one, "OSError: no weights at /srv/m.py:3"), head_b=(State.UNAVAILABLE, "lost")
         )
         name = state.deployments["head_a"]
-        state.update({**steps, name: steps[name]._replace(failure="OSError: no weights")})
+        state.update({**steps, name: msgspec.structs.replace(steps[name], failure="OSError: no weights")})
         client = unavailable(state.route(1)).message
         assert "OSError: no weights" in client
         assert "/srv" not in client

@@ -17,8 +17,8 @@ from app.control.messages import Command, CommandAnswer, Drained
 from app.control.routing import ReplicaRoute, State
 from app.errors import NoRoom
 from app.supervisor.deployments import Deployments
-from app.supervisor.graph_state import GraphState, StepState
-from app.supervisor.host import Launched
+from app.supervisor.graph_state import GraphState
+from app.supervisor.host import Host
 from app.supervisor.lifecycle import Lifecycle
 from app.supervisor.replica_memory import ReplicaMemory
 from app.supervisor.replica_process import ReplicaProcess
@@ -80,8 +80,6 @@ class Replica:
     def kill(self) -> None:
         self.end("killed")
 
-    async def ended(self) -> None: ...
-
     def account(self) -> str:
         return self.reason
 
@@ -92,14 +90,13 @@ class Replica:
         return ReplicaRoute(self.id, "", "")
 
 
-class Supervisor:
+class Supervisor(Host):
     """Stands for the supervisor: it has the sets, and does as told by the test."""
 
     def __init__(self, deployments: dict[str, Any], allow_load: str = "settings") -> None:
         config = Config.model_validate({"deployments": deployments, "server": {"allow_load": allow_load}})
-        self.is_stopping = False
+        super().__init__(ReplicaMemory(), (), self.drain, self.on_change)
         self.start_slots = asyncio.Semaphore(8)
-        self.memory = ReplicaMemory()
         self.deployments = Deployments(config, self)
         self.graphs = self.deployments.graphs
         self.sets = self.deployments.sets
@@ -113,7 +110,7 @@ class Supervisor:
         self.drained = Drained()
         self.states: dict[str, list[State]] = {}
 
-    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaProcess:
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         replica = Replica(name, f"{name}-{len(self.launched)}", exited)
         replica.config = config
@@ -123,7 +120,7 @@ class Supervisor:
             replica.end("RuntimeError: no weights here")
         elif self.auto_ready:
             replica.get_ready()
-        return Launched(cast(ReplicaProcess, replica), exited)
+        return cast(ReplicaProcess, replica)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
@@ -140,7 +137,7 @@ class Supervisor:
         return self.drained
 
     def on_change(self) -> None:
-        steps = {one.name: StepState(one.state, one.reason, one.signature) for one in self.sets.values()}
+        steps = {name: one.route(1) for name, one in self.sets.items()}
         for graph in self.graphs.values():
             graph.update(steps)
         told: list[ReplicaSet | GraphState] = [*self.sets.values(), *self.graphs.values()]
@@ -489,7 +486,7 @@ def test_nothing_is_started_by_a_server_that_stops() -> None:
     async def scenario() -> None:
         supervisor = Supervisor(one())
         await supervisor.start()
-        supervisor.is_stopping = True
+        supervisor.stop()
         assert await supervisor.told("reload", "a") == (
             503,
             "the server is stopping; what served before goes on serving",

@@ -483,7 +483,7 @@ def test_a_server_whose_last_model_fails_while_a_reload_may_mend_it_waits_for_wh
     async def scenario() -> None:
         config = Config.model_validate({"deployments": one(max_crashes=1)})
         server, fake = RealSupervisor(config, (), lambda url, told: None), Supervisor(one())
-        monkeypatch.setattr(server, "launch", fake.launch)
+        monkeypatch.setattr(server._host, "launch", fake.launch)
         a = server._sets["a"]
         a.start()
         await until(lambda: bool(a.ready))
@@ -492,13 +492,13 @@ def test_a_server_whose_last_model_fails_while_a_reload_may_mend_it_waits_for_wh
         await until(lambda: len(fake.launched) == 2)
         fake.launched[0].end("killed")
         await until(lambda: a.state is State.FAILED)
-        assert not server.is_stopping
+        assert not server._host.is_stopping
         if is_mended:
             fake.launched[1].get_ready()
         else:
             fake.launched[1].end("killed, too")
         assert (await reloading).status == (200 if is_mended else 500)
-        assert server.is_stopping is not is_mended
+        assert server._host.is_stopping is not is_mended
 
     run(scenario)
 
@@ -549,15 +549,15 @@ class Storm(Host):
     def unsettled(self) -> str:
         """What is not as it must be once no command is under way; empty if all is well."""
         for name, found in self.sets.items():
-            held = [slot.launched.replica.id for slot in found._slots if slot.launched is not None]
+            held = [slot.replica.id for slot in found._slots if slot.replica is not None]
             alive = [replica.id for replica in self.launched if replica.name == name and not replica.exited.done()]
             allowed = (State.LOADING, State.READY, State.UNAVAILABLE) if found.is_loaded else (
                 State.UNAVAILABLE, State.FAILED,
             )  # fmt: skip
             if found.state not in allowed or sorted(held) != sorted(alive) or len(held) > found.bounds.max:
                 return f"{name} is {found.state.value} ({found.reason}) with {held} of {alive}"
-            if found._leaving or found._retiring:
-                return f"{name} has {found._leaving} and {found._retiring} on their way out"
+            if found._leaving:
+                return f"{name} has {found._leaving} on their way out"
         empty = [
             place for place in self.memory._places.values() if place.replica is None or place.replica.ending.is_set()
         ]

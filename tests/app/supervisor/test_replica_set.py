@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,12 @@ from app.config.sections import ReplicaBounds
 from app.control.messages import Drained
 from app.control.routing import State, unavailable
 from app.errors import CallableFailed, NoRoom
-from app.process.children import Children
 from app.process.machine import HOST as HOST_MEMORY
 from app.process.proc import group_members
-from app.supervisor.host import Launched
+from app.supervisor.host import Host as RealHost
 from app.supervisor.memory_budget import MemoryBudget
 from app.supervisor.replica_memory import ReplicaMemory
-from app.supervisor.replica_process import GUARDIAN_LOST, ReplicaProcess
+from app.supervisor.replica_process import ReplicaProcess
 from app.supervisor.replica_set import ReplicaSet
 
 HOST = """
@@ -72,42 +71,21 @@ while True:
 """
 
 
-class Host:
-    """Starts replicas as the supervisor does."""
+class Host(RealHost):
+    """Remembers the replicas that it has started."""
 
     def __init__(self, folder: Path) -> None:
-        self.is_stopping = False
-        self.start_slots = asyncio.Semaphore(2)
-        self.memory = ReplicaMemory()
-        self.replicas: list[ReplicaProcess] = []
-        self._children = Children()
-        self._folder = folder
-        self._tasks: set[asyncio.Task[None]] = set()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._children.reap)
+        async def drain(*_: object) -> Drained:
+            return Drained()
 
-    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> Launched:
-        number = len(self.replicas)
-        replica = ReplicaProcess(
-            name, f"m-{number}", config, self._folder / f"r{number}", (),
-            on_progress=on_progress, on_log=print,
-        )  # fmt: skip
-        exited = self._children.follow(replica.start())
-        exited.add_done_callback(lambda _: replica.mark_ending(GUARDIAN_LOST))
-        self.replicas.append(replica)
-        return Launched(replica, exited)
+        super().__init__(ReplicaMemory(), (), drain, lambda: None)
+        self.folder = folder
+        self.launched: list[ReplicaProcess] = []
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.children.reap)
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        return task
-
-    async def wait_for_stop(self, timeout_s: float) -> None:
-        await asyncio.sleep(timeout_s)
-
-    async def drain(self, name: str, timeout_s: float, replicas: list[str] | None) -> Drained:
-        return Drained()
-
-    def on_change(self) -> None: ...
+    def launch(self, *arguments: Any) -> ReplicaProcess:
+        self.launched.append(super().launch(*arguments))
+        return self.launched[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -128,8 +106,8 @@ def run(scenario: Callable[[Host, ReplicaSet], Awaitable[None]], **fields: Any) 
             try:
                 await asyncio.wait_for(scenario(host, replicas), 60)
             finally:
-                host.is_stopping = True
-                for replica in host.replicas:
+                host.stop()
+                for replica in host.launched:
                     replica.kill()
                 await replicas.end_unload()
 
@@ -139,8 +117,8 @@ def run(scenario: Callable[[Host, ReplicaSet], Awaitable[None]], **fields: Any) 
 def test_unload_ends_the_whole_group_and_measures_it() -> None:
     async def scenario(host: Host, replicas: ReplicaSet) -> None:
         await replicas.load()
-        assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-0"])
-        (replica,) = host.replicas
+        assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-1"])
+        (replica,) = host.launched
         group = replica.group
         assert len(group_members({group})) == 2
         await replicas.begin_unload(1)
@@ -159,11 +137,11 @@ def test_a_reload_has_both_for_a_while_and_then_only_the_new_one() -> None:
     async def scenario(host: Host, replicas: ReplicaSet) -> None:
         await replicas.load()
         fresh = await replicas.start_fresh(replicas.config)
-        old, new = (replica.group for replica in host.replicas)
+        old, new = (replica.group for replica in host.launched)
         assert len(group_members({old, new})) == 4
         retired = await replicas.retire(replicas.switch(fresh))
         assert (retired.leftovers, group_members({old}), len(group_members({new}))) == ([], [], 2)
-        assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-1"])
+        assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-2"])
 
     run(scenario)
 
@@ -174,14 +152,14 @@ def test_replicas_are_added_while_what_they_really_take_fits_and_leave_nothing_w
         host.memory = ReplicaMemory(MemoryBudget({HOST_MEMORY: 290_000_000}))
         await replicas.load()
         await replicas.scale(ReplicaBounds(min=2, max=2))
-        assert list(replicas.ready) == ["m-0", "m-1"]
+        assert list(replicas.ready) == ["m-1", "m-2"]
         assert 200_000_000 < host.memory.budget.taken(HOST_MEMORY) < 290_000_000
         with pytest.raises(NoRoom, match=r"no room for another replica of `m`: .* of the 277 MiB"):
             await replicas.scale(ReplicaBounds(min=3, max=3))
         with pytest.raises(NoRoom, match="expected `strategy: recreate`"):
             await replicas.start_fresh(replicas.config)
-        assert (list(replicas.ready), len(host.replicas), replicas.bounds.max) == (["m-0", "m-1"], 2, 2)
-        leaving = host.replicas[1]
+        assert (list(replicas.ready), len(host.launched), replicas.bounds.max) == (["m-1", "m-2"], 2, 2)
+        leaving = host.launched[1]
         group = leaving.group
         retired = await replicas.scale(ReplicaBounds(min=1, max=1))
         assert retired is not None
@@ -189,7 +167,7 @@ def test_replicas_are_added_while_what_they_really_take_fits_and_leave_nothing_w
         assert retired.before.host_bytes - retired.after.host_bytes > 100_000_000
         assert not leaving.directory.exists()
         assert host.memory.budget.taken(HOST_MEMORY) < 150_000_000
-        assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-0"])
+        assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-1"])
 
     run(scenario)
 
@@ -198,8 +176,8 @@ def test_a_start_that_fails_leaves_nothing_and_says_why() -> None:
     async def scenario(host: Host, replicas: ReplicaSet) -> None:
         with pytest.raises(CallableFailed, match="RuntimeError: no weights here"):
             await replicas.load()
-        assert (replicas.state, replicas.is_loaded, len(host.replicas)) == (State.FAILED, False, 1)
-        assert not host.replicas[0].directory.exists()
+        assert (replicas.state, replicas.is_loaded, len(host.launched)) == (State.FAILED, False, 1)
+        assert not host.launched[0].directory.exists()
 
     run(scenario, options={"mode": "fails"})
 
@@ -207,10 +185,10 @@ def test_a_start_that_fails_leaves_nothing_and_says_why() -> None:
 def test_an_unload_that_raises_is_told_and_the_group_is_gone_all_the_same() -> None:
     async def scenario(host: Host, replicas: ReplicaSet) -> None:
         await replicas.load()
-        group = host.replicas[0].group
+        group = host.launched[0].group
         await replicas.begin_unload(1)
         retired = await replicas.end_unload()
-        assert retired.warnings == ["replica m-0: RuntimeError: no end"]
+        assert retired.warnings == ["replica m-1: RuntimeError: no end"]
         assert (retired.leftovers, group_members({group})) == ([], [])
 
     run(scenario, options={"mode": "raises"})
@@ -219,13 +197,13 @@ def test_an_unload_that_raises_is_told_and_the_group_is_gone_all_the_same() -> N
 def test_a_replica_whose_guardian_is_killed_while_it_is_unloaded_leaves_nothing() -> None:
     async def scenario(host: Host, replicas: ReplicaSet) -> None:
         await replicas.load()
-        group = host.replicas[0].group
+        group = host.launched[0].group
         guardian = _parent(group)
         await replicas.begin_unload(1)
         os.kill(guardian, signal.SIGKILL)
         retired = await replicas.end_unload()
         assert (retired.leftovers, group_members({group})) == ([], [])
-        assert not host.replicas[0].directory.exists()
+        assert not host.launched[0].directory.exists()
 
     run(scenario)
 
@@ -235,7 +213,7 @@ def test_crashes_in_a_row_end_in_failure_with_the_last_lines() -> None:
         replicas.start()
         while replicas.state is not State.FAILED:  # noqa: ASYNC110 - the host is told, not the test
             await asyncio.sleep(0.01)
-        assert len(host.replicas) == 2
+        assert len(host.launched) == 2
         assert replicas.has_given_up
         assert replicas.reason == (
             "2 replicas were lost within 300 s, the last: exited with status 3; the last lines of its "
@@ -252,7 +230,7 @@ def test_crashes_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch)
 
     async def scenario(host: Host, replicas: ReplicaSet) -> None:
         replicas.start()
-        while len(host.replicas) < 3:  # noqa: ASYNC110 - as above
+        while len(host.launched) < 3:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
         assert replicas.state is not State.FAILED
 
@@ -264,10 +242,10 @@ def test_what_cannot_change_by_trying_again_fails_at_once(caplog: pytest.LogCapt
         replicas.start()
         while replicas.state is not State.FAILED:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
-        assert (len(host.replicas), replicas.has_given_up) == (1, True)
+        assert (len(host.launched), replicas.has_given_up) == (1, True)
         assert replicas.reason == "model m:M: there is no module 'm'; looked in /srv/models"
         assert unavailable(replicas.route(1)).message == "model `m` is FAILED: there is no module 'm'"
-        assert any("m-0: did not start (not tried again): model m:M" in text for text in caplog.messages)
+        assert any("m-1: did not start (not tried again): model m:M" in text for text in caplog.messages)
 
     run(scenario, options={"mode": "wrong"})
 
@@ -276,9 +254,9 @@ def test_while_it_tries_again_operators_and_clients_are_told_why_it_failed() -> 
     stages: list[tuple[str, str]] = []
 
     async def scenario(host: Host, replicas: ReplicaSet) -> None:
-        host.on_change = lambda: stages.append((replicas.reason, unavailable(replicas.route(1)).message))  # type: ignore[method-assign]
+        host.on_change = lambda: stages.append((replicas.reason, unavailable(replicas.route(1)).message))
         replicas.start()
-        while len(host.replicas) < 2 or not host.replicas[1].ending.is_set():  # noqa: ASYNC110 - as above
+        while len(host.launched) < 2 or not host.launched[1].ending.is_set():  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
 
     run(scenario, options={"mode": "fails later"})

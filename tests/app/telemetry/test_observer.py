@@ -84,7 +84,7 @@ def test_transitions_in_the_log_and_in_the_metrics_are_the_same(
             await settle()
         states.update(supervisor.states)
         final.update({name: one.state for name, one in supervisor.sets.items()})
-        supervisor.is_stopping = True
+        supervisor.stop()
 
     run(scenario)
     records = read_totals(folder).records

@@ -14,7 +14,10 @@ import pytest
 
 from app.config.schema import Config
 from app.control.server import ControlServer
-from app.supervisor.supervisor import Supervisor
+from app.supervisor.host import Host
+from app.supervisor.replica_memory import ReplicaMemory
+from app.supervisor.workers import Workers
+from app.telemetry.observer import Observer
 
 
 class Pings:
@@ -42,19 +45,19 @@ def test_a_worker_that_gives_no_sign_of_life_is_killed_and_no_other(
     sleepers: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config.model_validate({"deployments": {"m": {"model": "m:M"}}})
-    monkeypatch.setattr("app.supervisor.supervisor.WORKER_TIMEOUT_S", 4)
+    monkeypatch.setattr("app.supervisor.workers.TIMEOUT_S", 4)
     silent, alive, stranger = sleepers
 
     async def scenario() -> None:
-        supervisor = Supervisor(config, (), lambda url, told: None)
-        pings = Pings()
-        supervisor._control = cast(ControlServer, pings)
-        supervisor._workers = {0: silent, 1: alive}
+        control, pings = ControlServer(), Pings()
+        host = Host(ReplicaMemory(), (), control.drain, lambda: None)
+        workers = Workers(config, host, cast(ControlServer, pings), Observer(None))
+        workers.pids = {0: silent.pid, 1: alive.pid}
         pings.unanswered = {silent.pid: 3, alive.pid: 0, stranger.pid: 99}
-        supervisor._end_silent_workers()
+        workers.end_silent()
         assert silent.poll() is None
         pings.unanswered[silent.pid] = 4
-        supervisor._end_silent_workers()
+        workers.end_silent()
 
     asyncio.run(scenario())
     assert silent.wait(10) == -signal.SIGKILL

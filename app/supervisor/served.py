@@ -1,0 +1,69 @@
+"""The state of what goes by a name, be it a set of replicas or a pipeline of others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+
+from app.config.schema import Deployment
+from app.control.routing import DeploymentRoute, State
+from inference.signature import Signature
+
+__all__ = ["Served"]
+
+logger = logging.getLogger("headwater")
+
+
+class Served:
+    """One of them.
+
+    Args:
+        name: the deployment's.
+        config: its configuration.
+        reason: why it is still LOADING.
+    """
+
+    def __init__(self, name: str, config: Deployment, reason: str) -> None:
+        self.name = name
+        self.config = config
+        self.state = State.LOADING
+        self.reason = reason
+        self.failure = ""
+        """What clients are told instead of the reason, if a start has failed and none succeeded since."""
+        self.since_s = time.time()
+        """When it came into its state, in seconds of the Unix epoch."""
+        self.signature: Signature | None = None
+        self.is_set_aside = False
+        """Whether an operator unloaded it, and it isn't loaded again."""
+
+    def route(self, workers: int) -> DeploymentRoute:
+        """What each of so many gateway workers is told, with its share of what is bounded."""
+        return DeploymentRoute(
+            name=self.name,
+            state=self.state,
+            reason=self.reason,
+            failure=self.failure,
+            since_s=self.since_s,
+            is_set_aside=self.is_set_aside,
+            signature=self.signature,
+            max_queue_size=-(-self.config.batching.max_queue_size // workers),
+            timeout_s=self.config.timeout_s,
+        )
+
+    def enter(self, state: State, reason: str) -> None:
+        """Come into a state; each change is logged once."""
+        if state is not self.state:
+            logger.info("%s: %s -> %s: %s", self.name, self.state.value, state.value, reason)
+            self.since_s = time.time()
+        self.state, self.reason = state, reason
+        self.is_set_aside &= state not in (State.READY, State.FAILED)
+
+    def note_unloaded(self, leftovers: Collection[str]) -> None:
+        """What it had has ended; or, if anything remains, it has FAILED."""
+        self.failure = ""
+        if leftovers:
+            self.enter(State.FAILED, f"unloaded, but this remains: {'; '.join(leftovers)}")
+            self.failure = "it was unloaded, but something of it remains"
+        else:
+            self.enter(State.UNAVAILABLE, f"it is unloaded: load it with POST /v2/repository/models/{self.name}/load")

@@ -1,0 +1,125 @@
+"""The gateway worker processes: starts, pings and replaces them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import Final
+
+import msgspec
+
+from app.config.schema import Config
+from app.control.messages import WorkerSettings
+from app.control.server import ControlServer
+from app.supervisor.backoff import Backoff
+from app.supervisor.host import Host, kill
+from app.telemetry.observer import Observer
+from app.telemetry.recorder import recorder
+
+__all__ = ["Workers"]
+
+logger = logging.getLogger("headwater")
+
+PING_EVERY_S: Final = 1.0
+
+TIMEOUT_S: Final = 10.0
+"""How long a worker may give no sign of life; then it is killed, and another takes its place."""
+
+
+class Workers:
+    """Of one server.
+
+    Args:
+        config: the server's.
+        host: follows the processes.
+        control: what they are asked for a sign of life through.
+        observer: is told of their starts and ends.
+    """
+
+    def __init__(self, config: Config, host: Host, control: ControlServer, observer: Observer) -> None:
+        self.pids: dict[int, int] = {}
+        """Process ids of those that run, by index."""
+        self._config = config
+        self._host = host
+        self._control = control
+        self._observer = observer
+
+    def start(self, listener: socket.socket) -> None:
+        """Start them, and keep them running until the server stops.
+
+        Args:
+            listener: what they accept connections from.
+        """
+        settings = WorkerSettings(
+            control=str(self._host.folder / "control"),
+            server=self._config.server.model_dump(mode="json"),
+            security=self._config.security.model_dump(mode="json"),
+        )
+        for index in range(self._config.server.workers):
+            self._host.spawn(self._keep(index, listener, settings))
+
+    def kill(self) -> None:
+        """End at once those that still run."""
+        for pid in self.pids.values():
+            kill(pid)
+
+    async def watch(self) -> None:
+        """Kill those whose event loop hangs; others take their places."""
+        while True:
+            self.end_silent()
+            await asyncio.sleep(PING_EVERY_S)
+
+    def end_silent(self) -> None:
+        """Ask all for a sign of life, and kill those that have given none for too long."""
+        unanswered = self._control.ping()
+        for index, pid in self.pids.items():
+            # In pings, not on a clock: while we are stopped ourselves, nobody can answer us.
+            if unanswered.get(pid, 0) * PING_EVERY_S >= TIMEOUT_S:
+                logger.error(
+                    "gateway worker %d (%d) has given no sign of life for %g s: killing it", index, pid, TIMEOUT_S
+                )
+                kill(pid)
+
+    async def _keep(self, index: int, listener: socket.socket, settings: WorkerSettings) -> None:
+        """Keep one running."""
+        backoff = Backoff()
+        while not self._host.is_stopping:
+            began_s = time.monotonic()
+            try:
+                process = self._start(index, listener, settings)
+            except OSError as error:
+                logger.error("gateway worker %d can't be started: %s", index, error)
+            else:
+                self.pids[index] = process.pid
+                code = await self._host.follow(process, f"gateway worker {index}")
+                del self.pids[index]
+                self._observer.end_worker(index)
+                if self._host.is_stopping:
+                    return
+                logger.error("gateway worker %d ended with %d; starting another", index, code)
+                recorder().count("headwater_worker_restarts")
+            await self._host.wait_for_stop(backoff.after(time.monotonic() - began_s))
+
+    def _start(self, index: int, listener: socket.socket, settings: WorkerSettings) -> subprocess.Popen[bytes]:
+        path = self._host.folder / f"worker-{index}.json"
+        path.touch(mode=0o600)
+        own = msgspec.structs.replace(settings, index=index, metrics=self._observer.start_worker(index))
+        path.write_bytes(msgspec.json.encode(own))
+        return subprocess.Popen(
+            [sys.executable, "-m", "app.gateway.worker", str(path), str(listener.fileno())],
+            cwd=self._host.folder,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",  # batches of one
+            },
+            pass_fds=(listener.fileno(),),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
