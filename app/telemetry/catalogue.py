@@ -1,7 +1,7 @@
-"""Every series that a server exposes under its own name: what it means, how it is counted, and which labels it has.
+"""Every series that a server exposes under its own name: its meaning, kind and labels.
 
-Each set of labels is bounded: deployments, replicas that are there and heads are the configuration's, and the rest is
-listed here. Nothing that a client sends is a label. `docs/metrics.md` has the same as a table.
+Each label's values are bounded: deployments, heads and replicas come from the configuration, all others are listed
+here. Nothing that a client sends becomes a label. `docs/metrics.md` has the same as a table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OUTCOMES: Final[tuple[Outcome, ...]] = (
     "unavailable",
     "lost",
 )
-"""How a request ends; `lost`, with its gateway worker, is booked by the supervisor."""
+"""How a request ends; the supervisor books `lost` for requests whose gateway worker ended."""
 
 Phase = Literal["queue", "batch_wait", "transport", "compute", "serialise"]
 PHASES: Final[tuple[Phase, ...]] = ("queue", "batch_wait", "transport", "compute", "serialise")
@@ -59,19 +59,19 @@ _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Series(NamedTuple):
-    """One series. What is counted in slots is whole numbers: nanoseconds, rows, tokens."""
+    """One series. Slots hold integers: nanoseconds, rows, tokens."""
 
     name: str
-    """Without the ``_total`` that counters end in when they are exposed."""
+    """Without the suffix ``_total`` of exposed counters."""
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...] = ("deployment",)
     scale: float = 1.0
-    """What a count of one stands for in the base unit."""
+    """The value of one count in the base unit."""
     bounds: tuple[int, ...] = ()
-    """Of a histogram: its buckets' upper bounds, inclusive, without the last, which has none."""
+    """A histogram's inclusive upper bounds; the last bucket has none."""
     merge: Literal["sum", "max"] = "sum"
-    """Of a gauge: what several workers say of it together."""
+    """How the values of several workers are combined."""
 
 
 def _time(name: str, help: str, *labels: str) -> Series:
@@ -85,13 +85,13 @@ CATALOGUE: Final[dict[str, Series]] = {
         Series(
             "headwater_http_requests",
             "counter",
-            "All HTTP requests, whatever they ask for, by route and class of the status.",
+            "All HTTP requests, by route and class of status.",
             ("route", "status"),
         ),
         Series(
             ACCEPTED,
             "counter",
-            "Requests of which the deployment is known; each of them ends with one outcome.",
+            "Requests whose deployment is known; each ends with exactly one outcome.",
             ("deployment", "route"),
         ),
         Series(
@@ -103,69 +103,73 @@ CATALOGUE: Final[dict[str, Series]] = {
         Series(
             IN_FLIGHT,
             "gauge",
-            "Requests that were accepted and have not ended.",
+            "Accepted requests that have not ended.",
             ("deployment", "route"),
         ),
-        _time("headwater_request_seconds", "From a request's head to its answer's end, if its outcome is ok.", "route"),
+        _time(
+            "headwater_request_seconds",
+            "From a request's head to the end of its answer, for requests with outcome ok.",
+            "route",
+        ),
         _time(
             "headwater_request_phase_seconds",
-            "Where requests that were answered spent their time, by phase.",
+            "Where answered requests spent their time, by phase.",
             "phase",
         ),
         Series(
             "headwater_rows",
             "counter",
-            "Rows of requests that were answered.",
+            "Rows of answered requests.",
         ),
         # Batches
         Series(
             "headwater_batch_rows",
             "histogram",
-            "Rows of a call of a replica.",
+            "Rows of a call to a replica.",
             ("deployment",),
             bounds=_ROWS,
         ),
         Series(
             "headwater_batch_capacity_rows",
             "counter",
-            "Rows that the calls of replicas had room for: max_batch_size a call.",
+            "Rows that calls to replicas could have held: max_batch_size per call.",
         ),
         Series(
             "headwater_compute_seconds",
             "counter",
-            "Time that callables took, each call once.",
+            "Time spent in callables, each call once.",
             scale=_NS,
         ),
-        Series("headwater_queue_rows", "gauge", "Rows that wait for a replica."),
-        Series("headwater_retries", "counter", "Requests that were tried again on another replica."),
+        Series("headwater_queue_rows", "gauge", "Rows waiting for a replica."),
+        Series("headwater_retries", "counter", "Requests retried on another replica."),
         Series(
             "headwater_quarantined",
             "counter",
-            "Requests refused, because the same request had taken two replicas down.",
+            "Requests refused because the same request had taken two replicas down.",
         ),
         # Heads
-        _time("headwater_head_seconds", "From a request's taking in to a head's last result.", "head"),
+        _time("headwater_head_seconds", "From a request's acceptance to a head's last result.", "head"),
         Series(
             "headwater_head_results",
             "counter",
-            "Last results of the heads that requests wanted, by outcome.",
+            "Final results of requested heads, by outcome.",
             ("deployment", "head", "outcome"),
         ),
         # Language models
-        _time("headwater_time_to_first_token_seconds", "From a request's taking in to its first token."),
+        _time("headwater_time_to_first_token_seconds", "From a request's acceptance to its first token."),
         _time("headwater_inter_token_seconds", "From one token of a sequence to the next."),
-        Series("headwater_prompt_tokens", "counter", "Tokens of prompts, once a sequence has given its first token."),
+        Series("headwater_prompt_tokens", "counter", "Prompt tokens, counted at a sequence's first token."),
         Series("headwater_generated_tokens", "counter", "Tokens that engines generated."),
-        Series("headwater_contract_violations", "counter", "Tokens and frames of an engine that were not in sequence."),
-        Series("headwater_active_sequences", "gauge", "Sequences that engines compute.", merge="max"),
-        Series("headwater_waiting_sequences", "gauge", "Sequences that wait in engines.", merge="max"),
-        Series("headwater_cache_used_tokens", "gauge", "Tokens reserved in engines' caches.", merge="max"),
-        Series("headwater_cache_limit_tokens", "gauge", "Tokens that these caches hold.", merge="max"),
-        # Deployments and replicas, by the supervisor
+        Series("headwater_contract_violations", "counter", "Tokens and frames that an engine sent out of sequence."),
+        Series("headwater_active_sequences", "gauge", "Sequences being computed by engines.", merge="max"),
+        Series("headwater_waiting_sequences", "gauge", "Sequences waiting in engines.", merge="max"),
+        Series("headwater_cache_used_tokens", "gauge", "Tokens reserved in the engines' caches.", merge="max"),
+        Series("headwater_cache_limit_tokens", "gauge", "Capacity of the engines' caches in tokens.", merge="max"),
+        # Deployments and replicas, counted by the supervisor
         Series(
             "headwater_deployment_state",
             "gauge",
-            "1 for the state that the deployment is in, 0 for the others.",
+            "1 for the deployment's current state, 0 for the others.",
             ("deployment", "state"),
         ),
         Series(
@@ -174,12 +178,12 @@ CATALOGUE: Final[dict[str, Series]] = {
             "Changes of a deployment's state.",
             ("deployment", "from", "to"),
         ),
-        Series("headwater_replicas_ready", "gauge", "Replicas that take requests."),
-        Series("headwater_replicas_wanted", "gauge", "Replicas that there should be."),
+        Series("headwater_replicas_ready", "gauge", "Replicas that accept requests."),
+        Series("headwater_replicas_wanted", "gauge", "Replicas that the deployment should have."),
         Series(
             "headwater_replica_restarts",
             "counter",
-            "Replicas that ended by themselves, and in whose place others are started.",
+            "Replicas that ended by themselves and are replaced.",
         ),
         Series("headwater_replica_start_failures", "counter", "Replicas that ended before they were ready."),
         Series("headwater_replica_threads", "gauge", "Threads of a replica's processes.", ("deployment", "replica")),
@@ -192,12 +196,12 @@ CATALOGUE: Final[dict[str, Series]] = {
         Series(
             "headwater_replica_gpu_memory_bytes",
             "gauge",
-            "GPU memory of a replica's processes, where NVML tells.",
+            "GPU memory of a replica's processes, where NVML is available.",
             ("deployment", "replica"),
         ),
-        Series("headwater_worker_restarts", "counter", "Gateway workers started in place of one that ended.", ()),
+        Series("headwater_worker_restarts", "counter", "Gateway workers started to replace one that ended.", ()),
         # Processes, and the scrape itself
-        Series("headwater_scrape_errors", "counter", "Replicas whose own metrics were not had within a scrape."),
+        Series("headwater_scrape_errors", "counter", "Replicas whose own metrics could not be read for a scrape."),
         Series("process_resident_memory_bytes", "gauge", "Resident memory.", ("process",)),
         Series("process_cpu_seconds", "counter", "User and system CPU time.", ("process",)),
         Series("process_open_fds", "gauge", "Open file descriptors.", ("process",)),
@@ -205,7 +209,7 @@ CATALOGUE: Final[dict[str, Series]] = {
         Series(
             "process_start_time_seconds",
             "gauge",
-            "When it started, in seconds of the Unix epoch.",
+            "Start time, in seconds since the Unix epoch.",
             ("process",),
         ),
     )
@@ -215,24 +219,24 @@ CATALOGUE: Final[dict[str, Series]] = {
 STATISTICS: Final[dict[str, Series]] = {
     series.name: series
     for series in (
-        Series("headwater_failures", "counter", "Requests that failed after they were admitted."),
+        Series("headwater_failures", "counter", "Requests that failed after admission."),
         Series(
             "headwater_batches",
             "counter",
-            "Calls of replicas by their rows: how many, and nanoseconds that the callable took.",
+            "Calls to replicas by number of rows: their count, and nanoseconds in the callable.",
             ("deployment", "rows"),
         ),
         Series(
             "headwater_steps",
             "counter",
-            "Steps of a fused pipeline: calls, retries, and nanoseconds that they took.",
+            "Steps of a fused pipeline: calls, retries, and their nanoseconds.",
             ("deployment", "step"),
         ),
-        Series("headwater_sequences", "counter", "Sequences of language models' requests that were answered."),
-        Series("headwater_frames", "counter", "Packed answers that came from engines."),
+        Series("headwater_sequences", "counter", "Sequences of answered language-model requests."),
+        Series("headwater_frames", "counter", "Frames received from engines."),
     )
 }
-"""What only ``/v2/models/{model}/stats`` tells: sizes of batches would be too many series. A record of these may have
-several numbers."""
+"""Series for ``/v2/models/{model}/stats`` only: one for each batch size would be too many for ``/metrics``. A record
+may have several numbers."""
 
 ALL_SERIES: Final = {**CATALOGUE, **STATISTICS}

@@ -1,6 +1,6 @@
-"""The text of a scrape. Imported with the first of them: the Prometheus client takes memory.
+"""The answer to a scrape: the server's own series and those of the replicas' Tritons.
 
-What the replicas' Tritons say of themselves, asked all at once and for a bounded time.
+Imported at the first scrape, since the Prometheus client takes memory.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from app.telemetry.ledger import Totals
 
 __all__ = ["ReplicaText", "TritonAnswer", "TritonTarget", "ask_tritons", "exposition"]
 
-
-OWN_PREFIX = "nv_"
+OWN_PREFIX: Final = "nv_"
+"""Prefix of Triton's own series."""
+ASK_TIMEOUT_S: Final = 1.0
+"""For all Tritons together."""
+SIZE_LIMIT_BYTES: Final = 1024 * 1024
 
 
 class ReplicaText(NamedTuple):
-    """What a replica's Triton says of itself."""
+    """The metrics of one replica's Triton."""
 
     deployment: str
     replica: str
@@ -40,9 +43,9 @@ def exposition(totals: Totals, replicas: Sequence[ReplicaText], accept: str) -> 
     """The answer to a scrape, and its media type.
 
     Args:
-        totals: what was counted.
-        replicas: what their Tritons say.
-        accept: the request's header; OpenMetrics is what it must ask for.
+        totals: the server's own counts.
+        replicas: the metrics of the replicas' Tritons.
+        accept: the request's header; it may ask for OpenMetrics.
     """
     registry = CollectorRegistry()
     registry.register(_Scrape(totals, replicas))
@@ -58,7 +61,7 @@ class _Scrape:
         self._replicas = replicas
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing is known before it is collected."""
+        """Declare nothing: the series are known only once collected."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -119,15 +122,15 @@ def _processes(pids: Mapping[str, int]) -> dict[str, list[tuple[Sequence[str], f
 
 
 def _tritons(replicas: Iterable[ReplicaText]) -> Iterator[Metric]:
-    """Triton's own series under their own names, with two more labels."""
+    """Triton's own series under their own names, with the labels ``deployment`` and ``replica`` added."""
     found: dict[str, Metric] = {}
     for one in replicas:
         added = {"deployment": one.deployment, "replica": one.replica}
-        with contextlib.suppress(ValueError):  # cut off, or no such text: what came before it stands
+        with contextlib.suppress(ValueError):  # truncated or malformed: what was parsed before is kept
             for family in text_string_to_metric_families(one.text):
                 if not family.name.startswith(OWN_PREFIX):
                     continue
-                # Its counters don't end in `_total`, as those of that type must, and the parser adds it.
+                # Triton's counters lack the suffix `_total` that the type requires, and the parser adds it.
                 is_plain = family.type == "counter" and f"\n{family.name}_total" not in one.text
                 kind = "unknown" if is_plain else family.type
                 known = found.setdefault(family.name, Metric(family.name, family.documentation, kind))
@@ -137,31 +140,25 @@ def _tritons(replicas: Iterable[ReplicaText]) -> Iterator[Metric]:
     yield from found.values()
 
 
-ASK_TIMEOUT_S: Final = 1.0
-"""For all of them together."""
-
-SIZE_LIMIT_BYTES: Final = 1024 * 1024
-
-
 class TritonTarget(NamedTuple):
-    """One replica."""
+    """A replica whose Triton is to be scraped."""
 
     deployment: str
     replica: str
     http_socket: str
-    """Of its Triton; that for metrics lies beside it."""
+    """Path of its Triton's HTTP socket; the one for metrics lies beside it."""
 
 
 class TritonAnswer(NamedTuple):
-    """What came of asking one."""
+    """The answer of one Triton."""
 
     target: TritonTarget
     text: str | None
-    """None: nothing, within the time."""
+    """None: no answer in time."""
 
 
 async def ask_tritons(targets: Sequence[TritonTarget], timeout_s: float = ASK_TIMEOUT_S) -> list[TritonAnswer]:
-    """Ask all of them, and leave out who doesn't answer in time: it may have stopped, or be on its way out."""
+    """Scrape all Tritons at once; one that is stopped or ending may not answer in time."""
     if not targets:
         return []
     clients = await asyncio.to_thread(_clients, targets)
@@ -179,9 +176,7 @@ async def ask_tritons(targets: Sequence[TritonTarget], timeout_s: float = ASK_TI
 
 
 def _clients(targets: Sequence[TritonTarget]) -> list[httpx.AsyncClient]:
-    """One for each; takes a while the first time, so not on the event loop."""
-    import httpx
-
+    """A client for each target; slow the first time, so not for the event loop."""
     return [
         httpx.AsyncClient(
             base_url="http://replica",
@@ -196,8 +191,8 @@ async def _ask(client: httpx.AsyncClient) -> str:
     """The metrics of one Triton.
 
     Raises:
-        httpx.HTTPError: it isn't there, or answers something else.
-        ValueError: it says too much, or no text.
+        httpx.HTTPError: it can't be reached, or answers with an error.
+        ValueError: the answer is too long, or not UTF-8.
     """
     async with client, client.stream("GET", "/metrics") as response:
         response.raise_for_status()

@@ -1,6 +1,8 @@
-"""What counts: each knows its slots. Counters write at once; what histograms are told waits for the end of the event
-loop's turn (`Store.later`), since many numbers together cost less than one by one, and requests that share a batch end
-in the same turn."""
+"""Counters, gauges and histograms, each of which knows its slots.
+
+Counters write at once. Histograms gather values until the end of the event loop's turn (`Store.later`): requests that
+share a batch end in the same turn, and many values together cost less than one by one.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ __all__ = ["ACCEPTED_AT", "Counter", "Gauge", "Histogram", "Requests", "Statisti
 
 _OUTCOME_AT: Final = {outcome: index for index, outcome in enumerate(OUTCOMES)}
 ACCEPTED_AT: Final = len(OUTCOMES)
-"""Where a record of `Requests` says how many were accepted: behind those that have ended, because it is read behind
-them, and so never says fewer."""
+"""The place of the accepted requests in a record of `Requests`: behind the ended ones, so that a reader, who reads them
+later, never finds fewer."""
 
 
 class Counter:
-    """Goes up. Nothing but this one process counts in these slots, and there in one thread."""
+    """A count that only goes up. One thread of one process writes its slot."""
 
     __slots__ = ("_at", "_slots")
 
@@ -29,12 +31,12 @@ class Counter:
         self._at = store.record(Key(name, labels), 1)
 
     def add(self, amount: int = 1) -> None:
-        """Count."""
+        """Add to the count."""
         self._slots[self._at] += amount
 
 
 class Statistics:
-    """Several counters of one record."""
+    """Several counters in one record."""
 
     __slots__ = ("_at", "_slots")
 
@@ -43,13 +45,13 @@ class Statistics:
         self._at = store.record(Key(name, labels), numbers)
 
     def add(self, *amounts: int) -> None:
-        """Count in each of them."""
+        """Add to each counter."""
         for at, amount in enumerate(amounts, self._at):
             self._slots[at] += amount
 
 
 class Gauge:
-    """What is, now."""
+    """A current value."""
 
     __slots__ = ("_at", "_slots")
 
@@ -58,12 +60,12 @@ class Gauge:
         self._at = store.record(Key(name, labels), 1)
 
     def set(self, value: int) -> None:
-        """Say it."""
+        """Set the value."""
         self._slots[self._at] = value
 
 
 class Histogram:
-    """Numbers by size: a count for each bucket, the one without bound among them, and behind them the sum."""
+    """A record with a count for each bucket, including the unbounded one, and then the sum."""
 
     __slots__ = ("_at", "_bounds", "_store", "_values")
 
@@ -74,14 +76,14 @@ class Histogram:
         self._values: list[int] = []
 
     def observe(self, value: int) -> None:
-        """Count a number."""
+        """Count a value."""
         values = self._values
         values.append(value)
         if len(values) == 1:
             self._store.later(self._write)
 
     def observe_times(self, value: int, times: int) -> None:
-        """Count the same number several times."""
+        """Count the same value several times."""
         values = self._values
         is_first = not values
         values += [value] * times
@@ -89,7 +91,7 @@ class Histogram:
             self._store.later(self._write)
 
     def observe_all(self, values: Iterable[int]) -> None:
-        """Count several numbers, at once. In order, those of a bucket are found together."""
+        """Count several values at once. They are sorted, so that each bucket is found once."""
         slots, at, bounds = self._store.slots, self._at, self._bounds
         values = sorted(values)
         start = 0
@@ -106,7 +108,7 @@ class Histogram:
 
 
 class Requests:
-    """Requests for one deployment over one route: those accepted, and those that have ended, by outcome."""
+    """Requests for one deployment over one route: accepted, and ended by outcome."""
 
     __slots__ = ("_at", "_slots", "seconds")
 
@@ -116,11 +118,11 @@ class Requests:
         self.seconds = Histogram(store, "headwater_request_seconds", deployment, route)
 
     def accept(self) -> None:
-        """One has come."""
+        """Count an accepted request."""
         self._slots[self._at + ACCEPTED_AT] += 1
 
     def end(self, outcome: Outcome, took_ns: int) -> None:
-        """One of them has ended."""
+        """Count the end of an accepted request."""
         self._slots[self._at + _OUTCOME_AT[outcome]] += 1
         if outcome == "ok":
             self.seconds.observe(took_ns)

@@ -1,15 +1,13 @@
-"""The supervisor's side: the files that processes count in, what those that ended counted, and what it sees itself.
+"""The counts of all processes of a server, kept in files that any process can read without asking another.
 
-In the folder lie
+The folder contains
 
-- ``worker-I.N``, one for each gateway worker, by its place and a number that no other ever had, and ``supervisor``:
+- ``worker-I.N``, one for each gateway worker, by its index and a unique number, and ``supervisor``:
   `app.telemetry.store` files;
-- ``ended``: what the workers that ended counted, and which these are; replaced as a whole, and only then is a
-  worker's file removed. Who reads the workers' files first and this one behind them, and leaves out of the former those
-  that it names, counts everything once, whenever that is;
-- ``state``: gauges of what the supervisor sees, replaced as a whole: what is gone leaves nothing behind.
-
-Everything that all processes counted, read from their files: nobody is asked, so nobody can be waited for.
+- ``ended``: the counts of workers that ended, and their names. It is replaced as a whole before a worker's file is
+  removed. A reader counts everything exactly once if it reads the workers' files first, then this one, and leaves out
+  the workers that it names;
+- ``state``: gauges of what the supervisor sees, replaced as a whole, so that nothing obsolete remains.
 """
 
 from __future__ import annotations
@@ -48,32 +46,25 @@ __all__ = [
     "read_totals",
 ]
 
-
 logger = logging.getLogger("headwater.metrics")
-
 ENDED: Final = "ended"
-
 STATE: Final = "state"
-
 SUPERVISOR: Final = "supervisor"
-
 WORKER_PREFIX: Final = "worker-"
-
 NAMES_LIMIT: Final = 1000
-"""How many of the workers that ended last are named."""
-
+"""How many ended workers ``ended`` names, latest last."""
 _LOST_AT: Final = OUTCOMES.index("lost")
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """What is in ``ended``."""
+    """The content of ``ended``."""
 
     names: list[str] = []
     records: list[tuple[Key, list[int]]] = []
 
 
 class StateGauges(msgspec.Struct, frozen=True):
-    """What is in ``state``."""
+    """The content of ``state``."""
 
     values: list[tuple[Key, int]] = []
 
@@ -86,7 +77,7 @@ def add_up(totals: dict[Key, list[int]], records: Mapping[Key, list[int]]) -> No
 
 
 def read_message(path: Path, kind: type[Any]) -> Any:
-    """What a file that is replaced as a whole says; what its type has by default, if it isn't there."""
+    """The content of a file that is replaced as a whole; the type's defaults if it doesn't exist."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
@@ -94,13 +85,13 @@ def read_message(path: Path, kind: type[Any]) -> Any:
 
 
 class Ledger:
-    """Has the files.
+    """The supervisor's side of the files.
 
     Args:
-        folder: to be made; nobody else may look into its parent.
+        folder: created here; its parent must be closed to other users.
 
     Raises:
-        OSError: it can't be made.
+        OSError: the folder can't be created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -108,18 +99,18 @@ class Ledger:
         folder.mkdir(mode=0o700)
         Store.create(folder / SUPERVISOR)
         self.store = Store(folder / SUPERVISOR)
-        """Where the supervisor counts."""
+        """The supervisor's own counts."""
         self._next = 0
         self._names: list[str] = []
         self._totals: dict[Key, list[int]] = {}
         self._unread: list[Path] = []
-        """Of workers that ended: files that the disk had no room to book."""
+        """Files of ended workers that could not be booked because the disk was full."""
 
     def add_worker(self, index: int) -> Path:
-        """Make the file for another gateway worker, in this place.
+        """Create the file for a new gateway worker with this index.
 
         Raises:
-            OSError: it can't be made.
+            OSError: the file can't be created.
         """
         path = self._folder / f"{WORKER_PREFIX}{index}.{self._next}"
         self._next += 1
@@ -127,7 +118,7 @@ class Ledger:
         return path
 
     def end_worker(self, path: Path) -> int:
-        """Book what a worker counted that has ended. Returns how many requests were lost with it."""
+        """Book the counts of a worker that has ended. Returns the number of requests lost with it."""
         self._unread.append(path)
         lost = 0
         while self._unread:
@@ -135,7 +126,7 @@ class Ledger:
             try:
                 lost += self._book(path)
             except OSError as error:
-                logger.error("metrics: what a worker counted can't be booked yet: %s: %s", path, error)
+                logger.error("metrics: can't book the counts of an ended worker yet: %s: %s", path, error)
                 break
             self._unread.pop(0)
         return lost
@@ -157,11 +148,11 @@ class Ledger:
         return lost
 
     def write_state(self, values: Mapping[Key, int]) -> None:
-        """Say what the supervisor sees."""
+        """Publish what the supervisor sees."""
         try:
             self._replace(STATE, StateGauges(list(values.items())))
         except OSError as error:
-            logger.error("metrics: the state of deployments and replicas can't be written: %s", error)
+            logger.error("metrics: can't write the state of deployments and replicas: %s", error)
 
     def _replace(self, name: str, message: msgspec.Struct) -> None:
         temporary = self._folder / f"{name}.new"
@@ -175,24 +166,24 @@ def _private(path: str, flags: int) -> int:
 
 
 def _is_kept(key: Key) -> bool:
-    """Whether it still holds when who counted it has ended."""
+    """Whether a record remains valid when the process that counted it has ended."""
     return key.name == REQUESTS or ALL_SERIES[key.name].kind != "gauge"
 
 
 class Totals(NamedTuple):
-    """What there is to say."""
+    """The counts of all processes of a server."""
 
     records: dict[Key, list[int]]
     """Counters and gauges have one number; histograms those of `app.telemetry.instruments.Histogram`."""
     pids: dict[str, int]
-    """Processes that count, by name."""
+    """The process ids of live processes, by name."""
 
 
 def read_totals(folder: Path) -> Totals:
-    """Read all files of a server; see `app.telemetry.ledger` for why it counts everything once."""
+    """Read all files of a server; the module's docstring says why everything is counted exactly once."""
     workers: dict[str, Snapshot] = {}
     for path in sorted(folder.glob(f"{WORKER_PREFIX}*")):
-        with contextlib.suppress(FileNotFoundError):  # booked meanwhile
+        with contextlib.suppress(FileNotFoundError):  # booked in the meantime
             workers[path.name] = read_store(path)
     ended = read_message(folder / ENDED, Ended)
     for name in ended.names:
@@ -206,7 +197,7 @@ def read_totals(folder: Path) -> Totals:
 
 
 def merged(parts: Iterable[dict[Key, list[int]]]) -> dict[Key, list[int]]:
-    """What several processes counted, in the catalogue's series."""
+    """Merge the counts of several processes into the catalogue's series."""
     totals: dict[Key, list[int]] = {}
     for records in parts:
         largest = {key: numbers for key, numbers in records.items() if _is_largest(key)}
@@ -224,34 +215,34 @@ def merged(parts: Iterable[dict[Key, list[int]]]) -> dict[Key, list[int]]:
 
 
 class Counts:
-    """What was counted of one deployment."""
+    """The counts of one deployment."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[tuple[tuple[str, ...], list[int]]]] = defaultdict(list)
 
     def add(self, key: Key, numbers: list[int]) -> None:
-        """Take in a record."""
+        """Add a record."""
         self._found[key.name].append((key.labels[1:], numbers))
 
     def total(self, name: str, last: str | None = None) -> int:
-        """A counter's or gauge's sum over its other labels, the last of which may be given."""
+        """The sum of a counter or gauge over its other labels, optionally only those whose last label is ``last``."""
         return sum(numbers[0] for labels, numbers in self._found[name] if last is None or labels[-1] == last)
 
     def statistics(self, name: str) -> list[tuple[str, list[int]]]:
-        """Of each record: its last label and its numbers."""
+        """The last label and the numbers of each record."""
         return [(labels[-1], numbers) for labels, numbers in self._found[name]]
 
     def of_replica(self, name: str, replica: str) -> int | None:
-        """A gauge of one replica; None if nobody measured it."""
+        """A gauge of one replica; None if it was not measured."""
         return next((numbers[0] for labels, numbers in self._found[name] if labels == (replica,)), None)
 
     def sum(self, name: str, last: str | None = None) -> tuple[int, int]:
-        """How many numbers a histogram has, and their sum, as they were counted."""
+        """The number of a histogram's values, and their sum in counted units."""
         found = [numbers for labels, numbers in self._found[name] if last is None or labels[-1] == last]
         return sum(sum(numbers[:-1]) for numbers in found), sum(numbers[-1] for numbers in found)
 
     def histogram(self, name: str) -> dict[str, Any]:
-        """Counts by bucket, the one without bound last, and the sum in the base unit."""
+        """Counts by bucket, the unbounded one last, and the sum in the base unit."""
         series = CATALOGUE[name]
         totals = [0] * (len(series.bounds) + 2)
         for _, numbers in self._found[name]:
@@ -260,14 +251,14 @@ class Counts:
 
 
 async def read_records(folder: Path | None) -> dict[Key, list[int]]:
-    """What all processes counted, or, without a folder, this one."""
+    """The counts of all processes, or, without a folder, of this one."""
     if folder is None:
         return merged([recorder().snapshot().records])
     return (await asyncio.to_thread(read_totals, folder)).records
 
 
 def counts_by_deployment(records: Mapping[Key, list[int]]) -> Mapping[str, Counts]:
-    """The records of each deployment; of one that has none, empty counts."""
+    """The records by deployment; empty counts for a deployment without records."""
     found: dict[str, Counts] = defaultdict(Counts)
     for key, numbers in records.items():
         if ALL_SERIES[key.name].labels[:1] == ("deployment",):

@@ -1,8 +1,7 @@
-"""Logging: lines for people on a terminal, JSON otherwise. One line an event, in UTC, on standard error.
+"""Logs on standard error, one line per event, in UTC: text on a terminal, JSON otherwise.
 
-A record's ``extra`` become fields: ``logger.info("...", extra={"request_id": id})``.
-
-The access log: one line a request, written in groups so that it costs little.
+A record's ``extra`` becomes fields: ``logger.info("...", extra={"request_id": id})``. The access log has one line per
+request and writes them in groups, which costs little.
 """
 
 from __future__ import annotations
@@ -33,26 +32,23 @@ __all__ = [
     "written_whole",
 ]
 
-
 REPLICA_LOGGER: Final = "headwater.replica"
-"""Of what replicas write themselves; the field ``replica`` says which."""
-
+"""The logger for the replicas' own output; the field ``replica`` names the replica."""
 _OWN: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-"""What every record has."""
-
+"""Attributes that every record has."""
 _JSON_ENCODER: Final = msgspec.json.Encoder(enc_hook=str)
 
 
 class _Human(logging.Formatter):
-    """``12:34:56.789Z WARNING message key=value``; an ordinary line has no level."""
+    """``12:34:56.789Z WARNING message key=value``; the level is shown from WARNING on."""
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
         fields = fields_of(record)
         if record.name == REPLICA_LOGGER:
             level += f"{fields.pop('replica', '?')} | "
-        told = "".join(f" {name}={_word(value)}" for name, value in fields.items())
-        text = f"{utc(record.created)[11:]} {level}{record.getMessage()}{told}"
+        suffix = "".join(f" {name}={_word(value)}" for name, value in fields.items())
+        text = f"{utc(record.created)[11:]} {level}{record.getMessage()}{suffix}"
         if record.exc_info:
             text += f"\n{self.formatException(record.exc_info)}"
         return text
@@ -77,14 +73,14 @@ def set_up_logging(log_format: LogFormat = "auto", level: int = logging.INFO) ->
     handler = logging.StreamHandler(written_whole(sys.stderr))
     handler.setFormatter(_Human() if is_for_people(log_format, sys.stderr) else _Json())
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the supervisor says what there is to say
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the supervisor logs starts and stops itself
 
 
 def written_whole(stream: IO[str]) -> IO[str]:
-    """The same stream, or one to the same file of which no write is cut short.
+    """The same stream, or another to the same file that never cuts a write short.
 
-    PYTHONUNBUFFERED, usual in containers, leaves out what repeats a write that was interrupted half-way. One is that
-    waits for whoever reads the log, and uvloop's io_uring can interrupt it.
+    With PYTHONUNBUFFERED, usual in containers, Python does not resume an interrupted write. A write that waits for a
+    slow reader of the log can be interrupted by uvloop's io_uring.
     """
     if not isinstance(stream, io.TextIOWrapper) or not isinstance(stream.buffer, io.RawIOBase):
         return stream
@@ -92,7 +88,7 @@ def written_whole(stream: IO[str]) -> IO[str]:
 
 
 def is_for_people(log_format: LogFormat, stream: IO[str]) -> bool:
-    """Whether people read what is written there."""
+    """Whether to write text for people to this stream, and not JSON."""
     return log_format == "human" or (log_format == "auto" and stream.isatty())
 
 
@@ -112,22 +108,22 @@ def _utc_seconds(time_s: int) -> str:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """What was given as ``extra``."""
+    """The fields given as ``extra``."""
     return {name: value for name, value in vars(record).items() if name not in _OWN}
 
 
 def json_line(content: Mapping[str, Any] | msgspec.Struct) -> str:
-    """One line, whatever the texts in it hold."""
+    """One line of JSON, even with lone surrogates in its strings."""
     try:
         return _JSON_ENCODER.encode(content).decode()
-    except UnicodeEncodeError:  # lone surrogates, of undecodable bytes
+    except UnicodeEncodeError:  # lone surrogates, which stand for undecodable bytes
         if isinstance(content, msgspec.Struct):
             content = msgspec.structs.asdict(content)
         return _JSON_ENCODER.encode({name: _sound(value) for name, value in content.items()}).decode()
 
 
 def printable(text: str) -> str:
-    """Paths and messages may hold what a client sent: nothing in it may forge a line or command the terminal."""
+    """Escape a text that a client may have sent, so that it can neither forge a line nor control the terminal."""
     return text if text.isprintable() else ascii(text)
 
 
@@ -141,14 +137,12 @@ def _word(value: object) -> str:
 
 
 FLUSH_AFTER_S = 0.1
-
 NOTE_CHARS = 200
-
 _NO_FIELDS: Mapping[str, Any] = {}
 
 
 class _Line(msgspec.Struct):
-    """What is told of every request, where it isn't for people."""
+    """The fields of every access-log line in JSON."""
 
     time: str
     level: str
@@ -164,13 +158,13 @@ class _Line(msgspec.Struct):
 
 
 class AccessLog:
-    """Writes a line for each request: for people, or as JSON.
+    """Writes a line for each request, as text or JSON.
 
     Args:
-        stream: where to; default: standard error.
-        log_format: whether for people.
-        payloads: whether messages may be told that quote what a client sent, or a callable said. Otherwise of an error
-            that may its name is told.
+        stream: the output; default: standard error.
+        log_format: text or JSON; auto: text on a terminal.
+        payloads: whether to log error messages that may quote a client's data or a callable's message; otherwise such
+            an error's class name is logged.
     """
 
     def __init__(
@@ -182,21 +176,21 @@ class AccessLog:
         self._lines: list[str] = []
 
     def write(self, scope: Mapping[str, Any], status: int, took_s: float, state: Mapping[str, Any]) -> None:
-        """Log one answer. ``status`` 499 stands for a client that went away; no query string is logged.
+        """Log one answer, without the query string. ``status`` 499: the client disconnected.
 
-        Of ``state`` it tells ``request_id``, ``note``, ``error`` (a `HeadwaterError`) and ``log_fields`` (a mapping).
+        ``state`` provides ``request_id``, ``note``, ``error`` (a `HeadwaterError`) and ``log_fields`` (a mapping).
         """
         method, path = scope["method"], printable(scope["path"])
         error: HeadwaterError | None = state.get("error")
         note = state.get("note", "")
         fields: Mapping[str, Any] = state.get("log_fields", _NO_FIELDS)
         if error is not None:
-            fields = {**fields, "error": self._said(error)}
+            fields = {**fields, "error": self._error_text(error)}
         if self._is_human:
-            told = "".join(f" {name}={printable(str(value))}" for name, value in fields.items())
+            suffix = "".join(f" {name}={printable(str(value))}" for name, value in fields.items())
             line = (
                 f"{utc(time.time())[11:]} {method} {path} {status} {took_s * 1000:.1f} ms {printable(note)} "
-                f"{state['request_id']}{told}\n"
+                f"{state['request_id']}{suffix}\n"
             )
         else:
             client = scope.get("client")
@@ -219,11 +213,11 @@ class AccessLog:
         self._lines.append(line)
 
     def flush(self) -> None:
-        """Write what has gathered."""
+        """Write the gathered lines."""
         lines, self._lines = self._lines, []
         if lines:
             self._stream.write("".join(lines))
             self._stream.flush()
 
-    def _said(self, error: HeadwaterError) -> str:
+    def _error_text(self, error: HeadwaterError) -> str:
         return error.message[:NOTE_CHARS] if self._payloads or not error.may_quote else type(error).__name__

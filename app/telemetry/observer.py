@@ -1,4 +1,4 @@
-"""What the supervisor sees of deployments, replicas and gateway workers, for the scrapes that workers answer."""
+"""Records what the supervisor sees of deployments, replicas and gateway workers, for scrapes that workers answer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class DeploymentView(NamedTuple):
     name: str
     state: State
     ready: int = 0
-    """Replicas."""
+    """Replicas that are ready."""
     wanted: int = 0
+    """Replicas that it should have."""
 
 
 class ReplicaView(NamedTuple):
@@ -37,17 +38,17 @@ class ReplicaView(NamedTuple):
     deployment: str
     id: str
     group: int
-    """Of its processes; 0: none yet."""
+    """The group of its processes; 0: none yet."""
 
 
 class Observer:
-    """Counts what the supervisor sees, and says how it is now.
+    """Counts what the supervisor sees, and publishes the present state.
 
     Args:
-        folder: for the files, to be made; None: nobody asks, and it counts in memory.
+        folder: for the files, created here; None: metrics are off, and counts stay in memory.
 
     Raises:
-        OSError: it can't be made.
+        OSError: the folder can't be created.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -60,28 +61,28 @@ class Observer:
         self._replicas: dict[Key, int] = {}
 
     def start_worker(self, index: int) -> str:
-        """A gateway worker is about to start, in this place. Returns the path of the file that it counts in.
+        """Prepare for a new gateway worker with this index. Returns the path of the file that it counts in.
 
         Raises:
-            OSError: it can't be made.
+            OSError: the file can't be created.
         """
-        self.end_worker(index)  # of one that could not be started
+        self.end_worker(index)  # a former one may have failed to start
         if self._ledger is None:
             return ""
         path = self._workers[index] = self._ledger.add_worker(index)
         return str(path)
 
     def end_worker(self, index: int) -> None:
-        """The gateway worker in this place has ended, or there was none."""
+        """The gateway worker with this index has ended, if there was one."""
         path = self._workers.pop(index, None)
         if self._ledger is None or path is None:
             return
         lost = self._ledger.end_worker(path)
         if lost:
-            logger.error("gateway worker %d: %d requests were lost with it", index, lost)
+            logger.error("gateway worker %d ended with %d requests in flight, which are lost", index, lost)
 
     def see_deployments(self, views: Iterable[DeploymentView]) -> None:
-        """All deployments, whenever one of them has changed: each change of a state is counted once."""
+        """Update all deployments after one has changed; each change of state is counted once."""
         values: dict[Key, int] = {}
         states: dict[str, State] = {}
         for view in views:
@@ -101,7 +102,7 @@ class Observer:
             self._write()
 
     def see_replicas(self, views: Iterable[ReplicaView]) -> None:
-        """Measure what all replicas have of the machine; takes a millisecond or more."""
+        """Measure the threads and memory of all replicas; takes a millisecond or more."""
         replicas = [view for view in views if view.group]
         uses = group_uses({view.group for view in replicas})
         values: dict[Key, int] = {}
@@ -115,12 +116,12 @@ class Observer:
         self._replicas = values
 
     async def watch(self, replicas: Callable[[], Iterable[ReplicaView]]) -> None:
-        """Measure every few seconds, for ever; nothing, if nobody asks."""
+        """Measure every few seconds, forever; return at once if metrics are off."""
         while self._ledger is not None:
             try:
                 await asyncio.to_thread(self.see_replicas, list(replicas()))
-            except (OSError, ValueError, IndexError) as error:  # nobody is served worse for it
-                logger.error("metrics: replicas can't be measured: %s", error)
+            except (OSError, ValueError, IndexError) as error:  # serving does not depend on it
+                logger.error("metrics: can't measure the replicas: %s", error)
             self._write()
             await asyncio.sleep(MEASURE_EVERY_S)
 

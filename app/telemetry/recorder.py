@@ -1,13 +1,11 @@
-"""Where the code counts: one recorder a process, which knows the series of each deployment.
+"""Where the code counts: one recorder per process, with a meter for each deployment.
 
 A gateway worker and the supervisor give it a file as they start (`use`); until then, and in tests, it counts in memory.
-Objects that count often keep the meter that they are given.
+Objects that count often keep their meter.
 
-Where every request is counted in and out: `app.gateway.http.entry.RequestRecords` sees each, however it ends.
-
-A request is accepted as soon as its deployment is known (`accept`), and from then on ends with exactly one outcome
-(`leave`): so accepted = the sum over all outcomes + in flight, for every deployment and route. What is refused before,
-for its method, its JSON or a model that there isn't, is among `headwater_http_requests_total` only.
+A request is accepted as soon as its deployment is known (`accept`), and then ends with exactly one outcome (`leave`),
+so that accepted = sum over all outcomes + in flight, for every deployment and route. A request refused earlier, for its
+method, its JSON or an unknown model, counts in `headwater_http_requests_total` only.
 """
 
 from __future__ import annotations
@@ -36,13 +34,14 @@ __all__ = [
     "use",
 ]
 
-
 PHASE_SECONDS: Final = "headwater_request_phase_seconds"
-
 ABORTED: Final = 499
-"""What stands for the status of an answer whose client went away."""
-
+"""The status of an answer whose client disconnected."""
 _BY_STATUS: Final[dict[int, Outcome]] = {429: "shed", ABORTED: "cancelled", 503: "unavailable", 504: "timeout"}
+UNMATCHED: Final = "unmatched"
+"""The route of a request that no route matches."""
+_OUTCOME: Final = "outcome"
+_REQUESTS: Final = "requests"
 
 
 def outcome_of(error: HeadwaterError) -> Outcome:
@@ -53,14 +52,14 @@ def outcome_of(error: HeadwaterError) -> Outcome:
 
 
 def outcome_of_status(status: int) -> Outcome:
-    """The outcome of a request that was answered with a status."""
+    """The outcome of a request that was answered with this status."""
     if status < 400:
         return "ok"
     return _BY_STATUS.get(status) or ("client_error" if status < 500 else "failed")
 
 
 class DeploymentMeter:
-    """Of one deployment that is called with tensors."""
+    """The series of one deployment that is called with tensors."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
@@ -75,27 +74,27 @@ class DeploymentMeter:
         phases: tuple[Phase, ...] = ("queue", "batch_wait", "compute", "transport")
         self._phases = [Histogram(store, PHASE_SECONDS, name, phase) for phase in phases]
         self._answered: list[tuple[int, int, int, int, int]] = []
-        """Requests: rows, and time in each of these phases."""
+        """For each request, its rows and the time in each of these phases."""
         self.serialise = Histogram(store, PHASE_SECONDS, name, "serialise")
-        """Of requests' bodies and of answers', each request once."""
+        """Time for reading a request's body and writing its answer's, once per request."""
         self.failures = Counter(store, "headwater_failures", name)
         self._batches: dict[int, Statistics] = {}
-        """By rows."""
+        """By number of rows."""
         self._steps: dict[str, Statistics] = {}
         self._heads: dict[str, tuple[Histogram, dict[Outcome, Counter]]] = {}
 
     def note_request(
         self, rows: int, waited_ns: int, batch_wait_ns: int, compute_ns: int, transport_ns: int | None
     ) -> None:
-        """A request was answered.
+        """Count an answered request.
 
         Args:
-            rows: it had.
-            waited_ns: until its last call began.
-            batch_wait_ns: how much of that was for company, with a replica at hand.
-            compute_ns: what the callable took.
-            transport_ns: the rest of the time until its answer was here; None: the answer is a stream, and took as
-                long as its reader did.
+            rows: the request's rows.
+            waited_ns: time until its last call began.
+            batch_wait_ns: the part of that spent waiting for more rows while a replica was free.
+            compute_ns: time in the callable.
+            transport_ns: the remaining time until its answer arrived; None: the answer is a stream, whose time depends
+                on its reader.
         """
         if transport_ns is None:
             self.rows.add(rows)
@@ -117,13 +116,13 @@ class DeploymentMeter:
             phase.observe_all(took_ns)
 
     def note_call(self, rows: int, capacity_rows: int, compute_ns: int, *, is_merged: bool = False) -> None:
-        """A replica has answered a call.
+        """Count a call that a replica answered.
 
         Args:
-            rows: it had.
-            capacity_rows: it had room for.
-            compute_ns: what the callable took.
-            is_merged: whether Triton computed it in one execution with another call, which counts both.
+            rows: the call's rows.
+            capacity_rows: the rows that it could have held.
+            compute_ns: time in the callable.
+            is_merged: whether Triton merged the call into the execution of another, whose count includes it.
         """
         self.batch_rows.observe(rows)
         self.batch_capacity_rows.add(capacity_rows)
@@ -136,18 +135,18 @@ class DeploymentMeter:
         found.add(1, compute_ns)
 
     def note_step(self, count: StepCount) -> None:
-        """A step of a fused pipeline has run."""
+        """Count a step of a fused pipeline."""
         found = self._steps.get(count.step)
         if found is None:
             found = self._steps[count.step] = Statistics(self._store, "headwater_steps", 3, self._name, count.step)
         found.add(count.calls, count.retries, count.compute_us * 1000)
 
     def note_head(self, head: str, error: HeadwaterError | None, took_ms: float) -> None:
-        """A head of a pipeline has said its last of a request."""
+        """Count a head's final result for a request."""
         self._end_head(head, "ok" if error is None else outcome_of(error), took_ms)
 
     def leave_head(self, head: str) -> None:
-        """Nobody waits any more for what a head would say."""
+        """Count a head whose result is no longer wanted."""
         self._end_head(head, "cancelled", None)
 
     def _end_head(self, head: str, outcome: Outcome, took_ms: float | None) -> None:
@@ -164,7 +163,7 @@ class DeploymentMeter:
 
 
 class LanguageModelMeter:
-    """Of one language model."""
+    """The series of one language model."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.first_token = Histogram(store, "headwater_time_to_first_token_seconds", name)
@@ -181,10 +180,10 @@ class LanguageModelMeter:
 
 
 class Recorder:
-    """Counts in a store. Not from several threads.
+    """Counts in a store; for one thread only.
 
     Args:
-        store: where to.
+        store: the store.
     """
 
     def __init__(self, store: Store) -> None:
@@ -197,7 +196,7 @@ class Recorder:
 
     @property
     def folder(self) -> Path | None:
-        """Where all processes of the server count; None: this one counts in memory."""
+        """The folder with the counts of all processes of the server; None: this process counts in memory."""
         return None if self._store.path is None else self._store.path.parent
 
     def deployment(self, name: str) -> DeploymentMeter:
@@ -230,7 +229,7 @@ class Recorder:
         return found
 
     def count(self, name: str, *labels: str) -> None:
-        """Count one, of what is not counted often."""
+        """Count one; for series that are counted rarely."""
         key = (name, *labels)
         counter = self._counters.get(key)
         if counter is None:
@@ -238,7 +237,7 @@ class Recorder:
         counter.add()
 
     def snapshot(self) -> Snapshot:
-        """What was counted."""
+        """The counts so far."""
         return self._store.snapshot()
 
 
@@ -246,32 +245,24 @@ _current: Recorder | None = None
 
 
 def recorder() -> Recorder:
-    """This process's."""
+    """This process's recorder."""
     return _current if _current is not None else use(Store())
 
 
 def use(store: Store) -> Recorder:
-    """Count in this store from now on; what has its meter already goes on with that."""
+    """Count in this store from now on; meters handed out before keep their store."""
     global _current
     _current = Recorder(store)
     return _current
 
 
-UNMATCHED: Final = "unmatched"
-"""The route of a path that there isn't."""
-
-_OUTCOME: Final = "outcome"
-
-_REQUESTS: Final = "requests"
-
-
 def accept(scope: MutableMapping[str, Any], deployment: str, route: Route) -> None:
-    """A request's deployment is known.
+    """Count a request as accepted.
 
     Args:
-        scope: the request's.
+        scope: the request's ASGI scope.
         deployment: a name from the routing table, never one that only the client knows.
-        route: over which it came.
+        route: the route it came over.
     """
     requests = recorder().requests(deployment, route)
     requests.accept()
@@ -279,17 +270,17 @@ def accept(scope: MutableMapping[str, Any], deployment: str, route: Route) -> No
 
 
 def note_error(state: MutableMapping[str, Any], error: HeadwaterError) -> None:
-    """A request has failed, whatever status it has begun to answer with."""
+    """Record that a request failed, whatever status its answer began with."""
     state[_OUTCOME] = outcome_of(error)
 
 
 def leave(scope: MutableMapping[str, Any], status: int, took_ns: int) -> None:
-    """A request is over.
+    """Count the end of a request.
 
     Args:
-        scope: the request's.
-        status: that it was answered with; 499: the client went away before the end.
-        took_ns: since its head was here.
+        scope: the request's ASGI scope.
+        status: the answer's status; 499: the client disconnected before the end.
+        took_ns: time since the request's head arrived.
     """
     state = scope["state"]
     path = getattr(scope.get("route"), "path", UNMATCHED)

@@ -1,16 +1,15 @@
-"""Numbers in a file that other processes read while they change, and that outlives who counts.
+"""Numbers in a file that other processes can read at any time, and that outlives the process that counts.
 
-A file is an array of int64 slots, mapped into memory: to count is to add to a slot, without a system call. Slot 0 says
-how many slots are used, slot 1 whose process it is. Behind them come records, each of them:
+A file is an array of int64 slots, mapped into memory: counting adds to a slot, without a system call. Slot 0 holds the
+number of used slots, slot 1 the process id. Records follow, each of them:
 
     slots of the whole record; bytes of its key; the key, padded to whole slots; its numbers
 
-A key is the JSON of a series' name and the values of its labels. Records are appended and never moved, and a record can
-be read as soon as slot 0 covers it: what a process wrote before it was killed is whole. A reader takes the slots in
-ascending order.
+A key is the JSON of a series' name and its label values. Records are appended and never moved, and a record is readable
+as soon as slot 0 covers it, so a killed process leaves no half-written record. Readers read slots in ascending order.
 
-Numbers of which a process has many may wait for the end of the event loop's turn, and are then written together
-(`Store.later`): who is killed in between takes those with it, and no others.
+Frequent numbers may wait for the end of the event loop's turn and are then written together (`Store.later`); a process
+killed in between loses those numbers only.
 """
 
 from __future__ import annotations
@@ -29,38 +28,38 @@ logger = logging.getLogger("headwater.metrics")
 
 SLOT_BYTES: Final = 8
 SIZE_BYTES: Final = 32 * 1024 * 1024
-"""Of the mapping. Only what is used takes memory and disk."""
+"""Size of the mapping. Only used pages take memory and disk space."""
 GROWTH_BYTES: Final = 64 * 1024
-"""What is asked of the disk at once. A page that the disk has no room for would kill whoever writes to it."""
+"""Disk space allocated at once. Writing to a page that the full disk can't hold would kill the process."""
 _USED: Final = 0
 _PID: Final = 1
 _HEAD_SLOTS: Final = 2
 
 
 class Key(NamedTuple):
-    """What a record counts."""
+    """Identifies a record."""
 
     name: str
     """A series of `app.telemetry.catalogue`."""
     labels: tuple[str, ...]
-    """Their values, in the catalogue's order."""
+    """The label values, in the catalogue's order."""
 
 
 class Snapshot(NamedTuple):
-    """What a file said at a time."""
+    """A file's content at one time."""
 
     pid: int
     records: dict[Key, list[int]]
 
 
 class Store:
-    """Where one process counts.
+    """The counts of one process.
 
     Args:
-        path: of the file, as `create` makes it; None: memory that nobody else sees.
-        pid: of the process that counts; default: this one.
-        call_soon: of the event loop that counts, which then writes once a turn what may wait; None: all is written as
-            it is counted.
+        path: the file, from `create`; None: private memory.
+        pid: the process that counts; default: this one.
+        call_soon: the event loop's; numbers that may wait are then written once per turn. None: everything is written
+            at once.
     """
 
     def __init__(
@@ -89,10 +88,10 @@ class Store:
 
     @staticmethod
     def create(path: Path) -> None:
-        """Make an empty file.
+        """Create an empty file.
 
         Raises:
-            OSError: it can't be made, or the disk is full.
+            OSError: the file can't be created, or the disk is full.
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -105,9 +104,9 @@ class Store:
             os.close(fd)
 
     def record(self, key: Key, numbers: int) -> int:
-        """The slot of a record's first number; the record is appended, with zeros, if it isn't there.
+        """The slot of a record's first number; a missing record is appended, with zeros.
 
-        If there is no room for it, it is counted where nobody reads it.
+        If the file is full, the numbers go to slots that are never read.
         """
         found = self._records.get(key)
         if found is None:
@@ -115,7 +114,7 @@ class Store:
         return found
 
     def later(self, write: Callable[[], None]) -> None:
-        """Have numbers written at the end of this turn of the event loop; at once, where there is none."""
+        """Schedule a write for the end of this turn of the event loop; without one, write at once."""
         if self._call_soon is None:
             write()
             return
@@ -124,16 +123,16 @@ class Store:
         self._waiting.append(write)
 
     def write(self) -> None:
-        """Write what waits."""
+        """Write all waiting numbers."""
         waiting, self._waiting = self._waiting, []
         for write in waiting:
             try:
                 write()
-            except Exception:  # the others' numbers are sound, and would never be written
-                logger.exception("some numbers can't be counted")
+            except Exception:  # the other writes must still happen
+                logger.exception("metrics: some numbers can't be written")
 
     def close(self) -> None:
-        """Let the file go; nothing may be counted any more."""
+        """Write all waiting numbers and close the file; count nothing after this."""
         self.write()
         if self._fd >= 0:
             os.close(self._fd)
@@ -153,7 +152,7 @@ class Store:
         return first
 
     def _has_room(self, used: int) -> bool:
-        """Whether so many slots may be used; a few hundred behind them are kept for what has no room."""
+        """Whether this many slots may be used; some beyond them are reserved for records that no longer fit."""
         used += GROWTH_BYTES // SLOT_BYTES // 8
         if used <= self._room:
             return True
@@ -165,22 +164,22 @@ class Store:
             os.posix_fallocate(self._fd, 0, self._room * SLOT_BYTES + GROWTH_BYTES)
         except OSError as error:
             self._is_full = True
-            logger.error("metrics: there is no room for new series, which are not counted: %s", error)
+            logger.error("metrics: no space for new series, which are not counted: %s", error)
             return False
         self._room += GROWTH_BYTES // SLOT_BYTES
         return True
 
     def snapshot(self) -> Snapshot:
-        """What it says now."""
+        """The present content."""
         self.write()
         return _snapshot(self.slots)
 
 
 def read_store(path: Path) -> Snapshot:
-    """What a file says now, whoever is counting in it.
+    """Read a file, even while another process counts in it.
 
     Raises:
-        OSError: it isn't there.
+        OSError: the file doesn't exist.
     """
     with open(path, "rb") as file, mmap.mmap(file.fileno(), SIZE_BYTES, access=mmap.ACCESS_READ) as mapped:
         view = memoryview(mapped)

@@ -1,11 +1,11 @@
-"""Traces: one tree of OpenTelemetry spans a request, from HTTP through queue, replica, trunk and heads.
+"""Traces: one tree of OpenTelemetry spans per request, from HTTP through queue, replica, trunk and heads.
 
-Off, nothing here imports OpenTelemetry's SDK, and a request costs one look at a variable. On, `app.gateway.worker`
-calls `use`; `app.gateway.http.entry.RequestRecords` begins a request's `Trace`, and what serves the request adds spans
-to it, afterwards and from times that are measured anyway.
+With tracing off, OpenTelemetry's SDK is not imported, and a request costs one check of a variable. With tracing on,
+`app.gateway.worker` calls `use`, `app.gateway.http.entry.RequestRecords` begins a request's `Trace`, and the code that
+serves the request adds spans afterwards, from times that are measured anyway.
 
 Names and attributes follow OpenTelemetry's semantic conventions for HTTP; others begin with ``headwater.``. No span
-holds what a client sent or a callable said.
+quotes a client's data or a callable's message.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Tracing:
     """Makes traces.
 
     Args:
-        processor: what takes the spans that have ended.
-        sample: which part of the requests is traced that come without a ``traceparent``; with one, its sender decides.
+        processor: receives ended spans.
+        sample: the fraction of requests without a ``traceparent`` to trace; with one, its sender decides.
     """
 
     def __init__(self, processor: SpanProcessor, sample: float) -> None:
@@ -72,10 +72,10 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, scope: Mapping[str, Any], request_id: str) -> Trace | None:
-        """A request's head is here: begin its trace, which this task and those that it starts add to.
+        """Begin a request's trace, which this task and its child tasks add to.
 
         Returns:
-            None of those that only look after the server: they come every few seconds, and tell nothing.
+            The trace; None for health checks and scrapes, which come every few seconds.
         """
         _trace.set(None)
         if scope["path"].startswith(_PROBES):
@@ -85,7 +85,7 @@ class Tracing:
 
         carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _CARRIED}
         context = self._propagator.extract(carrier, Context())
-        # One clock for all of a request's spans, whatever becomes of the machine's meanwhile.
+        # One clock for all of a request's spans, even if the system's clock is changed in the meantime.
         began_ns = time.perf_counter_ns()
         offset_ns = time.time_ns() - began_ns
         span = self._tracer.start_span(
@@ -106,19 +106,19 @@ class Tracing:
         return trace
 
     def close(self) -> None:
-        """Send off what has gathered, if that doesn't take long."""
+        """Export the gathered spans, within `FLUSH_TIMEOUT_S`."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(FLUSH_TIMEOUT_S)
 
 
 class Trace:
-    """One request's.
+    """The trace of one request.
 
     Args:
         tracer: makes its spans.
-        span: of HTTP.
-        offset_ns: what makes a Unix time of `time.perf_counter_ns`.
+        span: the HTTP span.
+        offset_ns: the difference between Unix time and `time.perf_counter_ns`.
     """
 
     def __init__(self, tracer: Any, span: Span, offset_ns: int) -> None:
@@ -128,13 +128,13 @@ class Trace:
 
     @property
     def header(self) -> bytes:
-        """For the answer's ``traceresponse`` (W3C Trace Context, level 2)."""
+        """The value of the answer's ``traceresponse`` (W3C Trace Context, level 2)."""
         context = self._span.get_span_context()
         return b"00-%032x-%016x-%02x" % (context.trace_id, context.span_id, int(context.trace_flags))
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """For the access log."""
+        """Fields for the access log."""
         context = self._span.get_span_context()
         return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
@@ -148,15 +148,15 @@ class Trace:
         parent: Span | None = None,
         error: str = "",
     ) -> Span:
-        """Add a span of what is over.
+        """Add a span that has ended.
 
         Args:
-            name: its name.
+            name: the span's name.
             started_ns: by `time.perf_counter_ns`.
             ended_ns: likewise.
-            attributes: what is known of it.
-            parent: default: HTTP's.
-            error: the error's name, if it failed.
+            attributes: the span's attributes.
+            parent: default: the HTTP span.
+            error: the error's name, if the span failed.
         """
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
@@ -173,7 +173,7 @@ class Trace:
         return span
 
     def end(self, scope: Mapping[str, Any], status: int, error: HeadwaterError | None) -> None:
-        """The request is over, with this status; 499: its client went away."""
+        """End the trace with the answer's status; 499: the client disconnected."""
         from opentelemetry.trace.status import StatusCode
 
         span = self._span
@@ -192,7 +192,7 @@ class Trace:
 
 @dataclass(slots=True)
 class _Step:
-    """What a step of a call has done by now; a stream's goes on."""
+    """The progress of one step of a call; a stream's step continues."""
 
     started_ns: int
     ended_ns: int = 0
@@ -200,10 +200,10 @@ class _Step:
 
 
 class ModelTrace:
-    """What one model does for a request.
+    """The spans of one model's work for a request.
 
     Args:
-        trace: the request's.
+        trace: the request's trace.
         model: the deployment.
     """
 
@@ -216,12 +216,12 @@ class ModelTrace:
         self._steps: dict[str, _Step] = {}
 
     def call(self, replica: str) -> None:
-        """A call of it begins; the last one counts."""
+        """A call to this replica begins; only the last call is traced."""
         self._called_ns, self._replica = time.perf_counter_ns(), replica
         self._steps.clear()
 
     def step(self, name: str, compute_us: int) -> None:
-        """A step of a pipeline has just said what it took, for the whole batch."""
+        """A step of a pipeline has just reported its time for the whole batch."""
         now_ns = time.perf_counter_ns()
         step = self._steps.get(name)
         if step is None:
@@ -230,12 +230,12 @@ class ModelTrace:
         step.compute_us += compute_us
 
     def end(self, rows: int, compute_ns: int, error: str) -> None:
-        """It has answered, or failed, just now.
+        """The model has just answered or failed.
 
         Args:
-            rows: the request had.
-            compute_ns: what the callable took for the whole batch; 0: not known.
-            error: the error's name, if it failed.
+            rows: the request's rows.
+            compute_ns: time in the callable for the whole batch; 0: unknown.
+            error: the error's name, if the model failed.
         """
         ended_ns = time.perf_counter_ns()
         add = self._trace.add
@@ -251,16 +251,16 @@ class ModelTrace:
             took = {"headwater.compute_us": step.compute_us}
             add(f"step {name}", step.started_ns, step.ended_ns, took, parent=call)
         if compute_ns and not self._steps:
-            # It says how long, not when: the way there is taken to be as long as the way back.
+            # Only the duration is known: both ways are assumed to take equally long.
             started_ns = self._called_ns + max(0, ended_ns - self._called_ns - compute_ns) // 2
             add("compute", started_ns, started_ns + compute_ns, {}, parent=call)
 
 
 class GenerationTrace:
-    """What a language model does for a request.
+    """The spans of a language model's work for a request.
 
     Args:
-        trace: the request's.
+        trace: the request's trace.
         model: the deployment.
     """
 
@@ -271,16 +271,16 @@ class GenerationTrace:
         self._first_ns = 0
 
     def first_token(self) -> None:
-        """It is here."""
+        """The first token has arrived."""
         self._first_ns = time.perf_counter_ns()
 
     def end(self, sequences: int, tokens: int, error: str) -> None:
-        """Nobody waits for more.
+        """The request has ended.
 
         Args:
-            sequences: that were asked for.
-            tokens: that came, of all sequences.
-            error: the error's name, if it failed.
+            sequences: the number of requested sequences.
+            tokens: the tokens received, over all sequences.
+            error: the error's name, if the request failed.
         """
         ended_ns = time.perf_counter_ns()
         attributes: dict[str, str | int] = {
@@ -298,35 +298,35 @@ _tracing: Tracing | None = None
 
 
 def use(tracing: Tracing | None) -> None:
-    """Trace with this from now on."""
+    """Set this process's tracing; None switches it off."""
     global _tracing
     _tracing = tracing
 
 
 def current() -> Tracing | None:
-    """What traces in this process; None: nothing does."""
+    """This process's tracing; None: off."""
     return _tracing
 
 
 def current_trace() -> Trace | None:
-    """The trace of the request that this task works for; None if it isn't traced."""
+    """The trace of this task's request; None if it isn't traced."""
     return None if _tracing is None else _trace.get()
 
 
 def add_model(model: str) -> ModelTrace | None:
-    """To note in what a model does for the request that this task works for; None if it isn't traced."""
+    """Begin the spans of a model's work for this task's request; None if it isn't traced."""
     trace = current_trace()
     return None if trace is None else ModelTrace(trace, model)
 
 
 def add_generation(model: str) -> GenerationTrace | None:
-    """As `add_model`, of a language model."""
+    """Begin the spans of a language model's work for this task's request; None if it isn't traced."""
     trace = current_trace()
     return None if trace is None else GenerationTrace(trace, model)
 
 
 def exporting(section: TracingSection) -> Tracing:
-    """A `Tracing` that sends spans where the configuration says, over OTLP/HTTP."""
+    """A `Tracing` that exports spans over OTLP/HTTP to the configured collector."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 

@@ -134,7 +134,7 @@ def test_a_worker_counts_in_a_file_of_its_own_and_its_end_is_booked(
     assert not Path(first).exists()
     assert Path(second).exists()
     assert read_totals(tmp_path / "metrics").records[Key("headwater_requests", ("m", "infer", "lost"))] == [1]
-    assert "1 requests were lost with it" in caplog.text
+    assert "ended with 1 requests in flight" in caplog.text
 
 
 def test_with_metrics_off_it_makes_no_file() -> None:
