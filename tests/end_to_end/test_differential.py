@@ -318,9 +318,6 @@ class TestInference:
         packed = gzip.compress(body) if encoding == "gzip" else zlib.compress(body)
         same(tuned.post(packed, {"Content-Encoding": encoding}))
 
-    def test_of_repeated_keys_the_same_one_counts(self, tuned: Pair) -> None:
-        same(tuned.post(b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1], "name": "x"}]}'))
-
     def test_tritonclient_gets_the_same_from_both(self, services: Running) -> None:
         folder = services.replica_folder("tuned")
         results = []
@@ -479,6 +476,10 @@ class TestDifferences:
     def test_unknown_fields(self, tuned: Pair, fields: Json) -> None:
         body = {"inputs": [x(1)], **fields}
         assert statuses(tuned.post(json.dumps(body).encode())) == (400, 200)
+
+    def test_keys_that_stand_twice(self, tuned: Pair) -> None:
+        body = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1], "name": "x"}]}'
+        assert statuses(tuned.post(body)) == (400, 200)
 
     def test_undeclared_parameters(self, tuned: Pair) -> None:
         assert statuses(tuned.infer(x(1), parameters={"volume": 3})) == (400, 200)

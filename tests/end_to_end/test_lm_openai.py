@@ -267,9 +267,9 @@ class TestHeartbeats:
             result, *_ = await asyncio.gather(ask(), one.rest(), two.rest())
             return result
 
-    def test_one_that_waits_gets_them(self, lm: Running, expected: str) -> None:
+    def test_one_that_waits_is_answered_after_them(self, lm: Running, expected: str) -> None:
+        # How often they come: tests/app/lm/test_routes_with_engine.py.
         found = run(self.while_others_run(lm, lambda: whole(lm, self.FIELDS)))
-        assert found.pings >= 2
         assert (text_of(found.events), found.is_done) == (expected, True)
 
     def test_the_client_reads_over_them(self, lm: Running, client: openai.OpenAI, expected: str) -> None:

@@ -14,6 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.config.schema import Server
 from app.control.routing import RoutingTable
 from app.gateway.app import create_app
+from app.gateway.http.entry import RequestRecords
+from app.gateway.http.event_stream import StreamLimits
 from app.gateway.models import Models
 from app.lm.dispatcher import LmDispatcher
 from inference.engine import Engine, EngineLimits
@@ -56,7 +58,8 @@ def run(engine: Engine, scenario: Callable[[Ask, LmDispatcher], Awaitable[None]]
         specification = LanguageModelSpec(str(FOLDER), engine.limits)
         signature = msgspec.structs.replace(SIGNATURE, language_model=specification)
         models.update(RoutingTable((msgspec.structs.replace(route_of("a", timeout_s=20), signature=signature),)))
-        ask = Ask(create_app(models, Server(access_log=False)))
+        records = RequestRecords(None, StreamLimits(ping_s=0.02))
+        ask = Ask(create_app(models, Server(), records=records))
         try:
             await asyncio.wait_for(scenario(ask, models.language_model("lm")), 30)
         finally:
@@ -136,6 +139,26 @@ def test_a_full_queue_is_told_by_its_status() -> None:
             assert "retry-after" in refused.headers
         assert (await ask("/v2/requests/running/cancel")).json()["cancelled"] == 6
         assert (await running).status_code == 409
+
+    run(engine, scenario)
+
+
+def test_a_stream_that_waits_for_its_turn_gets_heartbeats() -> None:
+    engine = NullEngine(LIMITS, step_s=0.001)
+
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        asked: dict[str, Any] = {"model": "lm", "prompt": "x"}
+        others = asyncio.create_task(ask("/v1/completions", "others", n=4, max_tokens=90_000, **asked))
+        await until(lambda: engine.active == 4)
+        waiting = asyncio.create_task(ask("/v1/completions", max_tokens=3, stream=True, **asked))
+        await until(lambda: ask.sent.count(b": ping\n") >= 2)
+        assert engine.waiting == 1
+        await ask("/v2/requests/others/cancel")
+        answer = await waiting
+        frames = [frame for frame in answer.text.splitlines() if frame and frame != ": ping"]
+        assert frames[-1] == "data: [DONE]"
+        assert all(frame.startswith("data: ") for frame in frames)
+        assert (await others).status_code == 409
 
     run(engine, scenario)
 
