@@ -1,4 +1,4 @@
-"""What a process group has of the machine's memory, as the kernel and NVML tell it."""
+"""The memory of process groups, from the kernel and NVML."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class GroupMemory(NamedTuple):
-    """Of some process groups together."""
+    """The memory of some process groups together."""
 
     host_bytes: int
-    """Resident memory, summed over the processes: what several of them share counts for each."""
+    """Resident memory, summed over the processes; shared pages count for each."""
     gpu_bytes: int | None
-    """None: NVML is not there to tell (the package nvidia-ml-py, and a driver)."""
+    """None: NVML is not available (it needs the package nvidia-ml-py and a driver)."""
 
 
 NOTHING: Final = GroupMemory(0, None)
@@ -38,7 +38,7 @@ def group_members(groups: Collection[int]) -> list[int]:
 
 
 def measure_groups(groups: Collection[int]) -> GroupMemory:
-    """Measure what the processes of these groups have now."""
+    """Measure the present memory of these groups' processes."""
     pids = group_members(groups)
     resident = 0
     for pid in pids:

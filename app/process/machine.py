@@ -1,4 +1,4 @@
-"""See app/process/machine.py."""
+"""The machine as a place of memory, and sizes in words."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Final
 
 __all__ = ["HOST", "size_text"]
 
-
 HOST: Final = "the machine"
-"""Where every replica is; those on a GPU are there, too."""
+"""The place where every replica takes memory, even one on a GPU."""
 
 
 def size_text(count: int) -> str:

@@ -1,4 +1,4 @@
-"""How much memory the machine and its GPUs have, and what process groups have of it, place by place."""
+"""The memory of the machine and its GPUs, and how much of each process groups use."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["gpu_capacities", "gpu_name", "gpus_used", "host_capacity", "measure_
 Answer = TypeVar("Answer")
 
 UNLIMITED_BYTES: Final = 1 << 60
-"""What cgroup v1 says where there is no limit is above this."""
+"""Without a limit, cgroup v1 reports a number above this."""
 
 
 def host_capacity(root: Path = Path("/")) -> int | None:
-    """The machine's memory, or what this process's cgroup may have of it, whichever is less. None: unknown.
+    """The machine's memory or the limit of this process's cgroup, whichever is less. None: unknown.
 
     Args:
-        root: where ``proc`` and ``sys`` are; tests put their own here.
+        root: the folder of ``proc`` and ``sys``; for tests.
     """
     found = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = (root / "proc/meminfo").read_text().splitlines()
         found.append(1024 * int(next(line for line in lines if line.startswith("MemTotal:")).split()[1]))
     for file in _cgroup_limits(root):
-        with contextlib.suppress(OSError, ValueError):  # it isn't there, or "max"
+        with contextlib.suppress(OSError, ValueError):  # missing, or "max"
             limit = int(file.read_text())
             if limit < UNLIMITED_BYTES:
                 found.append(limit)
@@ -38,7 +38,7 @@ def host_capacity(root: Path = Path("/")) -> int | None:
 
 
 def _cgroup_limits(root: Path) -> Iterator[Path]:
-    """The files with this process's limits, and those of all groups around it."""
+    """The files with the limits of this process's cgroup and all its parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -52,15 +52,15 @@ def _cgroup_limits(root: Path) -> Iterator[Path]:
         else:
             continue
         group = Path(path.lstrip("/"))
-        for inner in (group, *group.parents):  # in a container the path may be the host's: then only the mount's own is
+        for inner in (group, *group.parents):  # in a container the path may be the host's; then only the root exists
             yield folder / inner / name
 
 
 def gpu_name(device: str, visible: str | None) -> str | None:
-    """How the budget calls a GPU; None for what is none.
+    """The memory budget's name for a GPU; None if the device is no GPU.
 
     Args:
-        device: as the configuration or a replica says: ``cpu``, ``cuda``, ``cuda:N``.
+        device: as in the configuration or from a replica: ``cpu``, ``cuda``, ``cuda:N``.
         visible: the replica's ``CUDA_VISIBLE_DEVICES``.
     """
     if not device.startswith("cuda"):
@@ -77,20 +77,20 @@ def gpu_name(device: str, visible: str | None) -> str | None:
 
 
 def gpu_capacities() -> dict[str, int]:
-    """The memory of each GPU, by name; none where NVML is not there to tell."""
+    """The memory of each GPU, by name; empty if NVML is not available."""
     return _each_gpu(lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).total))
 
 
 def gpus_used() -> dict[str, int]:
-    """What is used of each GPU's memory, by whomever."""
+    """The used memory of each GPU, by any process."""
     return _each_gpu(lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).used))
 
 
 def measure_groups_by_place(groups: Collection[int]) -> dict[int, dict[str, int]]:
-    """What each of these process groups has of the machine's memory and of each GPU's.
+    """The memory that each of these process groups uses on the machine and on each GPU.
 
-    Of the machine's: the proportional share (PSS), so that pages which several processes share count once in all; where
-    the kernel doesn't tell it, the resident set.
+    On the machine this is the proportional share (PSS), which counts pages shared by several processes once in all, or
+    the resident set where the kernel doesn't report PSS.
     """
     found: dict[int, dict[str, int]] = {group: {HOST: 0} for group in groups}
     members: dict[int, int] = {}
@@ -128,7 +128,7 @@ def _host_bytes(pid: int) -> int:
 
 
 def _each_gpu(ask: Callable[[Any, Any], Answer]) -> dict[str, Answer]:
-    """Ask NVML about each GPU, by name; nothing where it is not there to tell (the package nvidia-ml-py, a driver)."""
+    """Ask NVML about each GPU, by name; empty if NVML is not available (it needs nvidia-ml-py and a driver)."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:

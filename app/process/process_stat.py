@@ -1,4 +1,4 @@
-"""A process as the kernel tells of it. Imports the standard library only; see `app.process.guardian`."""
+"""Reads /proc/<pid>/stat. Imports the standard library only; see `app.process.guardian`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 __all__ = ["BAD_STATES", "ProcessStat", "process_stat"]
 
 BAD_STATES: Final = {"T": "is stopped", "t": "is stopped", "Z": "has ended", "X": "has ended", "": "has ended"}
-"""What it means that a process is in one of these states, if it stays so."""
+"""The meaning of a process staying in one of these states; an empty state: there is no such process."""
 
 
 class ProcessStat(NamedTuple):
@@ -21,7 +21,7 @@ class ProcessStat(NamedTuple):
 
 
 def process_stat(pid: int | str) -> ProcessStat | None:
-    """What a process is and does now; None if there is none."""
+    """A process's name, state, parent and group; None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read().decode(errors="replace")

@@ -1,4 +1,4 @@
-"""What processes have of the machine, as the kernel and NVML tell it, one by one."""
+"""The resources that processes use, from the kernel and NVML."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ProcessUse(NamedTuple):
     resident_bytes: int
     cpu_s: float
     started_s: float
-    """In seconds of the Unix epoch."""
+    """In seconds since the Unix epoch."""
     open_fds: int
 
 
@@ -32,13 +32,13 @@ class GroupUse(NamedTuple):
 
     threads: int = 0
     resident_bytes: int = 0
-    """What several of them share counts for each."""
+    """Shared pages count for each process."""
     gpu_bytes: int | None = None
-    """None: NVML is not there to tell."""
+    """None: NVML is not available."""
 
 
 def process_use(pid: int) -> ProcessUse | None:
-    """What a process has now; None if it has ended."""
+    """A process's present use; None if it has ended."""
     fields = _stat(pid)
     if fields is None:
         return None
@@ -57,7 +57,7 @@ def process_use(pid: int) -> ProcessUse | None:
 
 
 def group_uses(groups: Collection[int]) -> dict[int, GroupUse]:
-    """What the processes of each of these groups have now; one look at all processes of the machine."""
+    """The present use of each of these groups, from one pass over all processes of the machine."""
     uses = dict.fromkeys(groups, GroupUse())
     pids: dict[int, int] = {}
     for entry in os.listdir("/proc"):
@@ -77,7 +77,7 @@ def group_uses(groups: Collection[int]) -> dict[int, GroupUse]:
 
 
 def _stat(pid: int) -> list[bytes] | None:
-    """/proc/PID/stat from the state on, which is its third field."""
+    """The fields of /proc/PID/stat from the third, the state, on."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
