@@ -1,4 +1,4 @@
-"""See app/cli/announce.py."""
+"""Announces what a server serves, once it is ready: with commands to paste, or as log lines."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from inference.signature import Signature
 def print_what_is_served(
     url: str, served: list[tuple[str, Signature | None, str]], *, asks_for_keys: bool = False
 ) -> None:
-    """Print what is served, with a line to paste for each."""
+    """Print what is served, with a command to paste for each model."""
     if any(signature is not None for _, signature, _ in served):
         print(f"\nHeadwater serves at {url}   (docs: {url}/docs)\n")
     else:
         print(f"\nHeadwater listens at {url}, but serves nothing yet\n")
     if asks_for_keys:
-        print('  To what follows, add an API key: -H "X-API-Key: $HEADWATER_KEY"\n')
+        print('  Add an API key to these commands: -H "X-API-Key: $HEADWATER_KEY"\n')
     for name, signature, reason in served:
         if signature is None:
             print(f"  {name}: not served: {reason}\n")
@@ -45,7 +45,7 @@ def print_what_is_served(
 
 
 def log_what_is_served(url: str, served: list[tuple[str, Signature | None, str]]) -> None:
-    """The same where every line is to be JSON, with nothing to paste."""
+    """Log what is served, for logs in JSON."""
     logger = logging.getLogger("headwater")
     for name, signature, reason in served:
         if signature is None:

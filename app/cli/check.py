@@ -1,4 +1,4 @@
-"""``headwater check``: everything that can be known to go wrong before serving, found in a few seconds."""
+"""``headwater check``: finds in a few seconds what would go wrong in serving."""
 
 from __future__ import annotations
 
@@ -41,15 +41,14 @@ __all__ = ["check"]
 
 
 def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | None = None) -> int:
-    """Check the environment, and a configuration or model if one is given, and print what was found.
+    """Check the environment and, if given, a configuration or model, and print the findings.
 
-    What is right of a configuration is tried although something else of it is wrong, so that all problems are found.
+    The valid parts of an invalid configuration are checked too, so that all problems are found at once.
 
     Args:
-        what: the YAML file, or a model, as of `load_what`; without one only the server's settings are taken, from
-            environment and flags.
+        what: a YAML file or a model, as for `load_what`; None: only the server's settings, from environment and flags.
         as_json: print ``{"ok", "versions", "deployments", "problems"}`` rather than text.
-        flags: laid over the file, as in `load_config`.
+        flags: override the file, as in `load_config`.
 
     Returns:
         The exit status: 0 if ready to serve, 1 if there is a problem.
@@ -64,9 +63,9 @@ def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | 
     except InvalidConfig as error:
         config = error.rest
         for problem in error.problems:
-            problems.append(Problem("configuration", f"{error.source}: {problem}", "correct what the message names"))
+            problems.append(Problem("configuration", f"{error.source}: {problem}", "correct the named field"))
     except ConfigError as error:
-        problems.append(Problem("configuration", str(error), "correct what the message names"))
+        problems.append(Problem("configuration", str(error), "correct what the reason names"))
     with ModelSide({}) as side:
         versions, found = side.report()
     problems += found
@@ -95,7 +94,7 @@ def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | 
 
 
 def _bare_config(flags: Mapping[str, Any]) -> Config:
-    """The server's settings where there is no file; a placeholder stands for the deployments that must be there."""
+    """The server's settings without a file; the deployments, which are required, are a placeholder."""
     content = {"deployments": {"none": {"model": PLACEHOLDER}}}
     return read_config(content, source="command line", flags=flags)
 
@@ -103,7 +102,7 @@ def _bare_config(flags: Mapping[str, Any]) -> Config:
 def _signatures(
     deployments: Mapping[str, Deployment], path: tuple[str, ...]
 ) -> tuple[dict[str, Signature], dict[str, dict[str, Any]], list[Problem]]:
-    """Signatures of those models that can be made, the Pythons of deployments that name one, and what is wrong."""
+    """The signatures of models that can be constructed, the Pythons that deployments name, and the problems."""
     signatures: dict[str, Signature] = {}
     problems: dict[str, list[Problem]] = {}
     pythons: dict[str, dict[str, Any]] = {}
@@ -139,12 +138,12 @@ def _probe(
     signatures: dict[str, Signature],
     problems: dict[str, list[Problem]],
 ) -> None:
-    """Try the models of these deployments, and add what is found to signatures and problems."""
+    """Construct the models of these deployments, and add to ``signatures`` and ``problems``."""
     pending = list(deployments)
     while pending:
         requests = [_request(name, deployments[name], path) for name in pending]
         status, output, errors = side.run("inference.replica.probe", msgspec.json.encode(requests))
-        tried: list[str] = []  # steps of the next one
+        tried: list[str] = []  # steps of the next deployment
         for line in output.splitlines():
             finding = msgspec.json.decode(line)
             name = finding["name"]
@@ -156,7 +155,7 @@ def _probe(
             tried.clear()
             if finding["signature"] is not None:
                 signatures[name] = msgspec.convert(finding["signature"], Signature)
-        if pending:  # the process ended at the next one; those after it get another
+        if pending:  # the process ended at the next deployment; the remaining ones get another process
             name = pending.pop(0)
             problems.setdefault(name, []).append(_ended(name, deployments[name], tried, status, errors))
 
@@ -164,7 +163,7 @@ def _probe(
 def _joined(
     deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]
 ) -> tuple[dict[str, Signature], list[Problem]]:
-    """Signatures of the pipelines whose steps are deployments of their own, and why others don't fit together."""
+    """The signatures of pipelines in placement ``graph``, and the problems of those whose steps don't fit together."""
     joined: dict[str, Signature] = {}
     problems: list[Problem] = []
     for name, one in deployments.items():
@@ -173,13 +172,13 @@ def _joined(
         steps = {step: signatures.get(where) for step, where in _places(name, one.pipeline).items()}
         known = {step: signature for step, signature in steps.items() if signature is not None}
         if len(known) < len(steps):
-            continue  # what is wrong with the others was told
+            continue  # the problems of the others are already reported
         try:
             plan = make_plan(one.pipeline.spec(), known, name=name, max_batch_size=one.batching.max_batch_size)
             joined[name] = plan.signature
         except DeclarationError as error:
-            mend = "correct the pipeline, or the model's declaration"
-            problems.append(Problem(f"deployment {name}", str(error), mend))
+            fix = "correct the pipeline, or the model's declaration"
+            problems.append(Problem(f"deployment {name}", str(error), fix))
     return joined, problems
 
 
@@ -208,12 +207,12 @@ def _ended(name: str, deployment: Deployment, tried: Sequence[str], status: int 
             if step not in tried:
                 title, model = f"{title}, step {step}", one.model or ""
                 break
-    how = f"did not end in {PROCESS_TIMEOUT_S:g} s" if status is None else f"ended the process with status {status}"
+    how = f"took more than {PROCESS_TIMEOUT_S:g} s" if status is None else f"ended the process with status {status}"
     said = f": {last_line(errors)}" if errors.strip() else ""
     return Problem(
         title,
         f"{model}: importing or constructing it {how}{said}",
-        "do long or dangerous work in load(), not on import or in the constructor",
+        "do slow or risky work in load(), not on import or in the constructor",
     )
 
 
@@ -268,7 +267,7 @@ def _print(
         return
     print(f"{red}{len(problems)} problem{'' if len(problems) == 1 else 's'}{plain}", file=out)
     for problem in problems:
-        print(f"\n{bold}{problem.title}{plain}\n  why   {problem.reason}\n  mend  {problem.mend}", file=out)
+        print(f"\n{bold}{problem.title}{plain}\n  why   {problem.reason}\n  fix   {problem.mend}", file=out)
 
 
 def _python(python: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""The command line's side of a running server: asks what it serves, and commands load, unload and reload.
+"""The command line's client of a running server: asks what it serves, and commands load, unload, reload and scale.
 
-An API key comes from the environment: a command line can be read by everybody.
+An API key comes from the environment, since command lines are visible to all users.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 CONNECT_TIMEOUT_S: Final = 5.0
 ANSWER_TIMEOUT_S: Final = 30.0
-"""For a question; a command may take however long it takes."""
+"""For a query; a command has no timeout."""
 KEY_VARIABLE: Final = "HEADWATER_KEY"
 LOOPBACK_NAMES: Final = ("127.0.0.1", "localhost", "::1")
 MIB: Final = 1024 * 1024
@@ -42,17 +42,17 @@ class Tensor(msgspec.Struct, frozen=True):
     name: str
     datatype: str
     shape: list[int]
-    """Its batch axis first; -1: varies."""
+    """Batch axis first; -1: the dimension varies."""
 
 
 class Head(msgspec.Struct, frozen=True):
-    """A pipeline's."""
+    """A head of a pipeline."""
 
     name: str
 
 
 class Metadata(msgspec.Struct, frozen=True):
-    """What ``GET /v2/models/{model}`` says."""
+    """The answer to ``GET /v2/models/{model}``."""
 
     name: str
     inputs: list[Tensor]
@@ -61,14 +61,14 @@ class Metadata(msgspec.Struct, frozen=True):
 
 
 class ServerClient:
-    """One server that speaks the Open Inference Protocol, or OpenAI's.
+    """A client of one server that speaks the Open Inference Protocol, or OpenAI's.
 
     Args:
-        url: its base, such as ``http://127.0.0.1:8000``.
-        transport: tests put their own here.
-        environment: has the API key, if there is one, as HEADWATER_KEY.
-        key: an API key that counts instead; empty: none.
-        option: of the command line, that names the server.
+        url: the server's base, such as ``http://127.0.0.1:8000``.
+        transport: for tests.
+        environment: may have an API key in HEADWATER_KEY.
+        key: an API key that takes precedence; empty: no key.
+        option: the option of the command line that names the server, for messages.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ServerClient:
         """All models with their states.
 
         Raises:
-            CommandError: it can't be reached, or is no Headwater.
+            CommandError: the server can't be reached, or isn't Headwater.
         """
         index = self._ask("GET", "/v2/repository/index", timeout_s=ANSWER_TIMEOUT_S)
         if not isinstance(index, list):
@@ -98,15 +98,15 @@ class ServerClient:
         return index
 
     def command(self, action: str, model: str, config: str | None = None) -> dict[str, Any]:
-        """Have a model loaded, unloaded or reloaded, however long that takes. Returns what the server says of it.
+        """Load, unload or reload a model, however long that takes. Returns the server's answer.
 
         Args:
-            action: what.
+            action: the command.
             model: the deployment.
-            config: of load and reload, JSON of a deployment's section.
+            config: for load and reload, a deployment's section as JSON.
 
         Raises:
-            CommandError: it refused, failed, or can't be reached.
+            CommandError: the server refused, failed, or can't be reached.
         """
         path = f"/v2/repository/models/{quote(model, safe='')}/{action}"
         body = None if config is None else {"parameters": {"config": config}}
@@ -116,14 +116,14 @@ class ServerClient:
         return answer
 
     def scale(self, model: str, bounds: Mapping[str, int]) -> dict[str, Any]:
-        """Have another number of replicas of a model.
+        """Change the number of a model's replicas.
 
         Args:
             model: the deployment.
             bounds: ``replicas``, or ``min`` and ``max``.
 
         Raises:
-            CommandError: it refused, failed, or can't be reached.
+            CommandError: the server refused, failed, or can't be reached.
         """
         path = f"/v2/repository/models/{quote(model, safe='')}/scale"
         answer = self._ask("POST", path, timeout_s=None, body=bounds)
@@ -132,10 +132,10 @@ class ServerClient:
         return answer
 
     def about(self) -> tuple[str, str]:
-        """Its name and version; empty where it doesn't say.
+        """The server's name and version; empty if it doesn't report them.
 
         Raises:
-            CommandError: it can't be reached, or wants an API key.
+            CommandError: the server can't be reached, or requires an API key.
         """
         status, content = self.get("/v2")
         if status != 200 or not isinstance(content, dict):
@@ -143,7 +143,7 @@ class ServerClient:
         return str(content.get("name", "")), str(content.get("version", ""))
 
     def models(self) -> list[str]:
-        """The names of the models that are ready, as far as it says.
+        """The names of the ready models, as far as the server lists them.
 
         Raises:
             CommandError: see `about`.
@@ -156,14 +156,14 @@ class ServerClient:
         return [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
 
     def only_model(self) -> str:
-        """The model, if there is one.
+        """The name of the server's only model.
 
         Raises:
-            CommandError: there is none or are several, or see `about`.
+            CommandError: the server has no model, or several; or see `about`.
         """
         names = self.models()
         if len(names) != 1:
-            known = ", ".join(names) or "none that is ready"
+            known = ", ".join(names) or "no ready model"
             raise CommandError(f"--model: expected the name of a model, got none; the server has {known}")
         return names[0]
 
@@ -187,7 +187,7 @@ class ServerClient:
             raise CommandError(f"{self._url}{path}: expected a model's metadata, got something else: {error}") from None
 
     def get(self, path: str) -> tuple[int, Any]:
-        """The status, and the JSON of an answer; None for one that has none.
+        """The status and the JSON of an answer, or None if it isn't JSON.
 
         Raises:
             CommandError: see `about`.
@@ -207,7 +207,7 @@ class ServerClient:
     def _send(self, method: str, path: str, *, timeout_s: float | None, body: object = None) -> tuple[int, Any]:
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         try:
-            # Not by a proxy: a command must come from the server's own machine.
+            # No proxy: a command must come from the server's own machine.
             with httpx.Client(
                 timeout=timeout, verify=tls_context(self._url), trust_env=False, transport=self._transport
             ) as client:
@@ -218,10 +218,10 @@ class ServerClient:
                 "there?"
             ) from error
         if response.status_code == 401:
-            shown = "the one given is not one of them" if self._headers else "none was given"
+            got = "one that is not valid" if self._headers else "none"
             raise CommandError(
-                f"{self._url}: expected one of its API keys in the environment variable {KEY_VARIABLE}, or in "
-                f"--api-key-file of `headwater bench`; {shown}"
+                f"{self._url}: expected one of the server's API keys in the environment variable {KEY_VARIABLE}, or in "
+                f"--api-key-file of `headwater bench`, got {got}"
             )
         try:
             return response.status_code, response.json()
@@ -230,15 +230,15 @@ class ServerClient:
 
 
 def _error(content: Any) -> str:
-    """What an answer says of an error; empty: nothing."""
+    """The error in an answer; empty: none."""
     return str(content.get("error") or "") if isinstance(content, dict) else ""
 
 
 def api_key(environment: Mapping[str, str] = os.environ) -> str:
-    """The API key that the environment has; empty: none.
+    """The API key in the environment; empty: none.
 
     Raises:
-        CommandError: it can't be one.
+        CommandError: the variable's value can't be a key.
     """
     key = environment.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -247,7 +247,7 @@ def api_key(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def tls_context(url: str) -> ssl.SSLContext:
-    """Who a server has to be: on this machine anybody, for whose name no certificate is."""
+    """How to verify a server's certificate: not at all on loopback addresses, for which no certificate is issued."""
     if urlsplit(url).hostname in LOOPBACK_NAMES:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
@@ -257,13 +257,13 @@ def tls_context(url: str) -> ssl.SSLContext:
 
 
 def status_table(index: Sequence[Mapping[str, Any]]) -> str:
-    """The models as a table for people."""
+    """The models as a text table."""
     head = ("MODEL", "VERSION", "STATE", "REPLICAS", "DEVICES", "SINCE", "REASON")
     return columns([head, *map(_cells, index)])
 
 
 def command_line(action: str, answer: Mapping[str, Any]) -> str:
-    """What came of a command, in a line for people."""
+    """The result of a command in one line."""
     parts = [f"{answer['name']}: {action} done in {answer['took_s']:.1f} s, now {answer['state']}"]
     if "replicas" in answer:
         parts.append(f"{_replicas(answer)} replicas")
@@ -282,12 +282,12 @@ def _cells(one: Mapping[str, Any]) -> tuple[str, ...]:
     reason = str(one.get("reason", ""))
     if one.get("shortage"):
         reason += f"; {one['shortage']}"
-    told = [str(one.get(name, "")) for name in ("name", "version", "state")]
-    return *told, _replicas(one), ",".join(one.get("devices", ())), str(one.get("since", "")), reason
+    first = [str(one.get(name, "")) for name in ("name", "version", "state")]
+    return *first, _replicas(one), ",".join(one.get("devices", ())), str(one.get("since", "")), reason
 
 
 def _replicas(one: Mapping[str, Any]) -> str:
-    """Those ready and those wanted, and the bounds if they differ."""
+    """The ready and the wanted replicas, and the bounds if they differ."""
     found = one.get("replicas")
     if found is None:
         return ""

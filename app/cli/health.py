@@ -1,6 +1,6 @@
 """``headwater health``: whether a server is ready, for a container's health check.
 
-Run as ``python -m app.cli.health [URL]`` it costs a tenth of the command, since it imports the standard library only.
+``python -m app.cli.health [URL]`` takes a tenth of the command's time, since it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ TIMEOUT_S: Final = 8.0
 
 
 def default_url(environment: Mapping[str, str] = os.environ) -> str:
-    """The server in the same container, on the port that the environment says."""
+    """The server in the same container, on the port set in the environment."""
     scheme = "https" if "HEADWATER_SERVER__TLS__CERTIFICATE" in environment else "http"
     return f"{scheme}://127.0.0.1:{environment.get('HEADWATER_SERVER__PORT', '8000')}"
 
 
 def health_status(url: str) -> int:
-    """0 if the server is ready; else 1, and why not on standard error."""
+    """0 if the server is ready; else 1, with the reason on standard error."""
     reason = unhealthy(url)
     if reason:
         print(f"headwater: {reason}", file=sys.stderr)
@@ -47,14 +47,14 @@ def unhealthy(url: str, timeout_s: float = TIMEOUT_S) -> str:
         return f"{url}: {text or f'status {error.code}'}"
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        return f"{url}: no answer: {reason}; is the server running there? Say where with --url"
+        return f"{url}: no answer: {reason}; is the server running there? Set its address with --url"
 
 
 def _opener(url: str) -> urllib.request.OpenerDirector:
-    """Asks the server itself, through no proxy."""
+    """An opener that uses no proxy."""
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if urlsplit(url).scheme == "https" and urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1"):
-        # A loopback's name is in nobody's certificate, and who answers there is this machine.
+        # No certificate is issued for loopback addresses, where only this machine can answer.
         handlers.append(urllib.request.HTTPSHandler(context=ssl._create_unverified_context()))
     return urllib.request.build_opener(*handlers)
 

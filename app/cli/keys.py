@@ -1,4 +1,4 @@
-"""``headwater keys``: makes, revokes and lists API keys. Running servers notice within a second."""
+"""``headwater keys``: creates, revokes and lists API keys. Running servers notice within a second."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ if TYPE_CHECKING:
 __all__ = ["add_key_commands"]
 
 FILE_VARIABLE: Final = "HEADWATER_SECURITY__KEYS_FILE"
-"""By which the environment sets ``security.keys_file``."""
+"""The environment variable for ``security.keys_file``."""
 DEFAULT_FILE: Final = "headwater-keys.json"
 
 
 def add_key_commands(commands: Commands) -> None:
-    """Add them to the command line."""
-    keys = commands.add_parser("keys", help="make, revoke and list API keys")
+    """Add the commands to the command line."""
+    keys = commands.add_parser("keys", help="create, revoke and list API keys")
     actions = keys.add_subparsers(required=True, metavar="ACTION")
 
-    add = actions.add_parser("add", help="make a key, and print it: it is stored nowhere")
-    add.add_argument("name", metavar="NAME", help="whose or what for; for logs and for `revoke`")
+    add = actions.add_parser("add", help="create a key and print it; only its hash is stored")
+    add.add_argument("name", metavar="NAME", help="name of its owner or purpose, for logs and for `revoke`")
     add.add_argument(
-        "--scopes", default="infer", metavar="SCOPE,...", help=f"of {', '.join(SCOPES)}; default: %(default)s"
+        "--scopes", default="infer", metavar="SCOPE,...", help=f"any of {', '.join(SCOPES)}; default: %(default)s"
     )
-    add.add_argument("--requests-per-second", type=float, metavar="N")
-    add.add_argument("--concurrent", type=int, metavar="N", help="requests at once")
-    add.add_argument("--tokens-per-minute", type=int, metavar="N", help="of language models: of prompts, and generated")
+    add.add_argument("--requests-per-second", type=float, metavar="N", help="limit on requests per second")
+    add.add_argument("--concurrent", type=int, metavar="N", help="limit on requests at once")
+    add.add_argument(
+        "--tokens-per-minute", type=int, metavar="N", help="limit on language-model tokens, prompts included"
+    )
     add.set_defaults(run=_add)
 
-    revoke = actions.add_parser("revoke", help="have a key be good no more")
+    revoke = actions.add_parser("revoke", help="revoke a key")
     revoke.add_argument("name", metavar="NAME")
     revoke.set_defaults(run=_revoke)
 
@@ -67,11 +69,11 @@ def _add(options: argparse.Namespace) -> int:
 
     def change(keys: Sequence[Key]) -> Sequence[Key]:
         if any(key.name == new.name for key in keys):
-            raise CommandError(f"{options.file}: there is a key `{new.name}`; revoke it, or choose another name")
+            raise CommandError(f"{options.file}: key `{new.name}` exists already; revoke it, or choose another name")
         return [*keys, new]
 
     change_file(options.file, change)
-    print(f"{new.name} may {', '.join(new.scopes)}; this is its key, which is shown only now:", file=sys.stderr)
+    print(f"{new.name} has scopes {', '.join(new.scopes)}; its key is shown only once:", file=sys.stderr)
     print(text)
     return 0
 
@@ -86,7 +88,7 @@ def _revoke(options: argparse.Namespace) -> int:
         return rest
 
     change_file(options.file, change)
-    print(f"{options.name} is revoked: servers refuse it within a second")
+    print(f"{options.name} is revoked; servers refuse it within a second")
     return 0
 
 
@@ -97,6 +99,6 @@ def _list(options: argparse.Namespace) -> int:
             (key.concurrent, "at once"),
             (key.tokens_per_minute, "tokens a minute"),
         )
-        told = [f"{limit:g} {unit}" for limit, unit in limits if limit is not None]
-        print("  ".join([key.name, ",".join(key.scopes), ", ".join(told) or "no limits", key.created]).rstrip())
+        shown = [f"{limit:g} {unit}" for limit, unit in limits if limit is not None]
+        print("  ".join([key.name, ",".join(key.scopes), ", ".join(shown) or "no limits", key.created]).rstrip())
     return 0

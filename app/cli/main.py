@@ -1,4 +1,4 @@
-"""The command line: ``headwater serve`` and ``check``, and what commands a running server."""
+"""The command line ``headwater``: ``serve``, ``check``, and the commands for a running server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; ends the process with its exit status."""
+    """Run a command and exit with its status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -44,20 +44,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"headwater {app.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="serve what a configuration names, or one model")
+    serve = commands.add_parser("serve", help="serve the models of a configuration, or one model")
     serve.add_argument(
         "what",
         metavar="CONFIG | MODULE:CLASS | onnx:PATH",
         help="a YAML file, or a model such as my.models:Scale or onnx:head.onnx",
     )
     serve.add_argument("--host", help="address to listen on")
-    serve.add_argument("--port", type=int, help="port to listen on; 0 takes a free one")
-    serve.add_argument("--workers", type=int, help="gateway processes")
+    serve.add_argument("--port", type=int, help="port to listen on; 0: any free port")
+    serve.add_argument("--workers", type=int, help="number of gateway processes")
     _add_set(serve)
     serve.set_defaults(run=_serve)
 
-    check = commands.add_parser("check", help="check the environment, and a configuration if one is given")
-    check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | onnx:PATH", help="as of `headwater serve`")
+    check = commands.add_parser("check", help="check the environment and, if given, a configuration or model")
+    check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | onnx:PATH", help="as for `headwater serve`")
     check.add_argument("--json", action="store_true", help="print JSON")
     check.add_argument("--host")
     check.add_argument("--port", type=int)
@@ -67,27 +67,27 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="show the models of a running server, and their states")
     _add_url(status)
     status.set_defaults(run=_status)
-    health = commands.add_parser("health", help="whether a running server is ready: exit status 0, or 1 and why not")
-    health.add_argument("--url", default=default_url(), help="the server's; default: %(default)s")
+    health = commands.add_parser("health", help="exit with 0 if a running server is ready, else with 1 and the reason")
+    health.add_argument("--url", default=default_url(), help="the server's URL; default: %(default)s")
     health.set_defaults(run=_health)
     for action, what in (
         ("load", "load a model that is not loaded"),
-        ("unload", "unload a model, and see that nothing of it remains"),
-        ("reload", "replace a model's replicas without a gap"),
+        ("unload", "unload a model, and verify that nothing of it remains"),
+        ("reload", "replace a model's replicas without downtime"),
     ):
         command = commands.add_parser(action, help=f"{what}, on a running server on this machine")
         command.add_argument("name", metavar="NAME", help="the deployment")
         if action != "unload":
             command.add_argument(
                 "--config", metavar="FILE | JSON",
-                help="a deployment's section, laid over the one that the server was started with: a YAML or JSON file, "
-                "or JSON such as '{\"timeout_s\": 5}'",
+                help="a deployment's section, merged into the one that the server was started with: a YAML or JSON "
+                "file, or JSON such as '{\"timeout_s\": 5}'",
             )  # fmt: skip
         _add_url(command)
         command.set_defaults(run=_command, action=action)
-    scale = commands.add_parser("scale", help="have another number of a model's replicas, on a running server")
+    scale = commands.add_parser("scale", help="change the number of a model's replicas, on a running server")
     scale.add_argument("name", metavar="NAME", help="the deployment, or PIPELINE.STEP")
-    scale.add_argument("replicas", metavar="N | MIN-MAX", type=_bounds, help="how many, or between how many it scales")
+    scale.add_argument("replicas", metavar="N | MIN-MAX", type=_bounds, help="their number, or bounds to scale between")
     _add_url(scale)
     scale.set_defaults(run=_scale)
     add_bench_command(commands)
@@ -107,7 +107,7 @@ def _bounds(text: str) -> dict[str, int]:
 def _add_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000",
-        help="the server's; default: %(default)s; its API key is taken from the environment variable HEADWATER_KEY",
+        help="the server's URL; default: %(default)s; an API key is read from the environment variable HEADWATER_KEY",
     )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def _flags(options: argparse.Namespace) -> dict[str, Any]:
 
 def _serve(options: argparse.Namespace) -> int:
     if os.getpid() == 1:
-        # The kernel drops a signal that process 1 has no handler for, and the supervisor's comes a second later.
+        # The kernel drops signals that process 1 has no handler for; the supervisor installs its own a second later.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     from app.supervisor.supervisor import Supervisor
 
@@ -182,10 +182,10 @@ def _scale(options: argparse.Namespace) -> int:
 
 
 def _section(given: str) -> str:
-    """A deployment's section as JSON text, of JSON or of a file that holds it or YAML."""
+    """A deployment's section as JSON text, from JSON or from a YAML or JSON file."""
     if given.lstrip().startswith("{"):
         return given
     try:
         return json.dumps(read_yaml(Path(given)))
     except (TypeError, ValueError) as error:  # YAML has dates, and keys of any type
-        raise ConfigError(f"{given}: expected what JSON can say: {error}") from error
+        raise ConfigError(f"{given}: expected values that JSON can represent: {error}") from error

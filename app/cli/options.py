@@ -1,7 +1,4 @@
-"""Values of options on the command line, as argparse's ``type`` reads them.
-
-Options of commands that write a report, and the files that these name.
-"""
+"""Readers of option values for argparse's ``type``, and the options and files of reports."""
 
 from __future__ import annotations
 
@@ -25,12 +22,11 @@ __all__ = [
     "write_file",
 ]
 
-
 _T = TypeVar("_T")
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """Reads a whole number, from ``least`` to ``most``."""
+    """A reader of integers from ``least`` to ``most``."""
 
     def read(text: str) -> int:
         try:
@@ -45,28 +41,28 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def listed(read: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
-    """Reads several of what ``read`` reads, with commas between them, each once."""
+    """A reader of comma-separated values, each read by ``read``; duplicates are dropped."""
     return lambda text: tuple(dict.fromkeys(read(part) for part in text.split(",")))
 
 
 def checked(read: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Reads what ``read`` does; argparse then shows what its ValueError says."""
+    """The same reader, with a ValueError's message shown by argparse."""
 
-    def told(text: str) -> _T:
+    def checked_read(text: str) -> _T:
         try:
             return read(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return told
+    return checked_read
 
 
 def number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], float]:
-    """Reads a finite number that ``accepts`` holds for.
+    """A reader of finite numbers.
 
     Args:
-        accepts: whether it is in bounds.
-        expected: what is, in words.
+        accepts: whether a number is in bounds.
+        expected: the bounds in words.
     """
 
     def read(text: str) -> float:
@@ -82,10 +78,10 @@ def number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], f
 
 
 def named(text: str, names: Collection[str], read: Callable[[str], _T]) -> dict[str, _T]:
-    """``name=value``, several with commas between them: what ``read`` reads, by name.
+    """Read comma-separated ``name=value`` pairs.
 
     Raises:
-        ValueError: a name is none of ``names``, or stands twice, or ``read`` raised it.
+        ValueError: a name is unknown or repeated, or ``read`` raised it.
     """
     found: dict[str, _T] = {}
     for part in text.split(","):
@@ -105,30 +101,30 @@ def add_report_options(command: argparse.ArgumentParser, page: str) -> None:
     """Add ``--json`` and ``--html``.
 
     Args:
-        command: whose.
-        page: what the page is, for the help.
+        command: the command's parser.
+        page: what the HTML page is, for the help.
     """
     command.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
     command.add_argument("--html", type=Path, metavar="FILE", help=f"write {page}; needs headwater[reports]")
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """See that a file can be written, before it takes minutes to have something to write.
+    """Check that a file can be written, before the minutes that it takes to produce its content.
 
-    Folders that are not there are made by `write_file`.
+    `write_file` creates missing folders.
 
     Raises:
-        CommandError: it can't.
+        CommandError: it can't be written.
     """
     if path is None:
         return
     there = next(one for one in (path, *path.absolute().parents) if one.exists())
     if path.is_dir() or not (there.is_dir() or there == path) or not os.access(there, os.W_OK):
-        raise CommandError(f"{option}: {path}: can't be written: expected a file in a folder that can be written to")
+        raise CommandError(f"{option}: {path}: can't be written: expected a file in a writable folder")
 
 
 def write_file(option: str, path: Path | None, text: str) -> None:
-    """Write a file, and its folders; nothing if there is no path.
+    """Write a file, and create its folders; do nothing if ``path`` is None.
 
     Raises:
         CommandError: it can't be written.

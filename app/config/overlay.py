@@ -1,4 +1,4 @@
-"""A configuration that comes with a load or reload: a deployment's section, laid over the one in the server's file."""
+"""The configuration that a load or reload may bring: a section, merged into the deployment's in the server's file."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from app.errors import BadRequest, ConfigError, Forbidden
 __all__ = ["CODE_FIELDS", "FIELD", "MAX_CONFIG_BYTES", "check_allowed", "lay_over", "parse_overlay"]
 
 FIELD: Final = "parameters.config"
-"""Where it stands in a request's body."""
+"""Its place in a request's body."""
 MAX_CONFIG_BYTES: Final = 256 * 1024
 MAX_DEPTH: Final = 32
 MAX_MESSAGE_CHARACTERS: Final = 2000
-"""Every wrong field is told, with its name: both are the client's."""
+"""Bounds an error's message, which names every invalid field that the client sent."""
 CODE_FIELDS: Final = frozenset({"model", "pipeline", "options", "environment", "python"})
-"""Fields of a deployment that choose what is executed, or what it is given: whoever sets them can run any code."""
+"""Fields of a deployment that choose code or its arguments: anyone who sets them can run any code."""
 
 
 def parse_overlay(text: object) -> dict[str, Any]:
-    """Read the text of a configuration.
+    """Parse the text of a deployment's section.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: the text isn't one.
     """
     if not isinstance(text, str):
         raise _wrong(f"expected a deployment's section as JSON text, got {_kind(text)}")
@@ -42,53 +42,53 @@ def parse_overlay(text: object) -> dict[str, Any]:
 
 
 def check_allowed(config: Config, name: str, fields: dict[str, Any]) -> None:
-    """See whether the server's ``allow_load`` lets these fields be loaded under that name.
+    """Check that the server's ``allow_load`` permits these fields for this deployment.
 
     Args:
         config: the configuration that the server was started with.
-        name: the deployment's.
-        fields: what is laid over its section.
+        name: the deployment's name.
+        fields: the fields to merge into its section.
 
     Raises:
-        Forbidden: it doesn't.
+        Forbidden: they are not permitted.
     """
     allowed = config.server.allow_load
     if allowed == "never":
         raise Forbidden(
-            f"{FIELD}: expected none, since server.allow_load is never: models are loaded as the server's "
-            "configuration has them",
+            f"{FIELD}: expected none, since server.allow_load is never: models are loaded only as in the server's "
+            "configuration",
             field=FIELD,
         )
     if allowed == "any":
         return
-    mend = "set it in the server's configuration, or set server.allow_load to any there"
+    fix = "set it in the server's configuration, or set server.allow_load to any there"
     if name not in config.deployments:
         shown = name if len(name) <= 100 else name[:97] + "..."
         raise Forbidden(
             f"model {shown!r}: the server's configuration doesn't name it, and server.allow_load is settings, which "
-            f"lets no other model in; {mend}",
+            f"permits no other model; {fix}",
             field=FIELD,
         )
     for field in fields:
         if field in CODE_FIELDS:
             raise Forbidden(
-                f"{FIELD}.{field}: it chooses what is executed, and server.allow_load is settings; {mend}", field=FIELD
+                f"{FIELD}.{field}: it chooses what is executed, and server.allow_load is settings; {fix}", field=FIELD
             )
 
 
 def lay_over(first: Config, now: Config, name: str, fields: dict[str, Any]) -> Config:
-    """The configuration as it is with these fields laid over a deployment's section.
+    """The configuration with these fields merged into a deployment's section.
 
-    Sections are merged, other values replaced; null takes a field's default.
+    Sections are merged, other values replaced; null restores a field's default.
 
     Args:
-        first: the configuration that the server was started with; its section is what is laid over.
-        now: the one that holds now, for all other deployments.
-        name: the deployment's; one that ``first`` doesn't have gets these fields only.
+        first: the configuration that the server was started with; the fields are merged into its section.
+        now: the present configuration, for all other deployments.
+        name: the deployment's name; one that ``first`` lacks gets these fields only.
         fields: from `parse_overlay`.
 
     Raises:
-        BadRequest: a field is wrong; the message is as for a file.
+        BadRequest: a field is invalid; the message is as for a file.
     """
     configured = first.deployments.get(name)
     section = _merged(_given(configured) if configured is not None else {}, fields)
@@ -103,7 +103,7 @@ def lay_over(first: Config, now: Config, name: str, fields: dict[str, Any]) -> C
 
 
 def _given(section: Section) -> dict[str, Any]:
-    """What was set in a section; others in it stay what they are."""
+    """The fields set in a section; sections within it stay objects."""
     return {name: getattr(section, name) for name in type(section).model_fields if name in section.model_fields_set}
 
 
@@ -127,7 +127,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"`{twice[:100]}` stands twice in one object")
+        raise ValueError(f"duplicate key `{twice[:100]}`")
     return found
 
 

@@ -1,4 +1,4 @@
-"""A pipeline in the configuration: a trunk and its heads, or any graph of steps."""
+"""A pipeline in the configuration: a trunk with its heads, or any graph of steps."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _STEP_NAME = re.compile(r"[A-Za-z0-9_-]{1,50}\Z")
 
 
 class Step(Section):
-    """One step: a model of its own, or a deployment that stands elsewhere in the configuration."""
+    """One step: a model of its own, or another deployment of the configuration."""
 
     model: ModelReference | None = None
     deployment: str | None = None
-    """Name of another deployment, whose replicas are shared (placement ``graph`` only)."""
+    """The name of another deployment, whose replicas are shared (placement ``graph`` only)."""
     options: dict[str, Any] = Field(default_factory=dict)
     inputs: dict[str, str] = Field(default_factory=dict)
-    """Source of an input: ``STEP.OUTPUT``, or ``input.NAME`` for the pipeline's own. Others are found by their name."""
+    """Sources of inputs: ``STEP.OUTPUT``, or ``input.NAME`` for the pipeline's own. Others are matched by name."""
     timeout_s: PositiveSeconds | None = None
-    """Of a head: its deadline, counted as the request's is."""
+    """A head's deadline, counted like the request's."""
     on_error: Literal["fail", "omit"] = "fail"
-    """Of a head: whether its failure fails the request, or leaves its outputs out and says so."""
+    """Whether a head's failure fails the request, or omits the head's outputs and reports it."""
 
-    # Of a step of its own in placement `graph`; what isn't given is as the pipeline's deployment has it.
+    # For a step with its own model in placement `graph`; the defaults are the pipeline's deployment's.
     batching: Batching | None = None
     replicas: Replicas | None = None
     scaling: Scaling | None = None
@@ -83,7 +83,7 @@ class Step(Section):
         return self
 
     def own_settings(self) -> dict[str, Any]:
-        """What it says of the replicas that compute it."""
+        """The settings of its own replicas."""
         names = (
             "batching", "replicas", "scaling", "device", "memory", "instances", "threads", "environment",
             "warmup_batch_sizes", "load_timeout_s", "max_compute_s", "python",
@@ -92,7 +92,7 @@ class Step(Section):
 
 
 class EmbeddingMap(Section):
-    """How a pipeline answers ``/v1/embeddings``; the fields are those of `inference.Embedding` but ``dimensions``."""
+    """How a pipeline answers ``/v1/embeddings``; the fields are those of `inference.Embedding`, less ``dimensions``."""
 
     input: str
     output: str
@@ -104,37 +104,37 @@ _NAMES: TypeAdapter[tuple[str, ...]] = TypeAdapter(Annotated[tuple[str, ...], Fi
 
 
 class Pipeline(Section):
-    """Steps joined by their tensors: ``trunk`` and ``heads``, or ``steps`` and the names of those that are heads."""
+    """Steps joined by their tensors: ``trunk`` and ``heads``, or ``steps`` and the names of the heads among them."""
 
     placement: Literal["fused", "graph"] = "fused"
     """``fused``: one replica computes all steps. ``graph``: each step is a deployment of its own."""
     trunk: Step | None = None
-    """Its inputs are the pipeline's."""
+    """The step whose inputs are the pipeline's."""
     steps: Annotated[dict[str, Step], Field(min_length=1)] | None = None
     heads: dict[str, Step] | tuple[str, ...]
-    """Beside ``trunk``: the steps that read its outputs. Beside ``steps``: the names of those whose outputs are
-    answered."""
+    """With ``trunk``: the steps that read its outputs. With ``steps``: the names of the steps whose outputs are
+    returned."""
     embedding: EmbeddingMap | None = None
     """Set it to serve the pipeline at ``/v1/embeddings`` too."""
 
     @field_validator("heads", mode="plain")
     @classmethod
     def _check_heads(cls, value: object) -> dict[str, Step] | tuple[str, ...]:
-        # One form or the other, so that what is wrong within is named once; of a union pydantic tells both.
+        # Validated as one form or the other: for a union, pydantic would report the faults of both.
         if isinstance(value, dict):
             return _STEPS.validate_python(value)
         if isinstance(value, (list, tuple)):
             return _NAMES.validate_python(value)
-        raise ValueError("expected steps by name beside `trunk`, or a list of names beside `steps`")
+        raise ValueError("expected steps by name with `trunk`, or a list of names with `steps`")
 
     @model_validator(mode="after")
     def _check_form(self) -> Pipeline:
         if (self.trunk is None) == (self.steps is None):
             raise ValueError("expected either `trunk` and `heads`, or `steps` and `heads`")
         if self.trunk is not None and not isinstance(self.heads, dict):
-            raise ValueError("heads: expected steps by name beside `trunk`, got a list of names")
+            raise ValueError("heads: expected steps by name with `trunk`, got a list of names")
         if self.steps is not None and isinstance(self.heads, dict):
-            raise ValueError("heads: expected a list of names beside `steps`, got steps")
+            raise ValueError("heads: expected a list of names with `steps`, got steps")
         faults = [fault for name, step in self.all_steps().items() for fault in self._step_faults(name, step)]
         try:
             check_names(self.spec())
@@ -154,7 +154,7 @@ class Pipeline(Section):
         is_head = name in self.heads
         for field in ("timeout_s", "on_error"):
             if field in step.model_fields_set and not is_head:
-                yield f"step `{name}`, {field}: expected of heads only"
+                yield f"step `{name}`, {field}: expected for heads only"
         if self.placement == "fused":
             if step.deployment is not None:
                 yield (
@@ -175,7 +175,7 @@ class Pipeline(Section):
         return self.steps or {}
 
     def spec(self) -> PipelineSpec:
-        """The same as the model side reads it."""
+        """The same for `inference`."""
         return PipelineSpec(
             steps=tuple(
                 StepSpec(

@@ -60,7 +60,7 @@ __all__ = [
 
 ENVIRONMENT_PREFIX = "HEADWATER_"
 PLACEHOLDER: Final = "none:None"
-"""The model of a deployment that stands where there is none, since a configuration has at least one."""
+"""The model of a placeholder, for a configuration without deployments, which must have at least one."""
 
 _FLAG = re.compile(r'(?:"[^"]+"|[^".]+)(?:\.(?:"[^"]+"|[^".]+))*\Z')
 _FLAG_PART = re.compile(r'"[^"]+"|[^".]+')
@@ -88,25 +88,25 @@ class Deployment(Section):
 
     model: ModelReference | None = None
     """``module:Class`` of an `inference.Model`, ``onnx:PATH`` of an ONNX file, ``lm:PATH`` or ``lm:PACKAGE:PATH`` of a
-    language model's folder; this or ``pipeline``."""
+    language model's folder. Either this or ``pipeline``."""
     pipeline: Pipeline | None = None
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class's constructor; of a language model, its engine's."""
+    """Keyword arguments of the class's constructor, or of a language model's engine."""
     batching: Batching = Field(default_factory=Batching)
     timeout_s: PositiveSeconds = 30
     """A request's deadline, queueing included; a request may ask for less."""
     replicas: Replicas = ReplicaBounds(min=1, max=1)
-    """How many, or ``{min, max}``: as many as its load takes; see ``scaling``."""
+    """A number, or ``{min, max}`` to scale with load; see ``scaling``."""
     scaling: Scaling = Field(default_factory=Scaling)
     device: Device = "auto"
     """``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the first GPU if there is one. Or several, such as
     ``[cuda:0, cuda:1]``, over which its replicas are placed."""
     memory: MemorySize | None = None
-    """What one replica takes of its device's memory, at most; default: what replicas of it were measured to take."""
+    """The most that one replica uses of its device's memory; default: as measured on its replicas."""
     instances: Instances = 1
-    """Threads in each replica that compute at once, on one copy of the model; it must allow that."""
+    """Threads in each replica that compute at once, on one copy of the model, which must be thread-safe."""
     threads: Threads | None = None
-    """Threads of torch and of its math libraries; default: as many as the machine has cores."""
+    """Threads of torch and its math libraries; default: the machine's cores."""
     environment: Environment = Field(default_factory=dict)
     """Variables that the replica gets besides the supervisor's own."""
     warmup_batch_sizes: WarmupBatchSizes | None = None
@@ -114,19 +114,19 @@ class Deployment(Section):
     load_timeout_s: PositiveSeconds = 600
     """How long a replica may take from its start to ready."""
     max_compute_s: PositiveSeconds | None = None
-    """How long one call of the user's code may take, or of a stream one yield; then the replica hangs, and is replaced.
-    Default: no limit."""
+    """How long one call of the user's code, or one step of a stream, may take before the replica counts as hanging and
+    is replaced. Default: no limit."""
     max_crashes: PositiveInt = 10
     """After so many losses of replicas that served, within five minutes, none is started any more."""
     quarantine_s: Annotated[float, Field(ge=0, le=86_400)] = 600
-    """For how long a request that took two replicas down is refused; 0: not at all."""
+    """For how long a request that took two replicas down is refused; 0: never refused."""
     drain_timeout_s: PositiveSeconds = 30
-    """How long requests in flight may take to finish when it is unloaded or reloaded."""
+    """How long requests in flight may take to finish when the deployment is unloaded or reloaded."""
     strategy: Strategy = "beside"
-    """How it is reloaded: ``beside``, the new replicas start while the old ones serve; ``recreate``, after they have
-    ended, where memory has room for one only."""
+    """How to reload: ``beside`` starts the new replicas while the old ones serve; ``recreate`` starts them after the
+    old ones have ended, for memory that holds only one set."""
     python: PythonPath | None = None
-    """The interpreter that its replicas run under, which must have PyTriton; default: the one Headwater runs under."""
+    """The Python interpreter for the replicas, with PyTriton installed; default: Headwater's own."""
 
     @model_validator(mode="after")
     def _check_what(self) -> Deployment:
@@ -141,17 +141,17 @@ class Deployment(Section):
             yield "options: expected in the pipeline's steps, each of which has its own"
         if self.instances > 1 and self.pipeline is not None and self.pipeline.placement == "fused":
             yield (
-                f"instances: expected 1 of a fused pipeline, which computes one batch at a time, got {self.instances}; "
-                "raise `replicas`"
+                "instances: expected 1 for a fused pipeline, which computes one batch at a time, got "
+                f"{self.instances}; raise `replicas`"
             )
         if self.instances > 1 and is_language_model(self.model or ""):
             yield (
-                "instances: expected 1 of a language model, whose engine computes all sequences together, got "
+                "instances: expected 1 for a language model, whose engine computes all sequences together, got "
                 f"{self.instances}; raise `replicas`"
             )
         if self.max_compute_s is not None and is_language_model(self.model or ""):
             yield (
-                "max_compute_s: expected none of a language model, whose engine's steps are bounded by "
+                "max_compute_s: expected none for a language model, whose engine's steps are bounded by "
                 f"`options.max_step_s`, got {self.max_compute_s:g}"
             )
         if self.max_in_flight < self.instances:
@@ -159,7 +159,7 @@ class Deployment(Section):
 
     @property
     def max_in_flight(self) -> int:
-        """Calls that a replica may have at once: as many as compute, and one on its way, if nothing else is said."""
+        """Calls that a replica may have at once; by default, one more than it can compute."""
         if "max_in_flight" in self.batching.model_fields_set:
             return self.batching.max_in_flight
         return max(self.batching.max_in_flight, self.instances + 1)
@@ -170,7 +170,7 @@ class Deployment(Section):
         return (self.device,) if isinstance(self.device, str) else self.device
 
     def step(self, name: str) -> Deployment:
-        """Of a pipeline in placement ``graph``: the deployment of a step that has a model of its own."""
+        """The deployment of a step with its own model, for a pipeline in placement ``graph``."""
         assert self.pipeline is not None
         step = self.pipeline.all_steps()[name]
         own = step.own_settings()
@@ -184,17 +184,17 @@ class Server(Section):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
-    """0 takes a free one."""
+    """0: any free port."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
-    """Gateway processes. Limits in this file are totals; each worker holds an equal share."""
+    """Gateway processes. Limits in this file are totals; each worker has an equal share."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
-    """Of clients. One more takes the place of the one that has been idle longest, if any is."""
+    """Client connections. Beyond this, a new one replaces the one that has been idle longest, if any is idle."""
     tls: TlsSection | None = None
     """The certificate and private key for HTTPS; default: HTTP."""
     max_body_bytes: Annotated[int, Field(ge=1_000)] = 64 * 1024 * 1024
-    """Of a request, and of what a compressed one unpacks to."""
+    """Size of a request's body, also after decompression."""
     max_queue_size: Annotated[int, Field(ge=1)] = 8192
-    """Rows that may wait, of all deployments together; each is sure of an equal part of it."""
+    """Rows that may wait over all deployments, each of which is guaranteed an equal part."""
     max_queue_bytes: Annotated[int, Field(ge=1_000)] = 1024 * 1024 * 1024
     """Likewise, of the tensors of requests that wait."""
     client_timeout_s: PositiveSeconds = 30
@@ -203,25 +203,25 @@ class Server(Section):
     shutdown_timeout_s: PositiveSeconds = 30
     """How long requests in flight may take to finish after SIGTERM."""
     runtime_dir: Path | None = None
-    """Where sockets, workspaces and temporary files go: in a folder of its own inside this one, which must allow
+    """Where Headwater creates its folder for sockets, workspaces and temporary files. The file system must allow
     execution. Default: the system's folder for temporary files."""
     access_log: bool = True
     log_format: LogFormat = "auto"
-    """``human``, ``json``, or ``auto``: for people on a terminal, JSON otherwise."""
+    """``human``, ``json``, or ``auto``: text on a terminal, JSON otherwise."""
     log_payloads: bool = False
-    """Whether errors are logged in full that may quote what a client sent or a callable said."""
+    """Whether to log error messages in full that may quote a client's data or a callable's message."""
     tracing: TracingSection | None = None
     """Sends a trace of each request to an OpenTelemetry collector; needs the extra ``otel``."""
     metrics: bool = True
-    """Whether ``GET /metrics`` is there."""
+    """Whether to serve ``GET /metrics``."""
     ui: bool = True
     """Whether the status page and the playground are there, at ``/``."""
     memory_limit: MemoryLimit = DEFAULT_MEMORY_PART
     """What replicas may take together: a part of the memory of the machine, and of each GPU; or so many bytes of the
     machine's, and the default part of each GPU's."""
     allow_load: AllowLoad = "settings"
-    """What an operator may load or reload with a configuration of its own: ``settings``, models that the configuration
-    names, and no field that chooses code; ``any``, any model; ``never``, nothing."""
+    """What a load or reload may bring: ``settings``, fields that choose no code, for models that the configuration
+    names; ``any``, everything, for any model; ``never``, nothing."""
 
 
 class Config(Section):
@@ -254,7 +254,7 @@ class Config(Section):
         return self
 
     def _step_faults(self, name: str, deployment: Deployment, pipeline: Pipeline) -> Iterator[str]:
-        """What is wrong with a pipeline's steps beside other deployments."""
+        """Faults of a pipeline's steps with regard to other deployments."""
         for step_name, step in pipeline.all_steps().items():
             where = f"deployments.{name}.pipeline, step `{step_name}`"
             if step.model is not None:
@@ -265,7 +265,7 @@ class Config(Section):
             if step.deployment is None:
                 if f"{name}.{step_name}" in self.deployments:
                     served = f"it is served as `{name}.{step_name}`"
-                    yield f"{where}: {served}, a name that another deployment has; rename one"
+                    yield f"{where}: {served}, which is the name of another deployment; rename one"
                 continue
             other = self.deployments.get(step.deployment)
             if other is None:
@@ -281,8 +281,8 @@ class Config(Section):
                 yield f"{where}: a language model can't be a step, got the deployment `{step.deployment}`"
 
     def all_deployments(self) -> dict[str, Deployment]:
-        """Those that have replicas of their own: the steps of pipelines in placement ``graph`` stand for these, each
-        under ``PIPELINE.STEP``."""
+        """The deployments that have replicas of their own. A pipeline in placement ``graph`` is replaced by its steps,
+        each named ``PIPELINE.STEP``."""
         found: dict[str, Deployment] = {}
         for name, deployment in self.deployments.items():
             pipeline = deployment.pipeline
@@ -296,35 +296,33 @@ class Config(Section):
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping, of which YAML would silently take the last."""
+    """Refuses duplicate keys, of which YAML would silently take the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """See `yaml.SafeLoader`. Merge keys (``<<``) are not resolved yet, so that one may override what it merges."""
+        """See `yaml.SafeLoader`. Merge keys (``<<``) are not yet resolved, so a mapping may override what it merges."""
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
-                    raise yaml.composer.ComposerError(
-                        None, None, f"`{key.value}` stands twice in one mapping", key.start_mark
-                    )
+                    raise yaml.composer.ComposerError(None, None, f"duplicate key `{key.value}`", key.start_mark)
                 seen.add(key.value)
         return node
 
 
 def load_config(path: Path, *, environment: Mapping[str, str] | None = None, flags: Mapping[str, Any]) -> Config:
-    """Read a YAML file and lay the environment and the flags over it.
+    """Read a YAML file, overridden by the environment and the flags.
 
     Raises:
-        ConfigError: the file can't be read, or a field is wrong.
+        ConfigError: the file can't be read, or a field is invalid.
     """
     return read_config(read_yaml(path), source=str(path), environment=environment, flags=flags)
 
 
 def load_what(what: str, *, flags: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
-    """Read what a command serves or checks: a YAML file, or one model such as ``my.models:Scale``.
+    """Read the configuration that a command names: a YAML file, or one model such as ``my.models:Scale``.
 
-    Returns the configuration, and what to put first on the replicas' ``sys.path``.
+    Returns the configuration, and the folders that come first on the replicas' ``sys.path``.
 
     Raises:
         ConfigError: as `load_config`.
@@ -338,12 +336,12 @@ def load_what(what: str, *, flags: Mapping[str, Any]) -> tuple[Config, tuple[str
 
 
 def is_model_reference(what: str) -> bool:
-    """Whether what a command is given names a model and not a file."""
+    """Whether a command's argument names a model and not a file."""
     return ":" in what and not Path(what).exists()
 
 
 def _name(model: str) -> str:
-    """What a model that is served alone is called."""
+    """The name under which a single model is served."""
     last = model.rpartition(":")[2]
     if is_language_model(model):
         return Path(last).absolute().name
@@ -351,10 +349,10 @@ def _name(model: str) -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file holds.
+    """The content of a YAML file.
 
     Raises:
-        ConfigError: it can't be read, or is no YAML.
+        ConfigError: the file can't be read, or is not valid YAML.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -368,15 +366,15 @@ def read_yaml(path: Path) -> Any:
 def _parse_yaml(text: str, *, where: str) -> Any:
     try:
         return _copy(yaml.load(text, Loader=_UniqueKeys))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date
         raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
-        reason = "an anchor that holds itself, or more levels of nesting than can be read"
+        reason = "an anchor that contains itself, or too many levels of nesting"
         raise ConfigError(f"{where}: not valid YAML: {reason}") from error
 
 
 class Unparsed(str):
-    """The text of a flag's value, which is YAML."""
+    """A flag's value as YAML text."""
 
 
 def read_config(
@@ -386,19 +384,19 @@ def read_config(
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Any],
 ) -> Config:
-    """Check a configuration that is already parsed, with the environment and the flags laid over it.
+    """Check a parsed configuration, overridden by the environment and the flags.
 
     Args:
-        content: what the YAML file held.
+        content: the content of the YAML file.
         source: named in messages.
-        environment: variables such as ``HEADWATER_SERVER__PORT=9000``: the path of a field in capitals or as it is,
-            its parts joined by two underscores, and what is no letter and no digit of a name as one; values are parsed
-            as YAML. Default: the process's own.
-        flags: dotted path to value, such as ``{"server.port": 9000}``; a part with a dot stands in double quotes.
+        environment: variables such as ``HEADWATER_SERVER__PORT=9000``: a field's path, in capitals or as it is, its
+            parts joined by two underscores, with one underscore for any character other than letters and digits.
+            Values are parsed as YAML. Default: the process's environment.
+        flags: values by dotted path, such as ``{"server.port": 9000}``; a name with a dot is put in double quotes.
             `Unparsed` values are parsed as YAML.
 
     Raises:
-        ConfigError: a field is wrong; the message names it, what was expected and what came.
+        ConfigError: a field is invalid; the message names it, what was expected and what was found.
     """
     if not isinstance(content, dict):
         raise ConfigError(f"{source}: expected a mapping with `deployments`, got {type(content).__name__}")
@@ -413,7 +411,7 @@ def read_config(
         where = f"flag {dotted}"
         if not _FLAG.match(dotted):
             raise ConfigError(
-                f"{where}: expected names with dots between them, such as server.port, and a name that has a dot "
+                f"{where}: expected names separated by dots, such as server.port, and a name that contains a dot "
                 'in double quotes, such as deployments."my.model".timeout_s'
             )
         if isinstance(value, Unparsed):
@@ -427,13 +425,13 @@ def read_config(
 
 
 class InvalidConfig(ConfigError):
-    """Fields of a configuration are wrong.
+    """Fields of a configuration are invalid.
 
     Args:
-        source: of the configuration.
-        problems: what is wrong, each naming its field.
-        rest: the deployments and sections without any fault, if they make a configuration; if no deployment is without
-            fault, one of `PLACEHOLDER` stands for them.
+        source: the configuration's source.
+        problems: the problems, each of which names its field.
+        rest: a configuration of the valid deployments and sections, if they make one; if no deployment is valid, it has
+            one of `PLACEHOLDER`.
     """
 
     def __init__(self, source: str, problems: Sequence[str], rest: Config | None) -> None:
@@ -444,7 +442,7 @@ class InvalidConfig(ConfigError):
 
 
 def _without_faults(tree: dict[str, Any], error: ValidationError) -> Config | None:
-    """What is left without the deployments and the fields of other sections that are wrong."""
+    """The configuration without its invalid deployments and fields of other sections; None if the rest is invalid."""
     for detail in error.errors(include_url=False):
         section, *below = detail["loc"] or ("deployments",)
         fault = detail.get("ctx", {}).get("error")
@@ -478,7 +476,7 @@ def _set(tree: dict[str, Any], path: list[str], value: object, *, where: str) ->
         if branch is None:
             branch = tree[part] = {}
         if not isinstance(branch, dict):
-            raise ConfigError(f"{where}: `{part}` is no section")
+            raise ConfigError(f"{where}: `{part}` is not a section")
         tree = branch
     last = _match(tree, path[-1], where=where)
     tree[last] = value
@@ -486,10 +484,10 @@ def _set(tree: dict[str, Any], path: list[str], value: object, *, where: str) ->
 
 
 def _match(tree: Mapping[str, Any], part: str, *, where: str) -> str:
-    """The key that a part of a path stands for.
+    """The key that a part of a path refers to.
 
-    One in quotes is taken as it is. Any other stands for the key that is the same, or the same whatever its case, or
-    the same once everything but letters and digits is an underscore; if there is none, for a field's lower-case name.
+    A quoted part is taken literally. Any other refers to the key that is equal, equal ignoring case, or equal with
+    underscores for everything but letters and digits; if there is none, to the part in lower case.
     """
     if part.startswith('"'):
         return part[1:-1]
@@ -498,7 +496,7 @@ def _match(tree: Mapping[str, Any], part: str, *, where: str) -> str:
         found = [key for key in keys if plain(key) == plain(part)]
         if len(found) > 1:
             either = " or ".join(f"`{key}`" for key in found)
-            raise ConfigError(f"{where}: `{part}` is {either}; use --set, with the name in double quotes")
+            raise ConfigError(f"{where}: `{part}` may mean {either}; use --set, with the name in double quotes")
         if found:
             return found[0]
     return part.lower()
@@ -513,9 +511,9 @@ def _describe(detail: Any, overrides: Mapping[tuple[str, ...], str]) -> Iterator
     where = ".".join(location)
     outside = ""
     for path, source in overrides.items():
-        # What came from outside the file, or stands beside what did and is missing because of it.
+        # The fault is in what came from outside the file, or a sibling of that is missing.
         if path[: len(location)] == location != () or path[: len(location) - 1] == location[:-1] != ():
-            outside = f" ({source} is laid over it)"
+            outside = f" ({source} overrides the file)"
             break
     fault = detail.get("ctx", {}).get("error")
     for message in fault.args if isinstance(fault, Faults) else (str(detail["msg"]).removeprefix("Value error, "),):
@@ -531,7 +529,7 @@ def _text(detail: Any, where: str, location: tuple[str, ...]) -> str:
         return f"`{where}`: required, but missing"
     message = str(detail["msg"])
     message = message[:1].lower() + message[1:]
-    if not where:  # it is about several fields, and names them
+    if not where:  # the message is about several fields, and names them
         return message
     if detail["type"] == "value_error" and (", got " in message or isinstance(detail["input"], dict)):
         return f"`{where}`: {message}"
@@ -540,7 +538,7 @@ def _text(detail: Any, where: str, location: tuple[str, ...]) -> str:
 
 
 def _fields_beside(location: tuple[str, ...]) -> list[str]:
-    """The fields of the section that the last part of a path stands in."""
+    """The fields of the section that contains the last part of a path."""
     kinds: list[Any] = [Config]
     for part in location[:-1]:
         below: list[Any] = []
@@ -554,7 +552,7 @@ def _fields_beside(location: tuple[str, ...]) -> list[str]:
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """The sections, and mappings of them, that a field may be."""
+    """The sections, and mappings of sections, that a field may hold."""
     if get_origin(annotation) is dict or (isinstance(annotation, type) and issubclass(annotation, Section)):
         return [annotation]
     return [kind for one in get_args(annotation) for kind in _kinds(one)]

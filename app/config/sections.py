@@ -1,7 +1,4 @@
-"""What the sections of the configuration are made of.
-
-The configuration's parts that are about security.
-"""
+"""The types and smaller sections that the configuration consists of."""
 
 from __future__ import annotations
 
@@ -52,17 +49,17 @@ _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 
 
 class Section(BaseModel):
-    """A part of the configuration: unknown fields are refused, and nothing changes after it was read."""
+    """A part of the configuration: immutable, and without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Faults(ValueError):
-    """Several things that are wrong with a section; its arguments are messages.
+    """Several faults of a section; the exception's arguments are messages.
 
     Args:
-        messages: one for each.
-        deployments: of the configuration as a whole: those that are at fault.
+        messages: one for each fault.
+        deployments: the deployments at fault, for the configuration as a whole.
     """
 
     def __init__(self, messages: Sequence[str], deployments: Collection[str] = ()) -> None:
@@ -78,7 +75,7 @@ def check_model_reference(value: str) -> str:
     """Check that a text is ``module:Class``, ``onnx:PATH``, ``lm:PATH`` or ``lm:PACKAGE:PATH``.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text is none of these.
     """
     if is_language_model(value):
         parse_reference(value)
@@ -114,7 +111,7 @@ _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def _parse_size(value: object) -> object:
-    """``4GiB`` and ``500MB`` as bytes."""
+    """Parse ``4GiB`` and ``500MB`` to bytes."""
     if not isinstance(value, str):
         return value
     found = _SIZE.match(value.strip())
@@ -132,7 +129,7 @@ def _read_limit(value: object) -> float | int:
 
 
 def _parse_replicas(value: object) -> object:
-    """``3`` as ``{min: 3, max: 3}``."""
+    """Turn ``3`` into ``{min: 3, max: 3}``."""
     if isinstance(value, int) and not isinstance(value, bool):
         if not 1 <= value <= MAX_REPLICAS:
             raise ValueError(f"expected 1 to {MAX_REPLICAS}, or {{min: 1, max: 3}}")
@@ -189,18 +186,18 @@ class Batching(Section):
     """How the gateway coalesces rows of concurrent requests."""
 
     max_batch_size: PositiveInt = 32
-    """Rows in one call of the model, at most."""
+    """Rows in one call to the model, at most."""
     max_queue_delay_ms: Annotated[float, Field(ge=0, le=60_000)] = 0
-    """How long rows may wait for company although the replica is idle."""
+    """How long rows may wait for more rows while a replica is idle."""
     max_queue_size: PositiveInt = 1024
     """Rows that may wait; more are refused with 429."""
     priority_weights: PriorityWeights | None = None
-    """Of classes of requests, by priority: what share of the rows each gets while all have some waiting. A priority
-    that isn't named belongs to the class of the next less urgent one that is. Default: each priority is a class, and
-    weighs twice as much as the next."""
+    """Weights of classes of requests, by priority: the share of rows that each gets while all have rows waiting. A
+    priority not named here belongs to the next less urgent class that is. Default: each priority is a class, with twice
+    the weight of the next."""
     max_padding: Annotated[float, Field(ge=0.01, le=0.9)] | None = None
-    """What part of a batch may be padding, where the model pads texts to the longest: only rows of similar length share
-    a batch then. Measured in bytes of BYTES inputs. Default: rows go in order, whatever their lengths."""
+    """The fraction of a batch that may be padding, for models that pad texts to the longest: only rows of similar
+    length then share a batch. Measured in bytes of BYTES inputs. Default: rows are batched in order, of any lengths."""
     max_in_flight: PositiveInt = 2
     """Calls that a replica may have at once: one computes, the others are on their way."""
 
@@ -211,18 +208,18 @@ class TracingSection(Section):
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$")]
     """A collector that takes OTLP over HTTP, such as ``http://127.0.0.1:4318``."""
     sample: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Which part of the requests is traced that come without a ``traceparent``; with one, its sender decides."""
+    """The fraction of requests without a ``traceparent`` to trace; with one, its sender decides."""
 
     @property
     def traces_url(self) -> str:
-        """With the protocol's own path, unless the endpoint has one."""
+        """The endpoint, with the protocol's default path unless it has one."""
         scheme, _, rest = self.endpoint.partition("://")
         host, _, path = rest.partition("/")
         return f"{scheme}://{host}/{path or 'v1/traces'}"
 
 
 class ReplicaBounds(Section):
-    """How many replicas a deployment has: a number of them, or as many as its load takes."""
+    """Bounds on a deployment's number of replicas, between which its load decides."""
 
     min: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
     max: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
@@ -235,11 +232,11 @@ class ReplicaBounds(Section):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether load changes nothing."""
+        """Whether the number is independent of load."""
         return self.min == self.max
 
     def __str__(self) -> str:
-        """As an operator is told."""
+        """The bounds in words."""
         return str(self.min) if self.is_fixed else f"{self.min} to {self.max}"
 
 
@@ -247,12 +244,12 @@ Replicas = Annotated[ReplicaBounds, BeforeValidator(_parse_replicas)]
 
 
 class Scaling(Section):
-    """When a deployment with ``replicas: {min, max}`` gets another replica, and when it has one too many."""
+    """When a deployment with ``replicas: {min, max}`` gains or loses a replica."""
 
     queue_wait_ms: Annotated[float, Field(gt=0, le=3_600_000)] = 100
-    """Rows should not wait longer, beside ``max_queue_delay_ms``."""
+    """How long rows should wait at most, in addition to ``max_queue_delay_ms``."""
     up_after_s: PositiveSeconds = 5
-    """For how long there must be too much to do before one more starts."""
+    """How long the load must be too high before a replica is added."""
     down_after_s: PositiveSeconds = 60
     """For how long there must be too little to do before one ends."""
 
@@ -266,13 +263,13 @@ def _expanded(value: object) -> object:
 
 def _check_origin(value: str) -> str:
     if value != "*" and not _ORIGIN.match(value):
-        raise ValueError("expected an origin such as https://app.example or http://localhost:3000, in small letters "
+        raise ValueError("expected an origin such as https://app.example or http://localhost:3000, in lower case "
                          "and without a path, or *")  # fmt: skip
     return value
 
 
 OwnPath = Annotated[Path, BeforeValidator(_expanded), AfterValidator(Path.absolute)]
-"""A relative path starts in the folder in which Headwater is started: gateway workers run in another."""
+"""A path made absolute: a relative one starts where Headwater was started, but gateway workers run elsewhere."""
 
 Origin = Annotated[str, AfterValidator(_check_origin)]
 
@@ -281,16 +278,16 @@ class SecuritySection(Section):
     """Who may use the server."""
 
     keys_file: OwnPath | None = None
-    """Keys of clients, as `app.security.keys` reads them. Without it, and without HEADWATER_KEYS in the environment,
-    anybody who reaches the server may infer."""
+    """The file with API keys; see `app.security.keys`. Without it, and without HEADWATER_KEYS in the environment,
+    anyone who can reach the server may infer."""
     cors_origins: tuple[Origin, ...] = ()
-    """Origins of web pages whose scripts may ask; ``*`` stands for all. Default: none but the server's own."""
+    """Origins of web pages whose scripts may send requests; ``*``: all. Default: only the server's own."""
 
 
 class TlsSection(Section):
     """HTTPS."""
 
     certificate: OwnPath
-    """PEM: the server's certificate, and behind it those between it and the root."""
+    """PEM: the server's certificate, followed by its intermediate certificates."""
     key: OwnPath
     """PEM: the private key, without a passphrase."""

@@ -1,1 +1,1 @@
-"""What the supervisor and its workers tell each other: routing table, messages and the socket's two ends."""
+"""The control socket between supervisor and gateway workers: routing table, messages and both ends."""

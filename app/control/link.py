@@ -1,4 +1,4 @@
-"""See app/control/link.py."""
+"""A gateway worker's end of the control socket; see `app.control.server`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SupervisorLink:
         self._draining: set[asyncio.Task[None]] = set()
 
     async def tables(self, path: Path) -> AsyncGenerator[RoutingTable, None]:
-        """Yield each table as it comes, and take in what else does; ends when the supervisor does."""
+        """Yield each routing table as it comes, and handle other messages; ends when the supervisor does."""
         reader, self._writer = await asyncio.open_unix_connection(path, limit=MAX_MESSAGE_BYTES)
         try:
             while line := await reader.readline():
@@ -98,22 +98,22 @@ class SupervisorLink:
                     counted.set_result(0)
 
     def report(self, load: LoadReport) -> None:
-        """Tell the supervisor of the load here."""
+        """Report this worker's load to the supervisor."""
         if self._writer is not None:
             self._writer.write(encode_line(load))
 
-    def tell_quarantined(self, model: str, mark: bytes) -> None:
-        """Tell the other workers of a request that took two replicas down."""
+    def tell_quarantined(self, model: str, fingerprint: bytes) -> None:
+        """Report a request that took two replicas down to the other workers."""
         if self._writer is not None:
-            self._writer.write(encode_line(Quarantined(model, mark.hex())))
+            self._writer.write(encode_line(Quarantined(model, fingerprint.hex())))
 
     async def command(self, action: str, model: str, arguments: Mapping[str, Any] | None = None) -> CommandAnswer:
-        """Have the supervisor do something, and wait for what comes of it.
+        """Have the supervisor carry out an operator's command, and wait for its answer.
 
         Args:
-            action: what.
-            model: with which model.
-            arguments: what the action takes besides; small, since a message is one line.
+            action: the command.
+            model: the model it is for.
+            arguments: the command's other arguments; small, since a message is one line.
 
         Raises:
             Unavailable: the supervisor is gone.

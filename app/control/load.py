@@ -1,4 +1,4 @@
-"""What gateway workers tell the supervisor of the load on deployments that scale by it."""
+"""The load that gateway workers report to the supervisor, for deployments that scale by it."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ __all__ = ["DeploymentLoad", "LoadReport", "Moment", "together"]
 
 
 class Moment(NamedTuple):
-    """What one deployment has to do in one worker at one moment."""
+    """One deployment's load in one worker at one moment. For a language model, calls and rows are sequences."""
 
     computing: int = 0
-    """Calls that its replicas are thought to compute, the others being on their way; of a language model sequences."""
+    """Calls that its replicas presumably compute; the others are on their way."""
     requests: int = 0
-    """How many calls there would be at once if there were replicas without end; of a language model sequences."""
+    """Calls that could run at once with unlimited replicas."""
     waiting: int = 0
-    """Rows; of a language model sequences."""
+    """Rows that wait."""
     wait_s: float = 0.0
-    """For how long the first of them has waited."""
+    """Waiting time of the first of these rows."""
 
 
 class DeploymentLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What one deployment had to do in one worker since its last report."""
+    """One deployment's load in one worker since its last report, summed up from `Moment`s."""
 
     name: str
     waiting: int
-    """Of the last `Moment`."""
+    """The last value."""
     wait_s: float
-    """The longest of all moments."""
+    """The maximum."""
     computing: float
-    """On average."""
+    """The average."""
     requests: int
-    """The most."""
+    """The maximum."""
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag="load"):
-    """Of one worker."""
+    """The load of one worker's deployments."""
 
     deployments: list[DeploymentLoad] = []
 
 
 def together(reports: Iterable[LoadReport]) -> dict[str, DeploymentLoad]:
-    """What all workers have to do, by deployment."""
+    """The load of all workers together, by deployment."""
     found: dict[str, DeploymentLoad] = {}
     for report in reports:
         for one in report.deployments:
@@ -54,6 +54,6 @@ def together(reports: Iterable[LoadReport]) -> dict[str, DeploymentLoad]:
                 one.waiting + other.waiting,
                 max(one.wait_s, other.wait_s),
                 one.computing + other.computing,
-                one.requests + other.requests,  # perhaps not at the same moment: then too many
+                one.requests + other.requests,  # an upper bound: the maxima may be from different moments
             )  # fmt: skip
     return found

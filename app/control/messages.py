@@ -1,4 +1,4 @@
-"""What a gateway worker is started with; in a file, because a command line can be read by everybody."""
+"""The messages on the control socket, and the settings that a gateway worker is started with."""
 
 from __future__ import annotations
 
@@ -12,31 +12,28 @@ from app.errors import Unavailable
 
 __all__ = ["Command", "CommandAnswer", "Drain", "Drained", "WorkerSettings"]
 
-
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
-
 LOAD_FRESH_S: Final = 3.0
-"""A worker that said nothing of its load for so long has none that is known."""
-
+"""A load report older than this is ignored."""
 DRAIN_GRACE_S: Final = 5.0
-"""How much longer than it should a worker may take to say that it has drained."""
+"""How much longer than a drain's timeout a worker's answer may take."""
 
 CANCEL_TIMEOUT_S: Final = 3.0
 """How long a worker may take to say what it cancelled."""
 
 
 class Command(msgspec.Struct, frozen=True, tag="command"):
-    """What an operator wants, as a worker was asked."""
+    """An operator's command, as received by a worker."""
 
     id: int
     action: str
     model: str
     arguments: dict[str, Any] = {}
-    """What the action takes besides; of load and reload perhaps a ``config``, as the text that came."""
+    """The action's other arguments; for load and reload optionally a ``config``, as the text received."""
 
 
 class CommandAnswer(msgspec.Struct, frozen=True, tag="answer"):
-    """What came of it, as the operator is told."""
+    """The answer to a command, for the operator."""
 
     id: int
     status: int
@@ -44,39 +41,39 @@ class CommandAnswer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Tells a worker to say when nothing of a deployment is in flight in it any more.
+    """Asks a worker to answer once nothing of a deployment is in flight in it.
 
-    It comes behind the table that keeps new requests away.
+    It follows the routing table that stops new requests.
     """
 
     id: int
     model: str
     timeout_s: float
-    """After which the worker ends what is left."""
+    """After this, the worker ends the remaining requests."""
     replicas: list[str] | None = None
-    """Only what these have; None: everything."""
+    """Only requests that these replicas have; None: all requests."""
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
-    """Nothing is in flight any more."""
+    """Answers a `Drain`: nothing is in flight any more."""
 
     drained: int = 0
-    """Requests that were answered meanwhile."""
+    """Requests answered in the meantime."""
     ended: int = 0
-    """Those that took too long."""
+    """Requests that took too long and were ended."""
     id: int = 0
 
     def __add__(self, other: Drained) -> Drained:
-        """Both together."""
+        """The sum of both."""
         return Drained(self.drained + other.drained, self.ended + other.ended)
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Asks a worker for a sign of life."""
+    """Asks whether a worker's event loop is running."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """That sign: the worker's event loop goes round."""
+    """Answers a `Ping`."""
 
 
 class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
@@ -116,15 +113,15 @@ def supervisor_gone() -> Unavailable:
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
-    """Written by the supervisor, read by `app.gateway.worker`."""
+    """What `app.gateway.worker` is started with. The supervisor writes it to a file, since command lines are public."""
 
     control: str
-    """Path of the control socket."""
+    """The control socket's path."""
     server: dict[str, Any]
     """The configuration's `app.config.schema.Server`."""
     security: dict[str, Any] = {}
     """The configuration's `app.config.sections.SecuritySection`."""
     index: int = 0
-    """Which of the workers this is."""
+    """This worker's index."""
     metrics: str = ""
-    """Path of the file that it counts in; empty: in memory only."""
+    """Path of the file for its counts; empty: it counts in memory."""

@@ -1,4 +1,4 @@
-"""The routing table: what the supervisor tells gateway workers, whole, whenever anything changes."""
+"""The routing table, which the supervisor sends to gateway workers as a whole whenever anything changes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from inference.signature import Signature
 
 __all__ = ["LAST_LINES", "DeploymentRoute", "ReplicaRoute", "RoutingTable", "State", "unavailable"]
 
-
 LAST_LINES: Final = "; the last lines of its log: "
-"""Stands before these in a reason; what comes after is for operators and not for clients."""
+"""Precedes a replica's last log lines in a reason; they are for operators, not for clients."""
 
 
 class State(str, enum.Enum):
@@ -24,27 +23,28 @@ class State(str, enum.Enum):
     LOADING = "LOADING"
     READY = "READY"
     DRAINING = "DRAINING"
-    """It is being unloaded: new requests are refused, those in flight still answered."""
+    """The deployment is being unloaded: new requests are refused, those in flight are still answered."""
     UNLOADING = "UNLOADING"
-    """Nothing is in flight any more; its replicas are on their way out."""
+    """Nothing is in flight any more; the replicas are ending."""
     UNAVAILABLE = "UNAVAILABLE"
-    """No replica is ready, after one was: a new one is on its way, or an operator unloaded it."""
+    """No replica is ready any more: a new one is starting, or an operator unloaded the deployment."""
     FAILED = "FAILED"
-    """It could not be loaded, or not be unloaded without a rest; only an operator can mend that."""
+    """The deployment could not be loaded, or unloading left something behind; only an operator can fix that."""
 
 
 class ReplicaRoute(msgspec.Struct, frozen=True):
-    """Where a replica that is ready can be reached."""
+    """How to reach a replica that is ready."""
 
     id: str
     """Unique among all replicas ever started by this supervisor."""
     http_socket: str
     """Path of its Triton's HTTP socket."""
     token: str
+    """Triton's access token."""
     grpc_socket: str = ""
     """Path of its Triton's gRPC socket, if it answers in frames: fused pipelines and models that stream."""
     device: str = ""
-    """Where it computes."""
+    """The device it computes on."""
 
 
 class DeploymentRoute(msgspec.Struct, frozen=True):
@@ -53,48 +53,49 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     name: str
     state: State
     reason: str = ""
-    """Why it is in that state; the stage while it loads."""
+    """The reason for its state; while it loads, the stage."""
     signature: Signature | None = None
     """Known once a replica has been ready."""
     replicas: tuple[ReplicaRoute, ...] = ()
     """Those ready."""
     max_queue_size: int = 1024
-    """Rows, this worker's share."""
+    """In rows; this worker's share."""
     priority_weights: dict[int, int] = {}
-    """Of priority classes; empty: the default."""
+    """Weights of priority classes; empty: the default."""
     max_padding: float = 0
-    """What part of a batch may be padding; 0: no matter."""
+    """The fraction of a batch that may be padding; 0: any."""
     max_queue_delay_ms: float = 0
     max_in_flight: int = 1
     """Calls per replica, this worker's share."""
     instances: int = 1
-    """Calls that a replica computes at once, this worker's share."""
+    """Calls that a replica computes at once; this worker's share."""
     timeout_s: float = 30
     is_graph: bool = False
-    """Whether it is a pipeline whose steps are deployments of their own."""
+    """Whether it is a graph: a pipeline whose steps are deployments of their own."""
     plan: Plan | None = None
-    """Of such a pipeline, once known."""
+    """A graph's plan, once known."""
     is_open: bool = True
-    """Of such a pipeline, whether enough of its steps can be reached to answer anything."""
+    """Whether enough of a graph's steps can be reached to answer anything."""
     part_of: str | None = None
-    """Of a deployment that is a step: its pipeline."""
+    """The pipeline of a deployment that is a step."""
     is_language_model: bool = False
-    """Known before its signature is."""
+    """Known before its signature."""
     retiring: tuple[ReplicaRoute, ...] = ()
-    """Those that others have replaced: they get nothing new, but finish what they have."""
+    """Replaced replicas: they get no new requests, but finish those that they have."""
     since_s: float = 0
-    """When it came into that state, in seconds of the Unix epoch."""
+    """Since when it is in its state, in seconds since the Unix epoch."""
     total_instances: int = 1
-    """Of each replica, for all workers."""
+    """Calls that a replica computes at once, over all workers."""
     wanted: int = 1
-    """How many replicas it should have now."""
+    """The number of replicas that it should have now."""
     least: int = 1
+    """The lower bound of ``wanted``."""
     most: int = 1
-    """Between which its load decides; where they are equal, it has no say."""
+    """The upper bound of ``wanted``; load decides between the two."""
     shortage: str = ""
-    """Why it has fewer replicas than its load takes, if it has."""
+    """Why it has fewer replicas than its load requires; empty: it hasn't."""
     is_set_aside: bool = False
-    """Whether an operator unloaded it, and it isn't loaded again: the server is ready without it."""
+    """Whether an operator unloaded it: the server counts as ready without it."""
     quarantine_s: float = 600
     """For how long a request that took two replicas down is refused."""
     generation: int = 0
@@ -114,16 +115,15 @@ class RoutingTable(msgspec.Struct, frozen=True, tag="table"):
 
     deployments: tuple[DeploymentRoute, ...] = ()
     draining: bool = False
-    """Whether the server is about to stop: it answers what it has, and is no longer ready."""
+    """Whether the server is stopping: it is no longer ready, and answers only the requests in flight."""
 
 
 RETRY_AFTER_S: Final = {State.LOADING: 5, State.FAILED: 60}
-
 RETRY_AFTER_UNLOADED_S: Final = 60
 
 
 def unavailable(route: DeploymentRoute) -> Unavailable:
-    """Says that a deployment can't take requests, and why."""
+    """The error that says why a deployment can't accept requests."""
     wait_s = RETRY_AFTER_S.get(route.state, RETRY_AFTER_UNLOADED_S if route.is_set_aside else RETRY_AFTER_LOST_S)
     reason = route.cause or "no replica is ready"
     return Unavailable(f"model `{route.name}` is {route.state.value}: {reason}", retry_after_s=wait_s)

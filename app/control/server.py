@@ -1,4 +1,4 @@
-"""The control socket between the supervisor and its gateway workers: one JSON line a message.
+"""The supervisor's end of the control socket, which has one JSON message per line.
 
 Downwards: `RoutingTable`, whole, whenever anything changes; `Drain`, answered by a worker's `Drained`; and a worker's
 `Command`, answered by a `CommandAnswer`. Any number of each may be under way; a message's ``id`` tells which answer is
@@ -43,9 +43,7 @@ from app.control.routing import RoutingTable
 
 __all__ = ["ControlServer"]
 
-
 logger = logging.getLogger("headwater")
-
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
@@ -53,7 +51,7 @@ class ControlServer:
     """The supervisor's end.
 
     Args:
-        on_command: carries a command out, however long that takes; it is not ended with the worker that asked.
+        on_command: carries out a command, however long it takes, even if the worker that sent it ends.
     """
 
     def __init__(self, on_command: Callable[[Command], Awaitable[CommandAnswer]] | None = None) -> None:
@@ -62,9 +60,9 @@ class ControlServer:
         self._writers: set[asyncio.StreamWriter] = set()
         self._pids: dict[asyncio.StreamWriter, int] = {}
         self._unanswered: dict[asyncio.StreamWriter, int] = {}
-        """How often in a row a worker was asked for a sign of life and gave none."""
+        """The number of consecutive unanswered pings."""
         self._loads: dict[asyncio.StreamWriter, tuple[float, LoadReport]] = {}
-        """What each worker said last, and when."""
+        """Each worker's last report, and its time."""
         self._drains: dict[int, tuple[asyncio.StreamWriter, asyncio.Future[Drained]]] = {}
         self._cancels: dict[int, tuple[asyncio.StreamWriter, asyncio.Future[int]]] = {}
         self._numbers = itertools.count()
@@ -85,7 +83,7 @@ class ControlServer:
     async def drain(self, model: str, timeout_s: float, replicas: list[str] | None = None) -> Drained:
         """Wait until nothing of a deployment is in flight in any worker; see `Drain`.
 
-        A worker that ends has nothing in flight, and one that comes later hasn't taken anything in.
+        A worker that ends has nothing in flight, and one that connects later has accepted nothing.
         """
         waiting = []
         for writer in self._writers:
@@ -98,22 +96,22 @@ class ControlServer:
             return Drained()
         done, late = await asyncio.wait(waiting, timeout=timeout_s + DRAIN_GRACE_S)
         if late:
-            logger.error("%s: %d gateway workers don't say that they have drained", model, len(late))
+            logger.error("%s: %d gateway workers did not report in time that they have drained", model, len(late))
         for number, (_, future) in list(self._drains.items()):
             if future in late:
                 del self._drains[number]
         return sum((future.result() for future in done), Drained())
 
     def loads(self) -> list[LoadReport]:
-        """What each worker said of its load last, unless that was long ago."""
+        """Each worker's last load report, unless it is older than `LOAD_FRESH_S`."""
         oldest_s = asyncio.get_running_loop().time() - LOAD_FRESH_S
         return [report for when_s, report in self._loads.values() if when_s >= oldest_s]
 
     def ping(self) -> dict[int, int]:
-        """Ask every worker for a sign of life.
+        """Ping every worker.
 
         Returns:
-            By process id, how often in a row a worker was asked before and has not answered.
+            By process id, the number of earlier consecutive pings that are unanswered.
         """
         found: dict[int, int] = {}
         for writer in self._writers:
@@ -125,7 +123,7 @@ class ControlServer:
         return found
 
     async def finish(self) -> None:
-        """Wait for the commands that are being carried out."""
+        """Wait for the commands under way."""
         while self._commands:
             await asyncio.wait(self._commands)
 
@@ -147,8 +145,8 @@ class ControlServer:
                 self._take(UPWARD.decode(line), writer)
         except ConnectionError:
             pass
-        except (ValueError, msgspec.MsgspecError) as error:  # the worker ends without us, and another takes its place
-            logger.error("a gateway worker says what can't be understood: %s", error)
+        except (ValueError, msgspec.MsgspecError) as error:  # disconnected, the worker ends and is replaced
+            logger.error("invalid message from a gateway worker: %s", error)
         finally:
             self._writers.discard(writer)
             self._unanswered.pop(writer, None)
@@ -198,11 +196,11 @@ class ControlServer:
     async def _carry_out(self, command: Command, writer: asyncio.StreamWriter) -> None:
         try:
             if self._on_command is None:
-                raise RuntimeError("there is nobody to carry out commands")
+                raise RuntimeError("this server carries out no commands")
             answer = await self._on_command(command)
         except Exception:
             logger.exception("%s: %s failed in the supervisor", command.model, command.action)
-            text = f"model `{command.model}`: {command.action} failed in the supervisor; its log has more"
+            text = f"model `{command.model}`: {command.action} failed in the supervisor; see its log"
             answer = CommandAnswer(command.id, 500, {"error": text})
         if writer in self._writers:
             writer.write(encode_line(answer))

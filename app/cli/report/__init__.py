@@ -1,1 +1,1 @@
-"""Reports as one HTML file each: text, tables and plots, with nothing loaded from elsewhere."""
+"""Reports as self-contained HTML files: text, tables and plots."""

@@ -1,4 +1,4 @@
-"""One HTML page of sections, light or dark as the reader's system is. Nothing is loaded from elsewhere."""
+"""A self-contained HTML page of sections, light or dark like the reader's system."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Warn:
 
 @dataclass(frozen=True)
 class Code:
-    """Text as it is, such as a command line or YAML."""
+    """Preformatted text, such as a command line or YAML."""
 
     text: str
     template: Final = "code"
@@ -39,22 +39,22 @@ class Code:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a head. A cell that is no text is a number, and stands to the right."""
+    """Rows under a head. Cells that are not text are numbers, aligned to the right."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str | int | float]]
     caption: str = ""
     flagged: frozenset[int] = frozenset()
-    """Rows that are marked as not to be relied on."""
+    """Rows that are marked as unreliable."""
     template: Final = "table"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing with a line below it."""
+    """A drawing with a caption."""
 
     svg: str
-    """As `app.cli.report.plots` makes it: it is put into the page as it is."""
+    """From `app.cli.report.plots`; inserted without escaping."""
     caption: str = ""
     template: Final = "figure"
 
@@ -79,9 +79,9 @@ def render_page(title: str, lead: str, sections: Sequence[Section]) -> str:
     """The page's HTML. All text is escaped.
 
     Args:
-        title: of the page.
-        lead: a sentence or two below it.
-        sections: what follows.
+        title: the page's title.
+        lead: a sentence or two below the title.
+        sections: the rest of the page.
     """
     return _template().render(title=title, lead=lead, sections=sections)
 
@@ -94,8 +94,7 @@ def _template() -> jinja2.Template:
     return environment.from_string(_PAGE)
 
 
-# The colours and the figures' variables are those of app/gateway/static/style.css; a file of its own must not ask for
-# that.
+# The colours and variables are those of app/gateway/static/style.css, which a self-contained page can't load.
 _PAGE: Final = """<!doctype html>
 <html lang="en">
 <head>

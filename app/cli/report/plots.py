@@ -1,4 +1,4 @@
-"""Plots as SVG for `app.cli.report.page`, whose colours they take, light or dark.
+"""Plots as SVG in the colours of `app.cli.report.page`, light or dark.
 
 Needs the extra ``reports``: matplotlib.
 """
@@ -25,9 +25,9 @@ __all__ = ["Curve", "cdf", "check_plots", "line_chart"]
 WIDTH_IN: Final = 5.6
 HEIGHT_IN: Final = 3.4
 MOST_POINTS: Final = 400
-"""Of a curve: more could not be seen, and would make the page large."""
+"""Points of a curve; more would not be visible, and would make the page large."""
 SERIES: Final = 8
-# Colours that stand for the page's variables; an SVG within a page can use those.
+# Placeholders for the page's CSS variables, which an SVG within the page can use.
 _INK: Final = "#010203"
 _QUIET: Final = "#010204"
 _LINE: Final = "#010205"
@@ -66,14 +66,15 @@ class Curve:
     x: Sequence[float]
     y: Sequence[float]
     low: Sequence[float] | None = None
-    """The least of what was measured at each point, where it was measured several times."""
+    """The minimum at each point, for points that were measured several times."""
     high: Sequence[float] | None = None
+    """The maximum, likewise."""
     dashed: bool = False
-    """Predicted, or otherwise not measured."""
+    """For what was predicted, not measured."""
 
 
 def check_plots() -> None:
-    """Before anything long begins: whether plots can be made.
+    """Check that plots can be drawn, before a long measurement.
 
     Raises:
         CommandError: matplotlib is not installed.
@@ -85,9 +86,9 @@ def check_plots() -> None:
 def line_chart(
     title: str, x_label: str, y_label: str, curves: Sequence[Curve], *, log_x: bool = False, log_y: bool = False
 ) -> str:
-    """Lines with a mark at each point, and bars from the least to the greatest of what was measured there.
+    """A chart of lines with a mark at each point, and bars from its minimum to its maximum.
 
-    A curve of one point is a mark. The axis of y begins at 0 unless it is logarithmic.
+    The y axis begins at 0 unless it is logarithmic.
     """
 
     def draw(axes: Axes) -> None:
@@ -117,7 +118,7 @@ def line_chart(
 
 
 def cdf(title: str, x_label: str, samples: Sequence[tuple[str, Sequence[float]]], *, log_x: bool = False) -> str:
-    """Which part of all values is at most as large: a line for each set of values."""
+    """A cumulative distribution, with a line for each set of values."""
 
     def draw(axes: Axes) -> None:
         for place, (label, values) in enumerate(samples):
@@ -141,7 +142,7 @@ def _bar(curve: Curve, at: int, y: float) -> tuple[float, float]:
 
 
 def _steps(ordered: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Points of the curve, the rarest at its ends among them."""
+    """Points of the curve, including those of the largest values."""
     count = len(ordered)
     step = max(1, count // MOST_POINTS)
     places = sorted({*range(0, count, step), *range(max(0, count - 20), count)})
@@ -152,7 +153,7 @@ def _svg(title: str, x_label: str, y_label: str, draw: Any, labels: int) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    # Ids of its own: several figures stand on one page.
+    # Unique ids, since a page has several figures.
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"{next(_numbers)}"}):
         figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
         axes = figure.add_subplot()
@@ -174,7 +175,7 @@ def _as_markup(figure: Figure, title: str) -> str:
     label = title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # The page's own font, and ids that are nobody else's.
+    # Use the page's font, and drop ids that other figures have too.
     svg = re.sub(r"font: ([0-9.]+px) [^;\"]*", r"font-size: \1", svg)
     svg = re.sub(r"""font-family: [^;"]*;?""", "", svg)
     svg = re.sub(r' id="(?:figure|axes|patch|matplotlib|xtick|ytick|line2d|text|legend|LineCollection)[\w.]*"', "", svg)

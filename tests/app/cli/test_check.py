@@ -110,7 +110,7 @@ def test_text_of_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert title == "deployment double"
     assert why.startswith("  why   inference.zoo.scale:Twice: ")
     assert why.endswith("has no Twice; its models are Scale")
-    assert mend == "  mend  name one of these, or add Twice"
+    assert mend == "  fix   name one of these, or add Twice"
 
 
 def test_without_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ def test_a_section_is_given_as_json_or_as_a_file_of_it_or_yaml(tmp_path: Path) -
     (tmp_path / "dates.yaml").write_text("when: 2026-01-01\n")
     for given, told in (
         ("nowhere.yaml", "can't be read"),
-        (str(tmp_path / "dates.yaml"), "expected what JSON can say"),
+        (str(tmp_path / "dates.yaml"), "expected values that JSON can represent"),
     ):
         with pytest.raises(ConfigError, match=told):
             _section(given)

@@ -38,7 +38,7 @@ def laid(fields: dict[str, Any], **section: Any) -> Deployment:
         ("[]", "expected an object with a deployment's fields, got a list"),
         ("null", "got null"),
         ('{"timeout_s": NaN}', "NaN is no number in JSON"),
-        ('{"timeout_s": 1, "timeout_s": 2}', "`timeout_s` stands twice in one object"),
+        ('{"timeout_s": 1, "timeout_s": 2}', "duplicate key `timeout_s`"),
         ("[" * 100_000, "not valid JSON"),
         ('{"a":' * 40 + "1" + "}" * 40, "levels of nesting"),
         ('{"a": ' + "1" * 10_000 + "}", "not valid JSON"),

@@ -80,14 +80,14 @@ FORM = "`deployments.p.pipeline`: "
         ({"heads": {"a": MODEL}}, FORM + "expected either `trunk` and `heads`, or `steps` and `heads`"),
         ({**FAN, "steps": {"a": MODEL}}, FORM + "expected either `trunk` and `heads`, or `steps` and `heads`"),
         ({"trunk": MODEL}, "`deployments.p.pipeline.heads`: required, but missing"),
-        ({"trunk": MODEL, "heads": ["a"]}, FORM + "heads: expected steps by name beside `trunk`, got a list of names"),
+        ({"trunk": MODEL, "heads": ["a"]}, FORM + "heads: expected steps by name with `trunk`, got a list of names"),
         (
             {"steps": {"a": MODEL}, "heads": {"a": MODEL}},
-            FORM + "heads: expected a list of names beside `steps`, got steps",
+            FORM + "heads: expected a list of names with `steps`, got steps",
         ),
         (
             {"trunk": MODEL, "heads": "a"},
-            "`deployments.p.pipeline.heads`: expected steps by name beside `trunk`, or a list of names beside "
+            "`deployments.p.pipeline.heads`: expected steps by name with `trunk`, or a list of names with "
             "`steps`, got 'a'",
         ),
         ({"trunk": MODEL, "heads": {}}, "`deployments.p.pipeline.heads`: dictionary should have at least 1 item"),
@@ -187,9 +187,9 @@ def test_what_came_from_the_environment_is_said_to_in_heads_too() -> None:
 @pytest.mark.parametrize(("field", "value"), [("timeout_s", 1), ("on_error", "fail")])
 def test_what_only_heads_have(field: str, value: object) -> None:
     message = refused({"trunk": {**MODEL, field: value}, "heads": {"a": MODEL}})
-    assert message.startswith(f"{FORM}step `trunk`, {field}: expected of heads only")
+    assert message.startswith(f"{FORM}step `trunk`, {field}: expected for heads only")
     steps = {"first": {**MODEL, field: value}, "second": MODEL}
-    assert f"step `first`, {field}: expected of heads only" in refused({"steps": steps, "heads": ["second"]})
+    assert f"step `first`, {field}: expected for heads only" in refused({"steps": steps, "heads": ["second"]})
 
 
 def test_options_of_a_pipeline() -> None:
@@ -240,7 +240,7 @@ def test_a_step_that_is_a_deployment_has_no_settings_of_its_own(field: str) -> N
     step = {"deployment": "d", field: {"k": 1} if field == "options" else SETTINGS[field]}
     message = refused({"placement": "graph", "trunk": MODEL, "heads": {"a": step}}, d=MODEL)
     assert message.startswith(
-        f"`deployments.p.pipeline.heads.a`: `{field}`: of the deployment `d`; expected them there and not in the step"
+        f"`deployments.p.pipeline.heads.a`: `{field}`: expected in the deployment `d`, not in the step"
     )
 
 
@@ -262,7 +262,7 @@ def test_a_deployment_that_is_a_pipeline(name: str) -> None:
 def test_a_step_under_whose_name_another_deployment_is_served() -> None:
     message = refused({**FAN, "placement": "graph"}, **{"p.a": MODEL})
     assert message == (
-        "deployments.p.pipeline, step `a`: it is served as `p.a`, a name that another deployment has; rename one"
+        "deployments.p.pipeline, step `a`: it is served as `p.a`, which is the name of another deployment; rename one"
     )
     assert read(FAN, **{"p.a": MODEL})  # fused steps have no names of their own
 
@@ -320,7 +320,7 @@ def load(path: Path, text: str) -> Config:
 
 def test_a_deployment_that_stands_twice(tmp_path: Path) -> None:
     text = "deployments:\n  a: {model: m:M}\n  b: {model: m:M}\n  a: {model: m:M}\n"
-    with pytest.raises(ConfigError, match=r"not valid YAML: `a` stands twice in one mapping .*line 4"):
+    with pytest.raises(ConfigError, match=r"not valid YAML: duplicate key `a` .*line 4"):
         load(tmp_path / "c.yaml", text)
 
 
@@ -329,7 +329,7 @@ def test_an_input_that_is_mapped_twice(tmp_path: Path) -> None:
         "deployments:\n  p:\n    pipeline:\n      trunk: {model: m:M}\n      heads:\n        a:\n"
         "          model: m:M\n          inputs:\n            x: trunk.y\n            x: input.x\n"
     )
-    with pytest.raises(ConfigError, match=r"not valid YAML: `x` stands twice in one mapping .*line 10"):
+    with pytest.raises(ConfigError, match=r"not valid YAML: duplicate key `x` .*line 10"):
         load(tmp_path / "c.yaml", text)
 
 

@@ -183,7 +183,7 @@ def test_a_fused_pipeline_has_one_instance_and_a_step_of_a_graph_its_own() -> No
     steps = {"trunk": {"model": "m:T"}, "heads": {"h": {"model": "m:H", "instances": 3, "device": ["cuda:1", "cpu"]}}}
     fused = {"deployments": {"p": {"pipeline": {"trunk": {"model": "m:T"}, "heads": {"h": {"model": "m:H"}}}}}}
     fused["deployments"]["p"]["instances"] = 2  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="instances: expected 1 of a fused pipeline"):
+    with pytest.raises(ConfigError, match="instances: expected 1 for a fused pipeline"):
         read(fused)
     graph = {"pipeline": {"placement": "graph", **steps}, "device": "cuda:0"}
     found = read({"deployments": {"p": graph}}).all_deployments()
@@ -232,7 +232,7 @@ def test_a_call_is_bounded_by_the_deployment_or_the_step_of_a_graph() -> None:
 
 def test_a_language_model_has_a_bound_of_its_own() -> None:
     content = {"deployments": {"m": {"model": "lm:models/llama", "max_compute_s": 5}}}
-    with pytest.raises(ConfigError, match=r"max_compute_s: expected none of a language model, .*`options.max_step_s`"):
+    with pytest.raises(ConfigError, match=r"max_compute_s: expected none for a language model, .*`options.max_step_s`"):
         read(content)
 
 
@@ -251,7 +251,7 @@ def test_a_value_that_is_no_yaml_names_where_it_came_from(text: str, tmp_path: P
 def test_an_anchor_that_holds_itself_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "loop.yaml"
     path.write_text("deployments: &d {a: *d}\n")
-    with pytest.raises(ConfigError, match=r"loop\.yaml: not valid YAML: an anchor that holds itself"):
+    with pytest.raises(ConfigError, match=r"loop\.yaml: not valid YAML: an anchor that contains itself"):
         load_config(path, environment={}, flags={})
 
 
@@ -281,13 +281,13 @@ def test_a_name_as_it_is_comes_before_one_that_only_looks_like_it() -> None:
 
 def test_a_name_that_stands_for_several_is_refused() -> None:
     content = {"deployments": {"a.b": {"model": "m:M"}, "a-b": {"model": "m:M"}}}
-    with pytest.raises(ConfigError, match=r"DEPLOYMENTS__A_B__TIMEOUT_S: `A_B` is `a\.b` or `a-b`; .*--set"):
+    with pytest.raises(ConfigError, match=r"DEPLOYMENTS__A_B__TIMEOUT_S: `A_B` may mean `a\.b` or `a-b`; .*--set"):
         read(content, {"HEADWATER_DEPLOYMENTS__A_B__TIMEOUT_S": "5"})
 
 
 @pytest.mark.parametrize("field", ["", ".", "server.", 'deployments."a', 'deployments."a"b.timeout_s', "a..b"])
 def test_a_flag_that_is_no_path_is_refused(field: str) -> None:
-    with pytest.raises(ConfigError, match="expected names with dots between them"):
+    with pytest.raises(ConfigError, match="expected names separated by dots"):
         read_config(MINIMAL, source="t", environment={}, flags={field: 1})
 
 

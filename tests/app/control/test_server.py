@@ -401,7 +401,7 @@ def test_a_worker_that_never_says_that_it_has_drained_is_waited_for_no_longer_th
 
         await bench.worker(never)
         assert await bench.server.drain("a", 0.01) == Drained()
-        assert "a: 1 gateway workers don't say that they have drained" in caplog.text
+        assert "a: 1 gateway workers did not report in time that they have drained" in caplog.text
 
     run(scenario)
 

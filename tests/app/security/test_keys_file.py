@@ -65,7 +65,7 @@ def test_a_name_is_given_once_and_can_be_revoked(file: Path, run: Run) -> None:
     before = file.read_text()
     status, out, err = run("add", "alice")
     assert (status, out) == (1, "")
-    assert "there is a key `alice`" in err
+    assert "key `alice` exists already" in err
     status, _, err = run("revoke", "carol")
     assert status == 1
     assert "'carol'" in err
