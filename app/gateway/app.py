@@ -10,28 +10,19 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 import app
 from app.config.schema import Server
 from app.errors import CallableFailed, HeadwaterError, MethodNotAllowed, NotFound
 from app.gateway.http.bodies import BodyReader
-from app.gateway.http.entry import (
-    EndpointRoute,
-    EndpointShortcut,
-    ForwardedHeaders,
-    HeadAsGet,
-    RequestContext,
-    RequestRecords,
-    internal_error,
-)
+from app.gateway.http.entry import INFER_PATH, EndpointRoute, Entry, HeadAsGet, RequestRecords, internal_error
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.http.replies import Reply, error_reply
 from app.gateway.models import Models
 from app.gateway.openapi.schema import openapi_schema, with_keys
 from app.gateway.routes.embeddings import EmbeddingsEndpoint
 from app.gateway.routes.generate import GenerateEndpoint, GenerateStreamEndpoint
-from app.gateway.routes.infer import InferEndpoint, InferShortcut
+from app.gateway.routes.infer import InferEndpoint
 from app.gateway.routes.metadata import health_routes, metadata_routes, openai_model_routes
 from app.gateway.routes.pages import docs_routes, page_routes
 from app.gateway.routes.texts import CancelEndpoint, OpenAITextEndpoint
@@ -40,7 +31,7 @@ from app.lm.completion import CompletionRequest
 from app.security.key_check import KeyCheck, KeyRing
 from app.telemetry.logs import AccessLog
 
-__all__ = ["Gateway", "create_app"]
+__all__ = ["create_app"]
 
 CORS_REQUEST_HEADERS: Final = (
     "Authorization", "Content-Type", "Inference-Header-Content-Length", "Traceparent", "X-API-Key", "X-Request-Id",
@@ -56,7 +47,7 @@ def create_app(
     keys: KeyRing | None = None,
     cors_origins: Sequence[str] = (),
     records: RequestRecords | None = None,
-) -> Gateway:
+) -> Entry:
     """Make the application.
 
     Args:
@@ -67,44 +58,29 @@ def create_app(
         `app.security.operator`. cors_origins: of web pages whose scripts may ask.
         records: what becomes of each request; default: as ``server`` says.
     """
-    gateway = Gateway(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     reader = BodyReader(server.max_body_bytes, server.client_timeout_s)
     infer = InferEndpoint(models, reader)
     if records is None:
         log = AccessLog(log_format=server.log_format, payloads=server.log_payloads) if server.access_log else None
         records = RequestRecords(log, StreamLimits(write_timeout_s=server.client_timeout_s))
-    gateway.records = records
     generate = GenerateEndpoint(models, reader)
     generate_stream = GenerateStreamEndpoint(models, reader)
     routes = [
-        EndpointRoute("/v2/models/{model}/infer", infer, methods=["POST"]),
-        EndpointRoute("/v2/models/{model}/versions/{version}/infer", infer, methods=["POST"]),
-        EndpointRoute("/v2/models/{model}/generate", generate, methods=["POST"]),
-        EndpointRoute("/v2/models/{model}/versions/{version}/generate", generate, methods=["POST"]),
-        EndpointRoute("/v2/models/{model}/generate_stream", generate_stream, methods=["POST"]),
-        EndpointRoute("/v2/models/{model}/versions/{version}/generate_stream", generate_stream, methods=["POST"]),
+        EndpointRoute(INFER_PATH, infer),
+        EndpointRoute("/v2/models/{model}/versions/{version}/infer", infer),
+        EndpointRoute("/v2/models/{model}/generate", generate),
+        EndpointRoute("/v2/models/{model}/versions/{version}/generate", generate),
+        EndpointRoute("/v2/models/{model}/generate_stream", generate_stream),
+        EndpointRoute("/v2/models/{model}/versions/{version}/generate_stream", generate_stream),
         # An id may have slashes in it.
-        EndpointRoute("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models), methods=["POST"]),
-        EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest), methods=["POST"]),
-        EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest), methods=["POST"]),
-        EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader), methods=["POST"]),
+        EndpointRoute("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models)),
+        EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest)),
+        EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest)),
+        EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader)),
     ]
-    gateway.router.routes[:0] = routes  # which answers other methods
-    check: KeyCheck | None = None
-    entry: ASGIApp = EndpointShortcut(HeadAsGet(gateway.entry), routes)
-    if keys is not None:
-        entry = check = KeyCheck(entry, keys)
-    if cors_origins:
-        entry = CORSMiddleware(
-            entry,
-            allow_origins=cors_origins,
-            allow_methods=("GET", "POST"),
-            allow_headers=CORS_REQUEST_HEADERS,
-            expose_headers=CORS_ANSWER_HEADERS,
-        )
-    gateway.records = records
-    entry = RequestContext(entry, records)
-    gateway.entry = ForwardedHeaders(InferShortcut(entry, infer, records, check, cors=bool(cors_origins)))
+    gateway = FastAPI(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    gateway.router.routes[:0] = routes  # which refuses other methods
+    gateway.add_middleware(HeadAsGet)
     gateway.add_exception_handler(HeadwaterError, _on_error)
     gateway.add_exception_handler(HTTPException, _on_http_error)
     gateway.add_exception_handler(Exception, _on_exception)
@@ -126,24 +102,15 @@ def create_app(
         return schema if keys is None else with_keys(schema)
 
     gateway.openapi = openapi  # type: ignore[method-assign]
-    return gateway
-
-
-class Gateway(FastAPI):
-    """FastAPI, behind what every request passes first: that is outside of its own layers, which the one route that is
-    called most has no need of."""
-
-    records: RequestRecords
-    """What becomes of each request; connections add what they refuse before it is one."""
-
-    @functools.cached_property
-    def entry(self) -> ASGIApp:
-        """Where requests come in; FastAPI itself until it is set."""
-        return super().__call__
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection's scope."""
-        await self.entry(scope, receive, send)
+    cors = functools.partial(
+        CORSMiddleware,
+        allow_origins=cors_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=CORS_REQUEST_HEADERS,
+        expose_headers=CORS_ANSWER_HEADERS,
+    )
+    check = None if keys is None else KeyCheck(keys)
+    return Entry(gateway, routes, records, check, cors if cors_origins else None)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

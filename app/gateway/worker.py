@@ -133,7 +133,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
         atexit.register(app.records.log.flush)
     server = uvicorn.Server(
         uvicorn.Config(
-            app.entry,
+            app,
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
-from app.errors import ConfigError, HeadwaterError, ScopeMissing, Unauthorized
-from app.gateway.http.replies import error_reply
+from app.errors import ConfigError, ScopeMissing, Unauthorized
 from app.security.keys import Key, Keys, scopes_for
 from app.security.limits import KeyLimits, LimitFiles
 
@@ -70,38 +69,18 @@ class KeyCheck:
     its limits, if any.
     """
 
-    def __init__(self, app: ASGIApp, ring: KeyRing) -> None:
-        self._app = app
+    def __init__(self, ring: KeyRing) -> None:
         self._ring = ring
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection's scope."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            limits = self.admit(scope)
-        except HeadwaterError as error:
-            scope["state"]["error"] = error
-            await error_reply(error, scope["path"])(scope, receive, send)
-            return
-        if limits is None:
-            await self._app(scope, receive, send)
-            return
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            limits.leave()
-
-    def admit(self, scope: Scope) -> KeyLimits | None:
-        """Find a request's key, and admit the request. Returns the limits that it has to leave.
+    def admit(self, scope: Scope) -> None:
+        """Find a request's key, and admit the request. Whoever ends the request leaves the limits in its state.
 
         Raises:
             Unauthorized, ScopeMissing, RateLimited: the request isn't admitted.
         """
         scopes = scopes_for(scope["method"], scope["path"])
         if not scopes:
-            return None
+            return
         state: dict[str, Any] = scope["state"]
         text = shown_key(scope["headers"])
         found = None if text is None else self._ring.find(text)
@@ -117,7 +96,6 @@ class KeyCheck:
         if limits is not None:
             limits.enter()
             state["key_limits"] = limits
-        return limits
 
 
 def shown_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:

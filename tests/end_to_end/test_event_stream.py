@@ -20,10 +20,9 @@ from app.config.schema import Server
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.dispatch.dispatcher import ModelDispatcher
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
-from app.gateway.app import Gateway as GatewayApp
 from app.gateway.app import create_app
 from app.gateway.http.connection import BoundedConnection, Connections
-from app.gateway.http.entry import RequestRecords
+from app.gateway.http.entry import Entry, RequestRecords
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.models import Models
 from inference.signature import HeadSpec, Signature, TensorSpec
@@ -96,7 +95,7 @@ class Gateway:
         self.models: Models
         self.fakes: dict[str, Fake] = {}
         self.loop: asyncio.AbstractEventLoop
-        self.app: GatewayApp
+        self.app: Entry
         self.server: uvicorn.Server
         self.url = ""
 
@@ -122,7 +121,7 @@ class Gateway:
         self.app = create_app(self.models, Server(), records=self.records)
         self.server = uvicorn.Server(
             uvicorn.Config(
-                self.app.entry,
+                self.app,
                 log_config=None,
                 access_log=False,
                 lifespan="off",

@@ -1,9 +1,4 @@
-"""What a proxy in front says of its client.
-
-Around every request: a request id, the access log, its count, its trace, a bound on headers.
-
-The boundary of a request: every error becomes an answer here.
-"""
+"""Where every request comes in: it is recorded and checked, its key admitted, and any error becomes its answer."""
 
 from __future__ import annotations
 
@@ -12,7 +7,8 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from starlette.routing import Match, Route
@@ -21,19 +17,20 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app.errors import BadRequest, CallableFailed, ClientGone, HeadersTooLarge, HeadwaterError
 from app.gateway.http.event_stream import StreamLimits
-from app.gateway.http.replies import error_reply
+from app.gateway.http.replies import Reply, error_reply
+from app.security.key_check import KeyCheck
+from app.security.limits import KeyLimits
 from app.telemetry.logs import AccessLog
 from app.telemetry.recorder import leave, note_error
 from app.telemetry.tracing import Trace, current
 
 __all__ = [
+    "INFER_PATH",
     "MAX_HEADER_BYTES",
     "Endpoint",
     "EndpointRoute",
-    "EndpointShortcut",
-    "ForwardedHeaders",
+    "Entry",
     "HeadAsGet",
-    "RequestContext",
     "RequestRecord",
     "RequestRecords",
     "internal_error",
@@ -42,30 +39,10 @@ __all__ = [
 MAX_HEADER_BYTES: Final = 32 * 1024
 """Of a request's headers and its path together."""
 
+INFER_PATH: Final = "/v2/models/{model}/infer"
+_INFER_START, _INFER_END = INFER_PATH.split("{model}")
 
-_NAMES: Final = (b"x-forwarded-for", b"x-forwarded-proto")
-
-
-class ForwardedHeaders:
-    """Uvicorn's middleware for them, past which everything goes that has none.
-
-    It believes proxies on this machine, or those that the environment's ``FORWARDED_ALLOW_IPS`` names.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        trusted = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
-        # Uvicorn has types of its own for ASGI, which are not Starlette's.
-        self._reading = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, app), trusted_hosts=trusted))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection's scope."""
-        for name, _ in scope.get("headers", ()):
-            if name in _NAMES:
-                await self._reading(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
+_FORWARDED: Final = (b"x-forwarded-for", b"x-forwarded-proto")
 
 logger = logging.getLogger("headwater")
 
@@ -79,19 +56,19 @@ _ID_CHARACTERS: Final = 32
 _IDS_AT_ONCE: Final = 128
 
 
+@dataclass(slots=True)
 class RequestRecord:
     """One request, from its head to its end."""
 
-    __slots__ = ("head_bytes", "host_fault", "request_id", "started_ns", "trace")
-
-    def __init__(
-        self, started_ns: int, head_bytes: int, host_fault: str, request_id: bytes, trace: Trace | None
-    ) -> None:
-        self.started_ns = started_ns
-        self.head_bytes = head_bytes
-        self.host_fault = host_fault
-        self.request_id = request_id
-        self.trace = trace
+    started_ns: int
+    head_bytes: int
+    host_fault: str
+    request_id: bytes
+    trace: Trace | None
+    status: int = 0
+    """Of its answer, once that has begun."""
+    is_answered: bool = False
+    """Whether the whole answer is sent."""
 
     def check(self) -> None:
         """Raises `HeadersTooLarge`, or `BadRequest` for the header Host."""
@@ -105,6 +82,19 @@ class RequestRecord:
         if self.trace is None:
             return [(b"x-request-id", self.request_id)]
         return [(b"x-request-id", self.request_id), (b"traceresponse", self.trace.header)]
+
+    def noting(self, send: Send) -> Send:
+        """``send`` for an answer in pieces: it adds the headers that every answer has, and notes how far it is."""
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *self.headers()]
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                self.is_answered = True
+            await send(message)
+
+        return send_noted
 
 
 class RequestRecords:
@@ -188,48 +178,6 @@ class RequestRecords:
         return self._ids[at:end]
 
 
-class RequestContext:
-    """Has each request recorded, and answers those that fail with no answer begun. A pure ASGI class."""
-
-    def __init__(self, app: ASGIApp, records: RequestRecords) -> None:
-        self._app = app
-        self._records = records
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection's scope."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        record = self._records.begin(scope)
-        status = 0
-        complete = False
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status, complete
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *record.headers()]
-            elif message["type"] == "http.response.body" and not message.get("more_body", False):
-                complete = True
-            await send(message)
-
-        try:
-            try:
-                record.check()
-            except HeadwaterError as error:
-                scope["state"]["error"] = error
-                await error_reply(error, scope["path"])(scope, receive, send_with_id)
-            else:
-                await self._app(scope, receive, send_with_id)
-        except Exception as error:
-            scope["state"]["status"] = 500
-            if not status:
-                await error_reply(internal_error(scope["state"], error), scope["path"])(scope, receive, send_with_id)
-            raise
-        finally:
-            self._records.end(record, scope, status if complete else 499)
-
-
 def internal_error(state: Mapping[str, Any], error: Exception) -> CallableFailed:
     """Log a fault of ours. Returns what its client is told."""
     request_id = state.get("request_id", "?")
@@ -238,17 +186,128 @@ def internal_error(state: Mapping[str, Any], error: Exception) -> CallableFailed
 
 
 class Endpoint(ABC):
-    """A raw ASGI endpoint: below FastAPI's own layers, for the routes that are called thousands of times a second."""
+    """Answers the routes that are called thousands of times a second, without FastAPI's layers."""
 
     @abstractmethod
     async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
         """Compute the answer, or open one in pieces. Any `HeadwaterError` becomes the answer that its class says."""
 
-    async def reply(self, scope: Scope, receive: Receive) -> ASGIApp | None:
-        """The answer, whatever comes of it. None: its client has gone."""
-        state = scope["state"]
+
+class EndpointRoute(Route):
+    """A path whose POST an endpoint answers. FastAPI has the route too, and refuses other methods."""
+
+    def __init__(self, path: str, endpoint: Endpoint) -> None:
+        super().__init__(path, endpoint.answer, methods=["POST"])
+        self.answer = endpoint.answer
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Route.handle`. The route is noted, as FastAPI notes its own."""
+        scope["route"] = self
+        await super().handle(scope, receive, send)
+
+
+class Entry:
+    """The application: begins, checks, admits and ends every request. A pure ASGI class.
+
+    It calls endpoints itself: FastAPI's layers took a third of a worker's time, and would stay in memory as long as a
+    stream is open. It believes what the proxies on this machine, or those that the environment's
+    ``FORWARDED_ALLOW_IPS`` names, say of their clients.
+
+    Args:
+        framework: answers what is no endpoint's.
+        routes: of endpoints, ``INFER_PATH`` among them.
+        records: of requests.
+        keys: admits requests; None: all are.
+        cors: wraps the application for requests that come with an ``Origin``; None: those are like any other.
+    """
+
+    def __init__(
+        self,
+        framework: ASGIApp,
+        routes: Sequence[EndpointRoute],
+        records: RequestRecords,
+        keys: KeyCheck | None = None,
+        cors: Callable[[ASGIApp], ASGIApp] | None = None,
+    ) -> None:
+        self.framework = framework
+        self.records = records
+        self._routes = routes
+        self._infer = next(route for route in routes if route.path == INFER_PATH)
+        self._keys = keys
+        self._cors = None if cors is None else cors(self._answer)
+        trusted = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
+        # Uvicorn's types for ASGI are not Starlette's.
+        self._read_forwarded = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, _nothing), trusted_hosts=trusted))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection's scope."""
+        if scope["type"] != "http":
+            await self.framework(scope, receive, send)
+            return
+        is_forwarded = has_origin = False
+        for name, _ in scope["headers"]:
+            if name in _FORWARDED:
+                is_forwarded = True
+            elif name == b"origin":
+                has_origin = True
+        if is_forwarded:
+            await self._read_forwarded(scope, receive, send)
+        record = self.records.begin(scope)
+        state: dict[str, Any] = scope["state"]
         try:
-            return await self.answer(scope, receive)
+            reply: ASGIApp | None
+            try:
+                record.check()
+            except HeadwaterError as error:
+                state["error"] = error
+                reply = error_reply(error, scope["path"])
+            else:
+                reply = self._cors if has_origin and self._cors is not None else await self._reply(scope, receive)
+            if isinstance(reply, Reply) and scope["method"] != "HEAD":
+                record.status = reply.status
+                await reply.send(scope, send, record.headers())
+                record.is_answered = True
+            elif reply is not None:
+                await reply(scope, receive, record.noting(send))
+        except Exception as error:
+            state["status"] = 500
+            if not record.status:
+                failure = error_reply(internal_error(state, error), scope["path"])
+                await failure(scope, receive, record.noting(send))
+            raise
+        finally:
+            limits: KeyLimits | None = state.get("key_limits")
+            if limits is not None:
+                limits.leave()
+            self.records.end(record, scope, record.status if record.is_answered else 499)
+
+    def _match(self, scope: Scope) -> EndpointRoute | None:
+        """Find the route of the endpoint that answers a request, and note it in the scope. None: FastAPI answers."""
+        if scope["method"] != "POST":
+            return None
+        path = scope["path"]
+        if path.startswith(_INFER_START) and path.endswith(_INFER_END):
+            name = path[len(_INFER_START) : -len(_INFER_END)]
+            if name and "/" not in name:
+                scope["path_params"] = {"model": name}
+                scope["route"] = self._infer
+                return self._infer
+        for route in self._routes:
+            match, found = route.matches(scope)
+            if match is Match.FULL:
+                scope["path_params"] = found["path_params"]
+                scope["route"] = route
+                return route
+        return None
+
+    async def _reply(self, scope: Scope, receive: Receive) -> ASGIApp | None:
+        """Admit a request and compute its answer, or open it; an error is one, too. None: its client has gone."""
+        state: dict[str, Any] = scope["state"]
+        try:
+            if self._keys is not None:
+                self._keys.admit(scope)
+            route = self._match(scope)
+            return self.framework if route is None else await route.answer(scope, receive)
         except ClientGone as error:
             state["status"] = error.status
             return None
@@ -260,47 +319,15 @@ class Endpoint(ABC):
         except Exception as error:
             return error_reply(internal_error(state, error), scope["path"])
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
-        reply = await self.reply(scope, receive)
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Behind CORS, which wraps ``send``."""
+        reply = await self._reply(scope, receive)
         if reply is not None:
             await reply(scope, receive, send)
 
 
-class EndpointRoute(Route):
-    """A route of an endpoint. Says in ``scope["route"]`` that it was taken, as FastAPI's own routes do."""
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See `Route.handle`."""
-        scope["route"] = self
-        await super().handle(scope, receive, send)
-
-
-class EndpointShortcut:
-    """Leads what is an endpoint's past the framework, whose layers do nothing for one that handles its own errors, but
-    stay in memory as long as a stream is open. What isn't exactly such a route and its method goes on to them.
-
-    Args:
-        app: the framework's.
-        routes: of endpoints.
-    """
-
-    def __init__(self, app: ASGIApp, routes: Sequence[EndpointRoute]) -> None:
-        self._app = app
-        self._routes = routes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection's scope."""
-        app = self._app
-        if scope["type"] == "http":
-            for route in self._routes:
-                match, found = route.matches(scope)
-                if match is Match.FULL:
-                    scope.update(found)
-                    scope["route"] = route
-                    app = route.app
-                    break
-        await app(scope, receive, send)
+async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    """Behind uvicorn's middleware, of which only what it writes into the scope is wanted."""
 
 
 class HeadAsGet:

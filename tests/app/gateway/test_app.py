@@ -66,6 +66,12 @@ def test_a_request_without_one_sound_host_is_refused(line: bytes, headers: bytes
     assert b"header Host: expected " in body
 
 
+def test_a_refused_head_has_no_body() -> None:
+    head, body = ask(b"HEAD /v2 HTTP/1.1", b"")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert body == b""
+
+
 @pytest.mark.parametrize(
     "host", ["x", "X.example:8000", "127.0.0.1:8000", "[::1]", "[::1]:8000", "a_b-c", "x:", "", "caf%C3%A9", "x \t"]
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -156,7 +157,9 @@ def routes(found: list[BaseRoute]) -> set[tuple[str, str]]:
 
 
 def test_the_table_has_every_route(gateway: Ring) -> None:
-    assert routes(gateway.app.routes) == set(TABLE)
+    framework = gateway.app.framework
+    assert isinstance(framework, FastAPI)
+    assert routes(framework.routes) == set(TABLE)
 
 
 def filled(path: str) -> str:
@@ -361,6 +364,13 @@ def test_a_page_of_another_origin_may_not(gateway: Ring) -> None:
     assert "access-control-allow-origin" not in gateway.ask("OPTIONS", "/v1/chat/completions", asked).headers
     answer = gateway.ask("GET", "/v2", {"origin": "https://evil.example"})
     assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v2"), ("POST", "/v2/models/m/infer")])
+def test_who_is_no_page_hears_nothing_of_origins(gateway: Ring, method: str, path: str) -> None:
+    headers = gateway.ask(method, path, bearer(KEYS["infer"])).headers
+    assert "vary" not in headers
+    assert not any(name.startswith("access-control-") for name in headers)
 
 
 def test_without_origins_and_keys_neither_is_in_the_way() -> None:

@@ -1,4 +1,4 @@
-"""Endpoints are reached past the framework, and nothing else is."""
+"""Endpoints are reached past the framework, and nothing else is; what proxies say of clients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.gateway.http.entry import Endpoint, EndpointRoute, EndpointShortcut
+from app.gateway.http.entry import INFER_PATH, Endpoint, EndpointRoute, Entry, RequestRecords
+from app.gateway.http.event_stream import StreamLimits
 from app.gateway.http.replies import Reply
 
 
@@ -23,7 +24,7 @@ class Asked(Endpoint):
         return Reply(204, [b""], [])
 
 
-def ask(method: str, path: str, kind: str = "http") -> tuple[list[Scope], list[Scope]]:
+def ask(method: str, path: str, kind: str = "http", **more: Any) -> tuple[list[Scope], list[Scope]]:
     """What the endpoint is asked, and what the framework."""
     endpoint = Asked()
     others: list[Scope] = []
@@ -35,11 +36,13 @@ def ask(method: str, path: str, kind: str = "http") -> tuple[list[Scope], list[S
         return {}
 
     routes = [
-        EndpointRoute("/v2/models/{model}/generate", endpoint, methods=["POST"]),
-        EndpointRoute("/v2/requests/{request_id:path}/cancel", endpoint, methods=["POST"]),
+        EndpointRoute("/v2/models/{model}/generate", endpoint),
+        EndpointRoute(INFER_PATH, endpoint),
+        EndpointRoute("/v2/requests/{request_id:path}/cancel", endpoint),
     ]
-    scope = {"type": kind, "method": method, "path": path, "headers": [], "state": {}}
-    asyncio.run(EndpointShortcut(framework, routes)(scope, nothing, nothing))
+    scope = {"type": kind, "method": method, "path": path, "query_string": b"", "headers": [], "state": {}, **more}
+    entry = Entry(framework, routes, RequestRecords(None, StreamLimits()))
+    asyncio.run(entry(scope, nothing, nothing))
     return endpoint.scopes, others
 
 
@@ -47,6 +50,7 @@ def ask(method: str, path: str, kind: str = "http") -> tuple[list[Scope], list[S
     ("path", "found", "route"),
     [
         ("/v2/models/m/generate", {"model": "m"}, "/v2/models/{model}/generate"),
+        ("/v2/models/m/infer", {"model": "m"}, INFER_PATH),
         ("/v2/requests/a/b/cancel", {"request_id": "a/b"}, "/v2/requests/{request_id:path}/cancel"),
     ],
 )
@@ -64,10 +68,26 @@ def test_an_endpoint_learns_what_the_router_would_have_told(path: str, found: di
         ("POST", "/v2/models/m/generate/", "http"),
         ("POST", "/v2/models/a/b/generate", "http"),
         ("POST", "/v2", "http"),
+        ("GET", "/v2/models/m/infer", "http"),
+        ("POST", "/v2/models//infer", "http"),
+        ("POST", "/v2/models/a/b/infer", "http"),
+        ("POST", "/v2/models/infer", "http"),
         ("POST", "/v2/models/m/generate", "websocket"),
     ],
 )
 def test_all_else_goes_on_as_it_came(method: str, path: str, kind: str) -> None:
     asked, (scope,) = ask(method, path, kind)
     assert not asked
-    assert scope == {"type": kind, "method": method, "path": path, "headers": [], "state": {}}
+    del scope["state"]  # has what the records put there
+    assert scope == {"type": kind, "method": method, "path": path, "query_string": b"", "headers": []}
+
+
+@pytest.mark.parametrize(
+    ("proxy", "client", "scheme"), [("127.0.0.1", "192.0.2.7", "https"), ("192.0.2.1", "192.0.2.1", "http")]
+)
+@pytest.mark.parametrize("path", ["/v2/models/m/infer", "/v2/models/m/load"])
+def test_only_a_trusted_proxy_names_the_client(path: str, proxy: str, client: str, scheme: str) -> None:
+    headers = [(b"x-forwarded-for", b"192.0.2.7, 127.0.0.1"), (b"x-forwarded-proto", b"https")]
+    asked, others = ask("POST", path, headers=headers, client=(proxy, 1234), scheme="http")
+    (scope,) = asked or others
+    assert (scope["client"][0], scope["scheme"]) == (client, scheme)

@@ -226,7 +226,7 @@ def test_what_has_failed_holds_nothing(model: str, body: bytes, status: int) -> 
             "mark": mark,
         }  # fmt: skip
         gateway = create_app(served(), Server(access_log=False))
-        await gateway.entry(scope, receive, send)
+        await gateway(scope, receive, send)
         assert sent[0]["status"] == status
         return weakref.ref(mark)
 
