@@ -29,11 +29,16 @@ __all__ = [
     "EngineFull",
     "EngineLimits",
     "Finish",
+    "Penalty",
+    "RepetitionPenalty",
     "RequestRejected",
     "RequestTooLong",
     "Sampling",
+    "Seed",
     "SequenceRequest",
+    "Share",
     "TokenEvent",
+    "TopLogprobs",
 ]
 
 
@@ -56,6 +61,12 @@ Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 
+RepetitionPenalty: TypeAlias = Annotated[float, Meta(ge=0.01, le=100)]
+
+Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
+
 TokenId: TypeAlias = Annotated[int, Meta(ge=0)]
 
 
@@ -70,13 +81,13 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     """Keep the k most probable tokens; 0 keeps all."""
     top_p: Share = 1.0
     min_p: Share = 0.0
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] = {}
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     """The same seed gives the same tokens, whoever the neighbours are."""
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: TopLogprobs | None = None
     """How many of the most probable tokens to report with each token; 0 reports the chosen one's only."""
 
 

@@ -53,11 +53,19 @@ _KINDS: Final = {
     "object": "an object",
     "null": "null",
 }
+_BOUNDED: Final = {
+    "int": inspect.IntType,
+    "float": inspect.FloatType,
+    "str": inspect.StrType,
+    "array": inspect.ListType,
+}
+_UNITS: Final = {"str": " characters", "array": " entries"}
 _EXPECTED: Final = re.compile(r"Expected `([^`]*)`, got `([^`]*)`\Z")
+_BOUND: Final = re.compile(r"Expected `(int|float|str|array)` (?:of length )?[<>]=? \S+\Z")
 _FIELD: Final = re.compile(r"Object (contains unknown|missing required) field `(.*)`\Z", re.DOTALL)
 _ENUM: Final = re.compile(r"Invalid enum value (.*)\Z", re.DOTALL)
 _BYTE: Final = re.compile(r"\(byte (\d+)\)\Z")
-_PATH_PART: Final = re.compile(r"\.([^.\[]+)|\[(?:\d+|\.\.\.)\]")
+_PATH_PART: Final = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 _NOT_FINITE: Final = re.compile(rb"-?\b(?:NaN|Infinity)\b")
 _NOT_FINITE_HERE: Final = re.compile(rb"nan|inf", re.IGNORECASE)
 _HIGH_SURROGATE: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
@@ -166,6 +174,8 @@ def said(error: Exception) -> Said:
     if field := _FIELD.match(text):
         is_unknown = field[1] == "contains unknown"
         return Said(text, path, unknown=field[2] if is_unknown else None, missing=None if is_unknown else field[2])
+    if bound := _BOUND.match(text):
+        return Said(text, path, bounded=bound[1])
     if value := _ENUM.match(text):
         return Said(text, path, value=value[1])
     where = _BYTE.search(text)
@@ -323,6 +333,9 @@ def unreadable(
         return at(place, tensor, f"expected {kind_of(expected)}, got {kind_of(fault.got)}")
     if fault.value is not None:
         return at(place, tensor, f"expected {_choices(_type_at(kind, fault.path))}, got {fault.value[:80]}")
+    if fault.bounded is not None:
+        expected = _bounds(fault.bounded, _type_at(kind, fault.path))
+        return at(place, tensor, f"expected {expected}{_got(fault, text)}")
     if fault.is_out_of_range:
         return at(place, tensor, "expected a number in range, got one beyond it")
     return at(place, tensor, f"expected a valid value, got this: {fault.text[:200]}")
@@ -350,7 +363,40 @@ def _type_at(kind: Any, path: str) -> Sequence[inspect.Type]:
 
 
 def _alternatives(kind: inspect.Type) -> Sequence[inspect.Type]:
-    return kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    if isinstance(kind, inspect.Metadata):
+        return (kind, *_alternatives(kind.type))
+    if isinstance(kind, inspect.UnionType):
+        return [one for within in kind.types for one in _alternatives(within)]
+    return (kind,)
+
+
+def _bounds(name: str, kinds: Sequence[inspect.Type]) -> str:
+    """The bounds of a type, by msgspec's name of it."""
+    for kind in kinds:
+        if isinstance(kind, inspect.Metadata) and isinstance(kind.type, _BOUNDED[name]) and kind.extra:
+            return str(kind.extra["expected"])
+    bare: Any = next(kind for kind in kinds if isinstance(kind, _BOUNDED[name]))
+    unit = _UNITS.get(name, "")
+    low, high = (bare.min_length, bare.max_length) if unit else (bare.ge, bare.le)
+    if low is None or high is None:
+        return f"at least {low}{unit}" if high is None else f"at most {high}{unit}"
+    return f"{low} to {high}{unit}" if unit else f"{_KINDS[name]} from {low} to {high}"
+
+
+def _got(fault: Said, text: bytes | memoryview) -> str:
+    """The value that is out of bounds; empty if it is not to be had."""
+    try:
+        value = msgspec.json.decode(text)
+        check_keys(bytes(text))
+        for part in _PATH_PART.finditer(fault.path):
+            value = value[int(part[2]) if part[1] is None else part[1]]
+    except (*PARSE_ERRORS, LookupError, ValueError):  # malformed further on, or within a dict of any keys
+        return ""
+    if fault.bounded == "str":
+        return f", got {len(value)} characters" if value else ", got an empty string"
+    if fault.bounded == "array":
+        return f", got {len(value)}"
+    return f", got {shown(float(value) if fault.bounded == 'float' else value)}"
 
 
 def _fields(kinds: Sequence[inspect.Type]) -> list[str]:

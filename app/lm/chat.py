@@ -10,24 +10,25 @@ Source: OpenAI's API reference. What these models can't do is refused by the fie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import orjson
+from msgspec import Meta
 
 from app.codecs.faults import at, shown
 from app.errors import HeadwaterError
 from app.lm.answers import Chunks, shown_logprob
-from app.lm.sampling_fields import MAX_LOGPROBS, StreamFields, checked_integer
+from app.lm.sampling_fields import Flag, StreamFields
 from app.lm.text.logprob_tokens import logprob_token
 from app.lm.text_plan import CHAT_ANSWER_TOKENS, Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
 from app.lm.text_stream import TextPiece, TokenLogprob, Usage
-from inference.engine import EngineLimits
+from inference.engine import EngineLimits, TopLogprobs
 
 if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
     from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["MAX_CHOICES", "ChatAnswer", "ChatRequest"]
+__all__ = ["ChatAnswer", "ChatRequest"]
 
 
 class ChatAnswer:
@@ -111,21 +112,39 @@ class ChatAnswer:
         return {"token": token.token, "logprob": shown_logprob(logprob), "bytes": token.bytes}
 
 
-MAX_CHOICES: Final = 16
-
 _RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "chat_template"})
 """Names that a template knows, and that are not the client's to set."""
+
+
+_PART: Final = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"type": "string", "enum": ["text"]}, "text": {"type": "string"}},
+}
+_MESSAGE: Final = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"type": "string"},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
+    },
+}
+"""For the OpenAPI schema; a message itself is read by the chat template."""
+_FORMAT: Final = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string", "enum": ["text"]}}}
 
 
 class ChatRequest(StreamFields, kw_only=True):
     """The body."""
 
-    messages: Any
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    response_format: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Annotated[Any, Meta(extra_json_schema={"type": "array", "minItems": 1, "items": _MESSAGE})]
+    max_completion_tokens: Annotated[int, Meta(ge=1, description="Default: what there is room for")] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, extra_json_schema={"deprecated": True})] | None = None
+    logprobs: Flag | None = None
+    top_logprobs: TopLogprobs | None = None
+    response_format: Annotated[Any, Meta(extra_json_schema=_FORMAT)] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Meta(description="What the model's chat template takes besides")
+    ] = None
     audio: None = None
     function_call: None = None
     functions: None = None
@@ -168,7 +187,6 @@ class ChatRequest(StreamFields, kw_only=True):
             BadRequest: something in it is wrong, or more than the model can take.
         """
         self.check_stream()
-        n = 1 if self.n is None else checked_integer("n", self.n, 1, MAX_CHOICES)
         sampling = self.sampling(limits, logprobs=self._logprobs())
         end = self.text_end(limits)
         if self.response_format is not None and self.response_format != {"type": "text"}:
@@ -182,7 +200,7 @@ class ChatRequest(StreamFields, kw_only=True):
             share = max(limits.cache_tokens // limits.max_sequences, len(ids) + CHAT_ANSWER_TOKENS)
             max_tokens = min(room, share - len(ids))
         max_tokens = fitting_tokens("messages", path, max_tokens, ids, room, limits)
-        return plan([Prompt(ids, max_tokens)], n, sampling, end, limits, self.timeout_s)
+        return plan([Prompt(ids, max_tokens)], self.n or 1, sampling, end, limits, self.timeout_s)
 
     def _messages(self, limits: EngineLimits) -> object:
         """The messages, without what no template can make sense of, or no context holds."""
@@ -216,10 +234,8 @@ class ChatRequest(StreamFields, kw_only=True):
         return self.chat_template_kwargs
 
     def _logprobs(self) -> int | None:
-        if self.top_logprobs is not None:
-            checked_integer("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
-            if not self.logprobs:
-                raise at("top_logprobs", None, 'expected it with "logprobs": true only; leave it out, or set that')
+        if self.top_logprobs is not None and not self.logprobs:
+            raise at("top_logprobs", None, 'expected it with "logprobs": true only; leave it out, or set that')
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def _max_tokens(self) -> tuple[str, int | None]:
@@ -231,7 +247,4 @@ class ChatRequest(StreamFields, kw_only=True):
                 path, None, f"expected the same as max_tokens, which it replaces, got {shown(new)} and {shown(old)}; "
                 "leave one of them out"
             )  # fmt: skip
-        max_tokens = old if new is None else new
-        if max_tokens is not None and max_tokens < 1:
-            raise at(path, None, f"expected at least 1, got {shown(max_tokens)}")
-        return path, max_tokens
+        return path, old if new is None else new

@@ -8,25 +8,25 @@ Source: OpenAI's API reference; the extensions are those of `app.lm.chat`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import orjson
+from msgspec import Meta
 
 from app.codecs.faults import at, shown
 from app.errors import BadRequest, HeadwaterError
 from app.lm.answers import Chunks, shown_logprob
-from app.lm.chat import MAX_CHOICES
-from app.lm.sampling_fields import MAX_LOGPROBS, StreamFields, checked_ids, checked_integer
+from app.lm.sampling_fields import DEFAULT_TOKENS, Flag, StreamFields, checked_ids
 from app.lm.text.logprob_tokens import logprob_token
 from app.lm.text_plan import Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
 from app.lm.text_stream import TextPiece, TokenLogprob, Usage
-from inference.engine import EngineLimits
+from inference.engine import EngineLimits, TopLogprobs
 
 if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
     from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["DEFAULT_TOKENS", "MAX_PROMPTS", "MAX_SEQUENCES", "CompletionAnswer", "CompletionRequest"]
+__all__ = ["MAX_SEQUENCES", "CompletionAnswer", "CompletionRequest"]
 
 
 class CompletionAnswer:
@@ -107,22 +107,25 @@ class CompletionAnswer:
         return logprob_token(self._texts, token_id).token
 
 
-DEFAULT_TOKENS: Final = 16
-"""Of an answer, where the client doesn't say: OpenAI's figure."""
-
-MAX_PROMPTS: Final = 64
+_MAX_PROMPTS: Final = 64
 
 MAX_SEQUENCES: Final = 256
 """Prompts times choices."""
 
 
+_IDS: Final = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_SEVERAL: Final = {"type": "array", "minItems": 1, "maxItems": _MAX_PROMPTS}
+_PROMPTS: Final = {"anyOf": [_IDS, {**_SEVERAL, "items": {"type": "string"}}, {**_SEVERAL, "items": _IDS}]}
+"""For the OpenAPI schema."""
+
+
 class CompletionRequest(StreamFields, kw_only=True):
     """The body."""
 
-    prompt: str | list[Any]
-    logprobs: int | None = None
-    echo: bool | None = None
-    best_of: int | None = None
+    prompt: str | Annotated[list[Any], Meta(extra_json_schema=_PROMPTS)]
+    logprobs: TopLogprobs | None = None
+    echo: Flag | None = None
+    best_of: Annotated[int | None, Meta(description="Only 1 can be had")] = None
     suffix: None = None
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> CompletionAnswer:
@@ -147,17 +150,13 @@ class CompletionRequest(StreamFields, kw_only=True):
             BadRequest: something in it is wrong, or more than the model can take.
         """
         self.check_stream()
-        n = 1 if self.n is None else checked_integer("n", self.n, 1, MAX_CHOICES)
+        n = self.n or 1
         if self.best_of is not None and self.best_of != 1:
             raise at("best_of", None, f"this model does not support it; expected 1, got {shown(self.best_of)}")
-        if self.logprobs is not None:
-            checked_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-            if self.echo:
-                raise at("logprobs", None, "this model gives none of prompts; leave it out, or echo")
+        if self.logprobs is not None and self.echo:
+            raise at("logprobs", None, "this model gives none of prompts; leave it out, or echo")
         sampling = self.sampling(limits, logprobs=self.logprobs)
         end = self.text_end(limits)
-        if self.max_tokens is not None and self.max_tokens < 0:
-            raise at("max_tokens", None, f"expected at least 0, got {shown(self.max_tokens)}")
         given = self._given()
         if len(given) * n > MAX_SEQUENCES:
             raise at("n", None, f"expected at most {MAX_SEQUENCES} answers in all, got {len(given)} prompts x {n}")
@@ -181,8 +180,8 @@ class CompletionRequest(StreamFields, kw_only=True):
                 "expected a string, an array of strings, an array of token ids, or an array of such arrays; got an "
                 f"array with {' and '.join(sorted({_kind(one) for one in prompt}))}",
             )
-        if len(prompt) > MAX_PROMPTS:
-            raise at("prompt", None, f"expected at most {MAX_PROMPTS} prompts, got {len(prompt)}")
+        if len(prompt) > _MAX_PROMPTS:
+            raise at("prompt", None, f"expected at most {_MAX_PROMPTS} prompts, got {len(prompt)}")
         return [(f"prompt[{place}]", one) for place, one in enumerate(prompt)]
 
     def _prompt(self, field: str, given: str | list[Any], text: LanguageText, limits: EngineLimits) -> Prompt:

@@ -9,16 +9,16 @@ template is applied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import orjson
+from msgspec import Meta
 
-from app.codecs.faults import at, shown
+from app.codecs.faults import at
 from app.codecs.parameters import MAX_UINT64
 from app.errors import BadRequest, HeadwaterError
-from app.lm.completion import DEFAULT_TOKENS
-from app.lm.sampling_fields import SamplingFields, checked_integer
+from app.lm.sampling_fields import DEFAULT_TOKENS, SamplingFields, checked_integer
 from app.lm.text_plan import Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
 from app.lm.text_stream import TextPiece, Usage
 from inference.engine import EngineLimits
@@ -69,21 +69,20 @@ def _facts(finish: str | None, usage: Usage) -> dict[str, Any]:
     return {"finish_reason": finish, **usage._asdict()}
 
 
-_MAX_ID_CHARACTERS: Final = 1000
-
-
 class GenerateParameters(SamplingFields, kw_only=True):
     """The parameters."""
 
-    timeout: int | None = None
-    """Microseconds; 0 is none."""
+    timeout: (
+        Annotated[int, Meta(description="The request's own deadline in microseconds", extra_json_schema={"minimum": 0})]
+        | None
+    ) = None
 
 
 class GenerateRequest(GenerateParameters, kw_only=True):
     """The body; parameters may stand beside the text, too."""
 
     text_input: str
-    id: str | None = None
+    id: Annotated[str, Meta(max_length=1000)] | None = None
     parameters: GenerateParameters | None = None
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
@@ -92,8 +91,6 @@ class GenerateRequest(GenerateParameters, kw_only=True):
         Raises:
             BadRequest: something in it is wrong, or more than the model can take.
         """
-        if self.id is not None and len(self.id) > _MAX_ID_CHARACTERS:
-            raise at("id", None, f"expected at most {_MAX_ID_CHARACTERS} characters, got {len(self.id)}")
         given, within = self._merged()
 
         def path(name: str) -> str:
@@ -101,8 +98,6 @@ class GenerateRequest(GenerateParameters, kw_only=True):
 
         sampling = given.sampling(limits, path=path)
         end = given.text_end(limits, path)
-        if given.max_tokens is not None and given.max_tokens < 0:
-            raise at(path("max_tokens"), None, f"expected at least 0, got {shown(given.max_tokens)}")
         timeout_us = checked_integer(path("timeout"), given.timeout or 0, 0, MAX_UINT64)
         try:
             check_size("text_input", self.text_input, limits)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Annotated, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from app.codecs.faults import at, key_text, read_json, shown
-from app.errors import BadRequest
-from app.lm.text.stop_strings import StopFinder
-from inference.engine import SAMPLING_FIELDS, EngineLimits, Sampling
+from app.lm.text.stop_strings import StopString, StopStrings
+from inference.engine import SAMPLING_FIELDS, EngineLimits, Penalty, RepetitionPenalty, Sampling, Seed, Share
 
 __all__ = [
-    "MAX_LOGPROBS",
+    "DEFAULT_TOKENS",
+    "Flag",
     "SamplingFields",
     "StreamFields",
     "StreamOptions",
@@ -22,24 +23,40 @@ __all__ = [
     "checked_integer",
 ]
 
-MAX_LOGPROBS: Final = 20
-_MAX_SECONDS: Final = 1_000_000.0
+DEFAULT_TOKENS: Final = 16
+"""Of an answer, where the client doesn't say: OpenAI's figure."""
 _DEFAULTS: Final = Sampling()
-_INT64: Final = 2**63
-_BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
-    "temperature": (0, 2),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0.01, 100),
-}
+_MAX_TOP_K: Final = 2**31 - 1
+_MAX_SECONDS: Final = 1_000_000
 _MAX_BIAS: Final = 100
 _ID_DIGITS: Final = 10
 
 
 def _itself(name: str) -> str:
     return name
+
+
+TopK: TypeAlias = Annotated[
+    int,
+    Meta(
+        ge=0,
+        le=_MAX_TOP_K,
+        description="0: all tokens",
+        extra={"expected": f"an integer from 0 to {_MAX_TOP_K}; 0 keeps all tokens"},
+    ),
+]
+_Bias: TypeAlias = Annotated[float, Meta(extra_json_schema={"minimum": -_MAX_BIAS, "maximum": _MAX_BIAS})]
+LogitBias: TypeAlias = Annotated[dict[str, _Bias], Meta(description="By token id")]
+Seconds: TypeAlias = Annotated[
+    float,
+    Meta(
+        gt=0,
+        le=_MAX_SECONDS,
+        description="How long the request may take in all",
+        extra={"expected": f"seconds, above 0 and up to {_MAX_SECONDS}"},
+    ),
+]
+Flag: TypeAlias = Annotated[bool, Meta(extra_json_schema={"default": False})]
 
 
 class TextEnd(NamedTuple):
@@ -56,23 +73,29 @@ _Fields = TypeVar("_Fields", bound="SamplingFields")
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields; null is as if a field weren't there. Types are checked by decoding, and values by the methods."""
+    """The fields; null is as if a field weren't there.
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop: str | list[str] | None = None
+    Types and bounds are checked by decoding, and by the methods what depends on the model. The OpenAPI schema is made
+    of them, too.
+    """
+
+    temperature: Annotated[float, Meta(ge=0, le=2, description="0: the likeliest")] | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    seed: Annotated[Seed | None, Meta(description="The same seed gives the same answer; choice i: the seed plus i")] = (
+        None
+    )
+    max_tokens: Annotated[int, Meta(ge=0, extra_json_schema={"default": DEFAULT_TOKENS})] | None = None
+    stop: Annotated[StopString | StopStrings | None, Meta(description="The text ends before the first of them")] = None
     stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
+    ignore_eos: Flag | None = None
+    include_stop_str_in_output: Flag | None = None
+    skip_special_tokens: Annotated[bool, Meta(extra_json_schema={"default": True})] | None = None
 
     @classmethod
     def read(cls: type[_Fields], raw: bytes) -> _Fields:
@@ -94,23 +117,12 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             path: a field's path in the request, by its name.
 
         Raises:
-            BadRequest: a field is out of bounds, or this model does not support it.
+            BadRequest: a bias is of no token or out of bounds, or this model does not support a field.
         """
-        for name, (low, high) in _BOUNDS.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise at(path(name), None, f"expected a number from {low} to {high}, got {shown(value)}")
-        given: dict[str, object] = {"logprobs": logprobs}
-        for name in _BOUNDS:
-            if (value := getattr(self, name)) is not None:
-                given[name] = float(value)
-        if self.top_k is not None:
-            given["top_k"] = checked_integer(path("top_k"), self.top_k, 0, 2**31 - 1, "; 0 keeps all tokens")
-        if self.seed is not None:
-            given["seed"] = checked_integer(path("seed"), self.seed, -_INT64, _INT64 - 1)
-        if self.logit_bias:
-            given["logit_bias"] = _biases(self.logit_bias, limits.vocab_size, path("logit_bias"))
-        sampling = Sampling(**given)  # type: ignore[arg-type]  # each is checked above
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS - {"logprobs", "logit_bias"}}
+        given = {name: value for name, value in given.items() if value is not None}
+        biases = _biases(self.logit_bias or {}, limits.vocab_size, path("logit_bias"))
+        sampling = Sampling(**given, logit_bias=biases, logprobs=logprobs)
         for name in sorted(SAMPLING_FIELDS - limits.sampling):
             if getattr(sampling, name) != getattr(_DEFAULTS, name):
                 raise at(path(name), None, "this model does not support it; leave it out")
@@ -124,20 +136,12 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             path: a field's path in the request, by its name.
 
         Raises:
-            BadRequest: a stop string is empty or too long, or a stop token isn't in the vocabulary.
+            BadRequest: a stop token isn't in the vocabulary.
         """
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        try:
-            StopFinder(stops)
-        except BadRequest as error:
-            name, _, message = error.message.partition(": ")
-            if isinstance(self.stop, str):
-                name = "stop"  # not `stop[0]`
-            raise at(path(name), None, message) from None
         for n, token in enumerate(self.stop_token_ids or ()):
             checked_integer(path(f"stop_token_ids[{n}]"), token, 0, limits.vocab_size - 1)
         return TextEnd(
-            stops=stops,
+            stops=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_ids=frozenset(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             include_stop=bool(self.include_stop_str_in_output),
@@ -146,23 +150,21 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's ``stream_options``."""
+    """OpenAI's options of a stream."""
 
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-    """Random padding against guessing texts by their lengths; only false can be had."""
+    include_usage: Flag | None = None
+    include_obfuscation: Annotated[bool | None, Meta(description="Random padding; only false can be had")] = None
 
 
 class StreamFields(SamplingFields, kw_only=True):
     """What both of OpenAI's APIs have besides."""
 
     model: str
-    n: int | None = None
-    stream: bool | None = None
+    n: Annotated[int, Meta(ge=1, le=16, extra_json_schema={"default": 1})] | None = None
+    stream: Flag | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    """A label of the client's own end user; it changes nothing here."""
-    timeout_s: float | None = None
+    user: Annotated[str, Meta(description="A label, without effect")] | None = None
+    timeout_s: Seconds | None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -179,20 +181,17 @@ class StreamFields(SamplingFields, kw_only=True):
             raise at("stream_options", None, 'expected it with "stream": true only; leave it out, or stream')
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise at("stream_options.include_obfuscation", None, "expected false, which is what there is, got true")
-        if self.timeout_s is not None and not 0 < self.timeout_s <= _MAX_SECONDS:
-            expected = f"expected seconds, above 0 and up to {_MAX_SECONDS:.0f}"
-            raise at("timeout_s", None, f"{expected}, got {shown(self.timeout_s)}")
 
 
-def checked_integer(path: str, value: int, low: int, high: int, said: str = "") -> int:
+def checked_integer(path: str, value: int, low: int, high: int) -> int:
     """An integer within bounds.
 
     Raises:
-        BadRequest: it is not; the message says also what `said` does.
+        BadRequest: it is not.
     """
     if low <= value <= high:
         return value
-    raise at(path, None, f"expected an integer from {low} to {high}{said}, got {shown(value)}")
+    raise at(path, None, f"expected an integer from {low} to {high}, got {shown(value)}")
 
 
 def _biases(given: Mapping[str, float], vocab_size: int, path: str) -> dict[int, float]:

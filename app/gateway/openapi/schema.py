@@ -10,6 +10,7 @@ from typing import Any
 
 from app.codecs.infer_request import example_body
 from app.gateway.models import Models
+from app.gateway.openapi.bodies import body_schemas, of_models
 from app.gateway.openapi.tensors import OMISSIONS, described, element_schema, generate_operations, parameter_schemas
 from app.gateway.openapi.texts import cancel_operation, completion_operations, text_operations
 from app.security.keys import OPEN, scopes_for
@@ -39,6 +40,7 @@ def openapi_schema(generated: dict[str, Any], models: Models) -> dict[str, Any]:
     schema = copy.deepcopy(generated)
     schema["info"]["description"] = "PyTorch models over HTTP: the Open Inference Protocol and OpenAI's API."
     paths = schema["paths"]
+    bodies, components = body_schemas()
     embedders = []
     language_models = []
     for model in models:
@@ -49,7 +51,7 @@ def openapi_schema(generated: dict[str, Any], models: Models) -> dict[str, Any]:
             embedders.append(signature.name)
         if signature.language_model is not None:
             language_models.append(signature.name)
-            for route, operation in text_operations(signature).items():
+            for route, operation in text_operations(signature, bodies["GenerateRequest"]).items():
                 paths[f"/v2/models/{signature.name}/{route}"] = {"post": operation}
             continue
         if not signature.streams:
@@ -57,15 +59,15 @@ def openapi_schema(generated: dict[str, Any], models: Models) -> dict[str, Any]:
         for route, operation in generate_operations(signature).items():
             paths[f"/v2/models/{signature.name}/{route}"] = {"post": operation}
     if embedders:
-        paths["/v1/embeddings"] = {"post": _embeddings_operation(embedders)}
+        paths["/v1/embeddings"] = {"post": _embeddings_operation(embedders, bodies["EmbeddingsRequest"])}
     if language_models:
-        paths |= {path: {"post": operation} for path, operation in completion_operations(language_models).items()}
+        for path, operation in completion_operations(language_models, bodies).items():
+            paths[path] = {"post": operation}
         paths["/v2/requests/{request_id}/cancel"] = {"post": cancel_operation()}
     for path, operations in paths.items():
         for operation in operations.values():
             _document_errors(path, operation)
-    schema.get("components", {}).get("schemas", {}).clear()
-    schema.setdefault("components", {}).setdefault("schemas", {}).update(_error_schemas())
+    schema.setdefault("components", {})["schemas"] = components | _error_schemas()
     return schema
 
 
@@ -186,7 +188,7 @@ def _response_schema(signature: Signature) -> dict[str, Any]:
     }
 
 
-def _embeddings_operation(models: list[str]) -> dict[str, Any]:
+def _embeddings_operation(models: list[str], schema: dict[str, Any]) -> dict[str, Any]:
     return {
         "tags": ["openai"],
         "summary": "Embeddings, as OpenAI's API has them",
@@ -195,23 +197,7 @@ def _embeddings_operation(models: list[str]) -> dict[str, Any]:
             "required": True,
             "content": {
                 "application/json": {
-                    "schema": {
-                        "type": "object",
-                        "required": ["model", "input"],
-                        "additionalProperties": False,
-                        "properties": {
-                            "model": {"type": "string", "enum": models},
-                            "input": {
-                                "oneOf": [
-                                    {"type": "string"},
-                                    {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                                ]
-                            },
-                            "encoding_format": {"type": "string", "enum": ["float", "base64"]},
-                            "dimensions": {"type": "integer", "minimum": 1},
-                            "user": {"type": "string"},
-                        },
-                    },
+                    "schema": of_models(schema, models),
                     "example": {"model": models[0], "input": ["The harbour lay still.", "Boats slept in the port."]},
                 }
             },

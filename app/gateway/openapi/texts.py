@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
-from app.lm.chat import MAX_CHOICES
-from app.lm.completion import DEFAULT_TOKENS, MAX_PROMPTS
-from app.lm.sampling_fields import MAX_LOGPROBS
-from app.lm.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOPS
+from app.gateway.openapi.bodies import of_models
 from inference.signature import Signature
 
 __all__ = ["cancel_operation", "completion_operations", "text_operations"]
 
 _MESSAGES: Final = [{"role": "user", "content": "Write a Python function that adds two numbers."}]
 _PROMPT: Final = "def add(a, b):\n    "
-_STOP_STRING: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
-_SAMPLING: Final[dict[str, Any]] = {
-    "temperature": {"type": "number", "minimum": 0, "maximum": 2, "default": 1, "description": "0: the likeliest"},
-    "top_p": {"type": "number", "minimum": 0, "maximum": 1, "default": 1},
-    "top_k": {"type": "integer", "minimum": 0, "default": 0, "description": "0: all tokens"},
-    "min_p": {"type": "number", "minimum": 0, "maximum": 1, "default": 0},
-    "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2, "default": 0},
-    "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2, "default": 0},
-    "repetition_penalty": {"type": "number", "minimum": 0.01, "maximum": 100, "default": 1},
-    "logit_bias": {
-        "type": "object",
-        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        "description": "By token id",
-    },
-    "seed": {"type": "integer", "description": "The same seed gives the same answer; choice i has the seed plus i"},
-    "stop": {
-        "oneOf": [_STOP_STRING, {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STOPS}],
-        "description": "Strings that end the text, which ends before them",
-    },
-    "stop_token_ids": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-    "ignore_eos": {"type": "boolean", "default": False},
-    "include_stop_str_in_output": {"type": "boolean", "default": False},
-    "skip_special_tokens": {"type": "boolean", "default": True},
-}
-_OPENAI: Final[dict[str, Any]] = {
-    "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES, "default": 1},
-    "stream": {"type": "boolean", "default": False},
-    "stream_options": {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {"include_usage": {"type": "boolean", "default": False}},
-    },
-    "user": {"type": "string", "description": "A label, without effect"},
-    "timeout_s": {"type": "number", "exclusiveMinimum": 0, "description": "How long the request may take in all"},
-}
 _USAGE: Final[dict[str, Any]] = {
     "type": "object",
     "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
@@ -61,68 +24,13 @@ _USAGE: Final[dict[str, Any]] = {
 _FINISH: Final[dict[str, Any]] = {"type": "string", "enum": ["stop", "length"]}
 
 
-def completion_operations(models: list[str]) -> dict[str, dict[str, Any]]:
+def completion_operations(models: list[str], schemas: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """OpenAI's operations, by path.
 
     Args:
         models: names of the language models; at least one.
+        schemas: of the bodies, by the structs' names.
     """
-    model = {"type": "string", "enum": models}
-    message = {
-        "type": "object",
-        "required": ["role"],
-        "properties": {
-            "role": {"type": "string"},
-            "content": {
-                "oneOf": [
-                    {"type": "string"},
-                    {"type": "null"},
-                    {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["type", "text"],
-                            "properties": {"type": {"type": "string", "enum": ["text"]}, "text": {"type": "string"}},
-                        },
-                    },
-                ]
-            },
-        },
-    }
-    chat = {
-        "model": model,
-        "messages": {"type": "array", "minItems": 1, "items": message},
-        "max_completion_tokens": {"type": "integer", "minimum": 1, "description": "Default: what there is room for"},
-        "max_tokens": {"type": "integer", "minimum": 1, "deprecated": True},
-        **_SAMPLING,
-        **_OPENAI,
-        "logprobs": {"type": "boolean", "default": False},
-        "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
-        "response_format": {
-            "type": "object",
-            "required": ["type"],
-            "properties": {"type": {"type": "string", "enum": ["text"]}},
-        },
-        "chat_template_kwargs": {"type": "object", "description": "What the model's chat template takes besides"},
-    }
-    text = {"type": "string"}
-    ids = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-    completion = {
-        "model": model,
-        "prompt": {
-            "anyOf": [
-                text,
-                ids,
-                {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": text},
-                {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": ids},
-            ]
-        },
-        "max_tokens": {"type": "integer", "minimum": 0, "default": DEFAULT_TOKENS},
-        **_SAMPLING,
-        **_OPENAI,
-        "logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
-        "echo": {"type": "boolean", "default": False},
-    }
     answer_message = {
         "type": "object",
         "required": ["role", "content"],
@@ -132,37 +40,28 @@ def completion_operations(models: list[str]) -> dict[str, dict[str, Any]]:
         "/v1/chat/completions": _openai_operation(
             "chat_completions",
             "Chat, as OpenAI's API has it",
-            _object(chat, ["model", "messages"]),
+            of_models(schemas["ChatRequest"], models),
             {"model": models[0], "messages": _MESSAGES, "max_completion_tokens": 64},
             {"message": answer_message},
         ),
         "/v1/completions": _openai_operation(
             "completions",
             "Continue texts, as OpenAI's API does",
-            _object(completion, ["model", "prompt"]),
+            of_models(schemas["CompletionRequest"], models),
             {"model": models[0], "prompt": _PROMPT, "max_tokens": 64},
             {"text": {"type": "string"}},
         ),
     }
 
 
-def text_operations(signature: Signature) -> dict[str, dict[str, Any]]:
-    """The operations of the generate extension for one language model, by route."""
-    parameters = {
-        "max_tokens": {"type": "integer", "minimum": 0, "default": DEFAULT_TOKENS},
-        **_SAMPLING,
-        "timeout": {"type": "integer", "minimum": 0, "description": "The request's own deadline in microseconds"},
-    }
-    request = _object(
-        {
-            "text_input": {"type": "string"},
-            "id": {"type": "string", "maxLength": 1000},
-            "parameters": _object(parameters, []),
-            **parameters,
-        },
-        ["text_input"],
-    )
-    body = {"schema": request, "example": {"text_input": _PROMPT, "parameters": {"max_tokens": 64}}}
+def text_operations(signature: Signature, schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The operations of the generate extension for one language model, by route.
+
+    Args:
+        signature: of the model.
+        schema: of the body.
+    """
+    body = {"schema": schema, "example": {"text_input": _PROMPT, "parameters": {"max_tokens": 64}}}
     names = {
         "model_name": {"type": "string", "enum": [signature.name]},
         "model_version": {"type": "string"},
@@ -303,8 +202,3 @@ def _cancelled(kind: str) -> dict[str, Any]:
         "description": "The request was cancelled by its id",
         "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind}"}}},
     }
-
-
-def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
-    schema = {"type": "object", "additionalProperties": False, "properties": properties}
-    return {**schema, "required": required} if required else schema

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import base64
-from typing import Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 import numpy as np
 import orjson
+from msgspec import Meta
 from starlette.types import Receive, Scope
 
-from app.codecs.faults import read_json, shown
+from app.codecs.faults import read_json
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.errors import BadRequest
 from app.gateway.http.bodies import BodyReader, decoded
@@ -24,18 +25,20 @@ from inference.errors import DeclarationError
 from inference.model import Scalar
 from inference.signature import EmbeddingSpec, Signature
 
-__all__ = ["EmbeddingsEndpoint"]
+__all__ = ["EmbeddingsEndpoint", "EmbeddingsRequest"]
 
 _JSON = (b"content-type", b"application/json")
+_INPUT: Final = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
 
 
-class _Body(msgspec.Struct, forbid_unknown_fields=True):
+class EmbeddingsRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body."""
+
     model: str
-    input: msgspec.Raw
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema=_INPUT)]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-    user: str | None = None
-    """A label of the client's own end user; it changes nothing here."""
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    user: Annotated[str, Meta(description="A label, without effect")] | None = None
 
 
 class EmbeddingsEndpoint(Endpoint):
@@ -71,9 +74,9 @@ class EmbeddingsEndpoint(Endpoint):
         return Reply(200, [_answer(body, vectors, tokens)], [_JSON])
 
 
-def _read(raw: bytes) -> tuple[_Body, list[str]]:
+def _read(raw: bytes) -> tuple[EmbeddingsRequest, list[str]]:
     """A body, and its texts."""
-    body: _Body = read_json(raw, _Body)
+    body: EmbeddingsRequest = read_json(raw, EmbeddingsRequest)
     try:
         value: str | list[str] = read_json(body.input, str | list[str], "input")
     except BadRequest as error:
@@ -96,8 +99,6 @@ def _request(signature: Signature, spec: EmbeddingSpec, texts: list[str], dimens
                 f"dimensions: model `{signature.name}` has embeddings of one length only; leave it out",
                 field="dimensions",
             )
-        if dimensions < 1:
-            raise BadRequest(f"dimensions: expected at least 1, got {shown(dimensions)}", field="dimensions")
         try:
             row_parameters[chosen.name] = chosen.check(dimensions)
         except DeclarationError as error:
@@ -114,7 +115,7 @@ def _request(signature: Signature, spec: EmbeddingSpec, texts: list[str], dimens
     )
 
 
-def _answer(body: _Body, vectors: RawTensor, tokens: int) -> bytes:
+def _answer(body: EmbeddingsRequest, vectors: RawTensor, tokens: int) -> bytes:
     rows, length = vectors.shape
     # Rows that share a call are as long as the longest that any of them asked for.
     array = np.frombuffer(vectors.data, "<f4").reshape(rows, length)[:, : body.dimensions]

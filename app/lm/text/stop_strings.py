@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
-from app.errors import BadRequest
+from msgspec import Meta
 
-__all__ = ["MAX_STOPS", "MAX_STOP_CHARACTERS", "Emitted", "StopFinder"]
+__all__ = ["Emitted", "StopFinder", "StopString", "StopStrings"]
 
-MAX_STOPS: Final = 16
+StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
+"""As long as what may be held back, and looked through again with every piece."""
+StopStrings: TypeAlias = Annotated[list[StopString], Meta(max_length=16, extra={"expected": "at most 16 strings"})]
 """OpenAI allows 4."""
-MAX_STOP_CHARACTERS: Final = 1024
-"""Per stop string: what may be held back, and looked through again with every piece."""
 
 
 class Emitted(NamedTuple):
@@ -32,19 +32,9 @@ class StopFinder:
     Args:
         stops: the stop strings.
         include_stop: send the stop string, too.
-
-    Raises:
-        BadRequest: an empty or too long stop string, or too many; the message names it.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        if len(stops) > MAX_STOPS:
-            raise BadRequest(f"stop: expected at most {MAX_STOPS} strings, got {len(stops)}", field="stop")
-        for n, stop in enumerate(stops):
-            if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
-                got = f"{len(stop)} characters" if stop else "an empty string"
-                field = f"stop[{n}]"
-                raise BadRequest(f"{field}: expected 1 to {MAX_STOP_CHARACTERS} characters, got {got}", field=field)
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._held = ""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import pytest
+from msgspec import Meta
 
 from app.codecs.faults import MAX_CONTAINERS, MAX_VALUES, Said, check_size, read_json, said
 from app.codecs.generate import GenerateDecoder
@@ -41,6 +42,9 @@ READERS: dict[str, tuple[Callable[[bytes], Any], bytes]] = {
 ALL = pytest.mark.parametrize("route", READERS)
 
 
+Word: TypeAlias = Annotated[str, Meta(min_length=1, max_length=3)]
+
+
 class Inner(msgspec.Struct, forbid_unknown_fields=True):
     b: int
 
@@ -51,6 +55,10 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     many: list[Inner] = []
     floats: dict[str, float] = {}
     gone: None = None
+    some: Annotated[int, Meta(ge=1, le=4)] | None = None
+    share: Annotated[Annotated[float, Meta(ge=0)] | None, Meta(description="Of a whole")] = None
+    words: Word | Annotated[list[Word], Meta(max_length=2)] | None = None
+    above: Annotated[int, Meta(gt=0, extra={"expected": "more than nothing"})] | None = None
 
 
 def refused(route: str, body: bytes) -> str:
@@ -79,6 +87,10 @@ class TestMsgspec:
             (b'{"a": 1, "one": "q"}', {"path": ".one", "value": "'q'"}),
             (b'{"a": 1, "floats": {"k": 1e999}}', {"path": ".floats[...]", "is_out_of_range": True}),
             (b'{"a": ' + b"1" * 5000 + b"}", {"path": ".a", "is_out_of_range": True}),
+            (b'{"a": 1, "some": 5}', {"path": ".some", "bounded": "int"}),
+            (b'{"a": 1, "share": -0.5}', {"path": ".share", "bounded": "float"}),
+            (b'{"a": 1, "words": ["abcd"]}', {"path": ".words[0]", "bounded": "str"}),
+            (b'{"a": 1, "words": ["a", "a", "a"]}', {"path": ".words", "bounded": "array"}),
             (b'{"a": NaN}', {"byte": 6}),
             (b'{"a" 1}', {"byte": 5, "text": "expected ':' (byte 5)"}),
             (b'{"a": 1} x', {"byte": 10, "is_followed": True}),
@@ -137,13 +149,32 @@ class TestWords:
             read_json(b'{"a": 1, "many": [{"b": 1}, {"b": 1, "c": 2}]}', Body)
 
     def test_a_missing_field(self) -> None:
-        missing = r"^a: expected this field, got an object without it; the fields are a, one, many, floats$"
+        missing = r"^a: expected this field, got an object without it; the fields are a, one, many, floats, "
         with pytest.raises(BadRequest, match=missing):
             read_json(b"{}", Body)
 
     def test_a_value_that_is_none_of_those_listed(self) -> None:
         with pytest.raises(BadRequest, match=r"^one: expected 'x' or 'y', got 'q'$"):
             read_json(b'{"a": 1, "one": "q"}', Body)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            (b'"some": 0', "some: expected an integer from 1 to 4, got 0"),
+            (b'"some": %b' % (b"9" * 50), "some: expected an integer from 1 to 4, got an integer of 167 bits"),
+            (b'"share": -1', "share: expected at least 0, got -1.0"),
+            (b'"words": ""', "words: expected 1 to 3 characters, got an empty string"),
+            (b'"words": ["a", "\\u00e4bcd"]', "words[1]: expected 1 to 3 characters, got 4 characters"),
+            (b'"words": ["a", "b", "c"]', "words: expected at most 2 entries, got 3"),
+            (b'"above": 0', "above: expected more than nothing, got 0"),
+            (b'"some": 5, "more": {]', "some: expected an integer from 1 to 4"),
+            (b'"some": 5, "some": 1', "some: expected every key of an object once, got this one twice; leave one out"),
+        ],
+    )
+    def test_a_value_out_of_bounds(self, fields: bytes, message: str) -> None:
+        with pytest.raises(BadRequest) as caught:
+            read_json(b'{"a": 1, %b}' % fields, Body)
+        assert caught.value.message == message
 
     def test_a_field_that_is_not_supported(self) -> None:
         with pytest.raises(BadRequest, match=r"^gone: this model does not support it; leave it out$"):

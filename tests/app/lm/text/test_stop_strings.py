@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.codecs.faults import read_json
 from app.errors import BadRequest
-from app.lm.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOPS, Emitted, StopFinder
+from app.lm.text.stop_strings import Emitted, StopFinder, StopStrings
 
 texts = st.text(st.sampled_from("ab\n🙂"), max_size=30)
 some_stops = st.lists(st.text(st.sampled_from("ab\n🙂"), min_size=1, max_size=5), min_size=1, max_size=5)
@@ -103,11 +105,11 @@ def test_only_what_could_become_a_stop_string_is_held_back(text: str, stops: lis
     ("stops", "field", "message"),
     [
         (["a", ""], "stop[1]", "stop[1]: expected 1 to 1024 characters, got an empty string"),
-        (["a" * (MAX_STOP_CHARACTERS + 1)], "stop[0]", "stop[0]: expected 1 to 1024 characters, got 1025 characters"),
-        (["a"] * (MAX_STOPS + 1), "stop", "stop: expected at most 16 strings, got 17"),
+        (["a" * 1025], "stop[0]", "stop[0]: expected 1 to 1024 characters, got 1025 characters"),
+        (["a"] * 17, "stop", "stop: expected at most 16 strings, got 17"),
     ],
 )
 def test_bad_stop_strings_are_named(stops: list[str], field: str, message: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        StopFinder(stops)
+        read_json(json.dumps(stops).encode(), StopStrings, "stop")
     assert (caught.value.field, caught.value.message) == (field, message)
