@@ -1,8 +1,8 @@
-"""Triton's tensor datatypes, and how each travels.
+"""Triton's tensor datatypes and their wire forms.
 
 Source: the Open Inference Protocol's table of tensor data types and Triton's binary tensor data extension.
 
-Imported by both sides; it imports nothing but numpy.
+Gateway and replica import this module; it imports nothing but numpy.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Datatype(NamedTuple):
     size_bytes: int
     """Bytes of one element; 0 for ``BYTES``, whose elements vary."""
     numpy: np.dtype[Any]
-    """What an array of it holds in memory; ``BF16`` is carried as its bit pattern, ``BYTES`` as objects."""
+    """The numpy type that holds it; ``BF16`` is carried as its bit pattern, ``BYTES`` as objects."""
     wire: str
-    """The datatype under which it is bound to Triton: its own, but for ``BF16`` (numpy has none)."""
+    """The datatype under which it is bound to Triton: itself, except for ``BF16``, which numpy lacks."""
     config: str
     """Its name in Triton's model configuration."""
     json: bool

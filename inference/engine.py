@@ -1,17 +1,13 @@
-"""Errors of an engine.
+"""The interface of a language model's engine: requests, events, limits and errors.
 
-::
+An engine is single-threaded: one thread makes all calls, and `Engine.step` does the work. A step advances every
+sequence by at most one token, so one list of events fits in one packed response. Its errors::
 
     ModelError
     ├── EngineFull               the waiting queue is full (429)
     └── BadInput
         └── RequestRejected      this engine can never serve this request (400)
             └── RequestTooLong   prompt and answer exceed the context, or the cache
-
-What an engine is asked, what it answers, and the calls between.
-
-An engine is single-threaded: one thread makes all calls, and `Engine.step` does the work. It advances every sequence
-by at most one token, so one list of events is what one packed response carries.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ __all__ = [
 
 
 class EngineFull(ModelError):
-    """As many requests wait as may; try again later."""
+    """The waiting queue is full; try again later."""
 
 
 class RequestRejected(BadInput):
@@ -71,9 +67,9 @@ TokenId: TypeAlias = Annotated[int, Meta(ge=0)]
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How a sequence's tokens are chosen; `inference.lm.sampling` has the formulas. Ranges hold for what is decoded.
+    """How a sequence's tokens are chosen; `inference.lm.sampling` has the formulas. Decoding checks the ranges.
 
-    The defaults are the model's distribution as it is; temperature 0 takes the most probable token.
+    The defaults leave the model's distribution unchanged; temperature 0 takes the most probable token.
     """
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
@@ -102,9 +98,9 @@ class SequenceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     max_tokens: Annotated[int, Meta(ge=0)]
     sampling: Sampling = Sampling()
     stop_ids: frozenset[TokenId] = frozenset()
-    """Tokens that end it, beside the model's own."""
+    """Tokens that end the sequence, in addition to the model's own."""
     ignore_eos: bool = False
-    """Whether the model's own end-of-sequence tokens don't end it; `stop_ids` still do."""
+    """Whether the model's own end-of-sequence tokens are ignored; `stop_ids` still apply."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -112,13 +108,13 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
     id: str
     index: int
-    """0 for the sequence's first token, and one more for each; of an event without a token, how many there were."""
+    """The token's position in the answer, from 0; in an event without a token, the length of the answer."""
     token: int | None
-    """None only in an end that brings no token. The token that stopped a sequence is reported as any other."""
+    """None only in a final event without a token. The token that stopped a sequence is reported like any other."""
     logprob: float | None = None
     """Natural logarithm of the token's probability under the model, before bias, penalties, temperature and filters."""
     top: tuple[tuple[int, float], ...] = ()
-    """(token, logprob) of the most probable, best first."""
+    """The most probable tokens as (token, logprob), best first."""
     finish: Finish | None = None
     """Set in the sequence's last event, and in no other."""
     error: str = ""
@@ -126,19 +122,19 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
-    """What an engine can take."""
+    """The capacity of an engine."""
 
     max_sequences: int
-    """How many are computed together."""
+    """Sequences computed together."""
     max_waiting: int
-    """How many more may wait."""
+    """Sequences that may wait beyond these."""
     context_length: int
-    """Tokens of a prompt and its answer."""
+    """The most tokens of a prompt and its answer together."""
     cache_tokens: int
     """Tokens the key/value cache holds, over all sequences."""
     vocab_size: int
     sampling: frozenset[str] = SAMPLING_FIELDS
-    """Which fields of `Sampling` it heeds; a request that sets another must be refused."""
+    """The fields of `Sampling` that the engine supports; a request that sets another must be refused."""
 
 
 class Engine(Protocol):
@@ -149,15 +145,15 @@ class Engine(Protocol):
 
     @property
     def active(self) -> int:
-        """How many sequences hold a place: prompt or answer being computed."""
+        """The number of sequences admitted: their prompt or answer is being computed."""
 
     @property
     def waiting(self) -> int:
-        """How many wait for one."""
+        """The number of sequences in the waiting queue."""
 
     @property
     def cache_used(self) -> int:
-        """Tokens of the cache that are reserved, at most `EngineLimits.cache_tokens`."""
+        """Reserved tokens of the cache, at most `EngineLimits.cache_tokens`."""
 
     @property
     def has_work(self) -> bool:
@@ -167,22 +163,22 @@ class Engine(Protocol):
         """Put a sequence in the queue. Each one accepted has exactly one event with `TokenEvent.finish`.
 
         Raises:
-            EngineFull: as many wait as may.
-            RequestTooLong: it can never fit.
+            EngineFull: the waiting queue is full.
+            RequestTooLong: the sequence can never fit.
             RequestRejected: an unsupported sampling field, a token outside the vocabulary, an id in use.
         """
 
     def cancel(self, id: str) -> bool:
-        """End a sequence wherever it is and free its place at once; the next `step` reports it as ``cancelled``.
+        """End a sequence, running or waiting, and free its place at once; the next `step` reports it as ``cancelled``.
 
-        Returns whether there was one.
+        Returns whether there was such a sequence.
         """
 
     def step(self) -> list[TokenEvent]:
         """Compute one step of all sequences: at most one token each.
 
-        Never raises for what a sequence or the model does: those affected end with ``error``, the others go on.
+        Never raises for a failure of a sequence or the model: the sequences affected end with ``error``, others go on.
         """
 
     def close(self) -> None:
-        """Forget all sequences, without events, and free the memory."""
+        """Drop all sequences without events, and free the memory."""

@@ -1,8 +1,8 @@
-"""What a replica needs of the machine and of the Python installation, and what it finds.
+"""Checks that the machine and the Python installation can run a replica.
 
-``python -m inference.environment`` prints it all as JSON, ``{"versions": {...}, "problems": [...]}``; the gateway's
-side asks that way, since it imports neither torch nor pytriton. This module doesn't import them either: it reads
-their metadata, and lets the dynamic loader itself say what PyTriton's stub would load.
+``python -m inference.environment`` prints ``{"versions": {...}, "problems": [...]}`` as JSON, for the gateway's side,
+which imports neither torch nor pytriton. Nor does this module: it reads their metadata, and asks the dynamic loader
+what PyTriton's stub would load.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OLDEST_PYTHON: Final = (3, 10)
 NEWEST_PYTHON: Final = (3, 12)
 
 PROCESS_TIMEOUT_S: Final = 30.0
-"""For each of the small processes that look at something on our behalf; initializing many GPUs takes seconds."""
+"""Limit of each helper process; initializing many GPUs takes seconds."""
 
 _PYTHON: Final = f"{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -44,11 +44,11 @@ _LOADER_CACHE: Final = Path("/etc/ld.so.cache")
 
 
 def library_path(environ: Mapping[str, str]) -> str:
-    """The ``LD_LIBRARY_PATH`` under which a replica must run, given the environment that it gets.
+    """The ``LD_LIBRARY_PATH`` under which a replica must run, given its environment.
 
-    PyTriton's stub loads ``libpython3.x.so.1.0`` by name. The folders of this interpreter's own library come first
-    (``LIBDIR``, and ``lib`` of the base installation, which is right where a Python was moved after it was built), so
-    that a system library of another patch version doesn't win; then what was there.
+    PyTriton's stub loads ``libpython3.x.so.1.0`` by name. The folders of this interpreter's own library (``LIBDIR``,
+    and ``lib`` of the base installation, in case Python was moved after it was built) come before the present value,
+    so that a system library of another patch version doesn't take precedence.
     """
     own = [sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib"]
     # An empty element would mean the current folder.
@@ -57,10 +57,10 @@ def library_path(environ: Mapping[str, str]) -> str:
 
 
 def require() -> None:
-    """Check, in some milliseconds and without starting a process, that a replica can run here.
+    """Check, in a few milliseconds and without starting a process, that a replica can run here.
 
     Raises:
-        EnvironmentUnfit: it can't; the message says why and how to mend it.
+        EnvironmentUnfit: it can't; the message says why and how to fix it.
     """
     for problem in problems():
         raise EnvironmentUnfit(str(problem))
@@ -70,8 +70,8 @@ def problems(*, deep: bool = False, path: str | None = None) -> list[Problem]:
     """What keeps a replica from running here.
 
     Args:
-        deep: also start PyTriton's stub, and look into the libpython that it would load.
-        path: the ``LD_LIBRARY_PATH`` that the replica will have. Default: `library_path` of this process's own.
+        deep: also start PyTriton's stub, and check the version of the libpython that it would load.
+        path: the replica's ``LD_LIBRARY_PATH``; by default `library_path` of this process's environment.
     """
     if path is None:
         path = library_path(os.environ)
@@ -83,7 +83,7 @@ def problems(*, deep: bool = False, path: str | None = None) -> list[Problem]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what matters, by name; None for what is missing or can't be told."""
+    """Versions of the relevant components, by name; None where missing or unknown."""
     stub = _stub()
     return {
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -99,7 +99,7 @@ def versions() -> dict[str, str | None]:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter, by name, of those that are there; starts no process."""
+    """Versions of Python and of the relevant installed packages, by name; starts no process."""
     found = {name: _version(name) for name in ("numpy", "nvidia-pytriton", "torch")}
     return {"python": platform.python_version(), **{name: version for name, version in found.items() if version}}
 
@@ -112,7 +112,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _folder(package: str) -> Path | None:
-    """Where a top-level package lies; it is not imported."""
+    """The folder of a top-level package, found without importing it."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -169,7 +169,7 @@ def _stub_problem() -> Problem:
 
 
 def _library_problems(path: str) -> Iterable[Problem]:
-    """Whether there is a libpython to be found, by looking at files only."""
+    """Check, by looking at files only, that the stub will find a libpython."""
     if any(Path(entry, _LIBPYTHON).exists() for entry in path.split(":")):
         return
     if _LOADER_CACHE.exists() and _LIBPYTHON.encode() in _LOADER_CACHE.read_bytes():
@@ -178,7 +178,7 @@ def _library_problems(path: str) -> Iterable[Problem]:
 
 
 def _deep_library_problems(stub: Path, path: str) -> Iterable[Problem]:
-    # Without arguments a stub that could be loaded complains of that, and ends.
+    # Started without arguments, a stub that could be loaded complains about them and ends.
     status, output = _run([str(stub)], {"LD_LIBRARY_PATH": path})
     loaded = status == 1 and "arguments" in output
     if not loaded and _LIBPYTHON in output and "cannot open shared object file" in output:
@@ -200,7 +200,7 @@ def _deep_library_problems(stub: Path, path: str) -> Iterable[Problem]:
         yield Problem(
             "libpython version",
             f"this is Python {platform.python_version()}, but PyTriton's stub would load {library}, which is "
-            f"{version or 'no library of Python'}; what the stub imports then fails in ways that don't say so",
+            f"{version or 'not a Python library'}; the stub's imports would then fail with misleading errors",
             f"use a Python built with --enable-shared (with pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared pyenv install "
             f"{platform.python_version()}), or make the virtual environment with the interpreter of that library",
         )
@@ -251,14 +251,14 @@ def _triton_version() -> str | None:
         return None
     libraries = [folder.parent / "nvidia_pytriton.libs", folder / "tritonserver" / "external_libs"]
     for library in (found for place in libraries for found in place.glob("libtritonserver*.so")):
-        # It needs no GPU for this, and would take memory on each.
+        # Triton needs no GPU for this, and would allocate memory on each.
         hidden = {"CUDA_VISIBLE_DEVICES": "", "LD_LIBRARY_PATH": str(library.parent)}
         output = _run_python(_ASK_TRITON, str(library), changes=hidden)
         return output.strip() or None if output else None
     return None
 
 
-# The binary doesn't carry its version as text and has no option to print it; its own C API tells in 0.1 s.
+# The binary neither contains its version as text nor has an option to print it; its C API gives it in 0.1 s.
 _ASK_TRITON: Final = """
 import ctypes, json, os, sys, tempfile
 library = ctypes.CDLL(sys.argv[1])
@@ -280,7 +280,7 @@ with tempfile.TemporaryDirectory() as repository:
     call("ServerMetadata", server, ctypes.byref(message))
     call("MessageSerializeToJson", message, ctypes.byref(text), ctypes.byref(size))
     print(json.loads(ctypes.string_at(text, size.value))["version"], flush=True)
-os._exit(0)  # not through the destructors of a server that was never told to stop
+os._exit(0)  # skip the destructors of a server that was never stopped
 """
 
 _ASK_LIBPYTHON: Final = """
@@ -308,7 +308,7 @@ for index in range(count.value):
 
 
 def _run_python(script: str, *arguments: str, changes: Mapping[str, str] | None = None) -> str | None:
-    """What a script prints, run by this interpreter without site-packages; None if it failed."""
+    """The output of a script, run by this interpreter without site-packages; None if it failed."""
     status, output = _run([sys.executable, "-I", "-S", "-c", script, *arguments], changes or {}, stderr=False)
     return output if status == 0 else None
 
@@ -342,11 +342,11 @@ if __name__ == "__main__":
 
 
 def problem_of(error: BaseException, title: str, doing: str) -> Problem:
-    """An exception of the user's code as a problem: its class, its message, and the line that it comes from."""
+    """An exception of the user's code as a problem: its class, message and line."""
     where = line_of(error)
     if isinstance(error, DeclarationError):
         return Problem(title, f"{error}{f' ({where})' if where else ''}", "correct the declaration")
-    # The message of a SyntaxError repeats the file; its `msg` is the bare one.
+    # A SyntaxError's message repeats the file; its `msg` does not.
     text = str(error.msg if isinstance(error, SyntaxError) else error)
     raised = f"{type(error).__name__}: {text}" if text else type(error).__name__
     at = f" at {where}" if where else ""
@@ -357,7 +357,7 @@ _RAISED_BY: Final = frozenset((__file__, str(Path(__file__).parent / "runtime" /
 
 
 def line_of(error: BaseException) -> str:
-    """``file:line`` of the innermost frame in the user's own code; of any code but ours if there is none."""
+    """``file:line`` of the innermost frame in the user's own code, or else in any code but ours."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -366,7 +366,7 @@ def line_of(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename not in _RAISED_BY and not frame.filename.startswith("<")
     ]
-    # Headwater itself may be installed where libraries are; a declaration is checked there, not made there.
+    # Headwater itself may be installed among the libraries; it checks declarations, but doesn't make them.
     ours = str(Path(__file__).parent / "model.py")
     users = [frame for frame in frames if not frame.filename.startswith(libraries) and frame.filename != ours]
     frame = next(reversed(users or frames), None)

@@ -45,7 +45,7 @@ class DeclarationError(ModelError):
     """
 
     def __str__(self) -> str:
-        """All messages."""
+        """All messages in one line."""
         return "; ".join(map(str, self.args))
 
     @property
@@ -55,9 +55,9 @@ class DeclarationError(ModelError):
 
 
 class BadInput(ModelError):
-    """Raise it in a callable to answer the client with 400 and this message.
+    """Raised by a callable to answer the client with 400 and this message.
 
-    The rows of a batch that are not at fault still succeed: the replica calls the model again without the others.
+    The other rows of the batch still succeed: the replica calls the model again without the faulty ones.
     """
 
 
@@ -79,7 +79,7 @@ class EnvironmentUnfit(ReplicaError):
 
 
 def did_you_mean(wrong: object, known: Iterable[object]) -> str:
-    """The end of a message about an unknown name: the known name that is most like it, if any is."""
+    """The suffix of a message about an unknown name that suggests the closest known name; empty if none is close."""
     found = difflib.get_close_matches(str(wrong), [str(name) for name in known], n=1)
     return f"; did you mean `{found[0]}`?" if found else ""
 
@@ -89,11 +89,11 @@ class Problem:
     """Something that keeps Headwater from serving."""
 
     title: str
-    """What it is about, in a few words."""
+    """The subject, in a few words."""
     reason: str
     """What was expected, and what was found."""
     mend: str
-    """What to do about it."""
+    """How to fix it."""
 
     def __str__(self) -> str:
         return f"{self.title}: {self.reason}; {self.mend}"
@@ -105,9 +105,9 @@ class LoadError(ReplicaError):
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
         self.problem = problem
-        """The same in parts."""
+        """The message in parts."""
 
     @property
     def is_permanent(self) -> bool:
-        """Whether another start would raise it again: all but what the user's code raised while it ran."""
+        """Whether another start would raise it again: False only for what the user's code raised while it ran."""
         return isinstance(self.__cause__, (type(None), ModuleNotFoundError, SyntaxError, DeclarationError))

@@ -17,7 +17,7 @@ Scalar = str | int | float | bool
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\Z")
 _PARAMETER_TYPES: Final = {"str": str, "int": int, "float": float, "bool": bool}
-# Meanings that the protocol gives to request parameters; a model can't take them for itself.
+# Request parameters that the protocol defines; a model can't declare them.
 _RESERVED_PARAMETERS: Final = frozenset(
     {"binary_data_output", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "headwater"}
 )
@@ -39,11 +39,11 @@ class Tensor:
             ``FP32``, ``FP64`` or ``BYTES``.
         shape: the shape of one row, without the batch axis; -1 for a dimension that varies between requests.
         optional: whether a request may leave it out (inputs only); the callable then gets ``None``.
-        labels: what the places of the last dimension stand for, one text each, such as the classes of scores; for
-            people, told with the model's metadata.
+        labels: the meaning of each position of the last dimension, such as the classes of scores; shown in the
+            model's metadata.
 
     Raises:
-        DeclarationError: a field contradicts the above.
+        DeclarationError: a field is invalid.
     """
 
     name: str
@@ -88,11 +88,11 @@ class Parameter:
         name: its name in a request's ``parameters``.
         type: ``"str"``, ``"int"``, ``"float"`` or ``"bool"``.
         default: what the callable gets when a request leaves it out; must fit ``type``.
-        per: a client sends one value for its request either way. ``"batch"``: the callable gets that value, and
-            requests whose values differ never share a call. ``"row"``: such requests may share a call, and the callable
-            gets a list that has for each row the value of its request.
+        per: a client always sends one value for its request. ``"batch"``: the callable gets that value, and requests
+            whose values differ never share a call. ``"row"``: such requests may share a call, and the callable gets a
+            list with, for each row, its request's value.
         minimum, maximum: bounds of a number, inclusive.
-        choices: the values allowed, if only some are.
+        choices: the allowed values; None allows all.
         description: shown in the API's documentation.
     """
 
@@ -120,14 +120,14 @@ class Parameter:
         object.__setattr__(self, "default", self.check(self.default))
 
     def check(self, value: object) -> Scalar:
-        """The value as the callable gets it: an int is taken for a float, nothing else is converted.
+        """Check a value and return it as the callable gets it: an int may stand for a float, nothing else is converted.
 
         Raises:
             DeclarationError: the value has another type or is out of bounds; the message says what was expected.
         """
         wanted = _PARAMETER_TYPES[self.type]
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-            with contextlib.suppress(OverflowError):  # else it stays an int, which is refused below
+            with contextlib.suppress(OverflowError):  # an int too large for a float is refused below
                 value = float(value)
         if not isinstance(value, wanted) or (wanted is not bool and isinstance(value, bool)):
             raise DeclarationError(f"parameter {self.name!r}: expected {self.type}, got {_shown(value)}")
@@ -146,22 +146,22 @@ class Parameter:
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except ValueError:  # Python writes no integer of more than some thousand digits
+    except ValueError:  # Python doesn't print integers of more than some thousand digits
         return "a number of thousands of digits"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """Says that a model answers ``/v1/embeddings``, and how its tensors map to that API.
+    """Maps a model's tensors to ``/v1/embeddings``, at which the model then answers too.
 
     Args:
-        input: the ``BYTES [1]`` input that takes one text a row.
-        output: the ``FP32`` output of shape ``[dimension]`` that holds its embedding.
+        input: the ``BYTES [1]`` input that takes one text per row.
+        output: the ``FP32`` output of shape ``[dimension]`` that holds the embedding.
         tokens: the ``INT32 [1]`` output with the number of tokens of each text, for ``usage``.
         dimensions: the declared ``int`` parameter (``per="row"``) that shortens an embedding, if the model can; 0
-            means whole. Rows of one batch may ask for different lengths: return all as long as the longest, each as it
-            should be in its own first elements; the rest is cut off.
+            means full length. Rows of one batch may ask for different lengths: return all rows with the longest length
+            asked for, each valid in as many leading elements as it asked for; the gateway cuts off the rest.
     """
 
     input: str
@@ -186,10 +186,10 @@ class Model:
     """
 
     inputs: ClassVar[Sequence[Tensor]] = ()
-    """What `__call__` takes, by name. Each array has the batch axis first."""
+    """The keyword arguments of `__call__`. Each array has the batch axis first."""
 
     outputs: ClassVar[Sequence[Tensor]] = ()
-    """What `__call__` returns, by name: all of them, each with as many rows as it was given."""
+    """The keys of the dict that `__call__` returns: all of them, each with as many rows as the inputs."""
 
     parameters: ClassVar[Sequence[Parameter]] = ()
     """Request parameters. If there are any, `__call__` also takes ``parameters``, a dict of name to value."""
@@ -200,28 +200,28 @@ class Model:
     returned. The memory of an input serves other calls once `__call__` has returned: copy what you keep."""
 
     idempotent: ClassVar[bool] = True
-    """Whether calling twice with the same rows does no harm. If so, the rows of a call that raises are tried again
-    in smaller groups until the failing ones are alone; if not, they all fail together. And if so, a request whose
-    replica was lost is computed once more by another."""
+    """Whether computing the same rows twice is harmless. If so, the rows of a call that raises are retried in smaller
+    groups until only the faulty ones fail, and a request whose replica was lost is retried on another. If not, all rows
+    of the call fail."""
 
     mutates_features: ClassVar[bool] = False
-    """Of a step of a pipeline: whether `__call__` writes into its inputs. If so it gets copies of those that others
-    read too; if it writes without saying so, it fails."""
+    """For a step of a pipeline: whether `__call__` writes into its inputs. If so, it gets copies of those that other
+    steps read too. A step that writes without declaring so fails."""
 
     embedding: ClassVar[Embedding | None] = None
-    """Set it to serve the model at ``/v1/embeddings`` too."""
+    """Set to serve the model at ``/v1/embeddings`` too."""
 
     example: ClassVar[Mapping[str, Any] | None] = None
-    """One row, by input name, as nested lists: used for the warm-up and shown in the API's documentation. Without
-    one, zeros (and the text ``"example"``) are used, and 1 for a dimension that varies."""
+    """One row, by input name, as nested lists: used for the warm-up and shown in the API's documentation. Inputs
+    without an example get zeros or the text ``"example"``, with 1 for a dimension that varies."""
 
     def load(self, device: str) -> None:
-        """Called once per replica, before the first call. ``device`` is such as ``cpu`` or ``cuda:0``."""
+        """Called once per replica, before the first call. ``device`` is for example ``cpu`` or ``cuda:0``."""
 
-    # `*args` is never used: with it, type checkers take any signature in a subclass.
+    # `*args` is never used, but with it type checkers accept any signature in a subclass.
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Compute the outputs, by name, for all rows of a batch. May be ``async def``."""
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 
     def unload(self) -> None:
-        """Called once when the replica ends in an orderly way."""
+        """Called once when the replica shuts down in an orderly way."""

@@ -1,8 +1,7 @@
-"""A pipeline: steps joined by their tensors. What a configuration says of one, and the plan that comes of it.
+"""Pipelines: steps joined by their tensors, as a configuration specifies them and as a checked plan.
 
-`check_names` finds what can be known to be wrong without any model; `make_plan` joins the steps' signatures to one
-signature of the whole. Both name what they find. A source is written ``STEP.OUTPUT``, or ``input.NAME`` for an input of
-the pipeline itself.
+`check_names` finds the faults that need no model; `make_plan` joins the steps' signatures into the pipeline's. Both
+name each fault's place. A source is written ``STEP.OUTPUT``, or ``input.NAME`` for an input of the pipeline itself.
 """
 
 from __future__ import annotations
@@ -36,34 +35,34 @@ INPUT: Final = "input"
 
 
 class StepSpec(msgspec.Struct, frozen=True):
-    """One step, as the configuration says."""
+    """One step, as configured."""
 
     name: str
     model: str = ""
-    """``module:Class`` or ``onnx:PATH``; empty if the step is a deployment that stands elsewhere."""
+    """``module:Class`` or ``onnx:PATH``; empty if another deployment computes the step."""
     deployment: str = ""
-    """Name of the deployment that computes it (placement ``graph`` only)."""
+    """Name of the deployment that computes the step (placement ``graph`` only)."""
     options: dict[str, Any] = {}
     inputs: dict[str, str] = {}
-    """Source of each input. An input that isn't listed is found by its name."""
+    """Source of each input. An input that isn't listed is matched by name."""
     timeout_s: float | None = None
     on_error: Literal["fail", "omit"] = "fail"
 
 
 class PipelineSpec(msgspec.Struct, frozen=True):
-    """A pipeline, as the configuration says."""
+    """A pipeline, as configured."""
 
     steps: tuple[StepSpec, ...]
     heads: tuple[str, ...]
-    """Steps whose outputs are the pipeline's."""
+    """Steps whose outputs are the pipeline's outputs."""
     placement: Literal["fused", "graph"] = "fused"
     trunk: str | None = None
-    """The step whose inputs are the pipeline's, where the configuration has a trunk and heads rather than a graph."""
+    """The step whose inputs are the pipeline's, if the configuration has a trunk and heads rather than a graph."""
     embedding: EmbeddingSpec | None = None
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """Where an input of a step comes from."""
+    """The source of a step's input."""
 
     input: str
     step: str
@@ -72,38 +71,38 @@ class Wire(msgspec.Struct, frozen=True):
 
     @property
     def source(self) -> str:
-        """As it is written in a configuration."""
+        """The source as a configuration writes it."""
         return f"{self.step}.{self.output}"
 
 
 class PlannedStep(msgspec.Struct, frozen=True):
-    """A step with everything about it known."""
+    """A step with its signature and its inputs' sources."""
 
     spec: StepSpec
     signature: Signature
     wires: tuple[Wire, ...]
-    """One for each input that gets something; the others are optional."""
+    """One for each connected input; the others are optional."""
     expected: dict[str, TensorSpec] = {}
-    """By input: what must arrive, as exactly as its producer's and its own declaration tell together."""
+    """For each input the tensor that must arrive, its producer's and its own declaration combined."""
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The step's name."""
         return self.spec.name
 
     @property
     def parents(self) -> tuple[str, ...]:
-        """Steps that must have run before."""
+        """Steps that must have run before this one."""
         return tuple(dict.fromkeys(wire.step for wire in self.wires if wire.step != INPUT))
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A pipeline that is known to fit together."""
+    """A pipeline whose steps are known to fit together."""
 
     steps: tuple[PlannedStep, ...]
-    """Each after those that it needs."""
+    """In topological order."""
     signature: Signature
-    """Of the whole."""
+    """The pipeline's signature."""
 
     def needed(self, heads: Iterable[str]) -> set[str]:
         """The steps that must run for these heads, themselves included."""
@@ -115,15 +114,15 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def tensor_text(datatype: str, shape: Sequence[int]) -> str:
-    """A tensor as messages name it, such as ``FP32 [8, 384]``."""
+    """A tensor as messages show it, such as ``FP32 [8, 384]``."""
     return f"{datatype} [{', '.join(map(str, shape))}]"
 
 
 def check_names(spec: PipelineSpec) -> None:
-    """Check what the configuration alone tells.
+    """Check a pipeline as far as its configuration alone allows.
 
     Raises:
-        DeclarationError: a step or head that doesn't exist, a source that is none, or a cycle.
+        DeclarationError: a step or head doesn't exist, a source is malformed, or there is a cycle.
     """
     names = [step.name for step in spec.steps]
     known = ", ".join(f"`{name}`" for name in names)
@@ -151,16 +150,17 @@ def check_names(spec: PipelineSpec) -> None:
 
 
 def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: str, max_batch_size: int) -> Plan:
-    """Join the steps.
+    """Join the steps into a plan.
 
     Args:
-        spec: what the configuration says.
-        signatures: of every step, by name.
-        name: the deployment's.
-        max_batch_size: of the whole.
+        spec: the pipeline as configured.
+        signatures: every step's signature, by name.
+        name: the deployment's name.
+        max_batch_size: the pipeline's.
 
     Raises:
-        DeclarationError: the steps don't fit together; the message names step, tensor, what was expected and what came.
+        DeclarationError: the steps don't fit together; the message names the step, the tensor, the expected and the
+            actual.
     """
     check_names(spec)
     inputs = _Inputs()
@@ -200,7 +200,7 @@ def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: 
 
 @contextlib.contextmanager
 def _noting(faults: list[str]) -> Iterator[None]:
-    """A context whose faults are noted, so that what comes after it is looked at too."""
+    """A context that collects faults, so that the checks after it run too."""
     try:
         yield
     except DeclarationError as error:
@@ -219,7 +219,7 @@ def _split(step: str, name: str, source: str, known: Sequence[str]) -> tuple[str
     if producer == INPUT:
         try:
             Tensor(output, "BYTES", [1])
-        except DeclarationError as error:  # the name is no tensor's
+        except DeclarationError as error:  # not a valid tensor name
             raise DeclarationError(f"{where}: {error}") from None
     return producer, output
 
@@ -229,7 +229,7 @@ def _stated_parents(step: StepSpec) -> set[str]:
 
 
 def _order(parents: Mapping[str, set[str]]) -> list[str]:
-    """Each step after its parents, otherwise as the configuration has them."""
+    """The steps in topological order, otherwise in the configuration's."""
     sorter = TopologicalSorter(parents)
     try:
         sorter.prepare()
@@ -250,7 +250,7 @@ def _order(parents: Mapping[str, set[str]]) -> list[str]:
 
 
 def _trunk_inputs(spec: PipelineSpec, signatures: Mapping[str, Signature]) -> set[str]:
-    """Names that the trunk's inputs have as the pipeline's."""
+    """The pipeline's names of the trunk's inputs."""
     trunk = next((step for step in spec.steps if step.name == spec.trunk), None)
     if trunk is None:
         return set()
@@ -259,7 +259,7 @@ def _trunk_inputs(spec: PipelineSpec, signatures: Mapping[str, Signature]) -> se
 
 
 def _wire(spec: PipelineSpec, step: StepSpec, tensor: TensorSpec, signatures: Mapping[str, Signature]) -> Wire | None:
-    """Where an input comes from: what the configuration says, or the one tensor of that name."""
+    """The source of an input: as configured, or else the one tensor of that name."""
     where = f"step `{step.name}`, input `{tensor.name}`"
     if tensor.name in step.inputs:
         producer, output = _split(step.name, tensor.name, step.inputs[tensor.name], list(signatures))
@@ -308,14 +308,14 @@ def _tensor(tensors: Iterable[TensorSpec], name: str) -> TensorSpec:
 
 
 def _unified(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
-    """The shape that fits both, -1 where neither says; None if there is none."""
+    """The shape that fits both, -1 where both vary; None if there is none."""
     if len(one) != len(other) or any(-1 not in pair and pair[0] != pair[1] for pair in zip(one, other, strict=True)):
         return None
     return tuple(max(pair) for pair in zip(one, other, strict=True))
 
 
 def _joined(step: str, wire: Wire, taken: TensorSpec, producer: Signature) -> TensorSpec:
-    """What passes from one step to another."""
+    """The tensor that passes from one step to another."""
     given = _tensor(producer.outputs, wire.output)
     shape = _unified(taken.shape, given.shape)
     if taken.datatype != given.datatype or shape is None:
@@ -329,7 +329,7 @@ def _joined(step: str, wire: Wire, taken: TensorSpec, producer: Signature) -> Te
 
 
 class _Inputs:
-    """The pipeline's own inputs, as its steps ask for them."""
+    """The pipeline's own inputs, collected from its steps."""
 
     def __init__(self) -> None:
         self.specs: dict[str, TensorSpec] = {}

@@ -1,4 +1,4 @@
-"""Where a language model lies: ``lm:PATH``, or ``lm:PACKAGE:PATH`` for a folder of an installed package."""
+"""References to a language model's folder: ``lm:PATH``, or ``lm:PACKAGE:PATH`` within an installed package."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PACKAGE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
 
 class LmReference(NamedTuple):
-    """What a configuration names."""
+    """A parsed reference."""
 
     package: str
-    """Empty: the path is the file system's."""
+    """The package that the path starts in; empty for a path of the file system."""
     path: str
 
 
@@ -32,10 +32,10 @@ def is_language_model(reference: str) -> bool:
 
 
 def parse_reference(reference: str) -> LmReference:
-    """Take ``lm:PATH`` or ``lm:PACKAGE:PATH`` apart; a colon in a path is one of the second form.
+    """Parse ``lm:PATH`` or ``lm:PACKAGE:PATH``. A path with a colon is read as the second form.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the reference has neither form.
     """
     package, colon, path = reference.removeprefix(PREFIX).partition(":")
     if not colon:
@@ -51,7 +51,7 @@ def find_folder(reference: str, search: Sequence[str] = ()) -> Path:
     """The folder that a reference names, as an absolute path.
 
     Args:
-        reference: as in the configuration.
+        reference: ``lm:PATH`` or ``lm:PACKAGE:PATH``.
         search: folders in which a relative path is looked for, after the working folder.
 
     Raises:
@@ -83,13 +83,13 @@ def _folders_of(title: str, package: str) -> list[Path]:
     try:
         found = importlib.util.find_spec(package)
     except ModuleNotFoundError:
-        found = None  # a package above it
-    except Exception as error:  # those above it are imported
-        raise LoadError(problem_of(error, title, f"importing what {package} is in")) from error
+        found = None  # a parent package is missing
+    except Exception as error:  # raised by a parent package, which find_spec imports
+        raise LoadError(problem_of(error, title, f"importing the parent package of {package}")) from error
     if found is None:
         mend = "install it, correct the name, or write lm:PATH"
         raise LoadError(Problem(title, f"there is no package {package!r}", mend))
     if not found.submodule_search_locations:
-        mend = "name the package that it is in"
+        mend = "name its package"
         raise LoadError(Problem(title, f"expected a package, which is a folder, got the module {package!r}", mend))
     return [Path(location) for location in found.submodule_search_locations]

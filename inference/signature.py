@@ -1,4 +1,4 @@
-"""A model's signature: what the replica learned from the class, in a form that travels to the gateway as JSON."""
+"""A model's signature: its checked declarations, in a form that travels to the gateway as JSON."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["EmbeddingSpec", "HeadSpec", "LanguageModelSpec", "ParameterSpec", "S
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """A declared tensor. ``shape`` is one row's, without the batch axis; -1 varies."""
+    """A declared tensor. ``shape`` is one row's, without the batch axis; -1 is a dimension that varies."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     optional: bool = False
     labels: tuple[str, ...] = ()
-    """What the places of the last dimension stand for; empty: nobody says."""
+    """The meaning of each position of the last dimension; empty if not declared."""
 
 
 class ParameterSpec(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class ParameterSpec(msgspec.Struct, frozen=True):
         return self.declared().check(value)
 
     def declared(self) -> Parameter:
-        """The declaration this came from."""
+        """The declaration that this was made from."""
         return Parameter(**{name: getattr(self, name) for name in self.__struct_fields__})
 
 
@@ -60,18 +60,18 @@ class HeadSpec(msgspec.Struct, frozen=True):
 
     name: str
     outputs: tuple[str, ...]
-    """Those of the pipeline's outputs that it computes."""
+    """The pipeline's outputs that the head computes."""
     timeout_s: float | None = None
-    """From the moment at which the request arrived; None: the request's own deadline."""
+    """The head's deadline after the request's arrival; None for the request's own."""
     on_error: Literal["fail", "omit"] = "fail"
-    """Whether its failure fails the request, or leaves its outputs out."""
+    """Whether the head's failure fails the request; otherwise its outputs are left out."""
 
 
 class LanguageModelSpec(msgspec.Struct, frozen=True):
-    """What the gateway needs of a language model to do the text work."""
+    """What the gateway needs to turn a language model's text into tokens and back."""
 
     folder: str
-    """Absolute path of its Hugging Face folder: tokenizer and chat template."""
+    """Absolute path of the Hugging Face folder with tokenizer and chat template."""
     limits: EngineLimits
 
 
@@ -91,14 +91,14 @@ class Signature(msgspec.Struct, frozen=True):
     description: str = ""
     """First paragraph of the class's docstring."""
     heads: tuple[HeadSpec, ...] = ()
-    """Of a pipeline, in the order of the configuration; every output belongs to exactly one."""
+    """A pipeline's heads, in the order of the configuration; every output belongs to exactly one."""
     streams: bool = False
-    """Whether it answers a request with any number of results rather than one."""
+    """Whether the model answers a request with any number of results rather than one."""
     language_model: LanguageModelSpec | None = None
-    """Of a language model, whose replica speaks `inference.wire.lm`."""
+    """Set for a language model, whose replica speaks `inference.wire.lm`."""
 
     def example_row(self) -> dict[str, Any]:
-        """One row by input name, as nested lists: the model's own example, filled up with neutral values."""
+        """One row by input name, as nested lists: the model's own example, completed with neutral values."""
         row = dict(self.example or {})
         for spec in self.inputs:
             if spec.name not in row and not spec.optional:
@@ -110,7 +110,7 @@ class Signature(msgspec.Struct, frozen=True):
         """Read and check a model's declarations.
 
         Raises:
-            DeclarationError: they contradict each other; the message names the model and the field.
+            DeclarationError: the declarations contradict each other; the message names the model and the field.
         """
         kind = type(model).__name__
         inputs = _tensors(kind, "inputs", model.inputs)

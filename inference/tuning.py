@@ -1,9 +1,4 @@
-"""Python's garbage collector in a process that has started and now serves.
-
-What glibc's allocator does with memory that was freed.
-
-How soon Python's threads give each other the interpreter.
-"""
+"""Process settings for serving: the garbage collector, glibc's allocator and the thread switch interval."""
 
 from __future__ import annotations
 
@@ -17,13 +12,11 @@ __all__ = ["keep_freed_memory", "settle", "switch_soon"]
 
 
 def settle(allocations: int | None = None) -> None:
-    """What is there now stays for good: collections need not look at it any more.
-
-    A process of ours has some hundred thousand objects from imports alone.
+    """Exclude all present objects from future collections; imports alone leave some hundred thousand.
 
     Args:
-        allocations: so many more objects than were freed start a collection; None: as many as before. Where cycles may
-            hold large tensors it should stay.
+        allocations: the collector's new threshold; None keeps the present one, as a process must where reference
+            cycles may hold large tensors.
     """
     gc.collect()
     gc.freeze()
@@ -42,10 +35,10 @@ _MMAP_THRESHOLD: Final = -3
 
 
 def keep_freed_memory() -> None:
-    """Have the allocator keep some memory for what comes next, in this process.
+    """Have this process's allocator keep freed memory for reuse.
 
-    Otherwise it gives back to the kernel what a tensor of some 100 KB took, and takes it anew for the next one, page by
-    page: that costs several times what copying the tensor does.
+    By default it returns a tensor of some 100 KB to the kernel and faults it in again, page by page, for the next one:
+    several times the cost of copying the tensor.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         library = ctypes.CDLL(None)
@@ -57,8 +50,8 @@ SWITCH_INTERVAL_S: Final = 0.0005
 
 
 def switch_soon() -> None:
-    """For a replica that streams: one thread computes while others send what is there.
+    """Shorten Python's thread switch interval, for a replica that computes in one thread and sends in others.
 
-    Python's own 5 ms is half a step of a small language model, which would wait for it with each answer that leaves.
+    The default of 5 ms is half a step of a small language model, and each answer sent would delay a step by as much.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)

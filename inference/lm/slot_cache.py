@@ -1,7 +1,4 @@
-"""The key/value cache: a row a sequence, in one tensor a layer that attention reads without a copy.
-
-Which cached tokens each sequence sees, when sequences of different lengths take a step together.
-"""
+"""The slot engine's key/value cache, one row per sequence, and the attention mask of a step over it."""
 
 from __future__ import annotations
 
@@ -20,18 +17,18 @@ __all__ = ["AttentionMask", "SlotCache", "StepMask"]
 
 
 class _Window:
-    """Which part of the cache the present forward writes and reads; the layers share it."""
+    """The part of the cache that the present forward pass writes and reads; all layers share it."""
 
     def __init__(self) -> None:
         self.rows = slice(0, 0)
         self.start = 0
-        """Cached tokens of each of these rows; of rows that differ, of the longest."""
+        """Cached tokens of each row; if the rows differ, of the longest."""
         self.each: tuple[Tensor, Tensor] | None = None
-        """Of rows that differ: their indices and the position of each one's new token, int64 [rows]."""
+        """If the rows differ: their indices and the position of each row's new token, int64 [rows]."""
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' hook for subclasses
-    """One layer's keys and values, [rows, heads, length, size of a head] each; made when the model first writes."""
+    """One layer's keys and values, [rows, heads, length, head size] each; allocated at the first write."""
 
     def __init__(self, window: _Window) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,7 +44,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the new tokens' [rows, heads, tokens, size]; return all that the window shows."""
+        """Write the new tokens, [rows, heads, tokens, head size]; return the window's keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self._window
@@ -62,7 +59,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         return self.keys[window.rows, :, :end], self.values[window.rows, :, :end]
 
     def resize(self, shape: tuple[int, int]) -> None:
-        """Keep what fits."""
+        """Reallocate for this many rows and tokens, keeping what fits."""
         if self.is_initialized and shape != self.shape:
             keys, values = _blank(self.keys, shape), _blank(self.values, shape)
             rows, length = min(self.shape[0], shape[0]), min(self.shape[1], shape[1])
@@ -82,23 +79,22 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
 
 
 def _blank(like: Tensor, shape: tuple[int, int]) -> Tensor:
-    # Zeros, because what is masked still takes part: it is multiplied by 0, and memory may hold NaN.
+    # Zeros, because masked values are multiplied by 0, and uninitialized memory may hold NaN.
     return torch.zeros((shape[0], like.shape[1], shape[1], like.shape[3]), dtype=like.dtype, device=like.device)
 
 
 class SlotCache(Cache):
     """Rows of keys and values, for transformers' models.
 
-    The rows that take a step together are always the first ones, so attention reads a view of the cache. A sequence
-    that ends leaves a hole, into which `move` puts another: one copy of a sequence where a sequence ends, instead of
-    a copy of all of them at each step. Lengths grow in chunks, rows by doubling, and the whole is never more than
-    the budget.
+    The rows that take a step together are always the first ones, so attention reads a view of the cache. When a
+    sequence ends, `move` fills its row with another: one copy per ended sequence instead of a copy of all of them at
+    each step. The length grows in chunks, the rows by doubling, never beyond the budget.
 
     Args:
-        layers: how many the model has.
-        max_rows: how many sequences at most.
+        layers: number of the model's layers.
+        max_rows: the most sequences.
         max_tokens: the budget: rows × length.
-        chunk: by how many tokens the length grows.
+        chunk: tokens by which the length grows.
     """
 
     def __init__(self, layers: int, *, max_rows: int, max_tokens: int, chunk: int = 256) -> None:
@@ -109,10 +105,10 @@ class SlotCache(Cache):
         self._max_tokens = max_tokens
         self._chunk = chunk
         self.shape = (0, 0)
-        """Rows and length that memory is held for."""
+        """Allocated rows and length."""
 
     def fit(self, rows: int, length: int) -> None:
-        """Have room for this many rows of this length, of which the product is within the budget."""
+        """Grow to at least this many rows of this length, whose product must be within the budget."""
         if rows <= self.shape[0] and length <= self.shape[1]:
             return
         new_rows, new_length = self.shape
@@ -126,35 +122,35 @@ class SlotCache(Cache):
         try:
             for layer in self._slots:
                 layer.resize((new_rows, new_length))
-        finally:  # out of memory half-way: what all layers have
+        finally:  # if memory ran out half-way, the part that all layers have
             self.shape = (
                 min(layer.shape[0] for layer in self._slots),
                 min(layer.shape[1] for layer in self._slots),
             )
 
     def aim(self, rows: slice, start: int) -> None:
-        """The next forward adds tokens to rows that all have `start` tokens."""
+        """Have the next forward pass add tokens to rows that all have `start` tokens."""
         self._window.rows, self._window.start, self._window.each = rows, start, None
 
     def aim_each(self, rows: Tensor, positions: Tensor, *, longest: int) -> None:
-        """The next forward adds one token to each of the first rows.
+        """Have the next forward pass add one token to each of the first rows.
 
         Args:
             rows: int64 [sequences], 0, 1, 2, ...
-            positions: int64 [sequences]: how many tokens each has.
-            longest: the most of these.
+            positions: int64 [sequences], each row's number of tokens.
+            longest: the greatest of `positions`.
         """
         self._window.rows, self._window.start, self._window.each = slice(0, len(rows)), longest, (rows, positions)
 
     def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first tokens of rows to other rows."""
+        """Copy the first `length` tokens of the source rows to the target rows."""
         for layer in self._slots:
             if layer.is_initialized:
                 for tensor in (layer.keys, layer.values):
                     tensor[list(targets), :, :length] = tensor[list(sources), :, :length]
 
     def wipe(self, row: int) -> None:
-        """Overwrite what a row holds: it isn't numbers."""
+        """Overwrite a row that holds NaN or infinities with zeros."""
         for layer in self._slots:
             if layer.is_initialized:
                 layer.keys[row] = 0
@@ -162,23 +158,23 @@ class SlotCache(Cache):
 
 
 AttentionMask: TypeAlias = Tensor | dict[str, Tensor]
-"""One for all layers, or one for each kind."""
+"""One mask for all layers, or one for each kind of layer."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class StepMask:
-    """Makes the attention mask of a step: one new token a sequence, at positions of their own.
+    """Makes the attention mask of a step in which each sequence adds one token at its own position.
 
-    transformers can only make masks in which all rows are at one position; it passes on one that has four dimensions.
+    transformers makes masks only for rows at equal positions, but passes on a given mask of four dimensions.
 
     Args:
-        config: the model's.
-        dtype: of its activations.
-        device: where it is.
+        config: the model's configuration.
+        dtype: the type of its activations.
+        device: the model's device.
 
     Raises:
-        ReplicaError: some of its layers attend in a way that a mask over all cached tokens can't express.
+        ReplicaError: a layer's attention can't be expressed as a mask over all cached tokens.
     """
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -187,26 +183,26 @@ class StepMask:
             if kind not in (FULL, SLIDING):
                 raise ReplicaError(
                     f"model: expected layers of {FULL} or {SLIDING}, got {kind} in layer {layer}; "
-                    "the slot engine can't cache it"
+                    "the slot engine can't cache such a layer"
                 )
         windows = {one["sliding_window"] for one in options if "sliding_window" in one}
         if len(windows) > 1:
-            raise ReplicaError(f"model: expected sliding layers of one window, got {sorted(windows)}")
+            raise ReplicaError(f"model: expected sliding layers with one window size, got {sorted(windows)}")
         self._window: int = windows.pop() if windows else 0
         self._kinds = set(kinds)
         self._dtype = dtype
         self._device = device
 
     def __call__(self, positions: Tensor, *, longest: int) -> AttentionMask:
-        """The mask.
+        """Make the mask.
 
         Args:
-            positions: int64 [sequences, 1], of the new tokens.
-            longest: the greatest of them.
+            positions: int64 [sequences, 1], the positions of the new tokens.
+            longest: the greatest of `positions`.
 
         Returns:
             What is added to attention scores, [sequences, 1, 1, longest + 1]: 0 where a sequence sees a token, the
-            least number otherwise. If the model mixes kinds of layers, one for each kind.
+            type's least number otherwise. If the model mixes kinds of layers, one mask for each kind.
         """
         cached = torch.arange(longest + 1, device=self._device)
         hidden = cached > positions

@@ -1,7 +1,4 @@
-"""How long something has been waited for, where the one that waits may have been paused itself.
-
-Notices that an engine's step does not return.
-"""
+"""The watchdog of an engine's steps, and timeouts that allow for a paused process."""
 
 from __future__ import annotations
 
@@ -14,13 +11,14 @@ __all__ = ["MAX_STEP_S", "StepWatch", "Wait"]
 
 
 class Wait:
-    """A wait that is over when its time has passed, the second half of it since somebody looked.
+    """A timeout that allows for its own process having been stopped, swapped out or kept busy.
 
-    A process that was stopped, swapped out or kept busy finds times long past at once, and what came meanwhile not yet
-    read: it has half the time to read it. One that looks when `next_look` says loses nothing.
+    Such a process finds the timeout long past, but has not yet read what arrived meanwhile. So the timeout expires only
+    once half of it has passed since a call of `is_over` that found the first half gone. A process that calls when
+    `next_look` says gets the exact timeout.
 
     Args:
-        since: monotonic seconds.
+        since: start, in monotonic seconds.
     """
 
     __slots__ = ("_doubted_at", "since")
@@ -30,12 +28,12 @@ class Wait:
         self._doubted_at: float | None = None
 
     def restart(self, now: float) -> None:
-        """What was waited for came; wait for the next."""
+        """Start again."""
         self.since = now
         self._doubted_at = None
 
     def is_over(self, now: float, most_s: float) -> bool:
-        """Look."""
+        """Whether a timeout of `most_s` has expired."""
         if now < self.since + most_s / 2:
             return False
         if self._doubted_at is None:
@@ -43,7 +41,7 @@ class Wait:
         return now >= self._end(self._doubted_at, most_s)
 
     def next_look(self, most_s: float) -> float:
-        """When to look again, monotonic seconds."""
+        """When to call `is_over` again, in monotonic seconds."""
         return self.since + most_s / 2 if self._doubted_at is None else self._end(self._doubted_at, most_s)
 
     def _end(self, doubted_at: float, most_s: float) -> float:
@@ -54,11 +52,11 @@ MAX_STEP_S: Final = 300.0
 
 
 class StepWatch:
-    """A thread that looks twice in `most_s` while there are steps, and sleeps while there are none.
+    """A watchdog thread that looks twice in `most_s` while steps run, and sleeps otherwise.
 
     Args:
-        most_s: that a step may take.
-        on_stuck: called once, in that thread, if one takes longer.
+        most_s: the longest that a step may take.
+        on_stuck: called once, in the watchdog thread, if a step takes longer.
     """
 
     def __init__(self, most_s: float, on_stuck: Callable[[], None]) -> None:
@@ -68,24 +66,24 @@ class StepWatch:
         self._since: float | None = None
         """When the step under way began."""
         self._sleeps = False
-        """Whether the thread waits for a step to begin. It says so before it looks at `_since`, and a step that begins
-        sets that before it looks here: one of them sees the other."""
+        """Whether the thread waits for a step to begin. The thread sets this before it reads `_since`, and `begin` sets
+        `_since` before it reads this, so no wake-up is lost."""
         self._stopped = False
         threading.Thread(target=self._run, name="engine-watch", daemon=True).start()
 
     def begin(self, now: float) -> None:
-        """A step begins, and with that ends the one before."""
+        """Note that a step begins, which ends the previous one."""
         self._since = now
         if self._sleeps:
             with self._changed:
                 self._changed.notify()
 
     def rest(self) -> None:
-        """There is no step under way."""
+        """Note that no step is under way."""
         self._since = None
 
     def stop(self) -> None:
-        """There will be none any more."""
+        """End the thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify()

@@ -1,9 +1,4 @@
-"""What a replica serves, where that is a language model: its engine, and the host that steps it.
-
-What a replica serves: one model, or the steps of a fused pipeline; loaded, and ready for being bound to Triton.
-
-A language model is served by `inference.replica.served`.
-"""
+"""What a replica serves, loaded and ready to be bound to Triton: a model, a fused pipeline or a language model."""
 
 from __future__ import annotations
 
@@ -39,14 +34,14 @@ __all__ = ["Served", "ServedLanguageModel", "load_language_model", "load_served"
 
 
 class ServedLanguageModel:
-    """An engine, and what answers for it; as `inference.replica.served.Served`.
+    """A language model's engine and its host, with the interface of `Served`.
 
     Args:
-        signature: of the model.
-        engine: of the model, loaded.
-        device: where it is.
-        on_broken: called if the device can't be used any more; the replica then ends.
-        max_step_s: that a step of the engine may take.
+        signature: the model's signature.
+        engine: the model's engine, loaded.
+        device: the engine's device.
+        on_broken: called once the device is unusable; the replica then ends.
+        max_step_s: the longest that a step of the engine may take.
     """
 
     def __init__(
@@ -62,21 +57,21 @@ class ServedLanguageModel:
         self._host = EngineHost(engine, device=device, on_broken=on_broken, max_step_s=max_step_s)
 
     def bind(self, triton: EmbeddedTriton) -> None:
-        """Bind it to a Triton that has not started yet."""
+        """Bind the model to a Triton that has not started yet."""
         triton.bind_control(self.signature, self._host.handle)
 
     def warm_up(self, triton: EmbeddedTriton, spec: ReplicaSpec, progress: Callable[[str], None]) -> None:
         """Generate through a Triton that has started.
 
         Raises:
-            ReplicaError: it failed; the message says why.
+            ReplicaError: warm-up failed; the message says why.
         """
         from inference.replica.warmup_lm import warm_up
 
         warm_up(self.signature, triton, spec, progress)
 
     def unload(self) -> None:
-        """End all channels, and close the engine."""
+        """End all channels and close the engine."""
         self._host.close()
 
 
@@ -91,7 +86,7 @@ def load_language_model(
     progress(f"importing {spec.model}")
     plan = plan_language_model(spec.model, spec.options, spec.user_paths)
     if plan.make is None:
-        import torch  # noqa: F401  # so that the thread count below counts
+        import torch  # noqa: F401  # before the thread count is set below
     uses_torch = "torch" in sys.modules
     device = choose_device(spec.device, uses_torch)
     if spec.threads is not None and uses_torch:
@@ -104,13 +99,13 @@ def load_language_model(
 
 
 class Served:
-    """Loaded models, and what calls them.
+    """Loaded models and their runners.
 
     Args:
-        signature: of the whole.
-        models: by step; a model that stands alone under its deployment's name.
-        device: where they are.
-        runner: calls them; several, each of which has a thread, may call one model at once.
+        signature: the signature of the model or pipeline.
+        models: the models by step; a plain model goes by its deployment's name.
+        device: the models' device.
+        runner: calls the models; several runners, each with its own thread, may call one model concurrently.
     """
 
     def __init__(
@@ -122,17 +117,17 @@ class Served:
         self._runner = runner
 
     def bind(self, triton: EmbeddedTriton) -> None:
-        """Bind it to a Triton that has not started yet."""
+        """Bind the model or pipeline to a Triton that has not started yet."""
         if isinstance(self._runner, FusedPipeline):
             triton.bind_frames(self.signature, self._runner.handle)
         else:
             triton.bind_model(self.signature, [runner.handle for runner in self._runner])
 
     def warm_up(self, triton: EmbeddedTriton, spec: ReplicaSpec, progress: Callable[[str], None]) -> None:
-        """Call it through a Triton that has started, with each batch size.
+        """Call the model or pipeline through a Triton that has started, once per batch size.
 
         Raises:
-            ReplicaError: a call failed; the message has the callable's own.
+            ReplicaError: a call failed; the message includes the callable's own.
         """
         from inference.replica.warmup import FrameCaller, HttpCaller, batch_sizes, warm_up
 
@@ -144,7 +139,7 @@ class Served:
         )  # fmt: skip
 
     def unload(self) -> None:
-        """Call every model's `unload`, the last loaded first; one that raises keeps no other from its own."""
+        """Call every model's `unload`, last loaded first, even if one raises."""
         with contextlib.ExitStack() as stack:
             for model in self._models.values():
                 stack.callback(model.unload)
@@ -159,10 +154,10 @@ def load_served(
     """Import, construct, check and load what a replica serves.
 
     Args:
-        spec: says what.
+        spec: the replica's specification.
         progress: called with each stage.
-        on_broken: called if the device can't be used any more; the replica then ends.
-        watch: what each call of a model runs in; an engine has a watch of its own.
+        on_broken: called once the device is unusable; the replica then ends.
+        watch: the context in which each call of a model runs; an engine has its own watchdog.
 
     Raises:
         ModelError: something doesn't fit; the message names step and tensor.
@@ -194,23 +189,23 @@ def load_served(
         signature = signatures[spec.name]
         model = models[spec.name]
         _check_instances(spec, model)
-        # One for each thread: what a runner notes of its thread is its own, the model is all of theirs.
+        # One runner per thread, because a runner keeps state of its thread; all share the model.
         runners = [Runner(model, signature, device, on_broken, watch) for _ in range(spec.instances)]
         return Served(signature, models, device, runners)
     if spec.pipeline is None:
         _check_instances(spec, models[spec.name], streams=True)
     if plan.signature.streams:
         switch_soon()
-    # A model that streams is no pipeline to anybody outside.
+    # To clients a plain model that streams is not a pipeline.
     signature = plan.signature if spec.pipeline is not None else msgspec.structs.replace(plan.signature, heads=())
     return Served(signature, models, device, FusedPipeline(plan, models, device, on_broken, watch))
 
 
 def _check_instances(spec: ReplicaSpec, model: Model, *, streams: bool = False) -> None:
-    """See whether a model can be called by several threads at once.
+    """Check that a model with several instances can be called by several threads at once.
 
     Raises:
-        DeclarationError: it is of a kind that can't.
+        DeclarationError: it can't.
     """
     if spec.instances == 1:
         return

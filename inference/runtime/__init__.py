@@ -1,1 +1,1 @@
-"""Runs a model or pipeline on batches: regroups, calls, isolates failing rows, streams."""
+"""Runs a model or pipeline on batches: regroups requests, calls the model, isolates failing rows, streams."""

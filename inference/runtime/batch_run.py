@@ -1,7 +1,4 @@
-"""How long the steps of a fused pipeline take, and what follows for the frames that leave.
-
-One batch on its way through the steps of a fused pipeline.
-"""
+"""Runs one batch through the steps of a fused pipeline, and decides which answers share a frame."""
 
 from __future__ import annotations
 
@@ -29,10 +26,10 @@ SMOOTHING = 0.2
 
 
 class Pace:
-    """How long steps take of late, and so whether an answer that is ready should wait for the next one.
+    """Smoothed step times, which tell whether an answer that is ready should wait for the next one.
 
     Args:
-        wait_s: how long it may wait.
+        wait_s: the longest that an answer may wait.
     """
 
     def __init__(self, wait_s: float) -> None:
@@ -40,16 +37,16 @@ class Pace:
         self._seconds: dict[str, float] = {}
 
     def note(self, step: str, took_s: float) -> None:
-        """Take in what a call took."""
+        """Record how long a call of a step took."""
         known = self._seconds.get(step, took_s)
         self._seconds[step] = known + SMOOTHING * (took_s - known)
 
     def allows(self, waited_s: float, steps: Iterable[str]) -> bool:
-        """Whether to wait on, after so long, until these steps have run. A step that never ran isn't waited for."""
+        """Whether an answer that has waited this long may wait until these steps have run; not if one never ran."""
         return waited_s + sum(self._seconds.get(step, math.inf) for step in steps) <= self._wait_s
 
     def left_s(self, waited_s: float) -> float:
-        """How long an answer that has waited so long may go on to."""
+        """How much longer an answer that has waited this long may wait."""
         return max(0.0, self._wait_s - waited_s)
 
 
@@ -60,26 +57,26 @@ _Said = tuple[Piece, list[bytes]]
 
 
 class _Result(NamedTuple):
-    """What a step made of some of a batch's rows."""
+    """A step's result for some of a batch's rows."""
 
     rows: list[int]
-    """Of the batch; those that succeeded."""
+    """The batch's rows that succeeded."""
     values: Mapping[str, Any]
     failures: Mapping[int, RowReport]
-    """By row of the batch."""
+    """Reports by row of the batch."""
 
 
 class BatchRun:
-    """Runs one batch, and says in frames what comes of it.
+    """Runs one batch and answers in frames.
 
     Args:
         plan: the pipeline.
-        ancestors: by head, the steps that must run for it, itself included.
-        steps: by name.
+        ancestors: for each head the steps that must run, itself included.
+        steps: the steps by name.
         part: the batch.
 
     Raises:
-        DeclarationError: the wanted heads are given for another number of rows.
+        DeclarationError: the masks of wanted heads are not as many as the rows.
     """
 
     __slots__ = (
@@ -103,20 +100,20 @@ class BatchRun:
             self._needed[step.name] = sorted(set[int]().union(*wanted))
         left_s, now_s = part.note.left_s, time.monotonic()
         self._until_s = {head: now_s + left_s[head] if head in left_s else math.inf for head in self._wanted}
-        """By head, when nobody waits for it any more."""
+        """Each head's deadline, in monotonic seconds."""
         self._unanswered = dict.fromkeys(self._wanted)
-        """Heads whose last word has not left, in order."""
+        """Heads whose final piece has not been sent, in order."""
         self._results: dict[str, _Result] = {}
         self._spoilers: dict[str, str] = {}
-        """By step: which other one wrote into its outputs. They are made anew when they are needed next."""
+        """For each step whose outputs were overwritten, the step that did so. They are recomputed when next needed."""
         self._counts: dict[str, StepCount] = {}
 
     async def batch(self, turn: asyncio.Lock, pace: Pace) -> AsyncGenerator[Array, None]:
-        """Run the steps; gives the heads' answers as they are ready.
+        """Run the steps and yield the heads' answers as they become ready.
 
         Args:
             turn: held while steps run.
-            pace: says whether an answer waits for the next one.
+            pace: decides whether an answer waits for the next one.
         """
         ready: list[_Said] = []
         since_s = 0.0
@@ -125,13 +122,13 @@ class BatchRun:
             for place, name in enumerate(names, start=1):
                 running = asyncio.ensure_future(self._step(self._steps[name], pace))
                 try:
-                    # The pace is a guess: a step that hangs this time holds up no answer that is ready.
+                    # The pace is an estimate: a step that hangs this time must not delay an answer that is ready.
                     if ready and not await _ends_within(running, self._left_s(ready, pace, since_s)):
                         yield self._framed(ready)
                         ready = []
                     said = await running
                 finally:
-                    if not running.done():  # whoever leaves early, the turn lasts as long as the step
+                    if not running.done():  # even if the consumer leaves early, the turn is held until the step ends
                         await asyncio.wait({running})
                 if said is None:
                     continue
@@ -145,13 +142,13 @@ class BatchRun:
             yield self._framed(ready)
 
     async def stream(self, turn: asyncio.Lock, control: StreamControl) -> AsyncGenerator[Array, None]:
-        """Run the steps up to the one that streams, then those that follow from it for each of its yields.
+        """Run the steps up to the one that streams, then its descendants for each of its yields.
 
-        A head has its end once a row of it fails; the others go on.
+        A head ends once one of its rows fails; the others go on.
 
         Args:
-            turn: held while steps run, but not while the one that streams computes its next yield.
-            control: of the stream; if it is cancelled, it ends without a word.
+            turn: held while steps run, except while the streaming step computes its next yield.
+            control: the stream's control; a cancelled stream ends without a final frame.
         """
         source = next(step for step in self._plan.steps if step.signature.streams)
         after = [
@@ -186,16 +183,16 @@ class BatchRun:
                 yield self._framed(await self._follow(source.name, made, took_s, after, turn))
                 if not self._unanswered:
                     return
-                if self._part.note.warmup:  # one is enough, of what may have no end
+                if self._part.note.warmup:  # one result is enough: the stream may be endless
                     break
-                del made  # the next one may be long in coming
+                del made  # free the memory: the next result may take long
                 started_s = time.perf_counter()
         if control.is_cancelled:
             return
         yield self._framed([(Piece(head, len(self._wanted[head]), 0), []) for head in self._unanswered])
 
     def failed(self, report: RowReport) -> Array:
-        """The end of all heads whose last word has not left: every row fails."""
+        """A final frame in which all rows of the unanswered heads fail."""
         said: list[_Said] = []
         for head in self._unanswered:
             self._results[head] = _Result([], {}, dict.fromkeys(self._wanted[head], report))
@@ -205,7 +202,7 @@ class BatchRun:
     async def _follow(
         self, source: str, made: Made, took_s: float, after: Sequence[PlannedStep], turn: asyncio.Lock
     ) -> list[_Said]:  # fmt: skip
-        """What the heads say of one yield of the step that streams."""
+        """The heads' pieces for one yield of the streaming step."""
         said = [self._said(source, made.arrays, took_s, is_last=False)] if source in self._unanswered else []
         needed = [step for step in after if any(step.name in self._ancestors[head] for head in self._unanswered)]
         if needed:
@@ -217,7 +214,7 @@ class BatchRun:
         return said
 
     async def _step(self, step: Step, pace: Pace | None = None, *, is_last: bool = True) -> _Said | None:
-        """Run one step, whose parents have run, on the rows that need it; of a head, gives what it says."""
+        """Run a step, whose parents have run, on the rows that need it. Returns the piece if the step is a head."""
         until_s = max(self._until_s[head] for head in self._wanted if step.name in self._ancestors[head])
         if until_s <= time.monotonic():
             return self._late(step.name)
@@ -238,7 +235,7 @@ class BatchRun:
         return self._said(step.name, made.arrays, took_s, is_last=is_last) if step.name in self._unanswered else None
 
     def _late(self, name: str) -> _Said | None:
-        """A step isn't run, because nobody waits for it any more, nor for what takes its outputs."""
+        """Fail a step without running it: its deadline has passed, and so have those of its descendants."""
         failures = dict.fromkeys(self._needed[name], RowReport(Status.RAISED, LATE))
         self._results[name] = _Result([], {}, failures)
         return self._said(name, {}) if name in self._unanswered else None
@@ -246,11 +243,11 @@ class BatchRun:
     async def _given(
         self, step: Step, *, is_private: bool = False
     ) -> tuple[Given, list[int], dict[int, RowReport]]:  # fmt: skip
-        """What a step is called with, for which rows of the batch, and why the others that need it can't be.
+        """A step's inputs, the batch's rows that they are of, and the reports of the rows lost before.
 
         Args:
-            step: whose parents have run.
-            is_private: whether it gets values in memory of their own.
+            step: a step whose parents have run.
+            is_private: whether the inputs must be copies.
         """
         for parent in step.planned.parents:
             await self._renew(parent)
@@ -283,7 +280,7 @@ class BatchRun:
         return given, rows, {row: lost[row] for row in needed if row in lost}
 
     async def _renew(self, name: str) -> None:
-        """Make a step's outputs anew if another has written into them; if that can't be done, their rows fail."""
+        """Recompute a step's outputs if another step wrote into them; if that is impossible, fail their rows."""
         culprit = self._spoilers.pop(name, None)
         if culprit is None:
             return
@@ -307,7 +304,7 @@ class BatchRun:
     def _take(
         self, name: str, made: Made, took_s: float, rows: Sequence[int], failures: Mapping[int, RowReport]
     ) -> None:  # fmt: skip
-        """Keep and count what a step made of these rows of the batch; the others failed before."""
+        """Store and count a step's result for these rows of the batch; the other rows failed before."""
         failed = {rows[row]: report for row, report in made.failures.items()}
         self._results[name] = _Result([rows[row] for row in made.good], made.values, {**failures, **failed})
         self._spoilers.pop(name, None)
@@ -320,7 +317,7 @@ class BatchRun:
         count.compute_us += int(took_s * 1e6)
 
     def _is_lost(self, head: str) -> bool:
-        """Whether a row of a head that streams failed before the stream; the failures are then the head's result."""
+        """Whether a row of a streaming head failed before the stream; the failures are then the head's result."""
         lost: dict[int, RowReport] = {}
         for step in self._plan.steps:
             if step.name in self._ancestors[head] and step.name in self._results:
@@ -337,35 +334,35 @@ class BatchRun:
                 self._results[name] = _Result(rows, kept, failures)
 
     def _waits(self, ready: Sequence[_Said], pace: Pace, since_s: float, steps: Sequence[str]) -> bool:
-        """Whether answers that are ready since then go with the next one; it takes these steps, or there is none."""
+        """Whether answers ready since `since_s` wait for the next one, which takes these steps."""
         waited_s = time.perf_counter() - since_s
         return waited_s < self._patience_s(ready) or pace.allows(waited_s, steps)
 
     def _left_s(self, ready: Sequence[_Said], pace: Pace, since_s: float) -> float:
-        """How long answers that are ready since then may go on to wait."""
+        """How much longer answers ready since `since_s` may wait."""
         waited_s = time.perf_counter() - since_s
         return max(self._patience_s(ready) - waited_s, pace.left_s(waited_s))
 
     def _patience_s(self, ready: Sequence[_Said]) -> float:
-        """How long nobody wants these answers without the others. Each frame that leaves while a step computes costs
-        that step time."""
+        """How long clients can't use these answers without the others. Each frame sent while a step computes slows that
+        step down."""
         return 0 if any(piece.failures for piece, _ in ready) else self._part.note.patience_s
 
     def _until_next_head(self, names: Sequence[str]) -> Sequence[str]:
-        """Of these steps, those up to the first whose answer is wanted."""
+        """These steps up to the first whose answer is wanted; none if there is no such step."""
         for place, name in enumerate(names, start=1):
             if name in self._wanted:
                 return names[:place]
         return ()
 
     def _said(self, head: str, arrays: Mapping[str, Array], took_s: float = 0.0, *, is_last: bool = True) -> _Said:
-        """What a head says by its result for the rows that wanted it, as it travels.
+        """A head's result for the rows that wanted it, as a piece and its tensors' bytes.
 
         Args:
-            head: its name.
-            arrays: its outputs in wire form; of the rows that succeeded, in order.
+            head: the head's name.
+            arrays: its outputs in wire form, for the rows that succeeded, in order.
             took_s: how long its step took.
-            is_last: whether it has nothing more to say; a head that streams has not either once a row failed.
+            is_last: whether this is the head's final piece; a piece with a failed row always is.
         """
         wanted = self._wanted[head]
         result = self._results[head]
@@ -393,7 +390,7 @@ class BatchRun:
         return piece, data
 
     def _framed(self, said: Sequence[_Said]) -> Array:
-        """A frame of these, and of what was counted since the last one."""
+        """A frame of these pieces and the step counts since the last frame."""
         frame = Frame([piece for piece, _ in said], list(self._counts.values()))
         encoded = encode_frame(frame, [raw for _, data in said for raw in data])
         self._counts = {}
@@ -409,7 +406,7 @@ async def _ends_within(task: asyncio.Future[Any], timeout_s: float) -> bool:
 
 
 def _wanted(plan: Plan, part: Part) -> dict[str, list[int]]:
-    """Rows that want a head, by its name; only of heads that are wanted at all."""
+    """The rows that want each head; heads that no row wants are left out."""
     heads = [head.name for head in plan.signature.heads]
     runs = part.note.heads or [((1 << len(heads)) - 1, part.rows)]
     told = sum(rows for _, rows in runs)
@@ -421,5 +418,5 @@ def _wanted(plan: Plan, part: Part) -> dict[str, list[int]]:
 
 
 def _text(message: str) -> str:
-    """A message as it can travel: not too long, and without halves of surrogate pairs."""
+    """A message shortened, and without lone surrogates, which UTF-8 can't encode."""
     return message[:MAX_MESSAGE_CHARS].encode("utf-8", "replace").decode()

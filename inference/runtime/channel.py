@@ -25,13 +25,13 @@ from inference.wire.parcel import (
 __all__ = ["ChannelStream", "StreamChannels"]
 
 PARCEL_EVERY_S: Final = 0.002
-"""A parcel costs about a millisecond of CPU on its way: after one, what is said gathers for so long."""
+"""How long frames gather after a parcel; each parcel costs about a millisecond of CPU in Triton and PyTriton."""
 
 logger = logging.getLogger(__name__)
 
 
 class ChannelStream(StreamControl):
-    """A stream that goes over a channel, and how far its reader has got."""
+    """A stream sent over a channel, with its reader's progress."""
 
     __slots__ = ("_room", "bytes", "frames", "name", "taken_bytes", "taken_frames")
 
@@ -39,10 +39,10 @@ class ChannelStream(StreamControl):
         super().__init__()
         self.name = name
         self.frames = self.bytes = 0
-        """Said by now."""
+        """Sent so far."""
         self.taken_frames = self.taken_bytes = 0
         self._room: asyncio.Future[None] | None = None
-        """Set while it waits for its reader."""
+        """Set while the stream waits for its reader."""
 
     def cancel(self) -> None:
         """See `StreamControl.cancel`."""
@@ -50,13 +50,13 @@ class ChannelStream(StreamControl):
         self._wake()
 
     def take(self, frames: int, size_bytes: int) -> None:
-        """Its reader has taken so much by now."""
+        """Note what the reader has taken so far."""
         self.taken_frames, self.taken_bytes = frames, size_bytes
         if not self.is_full:
             self._wake()
 
     async def room(self) -> None:
-        """Wait until the next frame may be made, or nobody wants it."""
+        """Wait until the reader's window has capacity for the next frame, or the stream is cancelled."""
         while self.is_full and not self.is_cancelled:
             self._room = asyncio.get_running_loop().create_future()
             try:
@@ -66,7 +66,7 @@ class ChannelStream(StreamControl):
 
     @property
     def is_full(self) -> bool:
-        """Whether its reader is as far behind as it may be."""
+        """Whether the reader is behind by a whole window."""
         return (
             self.frames - self.taken_frames >= STREAM_WINDOW or self.bytes - self.taken_bytes >= STREAM_WINDOW_BYTES
         )  # fmt: skip
@@ -77,9 +77,9 @@ class ChannelStream(StreamControl):
 
 
 class _Channel:
-    """One worker's, by the number that it gave. Everything happens in one event loop.
+    """One worker's channel, used in one event loop only.
 
-    It is there as soon as anything of it comes, and keeps what it shall send until it is opened.
+    It exists from the first call that names it, and holds back its frames until it is opened.
     """
 
     def __init__(self, number: int) -> None:
@@ -89,21 +89,20 @@ class _Channel:
         self._on_close = contextlib.ExitStack()
         self._entries: list[Entry] = []
         self._sent = 0
-        """Parcels."""
+        """Parcels sent."""
         self._acknowledged = 0
         self._news = asyncio.Event()
 
     def watch(self, pid: int) -> None:
-        """Close it when that process ends. Nothing else says so: PyTriton drops Triton's cancellation."""
+        """Close the channel when the worker's process ends. PyTriton drops Triton's cancellation, so this is the only
+        sign."""
         try:
             fd = os.pidfd_open(pid)
         except OSError as error:
             if error.errno == errno.ESRCH:
                 self.close()
             else:
-                logger.warning(
-                    "the end of gateway worker %d can't be noticed, its streams would run on: %s", pid, error
-                )
+                logger.warning("gateway worker %d can't be watched; if it ends, its streams run on: %s", pid, error)
             return
         loop = asyncio.get_running_loop()
         self._on_close.callback(os.close, fd)
@@ -111,13 +110,13 @@ class _Channel:
         loop.add_reader(fd, self.close)
 
     def add(self, stream: str, frame: Array | None) -> None:
-        """Send a frame of a stream, or its end."""
+        """Queue a frame of a stream, or its end."""
         if not self.is_closed:
             self._entries.append((stream, None if frame is None else frame.reshape(-1).data))
             self._news.set()
 
     def acknowledge(self, note: ChannelNote) -> None:
-        """The worker says what it has got."""
+        """Note what the worker has received."""
         self._acknowledged = max(self._acknowledged, min(note.parcels, self._sent))
         self._news.set()
         for name, (frames, size_bytes) in note.taken.items():
@@ -126,7 +125,7 @@ class _Channel:
                 stream.take(frames, size_bytes)
 
     async def parcels(self) -> AsyncGenerator[Array, None]:
-        """What is to be sent, until the channel is closed."""
+        """The parcels to send, until the channel is closed."""
         loop = asyncio.get_running_loop()
         not_before_s = 0.0
         try:
@@ -140,11 +139,11 @@ class _Channel:
                     self._sent += 1
                     yield self._parcel()
                     not_before_s = loop.time() + PARCEL_EVERY_S
-        finally:  # also after one that could not be sent
+        finally:  # also if a parcel could not be sent
             self.close()
 
     def close(self) -> None:
-        """Nobody is at its other end: its streams are cancelled."""
+        """Close the channel, whose worker is gone, and cancel its streams."""
         self._on_close.close()
         self.is_closed = True
         self._entries = []
@@ -164,11 +163,11 @@ class _Channel:
 
 
 class StreamChannels:
-    """All of one replica: one for each gateway worker."""
+    """The channels of one replica, one for each gateway worker."""
 
     def __init__(self) -> None:
         self._channels: dict[int, _Channel] = {}
-        """By the worker's process."""
+        """By the worker's process id."""
         self._relays: set[asyncio.Task[None]] = set()
 
     def open(self, note: ChannelNote) -> AsyncGenerator[Array, None]:
@@ -180,19 +179,19 @@ class StreamChannels:
         self._channel(note).acknowledge(note)
 
     def start(self, note: ChannelNote, stream: ChannelStream, frames: AsyncGenerator[Array, None]) -> None:
-        """Send a stream's frames as it makes them.
+        """Send a stream's frames as they are made.
 
         Args:
-            note: names the channel.
-            stream: that is asked for.
-            frames: what it says.
+            note: identifies the channel.
+            stream: the stream's control.
+            frames: the stream's frames.
         """
         task = asyncio.get_running_loop().create_task(_relay(self._channel(note), stream, frames))
         self._relays.add(task)
         task.add_done_callback(self._relays.discard)
 
     def _channel(self, note: ChannelNote) -> _Channel:
-        """The one that is meant, or one that is closed in place of a former one."""
+        """The channel of this number, made if need be; a closed one if the worker already has a later channel."""
         channel = self._channels.get(note.pid)
         if channel is not None and channel.number == note.number:
             return channel
@@ -219,10 +218,10 @@ async def _relay(channel: _Channel, stream: ChannelStream, frames: AsyncGenerato
                 stream.frames += 1
                 stream.bytes += frame.size
                 channel.add(stream.name, frame)
-                del frame  # the next one may be long in coming
+                del frame  # free the memory: the next frame may take long
                 if stream.is_full and not stream.has_turn:
                     await stream.room()
-                    if stream.is_cancelled:  # and the next one might be long in coming
+                    if stream.is_cancelled:  # don't wait for the next frame, which may take long
                         break
     finally:
         channel.add(stream.name, None)

@@ -1,4 +1,4 @@
-"""Which device a replica computes on, and whether it still can."""
+"""Chooses a replica's device, and recognizes errors that make it unusable."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["breaks_device", "choose_device"]
 def breaks_device(reason: str, device: str) -> bool:
     """Whether a CUDA error has poisoned the context, so that every later call would fail too.
 
-    Some CUDA errors (a wrong launch configuration, say) leave it usable: trying tells.
+    Some CUDA errors (a wrong launch configuration, say) leave it usable, which a trial shows.
     """
-    # torch's words and ONNX Runtime's
+    # The wording of torch and of ONNX Runtime.
     if not ("CUDA error" in reason or "CUDA failure" in reason) or "out of memory" in reason:
         return False
     torch: Any = sys.modules.get("torch")

@@ -1,4 +1,4 @@
-"""Where in the user's code a callable failed, for the operator: each place now and then, not each time."""
+"""Logs where in the user's code a callable failed, at a limited rate for each place."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PLACES_KEPT = 1000
 
 
 class FailureLog:
-    """Logs a traceback for each place that an exception comes from, at most once in `QUIET_S`."""
+    """Logs a traceback for each place that raises, at most once per `QUIET_S`."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, str, int], tuple[float, int]] = {}
 
     def note(self, error: BaseException) -> None:
-        """Log the exception, unless its place was logged a short while ago; then count it."""
+        """Log the exception, or only count it if its place was logged less than `QUIET_S` ago."""
         last = traceback.extract_tb(error.__traceback__, limit=-1)
         place = (type(error).__name__, last[0].filename if last else "", (last[0].lineno or 0) if last else 0)
         now = time.monotonic()
@@ -35,14 +35,14 @@ class FailureLog:
         more = f" ({unlogged} more of the same since the last)" if unlogged else ""
         try:
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        except Exception:  # an exception whose own message can't be read
+        except Exception:  # the exception's own `__str__` raises
             text = "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__
-        text = text.encode("utf-8", "backslashreplace").decode()  # what isn't text anywhere else ends some handlers
+        text = text.encode("utf-8", "backslashreplace").decode()  # lone surrogates make some handlers fail
         logger.warning("the callable failed%s\n%s", more, text.rstrip())
 
 
 def text_of(error: BaseException) -> str:
-    """Its message, whatever its class does."""
+    """An exception's message, even if its `__str__` raises."""
     try:
         return str(error)
     except Exception:

@@ -1,4 +1,4 @@
-"""A fused pipeline: its steps run in one replica, and each head's answer for the batch leaves when it is ready."""
+"""Runs the steps of a fused pipeline in one replica, and sends each head's answer as soon as it is ready."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["FusedPipeline"]
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_NEXT_S = 0.002
-"""A frame costs about a millisecond of CPU on its way: an answer that is ready waits so long for the next one."""
+"""How long an answer waits for the next one; each frame costs about a millisecond of CPU in Triton and PyTriton."""
 
 
 class FusedPipeline:
@@ -34,10 +34,10 @@ class FusedPipeline:
 
     Args:
         plan: the pipeline.
-        models: of its steps, loaded, by name.
-        device: where torch tensors are put.
-        on_broken: called if the device can't be used any more; the replica then ends.
-        watch: what each call of a model runs in.
+        models: the steps' models, loaded, by name.
+        device: the device of torch tensors.
+        on_broken: called once the device is unusable; the replica then ends.
+        watch: the context in which each call of a model runs.
         wait_for_next_s: how long an answer that is ready waits for the next one, to share its frame.
     """
 
@@ -54,7 +54,7 @@ class FusedPipeline:
         self._plan = plan
         self._heads = [head.name for head in plan.signature.heads]
         self._ancestors = {head: frozenset(plan.needed([head])) for head in self._heads}
-        # One thread: the models were written for one call at a time, and torch keeps its modes by thread.
+        # One thread: models expect one call at a time, and torch's modes are per thread.
         executor = ThreadPoolExecutor(1, thread_name_prefix="steps")
         self.steps = {
             planned.name: Step(
@@ -68,15 +68,15 @@ class FusedPipeline:
         self._turn = asyncio.Lock()
         self._pace = Pace(wait_for_next_s)
         self._streams: dict[str, StreamControl] = {}
-        """By name, of those that run."""
+        """Running streams by name."""
         self._channels = StreamChannels()
 
     async def handle(self, requests: Sequence[TritonRequest]) -> AsyncGenerator[list[dict[str, Array]], None]:
-        """Answer one Triton request: in frames, with a channel's parcels, or with nothing; its note says which."""
+        """Answer one Triton request with frames, a channel's parcels, or nothing, depending on its note."""
         (request,) = requests  # the model is bound without Triton's batcher
         try:
             part = read_request(self._plan.signature, request)
-        except Exception as error:  # none leaves it, see `_frames`
+        except Exception as error:  # no exception may reach PyTriton, see `_frames`
             if isinstance(error, OSError):  # see `inference.wire.shared_memory`
                 report = RowReport(Status.UNSHARED, f"{type(error).__name__}: {error}")
             else:
@@ -91,7 +91,7 @@ class FusedPipeline:
                     yield [{FRAME: answer}]
 
     def _answers(self, part: Part) -> AsyncGenerator[Array, None] | None:
-        """What a request is answered with; None: nothing."""
+        """The answers to a request; None if there are none."""
         note = part.note
         if note.cancel:
             if note.cancel in self._streams:
@@ -104,7 +104,7 @@ class FusedPipeline:
         if not note.stream:
             self._channels.acknowledge(note.channel)
             return None
-        # The request ends now, and with it the memory that its tensors are in.
+        # The request ends now, and its tensors' memory with it.
         part = part._replace(inputs={name: array.copy() for name, array in part.inputs.items()})
         stream = ChannelStream(note.stream)
         self._channels.start(note.channel, stream, self._frames(part, stream))
@@ -113,8 +113,8 @@ class FusedPipeline:
     async def _frames(self, part: Part, control: StreamControl) -> AsyncGenerator[Array, None]:
         """A request's frames.
 
-        No exception leaves it: PyTriton would answer with a traceback, and log it. Whatever is not foreseen becomes the
-        failure of all rows of those heads that have not answered yet.
+        It raises no exception, since PyTriton would answer with a traceback and log it. An unexpected error fails all
+        rows of the heads that have not answered yet.
         """
         name = part.note.stream
         run: BatchRun | None = None
@@ -135,14 +135,14 @@ class FusedPipeline:
             self._streams.pop(name, None)
 
     def _refusal(self, rows: int, report: RowReport) -> Array:
-        """A frame that says the same of all rows of all heads."""
+        """A frame that fails all rows of all heads with one report."""
         failures = [(row, int(report.status), report.message) for row in range(rows)]
         pieces = [Piece(head, rows, 0, failures) for head in self._heads]
         return encode_frame(Frame(pieces, []), [])
 
 
 def _report_of(error: Exception) -> RowReport:
-    """Why rows fail that no step has failed on."""
+    """The report of rows that failed outside the steps."""
     if isinstance(error, DeclarationError):  # only a client that talks to Triton directly gets here
         return RowReport(Status.BAD_INPUT, str(error))
     logger.error("a batch failed between the steps", exc_info=error)

@@ -1,4 +1,4 @@
-"""Calls a model so that each row is accountable: those that make it fail are found by halving, and fail alone."""
+"""Isolates the rows that make a model fail, by halving the batch, so that only they fail."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ J = TypeVar("J")
 
 
 class CallFailed(ModelError):
-    """All rows of a call fail with this message, which needs no more words; fewer rows would fail as well."""
+    """All rows of a call fail with this message as it is; retrying with fewer rows would not help."""
 
 
 class RaggedPieces(Exception):
-    """The pieces of one batch can't be joined, because their shapes differ."""
+    """The pieces of a batch can't be joined because their shapes differ."""
 
 
 class Errors:
-    """Says of what a model raises how its rows fared, and logs it for the operator.
+    """Turns a model's exceptions into row reports, and logs them for the operator.
 
     Args:
-        device: where the model computes.
-        on_broken: called if the device can't be used any more; the replica then ends.
-        where: begins the messages, as in ``step `name`: ``.
+        device: the model's device.
+        on_broken: called once the device is unusable; the replica then ends.
+        where: prefix of the messages, such as ``step `name`: ``.
     """
 
     def __init__(self, device: str, on_broken: Callable[[str], None], where: str = "") -> None:
@@ -40,11 +40,11 @@ class Errors:
         self._log = FailureLog()
 
     def log(self, error: BaseException) -> None:
-        """Log what no row's report says."""
+        """Log an exception that appears in no row's report."""
         self._log.note(error)
 
     def report(self, error: BaseException) -> RowReport:
-        """The report of the rows whose call raised this."""
+        """The report of rows whose call raised this exception."""
         text = text_of(error)
         if isinstance(error, BadInput):
             return RowReport(Status.BAD_INPUT, text)
@@ -52,7 +52,7 @@ class Errors:
         if isinstance(error, CallFailed):
             return RowReport(Status.RAISED, text)
         if isinstance(error, BadOutput):
-            # The message of a hand-over names the step already.
+            # The message of a handover already names the step.
             return RowReport(Status.BAD_OUTPUT, text if text.startswith("step `") else f"{self._where}{text}")
         reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
         if breaks_device(reason, self._device):
@@ -65,10 +65,10 @@ class Isolation(Generic[P]):
     """Makes the calls of one batch.
 
     Args:
-        call: calls the model with these rows, and says whether that is a retry. Gives a piece, which must stay as it is
-            while further calls are made if it comes of a retry.
-        errors: of the model.
-        may_split: whether rows may be computed twice, so that a call that failed may be made again with half of them.
+        call: calls the model with these rows, given whether that is a retry, and returns a piece. Later calls must not
+            change a piece that a retry returned.
+        errors: makes the reports of the model's errors.
+        may_split: whether rows may be computed twice, so that a failed call may be retried with half of them.
     """
 
     __slots__ = ("_call", "_errors", "_may_split", "failures")
@@ -78,16 +78,16 @@ class Isolation(Generic[P]):
         self._errors = errors
         self._may_split = may_split
         self.failures: dict[int, RowReport] = {}
-        """By row."""
+        """Reports by row."""
 
     async def run(self, rows: int, join: Callable[[Sequence[P]], J], *, is_retry: bool = False) -> J:
-        """Compute so many rows.
+        """Compute a batch.
 
         Args:
-            rows: how many.
-            join: makes one of the pieces, in the order of their rows. If it raises `RaggedPieces`, all rows that
-                succeeded are computed once more together, which is one piece or none.
-            is_retry: whether the first call is a retry, too.
+            rows: the number of rows.
+            join: joins the pieces, which are in the order of their rows. If it raises `RaggedPieces`, all rows that
+                succeeded are computed once more in one call, which gives one piece or none.
+            is_retry: whether the first call counts as a retry, too.
         """
         pieces = await self._attempt(list(range(rows)), is_retry=is_retry, may_split=self._may_split)
         try:
@@ -100,7 +100,7 @@ class Isolation(Generic[P]):
         try:
             return [await self._call(rows, is_retry)]
         except BaseException as error:
-            # SystemExit and the like too: PyTriton's thread would end of them, and the replica hang.
+            # SystemExit and the like too: they would end PyTriton's thread, and the replica would hang.
             report = self._errors.report(error)
             may_split = may_split and not isinstance(error, CallFailed)
         if may_split and report.status is not Status.BROKEN and len(rows) > 1:

@@ -1,4 +1,4 @@
-"""From a configuration's ``module:Class`` to a model: imports, checks, constructs, and says exactly what went wrong."""
+"""Makes a model from a configuration's reference: imports, checks and constructs it, and explains every failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_class(reference: str) -> type[Model]:
         reference: ``module:Class``.
 
     Raises:
-        ReplicaError: the module can't be imported, or has no such model; the message says why and how to mend it.
+        ReplicaError: the module can't be imported, or has no such model; the message says why and how to fix it.
     """
     title = f"model {reference}"
     module_name, separator, class_name = reference.partition(":")
@@ -53,10 +53,10 @@ def load_class(reference: str) -> type[Model]:
 
 
 def import_for(title: str, module_name: str) -> ModuleType:
-    """Import a module of the user's; `title` is what needs it.
+    """Import a user's module; `title` begins the message of an error.
 
     Raises:
-        LoadError: it can't be imported; the message says why and how to mend it.
+        LoadError: the module can't be imported; the message says why and how to fix it.
     """
     try:
         return importlib.import_module(module_name)
@@ -75,7 +75,7 @@ def construct(cls: type[Model], options: Mapping[str, Any]) -> Model:
     title = f"model {cls.__module__}:{cls.__qualname__}"
     try:
         signature: inspect.Signature | None = inspect.signature(cls)
-    except (TypeError, ValueError):  # a constructor that isn't written in Python
+    except (TypeError, ValueError):  # a constructor not written in Python
         signature = None
     if signature is not None:
         problem = wrong_options(title, signature.parameters.values(), options)
@@ -88,7 +88,7 @@ def construct(cls: type[Model], options: Mapping[str, Any]) -> Model:
 
 
 def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> Model:
-    """Make a model, not yet loaded, from what a configuration names.
+    """Make the model that a configuration names, not yet loaded.
 
     Args:
         reference: ``module:Class``, or ``onnx:PATH``.
@@ -96,7 +96,7 @@ def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str]
         search: folders in which a relative path is looked for, besides the working folder.
 
     Raises:
-        ReplicaError: it can't be made; the message says why and how to mend it.
+        ReplicaError: the model can't be made; the message says why and how to fix it.
     """
     if reference.startswith("onnx:"):
         from inference.runtime.onnx_model import open_model
@@ -131,7 +131,7 @@ def _missing_module(title: str, wanted: str, error: ModuleNotFoundError) -> Prob
 def wrong_options(
     title: str, takes: Collection[inspect.Parameter], options: Mapping[str, Any]
 ) -> Problem | None:  # fmt: skip
-    """All that is wrong with options that become keyword arguments, by their names; None if nothing is."""
+    """All faults of options that are passed as keyword arguments; None if there are none."""
     reasons: list[str] = []
     mends: list[str] = []
     named = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]

@@ -19,7 +19,7 @@ __all__ = ["OnnxModel", "open_model"]
 CUDA: Final = "CUDAExecutionProvider"
 CPU: Final = "CPUExecutionProvider"
 FATAL: Final = 4
-"""ONNX Runtime's log level: what is less than fatal, it also raises."""
+"""ONNX Runtime's log level: it also raises whatever is less than fatal."""
 
 _DATATYPES: Final = {
     "bool": "BOOL",
@@ -29,12 +29,12 @@ _DATATYPES: Final = {
     "double": "FP64",
     "string": "BYTES",
 }
-"""By ONNX Runtime's name of an element type; it exchanges bfloat16 with no numpy array."""
+"""Datatypes by ONNX Runtime's name; it has no numpy form of bfloat16."""
 
 _PREFIX: Final = re.compile(
     r"\[ONNXRuntimeError\] : \d+ : (\w+) : (?:Load model from .*? failed:)?(?:/\S+:\d+ .*?\) (?=[A-Z]))?"
 )
-"""What stands in front of its messages: code, file, and at times the line and function of its own source."""
+"""The prefix of its messages: code, file, and sometimes the line and function of its own source."""
 
 
 class _Port(NamedTuple):
@@ -43,22 +43,22 @@ class _Port(NamedTuple):
     onnx_name: str
     tensor: Tensor
     is_flat: bool
-    """Whether the file has it as [n], where we have [n, 1]."""
+    """Whether the file's shape is [n], which is declared as [n, 1]."""
     takes_one_row: bool
     """Whether the file fixes its first dimension to 1."""
 
 
 class OnnxModel(Model):
-    """An ONNX file; its inputs and outputs are declared as the file has them.
+    """An ONNX file as a model, with the file's inputs and outputs.
 
-    The first dimension of each is the batch axis. A file in which that of any is fixed to 1 is run once a row. Other
-    dimensions that have no fixed size vary between requests. A tensor of one dimension, [n], is declared as [1].
-    Strings travel as UTF-8. A name that the protocol has no form for gets ``_`` for each run of other characters:
-    ``input:0`` becomes ``input_0``, and ``/a/b`` becomes ``_a_b``.
+    The first dimension of each is the batch axis. If one is fixed to 1, the file is run once per row. Other dimensions
+    without a fixed size vary between requests. A tensor of one dimension, [n], is declared as [1]. Strings travel as
+    UTF-8. In names, each run of characters that the protocol doesn't allow becomes ``_``: ``input:0`` becomes
+    ``input_0``, and ``/a/b`` becomes ``_a_b``.
 
     Args:
         path: the file.
-        rename: name in the file to name in requests, of inputs and outputs.
+        rename: maps names of inputs and outputs in the file to names in requests.
 
     Raises:
         LoadError: ONNX Runtime can't read the file, or an input or output can't be served; the message names it.
@@ -69,23 +69,23 @@ class OnnxModel(Model):
     def __init__(self, path: Path, *, rename: Mapping[str, str] | None = None) -> None:
         self._path = path
         self._title = f"model onnx:{path}"
-        # Only to look into the file, so it isn't optimized; `load` opens it again, for the device.
+        # Opened without optimization, only to read its declarations; `load` opens it again for the device.
         session = self._open([CPU], optimize=False)
         taken, given = session.get_inputs(), session.get_outputs()
         new_names = self._checked_names(rename, [node.name for node in (*taken, *given)])
         self._inputs = self._ports("input", taken, new_names)
         self._outputs = self._ports("output", given, new_names)
         self._row_by_row = any(port.takes_one_row for port in (*self._inputs, *self._outputs))
-        # What other models know of their class, this one knows of its file.
+        # Other models declare these in their class; here the file does.
         self.inputs = tuple(port.tensor for port in self._inputs)  # type: ignore[misc]
         self.outputs = tuple(port.tensor for port in self._outputs)  # type: ignore[misc]
         self.__doc__ = _description(path, session.get_modelmeta())
 
     def load(self, device: str) -> None:
-        """Open the file for a device. ``OMP_NUM_THREADS``, if set, says how many threads compute.
+        """Open the file on a device. ``OMP_NUM_THREADS``, if set, is the number of compute threads.
 
         Raises:
-            LoadError: a GPU is wanted, but this ONNX Runtime can't use it.
+            LoadError: this ONNX Runtime can't use the requested GPU.
         """
         if not device.startswith("cuda"):
             self._session = self._open([CPU])
@@ -101,7 +101,7 @@ class OnnxModel(Model):
         onnxruntime.preload_dlls()  # finds the CUDA libraries that are installed as Python packages
         index = int(device.partition(":")[2] or 0)
         session = self._open([(CUDA, {"device_id": index}), CPU])
-        if CUDA not in session.get_providers():  # it only logs that, and goes on without
+        if CUDA not in session.get_providers():  # ONNX Runtime only logs the failure and falls back to the CPU
             raise self._error(
                 f"{wrong}onnxruntime {onnxruntime.__version__} can't start it: its CUDA or cuDNN libraries are missing",
                 "install those of the versions that this onnxruntime-gpu was built for, or set `device: cpu`",
@@ -113,8 +113,7 @@ class OnnxModel(Model):
 
         Raises:
             BadInput: a string is not UTF-8.
-            BadOutput: the file is run once a row, and an output has another number of rows than 1, or rows that differ
-                in shape.
+            BadOutput: in a file that is run once per row, an output has not exactly one row, or rows differ in shape.
         """
         feed = {port.onnx_name: _fed(port, inputs[port.tensor.name]) for port in self._inputs}
         names = [port.onnx_name for port in self._outputs]
@@ -132,7 +131,7 @@ class OnnxModel(Model):
         return {port.tensor.name: _taken(port, array) for port, array in zip(self._outputs, results, strict=True)}
 
     def unload(self) -> None:
-        """Free what `load` took."""
+        """Free the session."""
         del self._session
 
     def _error(self, reason: str, mend: str) -> LoadError:
@@ -152,7 +151,7 @@ class OnnxModel(Model):
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
             return onnxruntime.InferenceSession(str(self._path), options, providers=providers)
-        except Exception as error:  # each of its errors is a class of its own, without a common one
+        except Exception as error:  # its errors have no common base class
             raise self._error(*_unreadable(str(error), onnxruntime.__version__)) from error
 
     def _checked_names(self, rename: object, known: Sequence[str]) -> Mapping[str, str]:
@@ -191,7 +190,7 @@ class OnnxModel(Model):
         if datatype is None:
             raise self._error(
                 f"{where}, type: expected a tensor of {', '.join(_DATATYPES)}, got {node.type}",
-                "export it with such a type, by a cast in the model if need be",
+                "export it with one of these types, if necessary with a cast in the model",
             )
         if not node.shape:
             raise self._error(
@@ -220,7 +219,7 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     """Find an ONNX file and make a model of it, not yet loaded.
 
     Args:
-        path: as in the configuration.
+        path: the file's path.
         options: ``rename`` only, see `OnnxModel`.
         search: folders in which a relative path is looked for, after the working folder.
 
@@ -246,11 +245,11 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
 
 
 def _unreadable(message: str, version: str) -> tuple[str, str]:
-    """Reason and mend of an error that ONNX Runtime raised on opening a file."""
+    """The reason for an error that ONNX Runtime raised on opening a file, and how to fix it."""
     code = found[1] if (found := _PREFIX.match(message)) else ""
     text = " ".join(_PREFIX.sub("", message).split())
     if code == "INVALID_PROTOBUF" or re.search("No graph was found|not have a graph", text):
-        return f"it is no ONNX file, or only a part of one: {text[:300]}", "export or copy it again"
+        return f"it is not an ONNX file, or only part of one: {text[:300]}", "export or copy it again"
     if re.search("[Ee]xternal data|cannot get file size", text):
         return (
             f"its external data can't be read: {text[-300:]}",
@@ -263,7 +262,7 @@ def _unreadable(message: str, version: str) -> tuple[str, str]:
 
 
 def _threads() -> int:
-    """What ``OMP_NUM_THREADS`` says; 0, as many as there are cores, if it says nothing."""
+    """The value of ``OMP_NUM_THREADS``; 0, one thread per core, if it isn't set."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 
@@ -279,7 +278,7 @@ def _description(path: Path, meta: Any) -> str:
 
 
 def _fed(port: _Port, array: Array) -> Array:
-    """An input as the file has it."""
+    """An input in the file's shape and type."""
     if port.tensor.datatype == "BYTES":
         array = _decoded(port.tensor.name, array)
     return array.reshape(len(array)) if port.is_flat else array
@@ -291,7 +290,7 @@ def _decoded(name: str, array: Array) -> Array:
         try:
             texts[index] = element.decode()
         except UnicodeDecodeError as error:
-            # The replica calls again with the failing row alone, whose index is then 0 and says nothing to the client.
+            # Isolation retries the failing row alone, whose index, then 0, means nothing to the client.
             row = f", row {index * len(array) // array.size}" if len(array) > 1 else ""
             raise BadInput(
                 f"input {name!r}{row}: expected UTF-8, got byte 0x{element[error.start]:02x} at position {error.start}"
@@ -300,7 +299,7 @@ def _decoded(name: str, array: Array) -> Array:
 
 
 def _joined(port: _Port, pieces: Sequence[Array]) -> Array:
-    """One output of all rows, from those of runs of one row each."""
+    """One output for all rows, joined from runs of one row each."""
     where = f"output {port.tensor.name!r}"
     for piece in pieces:
         if len(piece) != 1:
@@ -315,7 +314,7 @@ def _joined(port: _Port, pieces: Sequence[Array]) -> Array:
 
 
 def _taken(port: _Port, array: Array) -> Array:
-    """An output as it is declared."""
+    """An output in its declared shape and type."""
     if port.tensor.datatype == "BYTES":
         array = as_objects(array, f"output {port.tensor.name!r}")
     return array.reshape(-1, 1) if port.is_flat and array.ndim == 1 else array

@@ -1,8 +1,8 @@
-"""When each call of the user's code began: in a small file, for the guardian, which ends a replica that hangs.
+"""The replica's side of the watchdog: a small file of when each call of the user's code began.
 
-The file is an array of int64. The first is the limit of a call in nanoseconds; each other one is a slot: when the call
-that has it began, on the monotonic clock, or 0 while none has it. Nothing is asked of the process that it tells of: a
-callable may keep the interpreter for itself for ever.
+The guardian reads the file and ends a replica whose call takes too long. The replica need not answer, since a callable
+may hold the interpreter's lock for ever. The file is an array of int64: first the limit of a call in nanoseconds, then
+slots, each with the start of its call on the monotonic clock, or 0 while it is free.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from typing import Any, Final
 __all__ = ["PULSE_FILE", "Pulse", "WatchCall"]
 
 WatchCall = Callable[[], AbstractContextManager[Any]]
-"""Makes a context in which a call of the user's code runs: `Pulse.call`, or `contextlib.nullcontext`."""
+"""Makes the context in which a call of the user's code runs: `Pulse.call`, or `contextlib.nullcontext`."""
 
 PULSE_FILE: Final = "pulse"
-"""In the replica's folder."""
+"""The file's name in the replica's folder."""
 SLOTS: Final = 511
 
 
 class Pulse:
-    """Notes calls; from any thread, and any number at once. A call beyond `SLOTS` at once is not noted.
+    """Records calls, from any thread. Of more than `SLOTS` concurrent calls the rest go unrecorded.
 
     Args:
-        path: the file, which is made.
-        limit_s: how long a call may take.
+        path: the file to create.
+        limit_s: the longest that a call may take.
     """
 
     def __init__(self, path: Path, limit_s: float) -> None:
         with path.open("xb") as file:
-            # Written, not left as a hole: a disk that is full shows here, and not as SIGBUS in a call.
+            # Written, not left sparse: a full disk fails here, and not as SIGBUS in a call.
             file.write(bytes(8 * (1 + SLOTS)))
         with path.open("r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
         self._slots = memoryview(memory).cast("q")
         self._slots[0] = int(limit_s * 1e9)
-        # Taken and given back from its end, each in one step of the interpreter: no lock.
+        # Popped and appended at its end, each one atomic operation, so it needs no lock.
         self._free = list(range(SLOTS, 0, -1))
 
     def begin(self) -> int:
-        """A call begins. Returns its slot, for `end`."""
+        """Record the start of a call. Returns its slot, for `end`."""
         try:
             slot = self._free.pop()
         except IndexError:
@@ -53,13 +53,13 @@ class Pulse:
         return slot
 
     def end(self, slot: int) -> None:
-        """A call has ended."""
+        """Record the end of a call."""
         if slot:
             self._slots[slot] = 0
             self._free.append(slot)
 
     def call(self) -> _Call:
-        """A context in which the user's code runs."""
+        """A context for one call of the user's code."""
         return _Call(self)
 
 

@@ -1,4 +1,4 @@
-"""What Triton hands over, read by the model's signature."""
+"""Reads Triton's requests according to the model's signature."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Part", "TritonRequest", "read_request"]
 
 
 class TritonRequest(Protocol):
-    """What PyTriton hands over: ``pytriton.proxy.types.Request``."""
+    """PyTriton's ``pytriton.proxy.types.Request``."""
 
     data: dict[str, Array]
     parameters: dict[str, Any] | None
@@ -28,20 +28,20 @@ class Part(NamedTuple):
 
     rows: int
     inputs: dict[str, Array]
-    """In wire form; what was left out is absent."""
+    """Inputs in wire form; those left out are absent."""
     batch_parameters: dict[str, Any]
     row_parameters: dict[str, list[Any]]
     note: CallNote
     memory: MappedCall | None
-    """Where its large tensors are; None if there are none."""
+    """The mapped segment of its large tensors; None if there are none."""
 
 
 def read_request(signature: Signature, request: TritonRequest) -> Part:
-    """Read one request: tensors without elements get their true shape back, parameters their defaults.
+    """Read one request: restore the true shape of tensors without elements, and fill in parameters' defaults.
 
     Raises:
-        DeclarationError: a parameter is wrong, which the gateway would have refused, or the note is none.
-        OSError: the memory that it shares can't be opened.
+        DeclarationError: a parameter is invalid, which the gateway would have refused, or the note is malformed.
+        OSError: the request's shared memory can't be opened.
     """
     given = request.parameters or {}
     try:

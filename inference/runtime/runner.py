@@ -1,6 +1,6 @@
-"""Runs a callable on what Triton hands over, row by row accountable.
+"""Runs a callable on the requests that Triton merged, with a report for every row.
 
-No exception leaves `Runner.handle`: PyTriton would answer the whole batch with it. Every row gets a report instead.
+`Runner.handle` raises no exception, since PyTriton would answer the whole batch with it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["Runner"]
 
 Arrays = dict[str, Array]
 _Piece = tuple[list[int], Arrays]
-"""Rows of a batch, and their outputs."""
+"""The rows of a call and their outputs."""
 
 
 class _Outcome(NamedTuple):
-    """What became of a group of rows. Outputs hold zeros in the rows that failed."""
+    """The result of a group of rows. Outputs hold zeros in the rows that failed."""
 
     outputs: Arrays
     reports: list[RowReport]
@@ -44,11 +44,11 @@ class Runner:
     """Calls one model.
 
     Args:
-        model: loaded.
+        model: the model, loaded.
         signature: its declarations.
-        device: where torch tensors are put.
-        on_broken: called if the model's device can't be used any more; the replica then ends.
-        watch: what each call of the model runs in.
+        device: the device of torch tensors.
+        on_broken: called once the model's device is unusable; the replica then ends.
+        watch: the context in which each call of the model runs.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Runner:
         self._is_async = inspect.iscoroutinefunction(type(model).__call__)
         self._grad_off = False
         self.calls = 0
-        """Calls of the model, retries and warm-up left out."""
+        """Calls of the model without retries and warm-up."""
         self.retries = 0
-        """Calls made to isolate rows of a call that failed."""
+        """Calls to isolate the rows of a failed call."""
         self.warmups = 0
-        """Calls made to warm up."""
+        """Warm-up calls."""
 
     async def handle(self, requests: Sequence[TritonRequest]) -> list[Arrays]:
-        """Answer what Triton merged: one dict of outputs a request, the hidden report among them."""
+        """Answer the requests that Triton merged: one dict of outputs per request, including the hidden report."""
         self._turn_grad_off()
         answers: list[Arrays] = [{}] * len(requests)
         groups: dict[object, list[int]] = {}
@@ -100,7 +100,7 @@ class Runner:
             group = [part for part in (parts[index] for index in members) if part is not None]
             started = time.perf_counter_ns()
             outcome = await self._run_group(group)
-            if len(groups) > 1:  # the callable may reuse its outputs' memory in the next group's call
+            if len(groups) > 1:  # the next group's call may reuse the memory of these outputs
                 outcome = _Outcome(_copied(outcome.outputs), outcome.reports)
             compute_us = (time.perf_counter_ns() - started) // 1000
             start = 0
@@ -116,7 +116,7 @@ class Runner:
         return answers
 
     def _turn_grad_off(self) -> None:
-        # Gradient mode belongs to a thread, and PyTriton calls us in one of its own.
+        # Gradient mode is per thread, and PyTriton calls us in a thread of its own.
         if not self._grad_off and "torch" in sys.modules:
             sys.modules["torch"].set_grad_enabled(False)
             self._grad_off = True
@@ -148,7 +148,7 @@ class Runner:
         arguments: dict[str, Any] = {}
         for spec in self._signature.inputs:
             array = batch.inputs.get(spec.name)
-            # A copy: the callable may write into it, and the rows may be needed again.
+            # A copy, because the callable may write into it and the rows may be needed again.
             if array is not None:
                 array = argument(
                     spec, array.copy() if len(rows) == len(array) else array[rows], self._model.arrays, self._device
@@ -162,14 +162,14 @@ class Runner:
             if self._is_async or inspect.isawaitable(result):
                 result = await result
         outputs = self._check(result, len(rows))
-        # Kept beside other calls' outputs, whose memory the callable may reuse.
+        # A copy, because a later call may reuse the memory.
         return rows, _copied(outputs) if is_retry else outputs
 
     def _check(self, result: object, rows: int) -> Arrays:
-        """Check what the callable returned against its declaration, and bring it into wire form.
+        """Check the callable's result against its declarations, and convert it to wire form.
 
         Raises:
-            BadOutput: it differs; the message names the tensor, what was expected and what came.
+            BadOutput: they differ; the message names the tensor, the expected and the actual.
         """
         kind = type(self._model).__name__
         if not isinstance(result, Mapping):
@@ -186,7 +186,7 @@ class Runner:
         return outputs
 
     def _join(self, rows: int, pieces: Sequence[_Piece]) -> Arrays:
-        """One array an output, of all rows; zeros where a row is in no piece.
+        """One array of all rows for each output; zeros where a row is in no piece.
 
         Raises:
             RaggedPieces: the pieces' shapes differ.
@@ -208,8 +208,8 @@ class Runner:
     def _answer(
         self, outcome: _Outcome, compute_us: int, memory: MappedCall | None = None, *, is_merged: bool = False
     ) -> Arrays:
-        """Outputs and report as they travel; an output without elements as a placeholder, its shape in the report, and
-        one that is left in shared memory as a placeholder, too."""
+        """Outputs and report as sent to Triton. Outputs without elements, whose shape is in the report, and outputs in
+        shared memory are replaced with placeholders."""
         outputs = dict(outcome.outputs)
         reports = outcome.reports
         if memory is not None:
@@ -232,7 +232,7 @@ class Runner:
 
 
 class _Batch(NamedTuple):
-    """Rows that may share a call. Arrays are read, never written."""
+    """Rows that may share a call. The arrays are read only."""
 
     inputs: Arrays
     parameters: dict[str, Any]

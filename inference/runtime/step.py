@@ -1,4 +1,4 @@
-"""One step of a fused pipeline: calls its model on rows, accountable for each of them."""
+"""Runs one step of a fused pipeline, with a report for every row that fails."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["LATE", "Given", "Handover", "Made", "Step"]
 T = TypeVar("T")
 
 LATE: Final = "its time was over"
-"""Why rows fail that nobody waits for any more; whoever waited knows that already."""
+"""The message of rows whose deadline has passed; no client reads it, since the gateway has answered already."""
 
 
 class Handover(NamedTuple):
@@ -50,43 +50,43 @@ class Handover(NamedTuple):
     consumer: str
     input: str
     expected: TensorSpec
-    """What must arrive there."""
+    """The tensor that the consumer expects."""
 
 
 class Given(NamedTuple):
-    """What a step is called with."""
+    """The arguments of a step."""
 
     inputs: Mapping[str, Any]
-    """By input name: of the pipeline's own inputs an array in wire form, of others a value as its producer made it."""
+    """Values by input name: the pipeline's own inputs as arrays in wire form, others as their producer made them."""
     rows: int
     parameters: Mapping[str, Any] = {}
-    """Those of the whole pipeline, per batch."""
+    """The pipeline's per-batch parameters."""
     row_parameters: Mapping[str, Sequence[Any]] = {}
-    """One value a row."""
+    """The pipeline's per-row parameters, one value per row."""
     is_warmup: bool = False
     shared: frozenset[str] = frozenset()
-    """Those of the inputs whose memory other steps read too."""
+    """Inputs whose memory other steps read too."""
     until_s: float = math.inf
-    """When nobody waits for it any more, on the clock of `time.monotonic`: a coroutine is then cancelled."""
+    """The deadline on the clock of `time.monotonic`, at which a coroutine is cancelled."""
 
 
 @dataclass(slots=True)
 class Made:
-    """What a step made of its rows."""
+    """A step's result."""
 
     good: list[int] = field(default_factory=list)
-    """Rows that succeeded; the values and arrays have these only, in order."""
+    """Rows that succeeded; values and arrays hold only these, in order."""
     values: dict[str, Any] = field(default_factory=dict)
     """Outputs that other steps take."""
     arrays: dict[str, Array] = field(default_factory=dict)
-    """Of a head, its outputs in wire form."""
+    """A head's outputs in wire form."""
     failures: dict[int, RowReport] = field(default_factory=dict)
-    """By row."""
+    """Reports by row."""
     calls: int = 0
     retries: int = 0
-    """As the step counts them; of a result of a stream, none."""
+    """As in `Step`; 0 in a stream's results."""
     spoiled: tuple[str, ...] = ()
-    """Inputs that the model wrote into without saying so, and that others share."""
+    """Shared inputs that the model wrote into without declaring so."""
 
 
 class _Wrote(CallFailed):
@@ -98,7 +98,7 @@ class _Wrote(CallFailed):
 
 
 class _Watched(NamedTuple):
-    """A value that a model was given, which it must not write into."""
+    """An argument that the model must not write into."""
 
     input: str
     value: Any
@@ -107,7 +107,7 @@ class _Watched(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What one call made."""
+    """The result of one call."""
 
     rows: list[int]
     values: dict[str, Any]
@@ -118,15 +118,15 @@ class Step:
     """Calls one step's model.
 
     Args:
-        planned: its place in the pipeline.
-        model: loaded.
-        device: where torch tensors are put.
-        handovers: its outputs that other steps take.
-        is_head: whether its outputs are the pipeline's.
+        planned: the step's place in the pipeline.
+        model: the step's model, loaded.
+        device: the device of torch tensors.
+        handovers: the step's outputs that other steps take.
+        is_head: whether the step's outputs are the pipeline's.
         executor: runs calls, one after another, outside the event loop.
-        on_broken: called if the device can't be used any more.
-        watch: what each call of the model runs in; of one that streams, what computes each yield.
-        is_alone: whether this is a plain model that streams, which is no step of a pipeline to its clients.
+        on_broken: called once the device is unusable.
+        watch: the context in which each call of the model runs; for a streaming model, each of its yields.
+        is_alone: whether this is a plain model that streams, which its clients don't know as a step.
     """
 
     def __init__(
@@ -147,9 +147,9 @@ class Step:
         self.model = model
         self.is_head = is_head
         self.calls = 0
-        """Calls of the model, retries and warm-up left out."""
+        """Calls of the model without retries and warm-up."""
         self.retries = 0
-        """Calls made to isolate rows that fail, or because another step spoiled what this one had made."""
+        """Calls to isolate failing rows, or to recompute outputs that another step overwrote."""
         self.warmups = 0
         self._device = device
         self._handovers = handovers
@@ -158,10 +158,10 @@ class Step:
         self._watch = watch
         self._is_async = inspect.iscoroutinefunction(type(model).__call__)
         self._writes = False
-        """Whether it was caught writing into its inputs: from then on it gets copies, and still fails."""
+        """Whether the model was caught writing into its inputs: from then on it gets copies, but still fails."""
 
     async def run(self, given: Given, *, is_retry: bool = False) -> Made:
-        """Call the model; rows that make it fail are found by halving, and have a report each."""
+        """Call the model; rows that make it fail are isolated by halving, and get a report each."""
         made = Made()
         isolation = Isolation(
             functools.partial(self._call, given, made), self._errors, may_split=self.planned.signature.idempotent
@@ -171,19 +171,19 @@ class Step:
         return made
 
     async def iterate(self, given: Given, control: StreamControl) -> AsyncGenerator[Made, None]:
-        """Call a model that streams, and give what it yields, one after another; a failure is the last.
+        """Call a streaming model and yield its results one by one; a failure is the last.
 
         Args:
-            given: what to call it with.
-            control: of the stream. If it is cancelled, an async generator is cancelled where it awaits, and no other is
-                asked for its next yield.
+            given: the arguments.
+            control: the stream's control. When it is cancelled, an async generator is cancelled where it awaits; a
+                plain generator is not resumed.
         """
         rows = list(range(given.rows))
         results: AsyncGenerator[_Piece, None] | None = None
         watched: list[_Watched] = []
 
         def own(result: object) -> _Piece:
-            # In the same breath: the model may reuse its outputs' memory in the next call, which another request makes.
+            # Copied at once: another request's call of the model may reuse the memory.
             return _owned(self._piece(result, rows, watched))
 
         try:
@@ -197,7 +197,7 @@ class Step:
                         piece = await anext(results)
                     made = Made()
                     _join(made, [piece])
-                    del piece  # the next one may be long in coming
+                    del piece  # free the memory: the next result may take long
                 except StopAsyncIteration:
                     return
                 except BaseException as error:
@@ -217,7 +217,7 @@ class Step:
     async def _results(
         self, arguments: Mapping[str, Any], own: Callable[[object], _Piece], control: StreamControl
     ) -> AsyncGenerator[_Piece, None]:
-        """What the model yields, whichever kind of generator it is, checked and in memory of our own."""
+        """The results of the model's generator, plain or async, checked and copied."""
         iterator = self.model(**arguments)
         end = object()
         if hasattr(iterator, "__anext__"):
@@ -250,7 +250,7 @@ class Step:
             await self._in_executor(close)
 
     async def _close(self, results: AsyncGenerator[Any, None]) -> None:
-        """End a model's generator. What its clean-up raises is for the operator: its rows have their answer."""
+        """Close a model's generator. What its clean-up raises is only logged, since its rows have been answered."""
         try:
             await results.aclose()
         except BaseException as error:
@@ -262,7 +262,7 @@ class Step:
         except _Wrote as error:
             made.spoiled += error.spoiled
             raise
-        # Kept beside other calls' outputs, whose memory the model may reuse.
+        # A copy, because a later call may reuse the memory.
         return _owned(piece) if is_retry else piece
 
     async def _computed(self, given: Given, made: Made, rows: list[int], is_retry: bool) -> _Piece:
@@ -275,7 +275,7 @@ class Step:
             return result if inspect.isawaitable(result) else self._piece(result, rows, watched)
 
         with self._watching(watched):
-            # One hop to the thread for both: a hop takes as long as a small head.
+            # One switch to the thread for both: a switch takes as long as a small head.
             piece = self.model(**arguments) if self._is_async else await self._in_executor(compute)
             if not isinstance(piece, _Piece):
                 self._turn_grad_off()
@@ -295,7 +295,7 @@ class Step:
             made.calls += 1
 
     def _arguments(self, given: Given, rows: list[int]) -> tuple[dict[str, Any], list[_Watched]]:
-        """What the model is called with, and what of it must not be written into."""
+        """The model's arguments, and those among them that it must not write into."""
         arguments: dict[str, Any] = {}
         watched: list[_Watched] = []
         own = {wire.input for wire in self.planned.wires if wire.step == INPUT}
@@ -327,16 +327,16 @@ class Step:
 
     @contextlib.contextmanager
     def _watching(self, watched: Sequence[_Watched]) -> Iterator[None]:
-        """While the model computes.
+        """A context in which the model computes, and in which it must not write into these arguments.
 
         Raises:
-            _Wrote: it wrote into one of these, or tried to; whatever else it raised.
+            _Wrote: it wrote into one of them, or tried to; this replaces any other exception.
         """
         try:
             yield
         except ValueError as error:
             refused = [one for one in watched if refuses_writes(one.value)]
-            if refused and "read-only" in str(error):  # numpy's words
+            if refused and "read-only" in str(error):  # numpy's wording
                 raise self._wrote(refused, " or ") from error
             raise
         finally:
@@ -354,18 +354,18 @@ class Step:
         )
 
     def _piece(self, result: object, rows: list[int], watched: Sequence[_Watched]) -> _Piece:
-        """What the model returned for these rows, known to be as declared and ready for being shared."""
+        """The model's result for these rows, checked and ready to be shared."""
         values, arrays = self._check(result, len(rows))
         for name, value in values.items():
-            # Who writes into the output would write into what its producer was given, and others read.
+            # Writing into the output would change its producer's input, which others read.
             if any(overlaps(value, one.value) for one in watched):
                 value = copied(value)
             values[name] = settled(value)
         return _Piece(rows, values, arrays)
 
     def _check(self, result: object, rows: int) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Check what the model returned: what goes to other steps against what they expect, a head's outputs against
-        their declaration."""
+        """Check the model's result: handovers against what their consumers expect, a head's outputs against their
+        declarations."""
         kind = type(self.model).__name__
         if not isinstance(result, Mapping):
             raise BadOutput(f"{kind} returned {type(result).__name__}, expected a dict of output name to array")
@@ -393,24 +393,24 @@ class Step:
             self._turn_grad_off()
             try:
                 return call()
-            except (StopIteration, GeneratorExit) as error:  # no future can carry these into a coroutine
+            except (StopIteration, GeneratorExit) as error:  # a future can't carry these into a coroutine
                 raise RuntimeError(f"the callable raised {type(error).__name__}") from error
 
         return await asyncio.get_running_loop().run_in_executor(self._executor, run)
 
     @staticmethod
     def _turn_grad_off() -> None:
-        # Gradient mode belongs to a thread.
+        # Gradient mode is per thread.
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.is_grad_enabled():
             torch.set_grad_enabled(False)
 
 
 async def _in_time(computed: Awaitable[object], until_s: float) -> object:
-    """What a model computes.
+    """Await a model's result until the deadline.
 
     Raises:
-        CallFailed: nobody waited for it any more; it was cancelled.
+        CallFailed: the deadline passed, and the call was cancelled.
     """
     if until_s == math.inf:
         return await computed
@@ -418,14 +418,14 @@ async def _in_time(computed: Awaitable[object], until_s: float) -> object:
     await asyncio.wait({task}, timeout=max(0.0, until_s - time.monotonic()))
     if not task.done():
         task.cancel()
-        await asyncio.wait({task})  # it may clean up
+        await asyncio.wait({task})  # let it clean up
         if task.cancelled():
             raise CallFailed(LATE)
     return task.result()
 
 
 def _join(made: Made, pieces: Sequence[_Piece]) -> None:
-    """Take in the pieces: one value an output, of all rows that succeeded.
+    """Join the pieces into `made`: one value for each output, of all rows that succeeded.
 
     Raises:
         RaggedPieces: the pieces' shapes differ.
@@ -444,6 +444,6 @@ def _joined(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _owned(piece: _Piece) -> _Piece:
-    """The same in memory of its own."""
+    """A copy of the piece."""
     values = {name: settled(copied(value)) for name, value in piece.values.items()}
     return _Piece(piece.rows, values, {name: copied(array) for name, array in piece.arrays.items()})

@@ -1,4 +1,4 @@
-"""What a running stream and whoever asked for it know of each other."""
+"""The state that a running stream shares with its request: cancellation and the pipeline's turn."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ __all__ = ["StreamControl"]
 
 
 class StreamControl:
-    """Cancels one stream. Everything happens in one event loop."""
+    """Cancels one stream; used in one event loop only."""
 
     __slots__ = ("_awaiting", "has_turn", "is_cancelled")
 
     def __init__(self) -> None:
         self.is_cancelled = False
-        """Whether the stream shall end."""
+        """Whether the stream must end."""
         self.has_turn = False
-        """Whether all others wait for it: then it must wait for nobody."""
+        """Whether the stream has the pipeline's turn: all others wait for it, so it must not wait for its reader."""
         self._awaiting: asyncio.Task[Any] | None = None
-        """The task that runs the stream, while it awaits the model."""
+        """The stream's task, while it awaits the model."""
 
     def cancel(self) -> None:
-        """Nobody wants more of it. An async generator gets `asyncio.CancelledError` where it awaits, once."""
+        """End the stream. An async generator gets `asyncio.CancelledError` where it awaits, once."""
         if not self.is_cancelled and self._awaiting is not None:
             self._awaiting.cancel()
         self.is_cancelled = True
 
     @contextlib.contextmanager
     def awaiting_model(self) -> Iterator[None]:
-        """While the current task awaits the model's own code, which `cancel` interrupts. It interrupts nothing else."""
+        """A context in which the current task awaits the model's code, the only place that `cancel` interrupts."""
         self._awaiting = asyncio.current_task()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Tensors between the steps of a fused pipeline: numpy arrays or torch tensors, wherever they are.
+"""Tensors between the steps of a fused pipeline: numpy arrays or torch tensors, on any device.
 
 ``BYTES`` is always a numpy array of ``bytes`` objects; ``BF16`` is float32 in numpy and ``torch.bfloat16`` in torch.
 """
@@ -30,17 +30,17 @@ __all__ = [
 
 
 def checked(spec: TensorSpec, value: Any, rows: int, *, where: str, source: str) -> Any:
-    """A step's output on its way to another step's input, once it is known to be what is expected there.
+    """Check a step's output against the input of another step, and return it.
 
     Args:
-        spec: what is expected.
-        value: what the producer returned.
-        rows: how many went into the producer.
+        spec: the expected tensor.
+        value: the producer's output.
+        rows: the producer's number of rows.
         where: the consumer, for messages.
         source: the producer, for messages.
 
     Raises:
-        BadOutput: it differs in datatype, shape or size.
+        BadOutput: the output differs in datatype, shape or size.
     """
     expected = tensor_text(spec.datatype, (rows, *spec.shape))
     if spec.datatype == "BYTES" and isinstance(value, (list, tuple)):
@@ -68,9 +68,9 @@ def checked(spec: TensorSpec, value: Any, rows: int, *, where: str, source: str)
 
 
 def settled(value: Any) -> Any:
-    """A value made ready for being shared: torch counts the writes into it, numpy refuses them.
+    """Make a value ready to be shared: torch counts writes into it, numpy refuses them.
 
-    A tensor made under ``inference_mode`` counts none, and is copied once. Gradients end here.
+    A tensor made under ``inference_mode`` counts no writes, so it is copied once. Tensors are detached from gradients.
     """
     if _is_torch(value):
         return value.clone() if value.is_inference() else value.detach()
@@ -81,7 +81,7 @@ def settled(value: Any) -> Any:
 
 
 def converted(spec: TensorSpec, value: Any, kind: Literal["numpy", "torch"], device: str) -> Any:
-    """A value as a step that works on ``kind`` takes it; itself if it is that already."""
+    """Convert a value to the kind of array that a step takes; a value of that kind is returned as it is."""
     if spec.datatype == "BYTES":
         return value
     if kind == "torch":
@@ -99,12 +99,12 @@ def converted(spec: TensorSpec, value: Any, kind: Literal["numpy", "torch"], dev
 
 
 def copied(value: Any) -> Any:
-    """The same in memory of its own, which may be written."""
+    """A writable copy of a value."""
     return value.clone() if _is_torch(value) else value.copy()
 
 
 def rows_of(value: Any, rows: Sequence[int]) -> Any:
-    """Some of its rows, in memory of their own."""
+    """A copy of some of a value's rows."""
     if _is_torch(value):
         torch: Any = sys.modules["torch"]
         return value.index_select(0, torch.tensor(rows, device=value.device))
@@ -112,7 +112,7 @@ def rows_of(value: Any, rows: Sequence[int]) -> Any:
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """All their rows together; their other dimensions must agree."""
+    """The values concatenated by rows; their other dimensions must agree."""
     if len(values) == 1:
         return values[0]
     if _is_torch(values[0]):
@@ -121,24 +121,24 @@ def joined(values: Sequence[Any]) -> Any:
 
 
 def overlaps(one: Any, other: Any) -> bool:
-    """Whether two values may share memory, so that who writes into one may change the other."""
+    """Whether two values may share memory, so that a write into one may change the other."""
     start, end = _memory(one)
     other_start, other_end = _memory(other)
     return start < other_end and other_start < end
 
 
 def refuses_writes(value: Any) -> bool:
-    """Whether it is a numpy array that can't be written."""
+    """Whether a value is a read-only numpy array."""
     return isinstance(value, np.ndarray) and not value.flags.writeable
 
 
 def version_of(value: Any) -> int | None:
-    """How often a torch tensor was written to; None of anything else."""
+    """The number of writes into a torch tensor; None for anything else."""
     return int(value._version) if _is_torch(value) and not value.is_inference() else None
 
 
 def _memory(value: Any) -> tuple[int, int]:
-    """The addresses from which and up to which a value's memory reaches."""
+    """The first address of a value's memory, and the one after its last."""
     if _is_torch(value):
         storage = value.untyped_storage()
         return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

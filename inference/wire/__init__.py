@@ -1,1 +1,1 @@
-"""What a gateway and a replica exchange: frames, reports, handshake, shared memory."""
+"""The data that gateway and replica exchange: frames, reports, handshake, shared memory."""

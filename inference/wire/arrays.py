@@ -1,4 +1,4 @@
-"""Tensors in a replica: from what travels to what a callable takes, and back; checked on the way."""
+"""Converts tensors in a replica from wire form to a callable's arguments and back, and checks them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES: Final = {row.numpy: row.name for row in DATATYPES.values() if row.name !=
 
 
 def zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
-    """An array in wire form of zeros, or of empty ``BYTES`` elements."""
+    """An array of zeros, or of empty ``BYTES`` elements, in wire form."""
     dtype = DATATYPES[spec.datatype].numpy
     return np.full(shape, b"", dtype) if dtype.hasobject else np.zeros(shape, dtype)
 
@@ -29,7 +29,7 @@ def wire(spec: TensorSpec, value: object, rows: int) -> Array:
     """Check one output and bring it into wire form: numpy, ``BF16`` as its bit pattern, ``BYTES`` as objects.
 
     Raises:
-        BadOutput: it isn't as declared, or hasn't so many rows.
+        BadOutput: the output isn't as declared, or has another number of rows.
     """
     where = f"output {spec.name!r}"
     wanted = f"{spec.datatype} [{', '.join(str(dim) for dim in (rows, *spec.shape))}]"
@@ -46,7 +46,7 @@ def wire(spec: TensorSpec, value: object, rows: int) -> Array:
 
 
 def _as_array(spec: TensorSpec, value: object, where: str) -> tuple[Array, str]:
-    """The value as a numpy array in wire form, and the datatype that it is of."""
+    """The value as a numpy array in wire form, and its datatype."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         tensor: Any = value
@@ -68,10 +68,10 @@ def _as_array(spec: TensorSpec, value: object, where: str) -> tuple[Array, str]:
 
 
 def as_objects(value: Array, where: str) -> Array:
-    """An array of text or bytes as one of ``bytes`` objects.
+    """Convert an array of text or bytes to one of ``bytes`` objects.
 
     Raises:
-        BadOutput: an element is neither.
+        BadOutput: an element is neither text nor bytes.
     """
     flat = np.empty(value.size, dtype=object)
     for index, element in enumerate(value.ravel().tolist()):
@@ -84,13 +84,13 @@ def as_objects(value: Array, where: str) -> Array:
 
 
 def argument(spec: TensorSpec, array: Array, kind: Literal["numpy", "torch"], device: str) -> Any:
-    """An input as a callable takes it.
+    """Convert an input to a callable's argument.
 
     Args:
-        spec: its declaration.
-        array: in wire form; the callable may write into it.
-        kind: what the callable works on, see `inference.Model.arrays`.
-        device: where torch tensors are put.
+        spec: the input's declaration.
+        array: the input in wire form; the callable may write into it.
+        kind: the kind of array that the callable takes, see `inference.Model.arrays`.
+        device: the device of torch tensors.
     """
     if spec.datatype == "BYTES":
         return array

@@ -1,8 +1,8 @@
-"""A frame: what a fused pipeline or a streaming model answers, one decoupled Triton response each.
+"""Frames: the decoupled Triton responses of a fused pipeline or a streaming model.
 
 Triton's requested outputs are per request, and PyTriton checks, copies and stores each tensor on its own; so a frame is
-one output, `FRAME`: ``UINT8 [1, size]``. Its bytes are the length of a MessagePack head (little-endian uint32), the
-head, and the tensors' bytes in the protocol's binary form, in the head's order.
+one output, `FRAME`: ``UINT8 [1, size]``. Its bytes are the length of a MessagePack header (little-endian uint32), the
+header, and the tensors' bytes in the protocol's binary form, in the header's order.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ class FrameTensor(msgspec.Struct, array_like=True):
 
 
 class Piece(msgspec.Struct, array_like=True):
-    """What one head says of those rows of the batch that wanted it, in their order."""
+    """One head's answer for the rows of the batch that want it, in their order."""
 
     head: str
     rows: int
     compute_us: int
-    """Microseconds that its step took."""
+    """Time of the head's step, in microseconds."""
     failures: list[tuple[int, int, str]] = []
-    """Row among these rows, `inference.wire.report.Status`, message. The tensors hold zeros there."""
+    """(index among these rows, `inference.wire.report.Status`, message); the tensors hold zeros in failed rows."""
     tensors: list[FrameTensor] = []
     """Empty if every row failed."""
     is_last: bool = True
-    """Whether the head has nothing more to say of these rows; of a stream, False but for its end."""
+    """Whether this is the head's final piece for these rows; in a stream only the last piece."""
 
 
 class StepCount(msgspec.Struct, array_like=True):
-    """What a step did since the call's last frame."""
+    """A step's counters since the call's last frame."""
 
     step: str
     calls: int
-    """Retries and warm-up left out."""
+    """Calls without retries and warm-up."""
     retries: int
     compute_us: int
-    """Microseconds, retries included."""
+    """Compute time in microseconds, including retries."""
 
 
 class Frame(msgspec.Struct, array_like=True):
-    """What is known since the call's last frame."""
+    """Everything new since the call's last frame."""
 
     pieces: list[Piece]
     counts: list[StepCount]
@@ -82,7 +82,7 @@ _decoder = msgspec.msgpack.Decoder(Frame)
 
 
 def tensor_bytes(spec: TensorSpec, array: Array) -> bytes:
-    """An array in wire form as its bytes."""
+    """The bytes of an array in wire form."""
     if spec.datatype == "BYTES":
         return pack_bytes(array.ravel().tolist())
     return array.tobytes()
@@ -96,10 +96,10 @@ def encode_frame(frame: Frame, data: Sequence[bytes]) -> np.ndarray[Any, np.dtyp
 
 
 def decode_frame(raw: bytes | memoryview) -> tuple[Frame, list[list[memoryview]]]:
-    """Decode what `encode_frame` wrote: the frame, and of each piece its tensors' bytes, views of ``raw``.
+    """Decode what `encode_frame` wrote: the frame, and for each piece its tensors' bytes as views of ``raw``.
 
     Raises:
-        ValueError: the bytes are no frame.
+        ValueError: the bytes are not a frame.
     """
     view = memoryview(raw)
     if len(view) < _LENGTH.size:

@@ -1,4 +1,4 @@
-"""What a supervisor and a replica say to each other: the spec on the way down, status lines on the way up."""
+"""Messages between supervisor and replica: the specification down, status lines up."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ __all__ = ["ReplicaSpec", "ReplicaStatus"]
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True):
-    """What the supervisor tells a replica."""
+    """A replica's specification."""
 
     name: str
-    """The deployment."""
+    """The deployment's name."""
     model: str
     """``module:Class``, ``onnx:PATH`` or ``lm:PATH``; empty for a pipeline."""
     token: str
     """The embedded Triton's access token."""
     status_fd: int
     user_paths: tuple[str, ...]
-    """Put first on ``sys.path``."""
+    """Folders put first on ``sys.path``."""
     working_dir: str
-    """Where relative paths in the user's code start."""
+    """The working folder of the user's code."""
     options: dict[str, Any] = {}
     pipeline: PipelineSpec | None = None
-    """Steps that are computed together."""
+    """The steps of a fused pipeline."""
     max_batch_size: int = 1
     instances: int = 1
-    """Threads that compute at once."""
+    """Threads that call the model concurrently."""
     device: str = "auto"
     threads: int | None = None
     warmup_batch_sizes: tuple[int, ...] | None = None
     load_timeout_s: float = 600
     max_compute_s: float | None = None
-    """That a call of the user's code may take, once the replica serves."""
+    """The longest that a call of the user's code may take, once the replica serves."""
 
 
 class ReplicaStatus(msgspec.Struct, omit_defaults=True):
@@ -44,16 +44,16 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
 
     event: Literal["progress", "ready", "failed", "unloaded", "ending", "ended"]
     text: str = ""
-    """Of ``progress``: the stage. Of ``failed`` and ``ending``: why."""
+    """In ``progress`` the stage; in ``failed`` and ``ending`` the reason."""
     cause: str = ""
-    """Of ``failed``: why, in the words for clients: the error's class and message, without the folders of paths."""
+    """In ``failed``: the reason for clients: the error's class and message, with paths cut to their last part."""
     is_permanent: bool = False
-    """Of ``failed``: whether another start would fail in the same way."""
+    """In ``failed``: whether another start would fail in the same way."""
     signature: dict[str, Any] | None = None
-    """Of ``ready``: an `inference.signature.Signature`."""
+    """In ``ready``: an `inference.signature.Signature`."""
     facts: dict[str, str] = {}
-    """Of ``ready``: device, and versions of what matters."""
+    """In ``ready``: the device, and the versions of the relevant packages."""
     exit_status: int = 0
-    """Of ``ended``: as `subprocess.Popen.returncode` has it."""
+    """In ``ended``: the exit status, as in `subprocess.Popen.returncode`."""
     leftovers: list[str] = []
-    """Of ``ended``: what the sweep could not remove."""
+    """In ``ended``: what the sweep could not remove."""

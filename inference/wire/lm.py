@@ -1,12 +1,12 @@
-"""What a gateway worker and a replica's engine say to each other: channels, and the packed answers that travel on them.
+"""Messages between gateway workers and a replica's engine: channels, and the packed answers sent on them.
 
 A replica binds one decoupled model. Every request to it carries one `Message` in the input `CONTROL`, UINT8 [1, size];
 every response carries one `StepFrame` in the output `inference.wire.frame.FRAME`, UINT8 [1, size]. Both are
 MessagePack.
 
-- `Open` makes a channel, which belongs to one gateway worker; its request is answered for as long as the channel lives.
-  The first frame has no events and says that the channel is there. Then one frame an engine step, with the tokens of
-  all the channel's sequences; if the worker is behind by a window, steps are merged into the next frame.
+- `Open` makes a channel, which belongs to one gateway worker; its request stays open as long as the channel lives. The
+  first frame has no events and confirms the channel. Then each engine step sends one frame with the tokens of all the
+  channel's sequences; if the worker is behind by a window, steps are merged into the next frame.
 - `Post` starts and cancels sequences of a channel, acknowledges frames, and renews the channel's lease. It is answered
   only if the channel is unknown: with one frame whose `closed` says so.
 - `CancelRequest` cancels by a request's id, whichever channel it came over; one frame with `cancelled` answers it.
@@ -42,24 +42,24 @@ __all__ = [
 
 CONTROL: Final = "control"
 WINDOW: Final = 16
-"""Frames that may be on their way without having been acknowledged."""
+"""The most frames sent but not acknowledged."""
 LEASE_S: Final = 6.0
-"""A channel with sequences from which nothing was heard for so long ends, and its sequences with it."""
+"""A channel with sequences ends, and they with it, once its worker has been silent for this long."""
 RENEW_S: Final = 2.0
-"""How often a worker with sequences under way says that it is there."""
+"""How often a worker with sequences under way renews the lease."""
 
 Ending: TypeAlias = Literal["stop", "length", "cancelled", "error", "full", "rejected"]
-"""Why a sequence ended: as `inference.engine.Finish`; ``full``: the engine's queue is; ``rejected``: it can't ever
-be served. The last three have a text in `SequenceEvent.error`."""
+"""Why a sequence ended: as `inference.engine.Finish`; ``full``: the engine's queue is full; ``rejected``: the sequence
+can never be served. The last three have a message in `SequenceEvent.error`."""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A sequence to generate; the fields are those of `inference.engine.SequenceRequest`."""
 
     number: int
-    """Names it within its channel; never used twice."""
+    """Identifies the sequence within its channel; never used twice."""
     request_id: str
-    """Of the request that it belongs to, which may have several."""
+    """Identifies the request, which may have several sequences."""
     prompt: list[TokenId]
     max_tokens: int
     sampling: Sampling = Sampling()
@@ -68,28 +68,28 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
-    """Make a channel."""
+    """Opens a channel."""
 
     channel: str
-    """Its name, never used before."""
+    """The channel's name, never used before."""
     window: int = WINDOW
 
 
 class Post(msgspec.Struct, frozen=True, array_like=True, tag="post", omit_defaults=True):
-    """What a worker has to say on its channel."""
+    """A worker's message on its channel."""
 
     channel: str
     acknowledged: int = 0
-    """How many of the channel's frames it has taken in, since its beginning."""
+    """How many of the channel's frames the worker has received in all."""
     submits: list[Submit] = []
     cancels: list[int] = []
-    """Numbers of sequences."""
+    """The numbers of the sequences to cancel."""
     close: bool = False
-    """Whether the channel ends, and its sequences with it."""
+    """Whether to end the channel and its sequences."""
 
 
 class CancelRequest(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """Cancel all sequences of a request."""
+    """Cancels all sequences of a request."""
 
     request_id: str
 
@@ -98,22 +98,22 @@ Message: TypeAlias = Open | Post | CancelRequest
 
 
 class SequenceEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """News of a sequence: tokens in a row, or its end, or both."""
+    """Consecutive tokens of a sequence, or its end, or both."""
 
     number: int
     index: int
-    """Of the first of these tokens in the sequence's answer; without tokens, how many there were."""
+    """Position of the first of these tokens in the answer; without tokens, the length of the answer."""
     tokens: list[int]
     logprobs: list[float] | None = None
-    """One a token, if the request asked for them."""
+    """One per token, if the request asked for them."""
     tops: list[tuple[tuple[int, float], ...]] | None = None
-    """For each token the most probable ones and their logarithms, if the request asked for them."""
+    """For each token the most probable tokens with their logprobs, if the request asked for them."""
     finish: Ending | None = None
     error: str = ""
 
 
 class Load(msgspec.Struct, array_like=True, gc=False):
-    """How busy the engine is, over all channels."""
+    """The engine's load, over all channels."""
 
     active: int = 0
     waiting: int = 0
@@ -125,11 +125,11 @@ class StepFrame(msgspec.Struct, array_like=True, omit_defaults=True):
     """One response."""
 
     number: int
-    """Of the frame in its channel, from 0."""
+    """The frame's number in its channel, from 0."""
     events: list[SequenceEvent]
     load: Load
     closed: str = ""
-    """Why the channel ended; then this is its last frame."""
+    """Why the channel ended, in its last frame."""
     cancelled: int = 0
     """Answers `CancelRequest`: how many sequences were cancelled."""
 
@@ -148,7 +148,7 @@ def decode_message(raw: bytes | memoryview) -> Message:
     """Decode what `encode_message` wrote.
 
     Raises:
-        msgspec.MsgspecError: it is none.
+        msgspec.MsgspecError: the bytes are not a message.
     """
     try:
         return _messages.decode(raw)
@@ -165,7 +165,7 @@ def decode_frame(raw: bytes | memoryview) -> StepFrame:
     """Decode what `encode_frame` wrote.
 
     Raises:
-        msgspec.MsgspecError: it is none.
+        msgspec.MsgspecError: the bytes are not a frame.
     """
     try:
         return _frames.decode(raw)

@@ -1,13 +1,13 @@
-"""What goes over a channel: the frames of all the streams that one gateway worker has in a replica.
+"""Parcels: packed frames of all the streams that one gateway worker has in a replica, sent over its channel.
 
-A stream that is a call of its own stays open in PyTriton, its stub and Triton, which takes 32 KB, and each of its
-frames is a response, which takes a millisecond of CPU. So a worker opens one call, its channel, and what its streams
-say while a response is on its way goes with the next one, a parcel: MessagePack of `Entry` tuples in the one output
-`inference.wire.frame.FRAME`. The call that asks for a stream is answered by nothing but its end.
+One call per stream would cost 32 KB in PyTriton, its stub and Triton for as long as the stream lasts, and a millisecond
+of CPU per frame. So a worker opens one call, its channel, and the frames made while a response is on its way leave with
+the next one, a parcel: MessagePack of `Entry` tuples in the one output `inference.wire.frame.FRAME`. The call that asks
+for a stream is answered by nothing but its end.
 
-Nothing is unbounded, though PyTriton's queue of responses is: the worker says how many parcels it has got, and how much
-its readers have taken of each stream (`ChannelNote`). Beyond the windows here the replica waits: the channel with what
-it sends, and the stream with its next result.
+PyTriton's queue of responses is unbounded, so the worker acknowledges the parcels it has received and what its readers
+have taken of each stream (`ChannelNote`). Beyond the windows here the channel waits before it sends, and the stream
+before it computes its next result.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ __all__ = [
 ]
 
 PARCEL_WINDOW: Final = 16
-"""Parcels that may be on their way."""
+"""The most parcels sent but not acknowledged."""
 PARCEL_BYTES: Final = 1024 * 1024
-"""No further frame is put into a parcel of so many."""
+"""A parcel of this size gets no further frame."""
 STREAM_WINDOW: Final = 64
-"""Frames of one stream that its reader need not have taken."""
+"""The most frames of one stream that its reader has not taken."""
 STREAM_WINDOW_BYTES: Final = 1024 * 1024
 """The same in bytes; a frame that is larger goes alone."""
 
 Entry = tuple[str, bytes | memoryview | None]
-"""A stream's name and its next frame; None: it has said all."""
+"""A stream's name and its next frame; None ends the stream."""
 
 
 class ChannelNote(msgspec.Struct, omit_defaults=True):
-    """What a worker says of its channel, of which it has one: in a call that asks for a stream, just which."""
+    """A worker's message about its one channel; in a call that asks for a stream it only identifies the channel."""
 
     pid: int
-    """The worker's process. The replica closes the channel when that ends."""
+    """The worker's process; the replica closes the channel when it ends."""
     number: int
-    """Grows from one channel of a worker to its next, with which the one before is closed. Nanoseconds of the system's
-    monotonic clock, so that no worker's are those of one before it."""
+    """Identifies the channel; a greater number closes the worker's previous channel. It is taken from the system's
+    monotonic clock in nanoseconds, so that a later worker with the same process id can't repeat one."""
     opens: bool = False
-    """The call stays open, and is answered with parcels."""
+    """Whether to open the channel: the call stays open and is answered with parcels."""
     parcels: int = 0
-    """How many came by now."""
+    """The number of parcels received so far."""
     taken: dict[str, tuple[int, int]] = {}
-    """By stream, frames and bytes that its reader has taken by now."""
+    """For each stream the frames and bytes that its reader has taken so far."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -68,10 +68,10 @@ def encode_parcel(entries: Sequence[Entry]) -> np.ndarray[Any, np.dtype[np.uint8
 
 
 def decode_parcel(raw: bytes | memoryview) -> list[tuple[str, bytes | None]]:
-    """Decode what `encode_parcel` wrote. Each frame is in memory of its own, so that none keeps its neighbours.
+    """Decode what `encode_parcel` wrote. Each frame has its own memory, so that none keeps its neighbours alive.
 
     Raises:
-        ValueError: the bytes are no parcel.
+        ValueError: the bytes are not a parcel.
     """
     try:
         return _decoder.decode(raw)

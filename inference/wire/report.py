@@ -45,7 +45,7 @@ _MERGED: Final = 0x80
 
 
 class Status(enum.IntEnum):
-    """How a row fared."""
+    """A row's outcome."""
 
     OK = 0
     RAISED = 1
@@ -57,8 +57,7 @@ class Status(enum.IntEnum):
     BROKEN = 4
     """The replica can't go on (a CUDA context is poisoned); it ends and is replaced."""
     UNSHARED = 5
-    """The replica can't open the memory that the call's tensors are in (`inference.wire.shared_memory`); nothing
-    ran."""
+    """The replica can't open the call's shared memory (`inference.wire.shared_memory`); nothing was computed."""
 
 
 class RowReport(NamedTuple):
@@ -66,47 +65,47 @@ class RowReport(NamedTuple):
 
     status: Status
     message: str = ""
-    """Why it failed; of a row that did not, empty or the JSON described above."""
+    """Why the row failed; for a row that succeeded, empty or the JSON described above."""
 
 
 class CallReport(NamedTuple):
-    """How one call fared."""
+    """The outcome of one call."""
 
     rows: list[RowReport]
     compute_us: int
     """Microseconds that the callable took."""
     is_merged: bool
-    """Whether another call's report counts these microseconds too, because both were computed at once."""
+    """Whether another call's report counts these microseconds too, because both were computed together."""
 
 
 class CallNote(msgspec.Struct, omit_defaults=True):
     """What the gateway tells a replica about one call besides its tensors."""
 
     parameters: dict[str, str | int | float | bool] = {}
-    """Values of parameters that are per batch."""
+    """Values of per-batch parameters."""
     rows: dict[str, list[str | int | float | bool]] = {}
-    """Values of parameters that are per row, one for each row."""
+    """Values of per-row parameters, one for each row."""
     shapes: dict[str, list[int]] = {}
     """True shapes of inputs without elements, batch axis included."""
     warmup: bool = False
-    """Whether this is a warm-up call; counted apart."""
+    """Whether this is a warm-up call, which is counted separately."""
     alone: bool = False
-    """Whether its rows must share no call with others', whatever Triton merges."""
+    """Whether its rows must share no call of the model with other requests' rows, even if Triton merges them."""
     heads: list[tuple[int, int]] = []
-    """Of a pipeline: for so many rows (second) the heads wanted (first, bit 0 for the signature's first head)."""
+    """For a pipeline, runs of (mask of wanted heads, number of rows); bit 0 stands for the signature's first head."""
     patience_s: float = 0
-    """Of a pipeline: how long a head's answer that is ready may wait for the others, unless it is a failure: nobody can
-    do anything with it alone."""
+    """For a pipeline, how long a head's answer may wait for the others because clients can't use it alone; a failure
+    doesn't wait."""
     left_s: dict[str, float] = {}
-    """Of a pipeline: for how long anyone waits for a head's answer. Of one that is absent, for ever."""
+    """For a pipeline, the time left until each head's deadline; a head that is absent has none."""
     stream: str = ""
-    """Names a streaming request, so that it can be cancelled."""
+    """The name by which a streaming request can be cancelled."""
     cancel: str = ""
-    """Asks to end the stream of that name; whatever else the call carries is ignored."""
+    """The name of a stream to end; the rest of the call is then ignored."""
     channel: ChannelNote | None = None
-    """Of the worker, through which the stream's frames go; in a call that asks for no stream, what it says of it."""
+    """The worker's channel, on which the stream's frames are sent; in a call without a stream, news of the channel."""
     shared: SharedCall | None = None
-    """Where its large tensors are, if they don't travel."""
+    """The location of the call's large tensors, if they are in shared memory."""
 
 
 def placeholder_shape(rows: int, declared: Sequence[int]) -> list[int]:
@@ -114,7 +113,7 @@ def placeholder_shape(rows: int, declared: Sequence[int]) -> list[int]:
 
     Args:
         rows: the batch axis, at least 1.
-        declared: one row's declared shape; what varies becomes 1, whatever it is in truth.
+        declared: one row's declared shape; dimensions that vary become 1, whatever their true size.
     """
     return [rows, *(1 if dim < 0 else dim for dim in declared)]
 
@@ -122,8 +121,8 @@ def placeholder_shape(rows: int, declared: Sequence[int]) -> list[int]:
 def encode_reports(
     reports: Sequence[RowReport], compute_us: int, *, is_merged: bool = False
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Encode one report a row (see `CallReport`). Returns UINT8 [rows, width]."""
-    # Only what a callable said may be long; the JSON of a row that succeeded must stay whole.
+    """Encode one report per row (see `CallReport`). Returns UINT8 [rows, width]."""
+    # Only a callable's message may be cut; the JSON of a row that succeeded must stay whole.
     texts = [report.message.encode() if report.status is Status.OK else _cut(report.message) for report in reports]
     width = _HEAD.size + max((len(text) for text in texts), default=0)
     compute_us = min(compute_us, 0xFFFFFFFF)
@@ -139,7 +138,7 @@ def decode_reports(raw: bytes | memoryview, rows: int) -> CallReport:
     """Decode what `encode_reports` wrote.
 
     Raises:
-        ValueError: the bytes are no reports of that many rows.
+        ValueError: the bytes are not reports of that many rows.
     """
     width = len(raw) // rows if rows else 0
     if width < _HEAD.size or width * rows != len(raw):

@@ -1,14 +1,14 @@
-"""Large tensors of one call, left in memory that the gateway and the replica share.
+"""Large tensors of one call, in memory shared by the gateway and the replica.
 
-The way through Triton copies a tensor some six times in each direction. A large one goes past it: the gateway writes it
-into a segment of its own, an anonymous file (``memfd_create``) which the replica opens under ``/proc``, and through
-Triton goes a placeholder. The answer's large tensors may be left in the same segment, behind the inputs.
+Triton copies a tensor some six times in each direction. A large one bypasses it: the gateway writes it into a segment,
+an anonymous file (``memfd_create``) that the replica opens under ``/proc``, and sends a placeholder through Triton. The
+replica may put the answer's large tensors into the same segment, behind the inputs.
 
-Nothing of it has to be swept: the file ends with the last process that has it open. ``/dev/shm`` isn't used, so that
-its size, 64 MB in a container, is no limit.
+Segments need no sweep: the file ends with the last process that has it open. ``/dev/shm`` isn't used, because its size,
+64 MB in a container, would be a limit.
 
-In a segment stand, from ``answer_at`` on: the length (little-endian uint32) of a JSON object
-``{"output": [offset, [shape]]}``, 0 if there is none; the object; from `ANSWER_HEAD_BYTES` further on, the outputs.
+From ``answer_at`` on a segment holds the length (little-endian uint32) of a JSON object
+``{"output": [offset, [shape]]}``, 0 if there is none; the object; and, `ANSWER_HEAD_BYTES` further on, the outputs.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ __all__ = [
 ]
 
 SHARED_FROM_BYTES: Final = 64 * 1024
-"""A tensor from here on is left in a segment; a smaller one is faster on the way that all take."""
+"""Tensors of at least this size go into a segment; smaller ones are faster through Triton."""
 ALIGNMENT: Final = 64
-"""Of every tensor in a segment."""
+"""Alignment of every tensor in a segment."""
 STAND_IN_BYTES: Final = 256
-"""What may travel of a row that is left in a segment."""
+"""The most bytes per row of a placeholder."""
 ANSWER_HEAD_BYTES: Final = 4096
-"""Room for the JSON of what an answer left."""
+"""Bytes reserved for the JSON object and its length."""
 
 _LENGTH: Final = struct.Struct("<I")
 _Placed = dict[str, tuple[int, list[int]]]
@@ -54,31 +54,31 @@ _placed_decoder = msgspec.json.Decoder(_Placed)
 
 
 class SharedCall(msgspec.Struct):
-    """Where a call's large tensors are."""
+    """The location of a call's large tensors."""
 
     path: str
-    """Of the segment, as its owner's ``/proc`` names it."""
+    """The segment's path in its owner's ``/proc`` folder."""
     size_bytes: int
     inputs: _Placed
-    """By name: offset, and shape with the batch axis."""
+    """Offset and shape with the batch axis, by name."""
     answer_at: int
-    """From here on outputs may be left."""
+    """The offset at which the answer begins."""
 
 
 class MappedCall:
-    """A call's segment in the replica; mapped for the time of the call only, since its owner uses it for others.
+    """A call's segment in the replica, mapped only during the call, since its owner reuses it.
 
     Args:
-        shared: says where.
+        shared: the segment's location.
 
     Raises:
-        OSError: it can't be opened: the gateway runs as another user, or in another process namespace.
+        OSError: the segment can't be opened: the gateway runs as another user, or in another process namespace.
     """
 
     def __init__(self, shared: SharedCall) -> None:
         fd = os.open(shared.path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            # All its pages at once: one after the other costs more than the copying.
+            # All its pages at once: faulting them in one by one costs more than the copy.
             self._map = mmap.mmap(fd, shared.size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         finally:
             os.close(fd)
@@ -86,14 +86,14 @@ class MappedCall:
         self._answer_at = shared.answer_at
 
     def input(self, spec: TensorSpec) -> Array:
-        """A view of an input. What it shows changes once the call is answered."""
+        """A view of an input, valid until the call is answered."""
         offset, shape = self.inputs[spec.name]
         array: Array = np.ndarray(shape, DATATYPES[spec.datatype].numpy, self._map, offset)
         array.flags.writeable = False
         return array
 
     def leave(self, outputs: Mapping[str, Array]) -> set[str]:
-        """Leave those outputs in the segment that are large and that there is room for. Returns their names."""
+        """Put the large outputs into the segment as far as its capacity allows. Returns their names."""
         at = self._answer_at
         offset = at + ANSWER_HEAD_BYTES
         placed: _Placed = {}
@@ -112,8 +112,8 @@ class MappedCall:
 
 
 def bound_shape(spec: TensorSpec) -> tuple[int, ...]:
-    """The shape of a row under which Triton knows a tensor: as declared, if what stands in for a large one can have it,
-    and any otherwise. The gateway and the runner check the declared one."""
+    """The row shape bound to Triton: the declared one if a placeholder can have it, or else dimensions of any size. The
+    gateway and the runner check the declared one."""
     fixed = math.prod(dim for dim in spec.shape if dim > 0)
     if fixed * DATATYPES[spec.datatype].size_bytes <= STAND_IN_BYTES:
         return tuple(spec.shape)
@@ -121,7 +121,7 @@ def bound_shape(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def stand_in_shape(spec: TensorSpec, rows: int) -> list[int]:
-    """The shape, batch axis first, of what travels in the place of a large tensor."""
+    """The shape, batch axis first, of a large tensor's placeholder."""
     return [rows, *(1 if dim < 0 else dim for dim in bound_shape(spec))]
 
 
@@ -131,10 +131,10 @@ def aligned(size_bytes: int) -> int:
 
 
 def placed_outputs(segment: memoryview, answer_at: int) -> _Placed:
-    """What a replica left in a segment: by name the offset, and the shape with the batch axis.
+    """The outputs in a segment: offset and shape with the batch axis, by name.
 
     Raises:
-        msgspec.DecodeError: what is there is no such thing.
+        msgspec.DecodeError: the segment holds no valid object.
     """
     (length,) = _LENGTH.unpack_from(segment, answer_at)
     if not length:

@@ -1,7 +1,7 @@
-"""Whether tensors go through PyTriton's shared-memory store, or inline: the store is faster for large ones only.
+"""Decides whether tensors go through PyTriton's shared-memory store or inline; the store is faster for large ones only.
 
-Large ones mostly don't go through PyTriton at all (`inference.wire.shared_memory`); those in frames
-(`inference.wire.frame`) and those that streams take do.
+Most large tensors bypass PyTriton (`inference.wire.shared_memory`); those in frames (`inference.wire.frame`) and the
+inputs of streams don't.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from inference.signature import Signature, TensorSpec
 __all__ = ["ASSUMED_DIMENSION", "batch_bytes", "uses_store"]
 
 STORE_FROM_BYTES: Final = 128 * 1024
-"""What goes through PyTriton of a full batch."""
+"""Bytes of a full batch through PyTriton from which the store is used."""
 ASSUMED_DIMENSION: Final = 64
-"""What a dimension that varies, and the bytes of a ``BYTES`` element, are taken for."""
+"""The assumed size of a dimension that varies, and the assumed bytes of a ``BYTES`` element."""
 
 
 def uses_store(signature: Signature) -> bool:
-    """Whether the replicas of a model use the store: `batch_bytes` decides."""
+    """Whether the replicas of a model use the store, judged by `batch_bytes`."""
     if not (signature.heads or signature.streams):
         return False
     taken = [spec for spec in signature.inputs if signature.streams or spec.datatype == "BYTES"]
@@ -29,7 +29,7 @@ def uses_store(signature: Signature) -> bool:
 
 
 def batch_bytes(specs: Iterable[TensorSpec], rows: int) -> int:
-    """Bytes of so many rows of these tensors, as far as their declarations tell."""
+    """Estimated bytes of this many rows of these tensors."""
     return rows * sum(_row_bytes(spec) for spec in specs)
 
 

@@ -96,5 +96,5 @@ def test_a_package_above_it_that_fails(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "failing_above").mkdir()
     (tmp_path / "failing_above" / "__init__.py").write_text("1 / 0\n")
     message = failure("lm:failing_above.below:x")
-    assert "importing what failing_above.below is in raised ZeroDivisionError" in message
+    assert "importing the parent package of failing_above.below raised ZeroDivisionError" in message
     assert "__init__.py:1" in message
