@@ -158,6 +158,8 @@ class Said(NamedTuple):
     """A required field that the object lacks."""
     value: str | None = None
     """A value that is none of the choices."""
+    bounded: str | None = None
+    """msgspec's name of the type of a value that is out of bounds."""
     is_out_of_range: bool = False
     byte: int | None = None
     """Where the JSON is malformed."""
@@ -194,12 +196,12 @@ def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "
     Args:
         text: the JSON.
         kind: the value's type. A struct's field of type None is part of the API but not supported here: only null is
-            accepted.
+            accepted. A bound has words of its own where its `msgspec.Meta` has `extra={"expected": words}`.
         path: the field whose value the JSON is; empty: the body.
 
     Raises:
         BadRequest: the text isn't JSON, is too large, or has a duplicate key; or a field is unknown, missing,
-            unsupported or of another type. The message names the field.
+            unsupported, of another type or out of bounds. The message names the field.
     """
     text = bytes(text)
     check_size(text)
