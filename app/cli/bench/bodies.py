@@ -20,9 +20,9 @@ from inference.datatypes import DATATYPES, float32_to_bf16, pack_bytes
 __all__ = ["SENTENCES", "Wishes", "infer_bodies", "read_bodies", "stream_bodies"]
 
 VARIETY: Final = 16
-"""Requests that differ; sent in turn."""
+"""Number of different requests, sent in turn."""
 MOST_BYTES: Final = 64 * 1024 * 1024
-"""Of all of them together; of large ones there are fewer."""
+"""Size of all requests together; if they are large, there are fewer."""
 VARYING_DIM: Final = 16
 SENTENCES: Final = (
     "Rivers begin here.",
@@ -42,13 +42,13 @@ SENTENCES: Final = (
 
 @dataclass(frozen=True)
 class Wishes:
-    """What requests should look like, where the metadata leaves it open."""
+    """Properties of requests that the model's metadata leaves open."""
 
     rows: int = 1
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Of a row, by input: whole shapes."""
+    """By input, the whole shape of a row."""
     binary: bool = False
-    """Whether tensors travel as bytes, both ways."""
+    """Whether tensors are sent and received as bytes."""
     seed: int = 0
     prompts: Sequence[str] = ()
     max_tokens: int = 64
@@ -56,7 +56,7 @@ class Wishes:
 
 
 def infer_bodies(metadata: Metadata, heads: Sequence[str] | None, wishes: Wishes) -> tuple[Body, ...]:
-    """Bodies of unary requests, of random values: numbers below 1, integers below 100, sentences.
+    """Bodies of unary requests with random values: numbers below 1, integers below 100, sentences.
 
     Raises:
         CommandError: a wish and the model contradict each other.
@@ -87,10 +87,10 @@ def stream_bodies(
 
     Args:
         kind: one of `app.cli.bench.target.KINDS` that streams.
-        metadata: of the model; needed for ``generate`` only.
-        model: its name.
-        heads: the wanted ones; None: all.
-        wishes: see there.
+        metadata: the model's; needed for ``generate`` only.
+        model: the model's name.
+        heads: the heads to ask for; None: all.
+        wishes: other properties.
 
     Raises:
         CommandError: a wish and the model contradict each other.
@@ -117,17 +117,17 @@ def stream_bodies(
 
 
 def read_bodies(path: Path, kind: str, model: str) -> tuple[Body, ...]:
-    """Bodies of a file: one as JSON, or a list of them.
+    """Read bodies from a JSON file: one, or a list of them.
 
     Raises:
-        CommandError: it can't be read, or is no such thing.
+        CommandError: the file can't be read, or holds something else.
     """
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise CommandError(f"--input: {path}: can't be read: {error.strerror}") from error
     except ValueError as error:
-        raise CommandError(f"--input: {path}: expected JSON, got this: {error}") from error
+        raise CommandError(f"--input: {path}: expected JSON: {error}") from error
     listed = content if isinstance(content, list) else [content]
     if not listed or not all(isinstance(one, dict) for one in listed):
         raise CommandError(f"--input: {path}: expected a request's body as a JSON object, or a list of them")
@@ -138,7 +138,7 @@ def read_bodies(path: Path, kind: str, model: str) -> tuple[Body, ...]:
 
 def _stream_body(kind: str, model: str, content: Mapping[str, Any]) -> Body:
     if kind in ("chat", "completions"):
-        # Without usage the tokens could only be told by their events.
+        # Without usage, tokens could only be counted by their events.
         asked = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
         return Body(orjson.dumps({**asked, **content}))
     return Body(orjson.dumps(content))
@@ -163,7 +163,7 @@ def _infer_body(values: Sequence[tuple[Tensor, Any]], parameters: Mapping[str, A
 
 
 def _row(tensor: Tensor, wishes: Wishes, draw: np.random.Generator) -> Any:
-    """One row as the generate routes take it."""
+    """One row in the form of the generate routes."""
     if not DATATYPES[tensor.datatype].json:
         raise CommandError(f"--mode: input {tensor.name!r} is {tensor.datatype}, which has no JSON form; use infer")
     value = _values(tensor, [1, *_shape(tensor, wishes)[1:]], draw)[0]
@@ -183,8 +183,8 @@ def _check_shapes(metadata: Metadata, wishes: Wishes) -> None:
             want < 0 or want == got for want, got in zip(declared, shape, strict=False)
         )
         if not fits:
-            told = ",".join("any" if dim < 0 else str(dim) for dim in declared)
-            raise CommandError(f"--shape: {name}: expected a row of {told}, got {','.join(map(str, shape))}")
+            expected = ",".join("any" if dim < 0 else str(dim) for dim in declared)
+            raise CommandError(f"--shape: {name}: expected a row of {expected}, got {','.join(map(str, shape))}")
     for one in metadata.inputs:
         if one.datatype not in DATATYPES:
             raise CommandError(f"input {one.name!r}: expected a datatype of the protocol, got {one.datatype!r}")

@@ -1,4 +1,4 @@
-"""Closed loop: a number of connections, each of which sends its next request when it has the answer to the last."""
+"""Closed loop: a number of connections, each of which sends its next request once the last one is answered."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from app.cli.bench.target import Target
 __all__ = ["GONE_AFTER_S", "STOPPED", "Stop", "closed_loop", "until_gone"]
 
 GONE_AFTER_S: Final = 2.0
-"""A server to which no connection could be made for so long is gone, and the run ends."""
+"""If no connection can be made for this long, the server is gone and the run ends."""
 STOPPED: Final = "stopped by hand"
 RETRY_S: Final = 0.05
 WATCH_S: Final = 0.05
 
 
 class Stop(Protocol):
-    """Ends a run: an event of asyncio or, for one in another process, of multiprocessing."""
+    """Ends a run: an asyncio event or, across processes, a multiprocessing event."""
 
     def is_set(self) -> bool:
-        """Whether it should end."""
+        """Whether the run should end."""
         ...
 
 
@@ -43,21 +43,21 @@ async def closed_loop(
 ) -> Outcomes:
     """Put load on a server.
 
-    Requests that are sent in the first ``warmup_s`` don't count. Those sent in the ``seconds`` after do, and all of
-    them are waited for. A rate is the sum over the connections of what each got, by the time from its first request to
-    its last answer: so an answer under way at the end biases nothing. Latency is that of good answers, from the moment
-    at which the request was written to its last byte; connections are made before.
+    Requests sent in the first ``warmup_s`` don't count. Those sent in the ``seconds`` after it do, and all of them are
+    awaited. A rate is the sum of the connections' rates, each measured from its first request to its last answer, so
+    that answers pending at the end introduce no bias. Latency is measured on good answers, from writing the request to
+    the answer's last byte; connections are made before.
 
-    It never raises for what the server does: see `Outcomes.errors`, and `Outcomes.ended` for one that went away.
+    The server's faults raise no exception: see `Outcomes.errors`, and `Outcomes.ended` for a server that is gone.
 
     Args:
         target: what to send; connection i begins with body i, so that not all send the same at once.
         connections: at least 1.
-        seconds: how long requests are sent that count.
-        warmup_s: how long before.
+        seconds: how long to send requests that count.
+        warmup_s: how long to send requests before those.
         limits: for `Outcomes.met`.
-        begin_s: `time.perf_counter` at which the warm-up begins; None: now. For several processes that begin together.
-        stop: ends the run when it is set, with what there is; requests under way then don't count.
+        begin_s: `time.perf_counter` at which the warm-up begins, for several processes to begin together; None: now.
+        stop: when set, ends the run early; pending requests then don't count.
     """
     outcomes = Outcomes()
     users = _Users(target, outcomes, limits)
@@ -109,7 +109,7 @@ class _Users:
                 try:
                     if connection is None or connection.lost:
                         connection = await self._dialler.dial()
-                        continue  # the way to the server is not part of a request
+                        continue  # connecting is not part of a request
                 except AskFailed as failed:
                     if counts:
                         outcomes.errors[failed.fault] += 1
@@ -138,7 +138,7 @@ class _Users:
 async def until_gone(
     dialler: Dialler, outcomes: Outcomes, stop: Stop | None
 ) -> AsyncIterator[list[asyncio.Future[None]]]:
-    """Ends tasks that the block puts into the list when the server is gone, or with the block; and late requests."""
+    """Expire late requests; cancel the tasks that the block puts into the list once it ends or the server is gone."""
     tasks: list[asyncio.Future[None]] = []
 
     async def watch() -> None:
@@ -166,4 +166,4 @@ async def until_gone(
         dialler.close()
     for task in tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
-            raise error  # a mistake of ours
+            raise error  # a bug in the bench

@@ -1,9 +1,4 @@
-"""``headwater bench`` on the command line.
-
-A progress bar on standard error, if that is a terminal.
-
-Does what a plan says: asks the server what it is, puts load on it, and tells what came of it.
-"""
+"""``headwater bench``: its options, its progress bar, and the run from the first question to the report."""
 
 from __future__ import annotations
 
@@ -34,13 +29,11 @@ from app.errors import CommandError
 
 __all__ = ["Progress", "add_bench_command", "bench"]
 
-
 MOST_CONNECTIONS = 20_000
-
 MOST_PROCESSES = 64
-
+STEP_S = 0.5
+"""Interval of the progress bar."""
 POSITIVE = checked(number(lambda value: value > 0, "a number above 0"))
-
 NOT_NEGATIVE = checked(number(lambda value: value >= 0, "a number 0 or more"))
 
 
@@ -50,10 +43,10 @@ def add_bench_command(commands: Any) -> None:
         "bench",
         help="put load on a running server, and measure",
         description="Put load on a running server, and measure. Exit status: 0; 1 if requests failed, the run ended "
-        "early or nothing could be measured; 2 for options that make no sense. What the figures mean: docs/bench.md.",
+        "early or nothing could be measured; 2 for invalid options. docs/bench.md explains the figures.",
     )
     bench.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
-    bench.add_argument("--model", metavar="NAME", help="the model; may be left out if the server has one only")
+    bench.add_argument("--model", metavar="NAME", help="the model; default: the server's only model")
     bench.add_argument(
         "--mode", choices=("infer", "stream", "chat", "completions"), default="infer",
         help="infer: whole answers; stream: /v2/.../generate_stream; chat, completions: OpenAI's streams; "
@@ -62,65 +55,69 @@ def add_bench_command(commands: Any) -> None:
     loop = bench.add_mutually_exclusive_group()
     loop.add_argument(
         "--connections", type=listed(whole(1, MOST_CONNECTIONS)), metavar="N[,N]",
-        help="closed loop: each connection waits for its answer; default: 1,16",
+        help="closed loop: connections, each of which waits for its answer; default: 1,16",
     )  # fmt: skip
     loop.add_argument(
         "--rate", type=listed(POSITIVE), metavar="R[,R]",
-        help="open loop: requests/s, sent at their times whatever the server does",
+        help="open loop: requests/s, sent on schedule whether or not the server keeps up",
     )  # fmt: skip
     bench.add_argument(
         "--arrivals", choices=("poisson", "constant"), default="poisson",
-        help="of --rate: at independent times, or at equal distances; default: %(default)s",
+        help="schedule for --rate: at random or at equal intervals; default: %(default)s",
     )  # fmt: skip
     bench.add_argument(
         "--max-connections", type=whole(1, MOST_CONNECTIONS), default=1024, metavar="N",
-        help="of --rate, at most; default: %(default)s",
+        help="connections for --rate, at most; default: %(default)s",
     )  # fmt: skip
-    bench.add_argument("--seconds", type=POSITIVE, default=5.0, metavar="S", help="of each run; default: 5")
+    bench.add_argument("--seconds", type=POSITIVE, default=5.0, metavar="S", help="duration of each run; default: 5")
     bench.add_argument(
         "--warmup", type=NOT_NEGATIVE, default=1.0, metavar="S",
-        help="before each run, not counted; default: 1",
+        help="load before each run that doesn't count; default: 1",
     )  # fmt: skip
-    bench.add_argument("--repeats", type=whole(1, 1000), default=3, metavar="N", help="default: 3")
+    bench.add_argument("--repeats", type=whole(1, 1000), default=3, metavar="N", help="runs of each load; default: 3")
     bench.add_argument(
         "--timeout", type=POSITIVE, default=30.0, metavar="S",
-        help="after which a request without its whole answer counts as failed; default: 30",
+        help="time after which an incomplete answer counts as failed; default: 30",
     )  # fmt: skip
     bench.add_argument(
         "--processes", type=whole(1, MOST_PROCESSES), default=1, metavar="N",
-        help="of the generator, which share the load; default: 1",
+        help="generator processes that share the load; default: 1",
     )  # fmt: skip
     bench.add_argument(
         "--input", type=Path, metavar="FILE.json",
-        help="a request's body, or a list of them, sent in turn; default: made from the model's metadata",
+        help="a request's body, or a list of bodies sent in turn; default: made from the model's metadata",
     )  # fmt: skip
-    bench.add_argument("--rows", type=whole(1, 100_000), default=1, metavar="N", help="in each request; default: 1")
+    bench.add_argument("--rows", type=whole(1, 100_000), default=1, metavar="N", help="rows per request; default: 1")
     bench.add_argument(
         "--shape", type=_shape, action="append", default=[], metavar="INPUT=D[,D]",
-        help="of a row of an input whose dimensions vary; default: 16 for each that does; may be repeated",
+        help="row shape of an input with varying dimensions; default: 16 for each of these; may be repeated",
     )  # fmt: skip
-    bench.add_argument("--binary", action="store_true", help="tensors as bytes instead of JSON, both ways")
-    bench.add_argument("--seed", type=whole(0, 2**31), default=0, metavar="N", help="of inputs and times; default: 0")
+    bench.add_argument("--binary", action="store_true", help="send and receive tensors as bytes, not JSON")
+    bench.add_argument(
+        "--seed", type=whole(0, 2**31), default=0, metavar="N", help="seed of inputs and schedule; default: 0"
+    )
     bench.add_argument(
         "--heads", type=_heads, action="append", metavar="A[,B]",
-        help="of a pipeline: the heads to ask for, or all; repeated: one measurement each",
+        help="a pipeline's heads to ask for, or all; may be repeated, for one measurement each",
     )  # fmt: skip
     bench.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT",
-        help="of streams of text; repeated: sent in turn; default: a few sentences",
+        help="prompt for text streams; may be repeated, sent in turn; default: a few sentences",
     )  # fmt: skip
-    bench.add_argument("--max-tokens", type=whole(1, 1_000_000), default=64, metavar="N", help="default: %(default)s")
     bench.add_argument(
-        "--ignore-eos", action="store_true", help="go on to --max-tokens; a field that not every server takes"
+        "--max-tokens", type=whole(1, 1_000_000), default=64, metavar="N", help="tokens per answer; default: 64"
+    )
+    bench.add_argument(
+        "--ignore-eos", action="store_true", help="generate --max-tokens in any case; not every server supports this"
     )
     bench.add_argument(
         "--slo", type=checked(read_limits), default={}, metavar="LIMIT=MS[,LIMIT=MS]",
-        help=f"goodput counts requests that meet {', '.join(OF_REQUESTS)}; {', '.join(OF_RUNS)} are met or not by a "
+        help=f"limits: {', '.join(OF_REQUESTS)} for each request, which goodput counts; {', '.join(OF_RUNS)} for a "
         "whole run",
     )  # fmt: skip
     bench.add_argument(
         "--api-key-file", type=Path, metavar="FILE",
-        help="has the API key; default: the environment variable HEADWATER_KEY",
+        help="file with the API key; default: the environment variable HEADWATER_KEY",
     )  # fmt: skip
     add_report_options(bench, "a page with plots")
     bench.set_defaults(run=_bench)
@@ -148,10 +145,10 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _check_together(options: argparse.Namespace) -> None:
-    """Options that contradict each other.
+    """Check for options that contradict each other.
 
     Raises:
-        CommandError: some do.
+        CommandError: two options do.
     """
     if options.input is not None:
         for name, value in (
@@ -159,7 +156,7 @@ def _check_together(options: argparse.Namespace) -> None:
             ("--prompt", options.prompt), ("--ignore-eos", options.ignore_eos),
         ):  # fmt: skip
             if value:
-                raise CommandError(f"{name}: expected not to be given with --input, which says all of the request")
+                raise CommandError(f"{name}: can't be used with --input, which has the whole request")
     if options.mode in ("chat", "completions") and options.heads:
         raise CommandError(f"--heads: expected --mode infer or stream, got {options.mode}")
     if options.mode != "infer" and options.binary:
@@ -202,18 +199,15 @@ def _heads(text: str) -> tuple[str, ...] | None:
         return None
     heads = tuple(text.split(","))
     if not all(heads):
-        raise argparse.ArgumentTypeError(f"expected heads with commas between them, or all, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected heads separated by commas, or all, got {text!r}")
     return heads
 
 
-STEP_S = 0.5
-
-
 class Progress:
-    """Runs that take known times, one after the other.
+    """A progress bar on standard error, if that is a terminal, for consecutive runs of known length.
 
     Args:
-        total_s: of all together.
+        total_s: the length of all runs together.
     """
 
     def __init__(self, total_s: float) -> None:
@@ -222,7 +216,7 @@ class Progress:
 
     @contextlib.asynccontextmanager
     async def shown(self) -> AsyncIterator[Progress]:
-        """Show it while the block runs."""
+        """Show the bar while the block runs."""
         if not sys.stderr.isatty():
             yield self
             return
@@ -231,14 +225,14 @@ class Progress:
         from rich.progress import Progress as Bar
 
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        # No thread of its own: it would take the generator's time in steps of five milliseconds.
+        # No refresh thread: it would take the generator's time in steps of five milliseconds.
         with Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as self._bar:
             self._task = self._bar.add_task("", total=self._total_s)
             yield self
 
     @contextlib.asynccontextmanager
     async def run(self, what: str, seconds: float) -> AsyncIterator[None]:
-        """One of the runs, while the block does it."""
+        """Advance the bar while the block makes one run."""
         bar = getattr(self, "_bar", None)
         if bar is None:
             yield
@@ -263,7 +257,7 @@ def bench(plan: Plan) -> int:
     """Measure, print the table, write the files.
 
     Returns:
-        The exit status: 0, or 1 if a figure is not to be relied on.
+        The exit status: 0, or 1 if a figure is unreliable.
 
     Raises:
         CommandError: nothing could be measured.
@@ -291,7 +285,7 @@ def bench(plan: Plan) -> int:
 
 
 async def _measure(results: Results, load: Generator) -> None:
-    """Every load once, then all of them again: what else the machine does harms all alike."""
+    """Run every load once, then all of them again, so that disturbances on the machine affect all alike."""
     plan = results.plan
     loop = asyncio.get_running_loop()
     await check_answers(results.points)

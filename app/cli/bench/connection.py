@@ -1,6 +1,6 @@
 """A lean HTTP/1.1 client: one connection, with at most one request on it, as fast as Python allows.
 
-A client with pools, redirects and cookies costs several times what a gateway costs, and would measure itself.
+A client with pools, redirects and cookies takes several times a gateway's time, and would measure itself.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Reply(NamedTuple):
 
     status: int
     json_length: int | None
-    """As the header ``Inference-Header-Content-Length`` says."""
+    """The value of the header ``Inference-Header-Content-Length``."""
     body: bytes
     sent_s: float
     ended_s: float
-    """When its last byte was there."""
+    """When its last byte arrived."""
 
 
 class EventReader(Protocol):
@@ -36,11 +36,11 @@ class EventReader(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether the stream has said that it is over."""
+        """Whether the stream's last event has come."""
         ...
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Take what came, at that time."""
+        """Read data that arrived at this time."""
         ...
 
 
@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
         self._now_s = 0.0
         self.lost = False
         self.expires_s: float | None = None
-        """When what is under way is given up; None: nothing is."""
+        """When the pending request expires; None: no request is pending."""
         self.idle_since_s = 0.0
 
     def exchange(self, request: bytes, expires_s: float, reader: EventReader | None = None) -> asyncio.Future[Reply]:
@@ -66,11 +66,11 @@ class Connection(asyncio.Protocol):
 
         Args:
             request: all of it, encoded.
-            expires_s: when `expire` ends it.
-            reader: gets the body of an answer of status 200 while it comes; it is then not in the reply.
+            expires_s: when `expire` ends the request.
+            reader: reads the body of an answer with status 200 while it comes; it is then not in the reply.
 
         Returns:
-            What will be the answer, or raise `AskFailed`.
+            A future of the answer, which may raise `AskFailed`.
         """
         assert self._transport is not None
         self._waiter = waiter = asyncio.get_running_loop().create_future()
@@ -84,13 +84,13 @@ class Connection(asyncio.Protocol):
         return waiter
 
     def expire(self, now_s: float) -> None:
-        """End what has taken too long."""
+        """Fail a request that has taken too long, and close the connection."""
         if self.expires_s is not None and now_s > self.expires_s:
             self._fail(Fault("timeout", None, "no whole answer in time"))
             self.close()
 
     def close(self) -> None:
-        """Close it; a request under way fails."""
+        """Close the connection; a pending request fails."""
         self.lost = True
         if self._transport is not None:
             self._transport.abort()
@@ -103,19 +103,19 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
         if self._reader is not None and self._reader.is_done and self._parser is not None:
-            self._end(self._parser.get_status_code())  # a server that ends its streams by hanging up
+            self._end(self._parser.get_status_code())  # a server that ends its streams by disconnecting
             return
         self._fail(Fault("reset", None, os_reason(exc) if exc else "the connection ended before the answer did"))
 
     def data_received(self, data: bytes) -> None:
-        if self._waiter is None or self._parser is None:  # it speaks without being asked
+        if self._waiter is None or self._parser is None:  # data that no request asked for
             self.close()
             return
         self._now_s = time.perf_counter()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(Fault("bad answer", None, f"no HTTP: {error}"[:160]))
+            self._fail(Fault("bad answer", None, f"not HTTP: {error}"[:160]))
             self.close()
 
     # httptools
@@ -153,23 +153,23 @@ class Dialler:
     """Opens connections to a target.
 
     Args:
-        target: whose host and port count.
+        target: gives host and port.
     """
 
     def __init__(self, target: Target) -> None:
         self._host, self._port = target.host, target.port
         self._tls: ssl.SSLContext | None = tls_context(target.url) if target.is_tls else None
         self.open: set[Connection] = set()
-        """All that may not be lost."""
+        """Connections that are not known to be lost."""
         self.failing_since_s: float | None = None
-        """Since when no connection could be made; None: the last one could."""
+        """Since when connecting fails; None: the last attempt succeeded."""
         self.last_reason = ""
 
     async def dial(self) -> Connection:
-        """A new connection.
+        """Open a connection.
 
         Raises:
-            AskFailed: there is none.
+            AskFailed: connecting failed.
         """
         loop = asyncio.get_running_loop()
         try:

@@ -1,9 +1,7 @@
-"""Reads token streams: server-sent events, and what the three routes that stream put into them.
+"""Sends one request and reads its answer, whole or as a stream of server-sent events.
 
-Source: the HTML standard's section on server-sent events; OpenAI's chat and text completions; Triton's generate
+Sources: the HTML standard's section on server-sent events; OpenAI's chat and text completions; Triton's generate
 extension.
-
-One request and what came of it.
 """
 
 from __future__ import annotations
@@ -17,19 +15,18 @@ from app.cli.bench.faults import AskFailed, Fault, failed_status
 
 __all__ = ["EventParser", "Sample", "TokenReader", "ask"]
 
-
 _DONE: Final = b"[DONE]"
 
 
 class EventParser:
-    """Cuts bytes into the data of events."""
+    """Splits bytes into the data of events."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that ended in what came."""
+        """The events completed by this data."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         events = []
         for line in lines:
@@ -74,14 +71,11 @@ class _GenerateEvent(msgspec.Struct):
 
 
 _openai_event: Final = msgspec.json.Decoder(_OpenAiEvent)
-
 _generate_event: Final = msgspec.json.Decoder(_GenerateEvent)
 
 
 class TokenReader:
-    """One stream: when its tokens came, how many they were, and what was wrong with it.
-
-    It is an `app.cli.bench.connection.EventReader`.
+    """Reads one stream: the times and number of its tokens, and its fault. An `app.cli.bench.connection.EventReader`.
 
     Args:
         kind: one of `app.cli.bench.target.KINDS` that streams.
@@ -94,13 +88,13 @@ class TokenReader:
         self.is_done = False
         self.fault: Fault | None = None
         self.times_s: list[float] = []
-        """When each event with text, or with a result, was there."""
+        """The arrival of each event with text or with a result."""
         self.told_tokens: int | None = None
-        """As the server counted them."""
+        """The server's count of tokens."""
 
     @property
     def tokens(self) -> int:
-        """The server's own count; where it tells none, events with text."""
+        """The server's own count or, without one, the number of events with text."""
         return self.told_tokens if self.told_tokens is not None else len(self.times_s)
 
     def feed(self, data: bytes, now_s: float) -> None:
@@ -110,10 +104,10 @@ class TokenReader:
             try:
                 self._read(event)
             except (msgspec.MsgspecError, UnicodeDecodeError):
-                self._note(Fault("bad answer", None, f"an event that can't be read: {event[:60].decode('latin-1')}"))
+                self._note(Fault("bad answer", None, f"invalid event: {event[:60].decode('latin-1')}"))
 
     def end(self) -> Fault | None:
-        """What was wrong with it, now that nothing more comes."""
+        """The stream's fault, once it has ended."""
         if self.fault is None and not self.is_done:
             return Fault("bad answer", None, "the stream ended without its last event")
         return self.fault
@@ -160,7 +154,7 @@ class Sample(NamedTuple):
     """One request; times are `time.perf_counter`'s."""
 
     fault: Fault | None
-    """None: the answer was good."""
+    """None: the answer is good."""
     sent_s: float
     ended_s: float
     stream: TokenReader | None = None
@@ -177,11 +171,11 @@ async def ask(connection: Connection, request: bytes, kind: str, begin_s: float,
     """Send a request and wait for its whole answer.
 
     Args:
-        connection: one that isn't lost, with nothing under way.
-        request: all of it, encoded.
+        connection: not lost, and without a pending request.
+        request: the whole request, encoded.
         kind: one of `app.cli.bench.target.KINDS`.
         begin_s: now, or when it should have been sent.
-        expires_s: when it is given up.
+        expires_s: when the request fails.
     """
     reader = None if kind == "infer" else TokenReader(kind)
     try:
@@ -195,10 +189,10 @@ async def ask(connection: Connection, request: bytes, kind: str, begin_s: float,
 
 
 def _whole_fault(reply: Reply) -> Fault | None:
-    """What is wrong with an inference answer. Its tensors are not decoded: that would cost as much as asking."""
+    """The fault of an inference answer. Its tensors are not decoded, which would cost as much as the request."""
     raw = reply.body if reply.json_length is None else memoryview(reply.body)[: reply.json_length]
     try:
         _answer.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        return Fault("bad answer", None, f"no inference answer: {error}"[:160])
+        return Fault("bad answer", None, f"not an inference answer: {error}"[:160])
     return None

@@ -1,4 +1,4 @@
-"""What can go wrong with one request."""
+"""The faults of a single request."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _ID: Final = re.compile(r"\b[0-9a-f]{16,}\b")
 
 
 class Fault(NamedTuple):
-    """One kind of error; equal ones are counted together."""
+    """One kind of error; equal faults are counted together."""
 
     kind: str
-    """``status``: an answer other than 200; ``connect``: no connection; ``reset``: it ended before the answer did;
-    ``timeout``: no whole answer in time; ``bad answer``: status 200, but not what the protocol says; ``stream``: an
+    """``status``: an answer other than 200; ``connect``: no connection; ``reset``: the connection ended before the
+    answer; ``timeout``: no whole answer in time; ``bad answer``: status 200, but against the protocol; ``stream``: an
     error among the events of a stream."""
     status: int | None
-    """Of the answer, or the one that an event of a stream names."""
+    """The answer's status, or the one in a stream's error event."""
     reason: str
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 
 
 class AskFailed(Exception):
-    """A request has no good answer."""
+    """A request got no good answer."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(str(fault))
@@ -38,7 +38,7 @@ class AskFailed(Exception):
 
 
 def failed_status(status: int, body: bytes, kind: str = "status") -> Fault:
-    """The fault of an answer that says it is none. Ids in its reason are left out, so that equal faults are equal."""
+    """The fault of an error answer. Ids in its reason are masked, so that equal faults are counted together."""
     reason = body.decode(errors="replace")
     try:
         content = msgspec.json.decode(body)
@@ -52,6 +52,6 @@ def failed_status(status: int, body: bytes, kind: str = "status") -> Fault:
 
 
 def os_reason(error: BaseException) -> str:
-    """An error of the system, in its own words but without addresses."""
+    """A system error's message, without addresses."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return str(text)[:LONGEST_REASON]

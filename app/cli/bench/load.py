@@ -1,4 +1,4 @@
-"""A run's load, on one process or several."""
+"""Generates the load of a run, in one process or several."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from app.errors import CommandError
 __all__ = ["Generator", "Job", "Load", "generator"]
 
 START_S: Final = 0.3
-"""How far ahead the processes are told to begin."""
+"""How far ahead the common start of several processes is set."""
 
 
 class Load(NamedTuple):
-    """How much; one of the first two is None."""
+    """The amount of load; one of the fields is None."""
 
     connections: int | None = None
-    """Closed loop."""
+    """For a closed loop."""
     rate_per_s: float | None = None
-    """Open loop."""
+    """For an open loop."""
 
     def __str__(self) -> str:
         if self.connections is not None:
@@ -58,7 +58,7 @@ class Job:
     """See `closed_loop`."""
 
     def parts(self, count: int) -> list[Job]:
-        """The same load as jobs for so many processes, or for fewer if it can't be cut so small."""
+        """The same load as jobs for this many processes, or for fewer if there aren't enough connections."""
         connections, rate = self.load
         most = connections if connections is not None else self.max_connections
         count = min(count, most)
@@ -76,7 +76,7 @@ class Job:
 
 async def _run(job: Job, stop: Stop) -> Outcomes:
     gc.collect()
-    gc.disable()  # a collection would be a latency of the generator's own
+    gc.disable()  # a collection would add to the measured latency
     try:
         if job.load.rate_per_s is not None:
             return await open_loop(
@@ -98,7 +98,7 @@ _child_stop: Stop | None = None
 def _enter_child(stop: Stop) -> None:
     global _child_stop
     _child_stop = stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent says what is to be done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent handles it
 
 
 def _child(job: Job) -> Outcomes:
@@ -110,8 +110,8 @@ class Generator:
     """Runs jobs, in this process or in several.
 
     Args:
-        pool: of the processes; None: this one.
-        processes: how many.
+        pool: the processes; None: this process only.
+        processes: their number.
         stop: see `stop`.
     """
 
@@ -126,11 +126,11 @@ class Generator:
         return self._stop.is_set()
 
     def stop(self) -> None:
-        """End the run under way, with what there is."""
+        """End the present run early; what was measured counts."""
         self._stop.set()
 
     async def run(self, job: Job) -> Outcomes:
-        """One run from its warm-up to its last answer.
+        """Make one run, from its warm-up to its last answer.
 
         Raises:
             CommandError: one of the processes was killed.
@@ -144,13 +144,13 @@ class Generator:
             runs = await asyncio.gather(*(loop.run_in_executor(self._pool, _child, part) for part in parts))
         except BrokenProcessPool as error:
             raise CommandError(
-                "--processes: a process of the generator was killed; was there memory for all?"
+                "--processes: a generator process was killed; is there enough memory for all?"
             ) from error
         return merged(list(runs))
 
 
 class _Stop(Stop):
-    """A flag; of several processes, all see it."""
+    """A flag, optionally shared by several processes."""
 
     def __init__(self, shared: bool) -> None:
         self.event = multiprocessing.get_context("spawn").Event() if shared else None
@@ -161,7 +161,7 @@ class _Stop(Stop):
         return self._is_set
 
     def set(self) -> None:
-        """Set it."""
+        """Set the flag."""
         self._is_set = True
         if self.event is not None:
             self.event.set()
@@ -177,5 +177,5 @@ def generator(processes: int) -> Iterator[Generator]:
     assert stop.event is not None
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_enter_child, initargs=(stop.event,)) as pool:
-        list(pool.map(abs, range(processes)))  # they start before the first run, not in it
+        list(pool.map(abs, range(processes)))  # start the processes before the first run
         yield Generator(pool, processes, stop)

@@ -1,12 +1,8 @@
-"""A timer that is exact to some ten microseconds: Linux's timerfd.
+"""Open loop: requests are sent on schedule, whether or not earlier ones have been answered.
 
-An event loop's own timers have steps of a millisecond, which is half of what a fast model takes.
-
-Open loop: requests are sent at their times, whether or not earlier ones have been answered.
-
-Latency counts from the time at which a request should have been sent. A server that stalls is charged for all that
-would have come meanwhile; a generator that is late charges itself, and says so (coordinated omission is not possible:
-see Gil Tene, "How NOT to Measure Latency").
+Latency counts from the time at which a request should have been sent. A stalled server is charged for all requests that
+fall due in the meantime; a generator that is late is charged too, and reports it. This rules out coordinated omission:
+see Gil Tene, "How NOT to Measure Latency".
 """
 
 from __future__ import annotations
@@ -31,9 +27,12 @@ from app.cli.bench.target import Target
 
 __all__ = ["ARRIVALS", "PreciseTimer", "arrival_times", "open_loop"]
 
-
-_CLOCK_MONOTONIC: Final = 1  # which time.perf_counter reads, too
-
+ARRIVALS: Final = ("poisson", "constant")
+IDLE_S: Final = 3.0
+"""A connection that was idle for longer is not reused: servers close idle connections, some after five seconds, and a
+request sent at that moment would fail through nobody's fault."""
+_WAITED: Final = Fault("timeout", None, "no connection was free in time")
+_CLOCK_MONOTONIC: Final = 1  # the clock of time.perf_counter
 _TFD_NONBLOCK_CLOEXEC: Final = os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -50,10 +49,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class PreciseTimer:
-    """Calls something at a time; only the last time that was set counts.
+    """A timer that is exact to tens of microseconds: Linux's timerfd.
+
+    An event loop's own timers have steps of a millisecond, half of a fast model's time. Only the last time set counts.
 
     Args:
-        on_time: what it calls, on the running event loop.
+        on_time: called on the running event loop.
 
     Raises:
         OSError: the system has no such timer.
@@ -68,39 +69,30 @@ class PreciseTimer:
         self._loop.add_reader(self._fd, self._ring)
 
     def set(self, when_s: float) -> None:
-        """Ring at that time of `time.perf_counter`, or at once if it has passed."""
+        """Fire at this time of `time.perf_counter`, or at once if it has passed."""
         ahead_ns = max(1, int((when_s - time.perf_counter()) * 1e9))
         value = _Itimerspec(0, 0, *divmod(ahead_ns, 1_000_000_000))
         if _libc.timerfd_settime(self._fd, 0, ctypes.byref(value), None) < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def close(self) -> None:
-        """Never ring again."""
+        """Never fire again."""
         self._loop.remove_reader(self._fd)
         os.close(self._fd)
 
     def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it was set anew meanwhile
+        with contextlib.suppress(BlockingIOError):  # it was set again in the meantime
             os.read(self._fd, 8)
             self._on_time()
 
 
-ARRIVALS: Final = ("poisson", "constant")
-
-IDLE_S: Final = 3.0
-"""A connection that was idle for longer is not used again: servers close theirs, some after five seconds, and a request
-that meets that would be an error of nobody."""
-
-_WAITED: Final = Fault("timeout", None, "no connection was free in time")
-
-
 def arrival_times(rate_per_s: float, arrivals: str, seed: int) -> Iterator[float]:
-    """When requests should be sent, in seconds from the start, without end.
+    """The times at which requests are due, in seconds from the start, without end.
 
     Args:
-        rate_per_s: how many a second on average.
-        arrivals: ``constant``: at equal distances; ``poisson``: at independent ones, as many users make together.
-        seed: of the latter.
+        rate_per_s: requests per second on average.
+        arrivals: ``constant``: at equal intervals; ``poisson``: at random, like many independent users.
+        seed: for ``poisson``.
     """
     if arrivals == "constant":
         return (place / rate_per_s for place in itertools.count())
@@ -123,18 +115,18 @@ async def open_loop(
 ) -> Outcomes:
     """Put load on a server.
 
-    Requests whose time is in the ``seconds`` after the warm-up count, and each is waited for until
-    ``target.timeout_s`` after its time. A rate is what was answered by the time from the end of the warm-up to the last
-    answer, but at least ``seconds``.
+    Requests due in the ``seconds`` after the warm-up count, and each is awaited for ``target.timeout_s`` from its due
+    time. A rate is the number of answers divided by the time from the end of the warm-up to the last answer, but at
+    least ``seconds``.
 
     Args:
         target: what to send, its bodies in turn.
         rate_per_s: above 0.
-        seconds: how long.
-        warmup_s: how long before.
+        seconds: how long to send requests that count.
+        warmup_s: how long to send requests before those.
         arrivals: one of `ARRIVALS`.
-        max_connections: when all are busy, a request waits for one; its latency counts from its time all the same.
-        seed: of the times.
+        max_connections: when all are busy, a request waits for one; its latency still counts from its due time.
+        seed: for the due times.
         limits: for `Outcomes.met`.
         begin_s: see `closed_loop`.
         stop: see `closed_loop`.
@@ -152,7 +144,7 @@ async def open_loop(
         await asyncio.wait(tasks)
     now = time.perf_counter()
     outcomes.cpu_share = (time.thread_time() - cpu_s) / (now - since_s)
-    # Of a run that ended early the time that it had.
+    # For a run that ended early, the time it had.
     wanted_s = seconds if not outcomes.ended else max(min(seconds, now - counts_from), 1e-9)
     outcomes.elapsed_s = max(wanted_s, senders.last_s - counts_from)
     outcomes.requests_per_s = outcomes.answers / outcomes.elapsed_s
@@ -162,21 +154,21 @@ async def open_loop(
 
 
 class _Due(NamedTuple):
-    """A request whose time has come."""
+    """A request that is due."""
 
     at_s: float
     request: bytes
 
 
 class _Senders:
-    """The connections of one run, and what waits for one."""
+    """The connections of one run, and the requests that wait for one."""
 
     def __init__(
         self, target: Target, outcomes: Outcomes, limits: Limits, max_connections: int, counts_from: float
     ) -> None:
         self.dialler = Dialler(target)
         self.last_s = counts_from
-        """When the last answer came that counts."""
+        """When the last answer that counts arrived."""
         self._target = target
         self._requests = itertools.cycle(target.requests())
         self._outcomes = outcomes
@@ -187,10 +179,10 @@ class _Senders:
         self._idle: list[Connection] = []
         self._busy: set[asyncio.Task[None]] = set()
         self._mistake: BaseException | None = None
-        """Of ours, in a task."""
+        """A bug of the bench, raised in a task."""
 
     async def run(self, arrival: Iterator[float], since_s: float, until: float) -> None:
-        """Send until that time, and wait for the answers."""
+        """Send until this time, and wait for the answers."""
         over = asyncio.Event()
         following = since_s + next(arrival)
 
@@ -215,7 +207,7 @@ class _Senders:
                 await asyncio.wait(self._busy)
         finally:
             timer.close()
-            tasks = list(self._busy)  # of a run that is ended; they don't count
+            tasks = list(self._busy)  # left only if the run is ended early; they don't count
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -240,7 +232,7 @@ class _Senders:
             self._mistake = self._mistake or task.exception()
 
     async def _serve(self, due: _Due) -> None:
-        """Send a request on a connection, and on the same what waits by then."""
+        """Send a request and then, on the same connection, those that wait."""
         connection: Connection | None = None
         while True:
             connection = await self._send(due, connection)
@@ -251,7 +243,7 @@ class _Senders:
             self._idle.append(connection)
 
     async def _send(self, due: _Due, connection: Connection | None) -> Connection | None:
-        """Returns the connection, if it is still good."""
+        """Send one request. Returns the connection, if it can be reused."""
         expires_s = due.at_s + self._target.timeout_s
         if time.perf_counter() > expires_s:
             self._note(due, Sample(_WAITED, due.at_s, due.at_s))
@@ -282,6 +274,6 @@ class _Senders:
         if due.at_s < self._counts_from:
             return
         self._outcomes.note(sample, due.at_s, self._limits)
-        if sample.ended_s > due.at_s:  # otherwise it was never sent, or there is no answer
+        if sample.ended_s > due.at_s:  # otherwise it was not sent, or has no answer
             self._outcomes.lateness_s.append(max(0.0, sample.sent_s - due.at_s))
             self.last_s = max(self.last_s, sample.ended_s)

@@ -1,9 +1,4 @@
-"""Limits that a request has to meet, and a run's percentiles: ``--slo``.
-
-Percentiles of what was measured, by nearest rank: each is a value that occurred.
-
-What came of one run of load.
-"""
+"""The outcomes of one run: counts, rates, percentiles, and the limits of ``--slo`` that requests meet."""
 
 from __future__ import annotations
 
@@ -35,16 +30,18 @@ __all__ = [
     "request_limits",
 ]
 
-
 OF_REQUESTS: Final = ("latency_ms", "ttft_ms", "itl_ms", "tpot_ms")
-"""Each request meets them or doesn't."""
-
+"""Limits for each request."""
 OF_RUNS: Final = {"p50_ms": "p50", "p90_ms": "p90", "p99_ms": "p99", "p999_ms": "p99.9"}
-"""Percentiles of the latency: a run meets them or doesn't."""
+"""Limits for a whole run: percentiles of its latency."""
+MOST_REASONS: Final = 50
+"""Kinds of errors that are counted apart; beyond this, errors are counted by status."""
+_ENOUGH: Final = {"p50": (50.0, 1), "p90": (90.0, 10), "p99": (99.0, 100), "p99.9": (99.9, 1000)}
+"""The reported percentiles, and the number of values from which each is more than the maximum repeated."""
 
 
 class Limits(NamedTuple):
-    """None: no limit. All in seconds."""
+    """The limits for a request, in seconds; None: no limit."""
 
     latency_s: float | None = None
     ttft_s: float | None = None
@@ -52,10 +49,10 @@ class Limits(NamedTuple):
     tpot_s: float | None = None
 
     def are_met(self, sample: Sample, begin_s: float) -> bool:
-        """Whether a request with a good answer met all.
+        """Whether a request with a good answer met all limits.
 
         Args:
-            sample: what came of it.
+            sample: the request.
             begin_s: when its latency begins.
         """
         if self.latency_s is not None and sample.ended_s - begin_s > self.latency_s:
@@ -77,7 +74,7 @@ NO_LIMITS: Final = Limits()
 
 
 def read_limits(text: str) -> dict[str, float]:
-    """Limits by name, in milliseconds, of what stands behind ``--slo``.
+    """Read the value of ``--slo``: limits by name, in milliseconds.
 
     Raises:
         ValueError: the message says what was expected.
@@ -86,16 +83,12 @@ def read_limits(text: str) -> dict[str, float]:
 
 
 def request_limits(told: Mapping[str, float]) -> Limits:
-    """Those that single requests have to meet."""
+    """The limits for single requests."""
     return Limits(*(told[name] / 1000 if name in told else None for name in OF_REQUESTS))
 
 
-_ENOUGH: Final = {"p50": (50.0, 1), "p90": (90.0, 10), "p99": (99.0, 100), "p99.9": (99.9, 1000)}
-"""Those that are reported, and how many values each needs so that it does not only repeat the greatest."""
-
-
 def percentile(values: Sequence[float] | npt.NDArray[Any], percent: float) -> float:
-    """The smallest value that at least so many percent of all do not exceed.
+    """The smallest value that at least ``percent`` of all values do not exceed: by nearest rank, a value that occurred.
 
     Args:
         values: in any order; at least one.
@@ -105,13 +98,13 @@ def percentile(values: Sequence[float] | npt.NDArray[Any], percent: float) -> fl
 
 
 def distribution(values: Sequence[float], scale: float = 1.0) -> dict[str, float | int | None]:
-    """Count, mean, least, greatest and percentiles.
+    """Count, mean, minimum, maximum and percentiles.
 
-    A percentile for which there are too few values is None: p90 needs 10, p99 100, p99.9 1,000.
+    A percentile is None if there are too few values: p90 needs 10, p99 100, p99.9 1,000.
 
     Args:
         values: in any order.
-        scale: what they are multiplied by, such as 1000 for milliseconds.
+        scale: a factor for the values, such as 1000 for milliseconds.
     """
     scaled = np.asarray(values, float) * scale
     count = len(scaled)
@@ -123,25 +116,21 @@ def distribution(values: Sequence[float], scale: float = 1.0) -> dict[str, float
     return told
 
 
-MOST_REASONS: Final = 50
-"""Kinds of errors that are told apart; of a server whose reasons all differ, the rest is counted by status."""
-
-
 def _floats() -> array[float]:
     return array("d")
 
 
 @dataclass
 class Outcomes:
-    """Counts, rates and times of the requests that were sent in the measured time. Times are of good answers only."""
+    """Counts, rates and times of the requests sent in the measured time. Times are those of good answers only."""
 
     latencies_s: array[float] = field(default_factory=_floats)
     first_token_s: array[float] = field(default_factory=_floats)
-    """TTFT: until the first event with text, of each stream."""
+    """TTFT: for each stream, the time until its first event with text."""
     gaps_s: array[float] = field(default_factory=_floats)
-    """ITL: between events with text, of all streams together."""
+    """ITL: the times between events with text, over all streams."""
     per_token_s: array[float] = field(default_factory=_floats)
-    """TPOT, of each stream with two tokens or more: (last - first) / (tokens - 1)."""
+    """TPOT: for each stream with two tokens or more, (last - first) / (tokens - 1)."""
     errors: Counter[Fault] = field(default_factory=Counter)
     met: int = 0
     """Good answers that met all limits."""
@@ -154,15 +143,15 @@ class Outcomes:
     elapsed_s: float = 0.0
     """From the first request that counts to the last answer."""
     lateness_s: array[float] = field(default_factory=_floats)
-    """Open loop: how long after its time each request was sent, for whatever reason; those with an answer only."""
+    """Open loop: how late each answered request was sent, for whatever reason."""
     behind_s: array[float] = field(default_factory=_floats)
-    """Open loop: how long after its time the generator itself came to each request."""
+    """Open loop: how late the generator itself was with each request."""
     waited: int = 0
-    """Open loop: requests for which no connection was free at their time."""
+    """Open loop: requests that had to wait for a free connection."""
     cpu_share: float = 0.0
-    """Of one core, that the generator itself took; of several processes, the busiest one's."""
+    """The fraction of a core that the generator used; the maximum over its processes."""
     ended: str = ""
-    """Why it ended before its time; empty: it did not."""
+    """Why the run ended early; empty: it did not."""
 
     @property
     def answers(self) -> int:
@@ -171,17 +160,17 @@ class Outcomes:
 
     @property
     def failures(self) -> int:
-        """Requests without one."""
+        """Requests without a good answer."""
         return sum(self.errors.values())
 
     @property
     def requests(self) -> int:
-        """All that count."""
+        """All requests that count."""
         return self.answers + self.failures
 
     @property
     def error_share(self) -> float:
-        """Failures among the requests; 0 without any."""
+        """The fraction of requests that failed; 0 without requests."""
         return self.failures / self.requests if self.requests else 0.0
 
     def latency_ms(self, percent: float) -> float:
@@ -198,12 +187,12 @@ class Outcomes:
         """Count a request.
 
         Args:
-            sample: what came of it.
+            sample: the request.
             begin_s: when its latency begins: when it was sent, or should have been.
-            limits: what it should meet.
+            limits: the limits it should meet.
 
         Returns:
-            Whether its answer was good, whether it met the limits, and how many tokens it had.
+            Whether its answer was good, whether it met the limits, and its number of tokens.
         """
         if sample.fault is not None:
             self._note_fault(sample.fault)
@@ -230,7 +219,7 @@ class Outcomes:
 
 
 def merged(parts: list[Outcomes]) -> Outcomes:
-    """Several generators' outcomes of the same time as one."""
+    """Merge the outcomes of several generators that ran at the same time."""
     return reduce(_merge, parts)
 
 

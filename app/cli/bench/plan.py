@@ -1,7 +1,4 @@
-"""What a bench is to do: its options, read and checked.
-
-From a plan to requests that the server answers.
-"""
+"""What a bench measures: its options, and the requests for each load."""
 
 from __future__ import annotations
 
@@ -25,9 +22,10 @@ from app.errors import CommandError
 
 __all__ = ["MODES", "Plan", "Point", "check_answers", "points_of"]
 
-
 MODES: Final = {"infer": "infer", "stream": "generate", "chat": "chat", "completions": "completions"}
-"""What the command line calls them, and the kinds of `app.cli.bench.target`."""
+"""The modes of the command line, and the kinds of `app.cli.bench.target` that they stand for."""
+REFUSALS: Final = (400, 401, 403, 404, 405, 413, 415, 422)
+"""Statuses due to the request itself: another try would get the same."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Point:
 
     load: Load
     heads: tuple[str, ...] | None
-    """Of a pipeline; None: all, unasked."""
+    """The heads to ask for; None: the request names none, and gets all."""
     target: Target
 
     @property
@@ -50,7 +48,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything but the requests."""
+    """The options of a bench."""
 
     url: str
     model: str | None = None
@@ -65,7 +63,7 @@ class Plan:
     processes: int = 1
     input: Path | None = None
     heads: Sequence[tuple[str, ...] | None] = (None,)
-    """A point for each."""
+    """Selections of heads, each measured under every load."""
     wishes: Wishes = field(default_factory=Wishes)
     slo: dict[str, float] = field(default_factory=dict)
     """Limits by name, in milliseconds."""
@@ -80,33 +78,29 @@ class Plan:
 
     @property
     def limits(self) -> Limits:
-        """Those of single requests."""
+        """The limits for single requests."""
         return request_limits(self.slo)
 
     @property
     def run_limits(self) -> dict[str, float]:
-        """Those of a run's percentiles, by percentile, in milliseconds."""
+        """The limits for a run, by percentile, in milliseconds."""
         return {OF_RUNS[name]: value for name, value in self.slo.items() if name in OF_RUNS}
 
     @property
     def run_s(self) -> float:
-        """How long one run sends."""
+        """The length of one run, warm-up included."""
         return self.warmup_s + self.seconds
 
     def job(self, point: Point, repeat: int) -> Job:
-        """One run. An open loop's times differ from repeat to repeat, and are the same whenever the bench is run."""
+        """The job for one run. An open loop's schedule differs between repeats, but not between runs of the bench."""
         return Job(
             point.target, point.load, self.seconds, self.warmup_s, self.arrivals, self.max_connections,
             seed=self.wishes.seed + 1000 * repeat, limits=self.limits,
         )  # fmt: skip
 
 
-REFUSALS: Final = (400, 401, 403, 404, 405, 413, 415, 422)
-"""An answer of these is about the request, and the next one would be the same."""
-
-
 def points_of(plan: Plan, server: ServerClient, model: str) -> list[Point]:
-    """What is to be measured, with the requests.
+    """The points to measure, with their requests.
 
     Raises:
         CommandError: the plan and the model contradict each other.
@@ -131,12 +125,12 @@ def points_of(plan: Plan, server: ServerClient, model: str) -> list[Point]:
 
 
 async def check_answers(points: Sequence[Point]) -> None:
-    """Ask once for each selection, before any load.
+    """Send one request for each selection before any load.
 
-    An error that load could meet as well, such as a 500, is left to the load to count.
+    Other errors, such as a 500, are left for the load to count.
 
     Raises:
-        CommandError: the server refuses the request as such, or is not there.
+        CommandError: the server refuses the request itself, or can't be reached.
     """
     for target in dict.fromkeys(point.target for point in points):
         dialler = Dialler(target)
@@ -153,7 +147,7 @@ async def check_answers(points: Sequence[Point]) -> None:
         fault = sample.fault
         if fault is not None and (fault.status in REFUSALS or fault.kind == "bad answer"):
             raise CommandError(
-                f"{target.path}: the server refuses the request: {fault}. Give one that it takes with --input FILE.json"
+                f"{target.path}: the server refuses the request: {fault}; provide a valid one with --input FILE.json"
             )
 
 
@@ -171,8 +165,8 @@ def _bodies(plan: Plan, metadata: Metadata | None, model: str, heads: tuple[str,
         known = [head.name for head in metadata.heads]
         for head in heads:
             if head not in known:
-                told = f"one of the heads {', '.join(known)}" if known else f"no --heads, since {model} has none"
-                raise CommandError(f"--heads: expected {told}, got {head!r}")
+                expected = f"one of the heads {', '.join(known)}" if known else f"no --heads, since {model} has none"
+                raise CommandError(f"--heads: expected {expected}, got {head!r}")
     if plan.input is not None:
         return read_bodies(plan.input, plan.kind, model)
     if plan.kind == "infer":

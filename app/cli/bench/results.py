@@ -1,4 +1,4 @@
-"""What a bench found, as JSON: one schema for the file, the table and the page."""
+"""The results of a bench as JSON: one schema for the file, the table and the page."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["SCHEMA", "Results"]
 
 SCHEMA: Final = "headwater-bench/1"
 BUSY_SHARE: Final = 0.9
-"""Of a core, from which the generator may be what limits."""
+"""From this fraction of a core on, the generator may be the bottleneck."""
 BEHIND_S: Final = 0.005
-"""A request to which the generator came so much after its time is late by its own fault."""
+"""A request that the generator sends this much too late is late by the generator's fault."""
 LATE_S: Final = 0.001
 LATE_SHARE: Final = 0.01
 KEPT_UP: Final = 0.95
@@ -40,25 +40,25 @@ _SUMMED: Final[tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...]] = (
 
 @dataclass
 class Results:
-    """Grows with each run, and can be told at any time."""
+    """The results so far."""
 
     plan: Plan
     model: str
     server: tuple[str, str]
-    """Its name and version."""
+    """The server's name and version."""
     points: Sequence[Point]
     started: str
     """ISO 8601, UTC."""
     runs: list[list[Outcomes]] = field(default_factory=list)
     """By point, in the order of the repeats."""
     ended: str = ""
-    """Why it ended before all was measured; empty: it did not."""
+    """Why the bench ended early; empty: it did not."""
 
     def __post_init__(self) -> None:
         self.runs = [[] for _ in self.points]
 
     def told(self) -> dict[str, Any]:
-        """The whole of it, as `SCHEMA` says; see docs/bench.md."""
+        """All results in `SCHEMA`; see docs/bench.md."""
         plan = self.plan
         points = [self._point(point, runs) for point, runs in zip(self.points, self.runs, strict=True)]
         name, version = self.server
@@ -145,7 +145,7 @@ class Results:
         return self.points[0].target.is_stream
 
     def _limits_met(self, told: Sequence[dict[str, Any]]) -> bool | None:
-        """Whether the median percentiles meet the limits of runs; None: there are no such limits, or no figures."""
+        """Whether the median percentiles meet the limits for runs; None: there are no such limits, or no figures."""
         met = []
         for percentile, limit in self.plan.run_limits.items():
             spread = _spread([run["latency_ms"][percentile] for run in told])
@@ -160,21 +160,19 @@ class Results:
         if failures:
             worst = max(((run.errors[fault], fault) for run in runs for fault in run.errors), key=lambda one: one[0])[1]
             told.append(
-                f"{failures:,} of {requests:,} requests failed ({failures / requests:.2%}), most with {worst}: the "
-                "other figures are of the rest only"
+                f"{failures:,} of {requests:,} requests failed ({failures / requests:.2%}), most with {worst}; the "
+                "other figures cover the rest only"
             )
         elif runs and not requests:
-            told.append("no request had an answer")
+            told.append("no request was answered")
         for run in runs:
             if run.ended and run.ended != STOPPED:
                 told.append(f"ended early: {run.ended}")
         if len(runs) < self.plan.repeats or any(run.ended for run in runs):
-            told.append(
-                f"{sum(not run.ended for run in runs)} of {self.plan.repeats} repeats were measured to their end"
-            )
+            told.append(f"only {sum(not run.ended for run in runs)} of {self.plan.repeats} repeats were completed")
         busiest = max((run.cpu_share for run in runs), default=0.0)
         if busiest > BUSY_SHARE:
-            told.append(f"the generator took {busiest:.0%} of a core: it may be what limited; see --processes")
+            told.append(f"the generator used {busiest:.0%} of a core and may be the bottleneck; see --processes")
         sent = sum(len(run.behind_s) for run in runs)
         behind = sum(value > BEHIND_S for run in runs for value in run.behind_s)
         if sent and behind / sent > LATE_SHARE:
@@ -183,7 +181,7 @@ class Results:
         if waited:
             told.append(
                 f"{waited:,} requests had to wait for one of {self.plan.max_connections:,} connections "
-                "(--max-connections); their latency counts from their time all the same"
+                "(--max-connections); their latency still counts from when they were due"
             )
         wanted = point.load.rate_per_s
         if wanted is not None and runs and not failures:
@@ -203,6 +201,6 @@ def _errors(errors: Any) -> list[dict[str, Any]]:
 
 
 def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Median, least and greatest of the repeats that have the figure; None: none has."""
+    """Median, minimum and maximum over the repeats that have the figure; None: no repeat has."""
     known = [value for value in values if value is not None]
     return {"median": statistics.median(known), "min": min(known), "max": max(known)} if known else None

@@ -1,7 +1,4 @@
-"""What a bench found, as a table for people.
-
-What a bench found, as a page with plots.
-"""
+"""The results of a bench as a text table, and as an HTML page with plots."""
 
 from __future__ import annotations
 
@@ -15,14 +12,11 @@ from app.cli.report.plots import Curve, cdf, line_chart
 
 __all__ = ["of_heads", "page_html", "run_limits", "shown", "shown_load", "table_text", "tables"]
 
-
 NONE: Final = "–"
-
 _LATENCY: Final = (
     ("P50 ms", "latency_ms_p50", True), ("P90 ms", "latency_ms_p90", False), ("P99 ms", "latency_ms_p99", True),
     ("P99.9 ms", "latency_ms_p99.9", False),
 )  # fmt: skip
-
 _STREAM: Final = (
     ("TTFT P50 ms", "ttft_ms_p50", True), ("TTFT P99 ms", "ttft_ms_p99", False), ("ITL P50 ms", "itl_ms_p50", False),
     ("ITL P99 ms", "itl_ms_p99", False), ("TPOT P50 ms", "tpot_ms_p50", False), ("TOKENS/S", "tokens_per_s", False),
@@ -30,9 +24,9 @@ _STREAM: Final = (
 
 
 def tables(told: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
-    """Heads and rows, of the results as JSON: one table, and of streams another one.
+    """Heads and rows of the tables: one, and another for streams.
 
-    A mark in a row's first cell: its figures can't be relied on.
+    A ``!`` in a row's first cell marks unreliable figures.
     """
     run = told["run"]
     rates = [("REQUESTS/S", "requests_per_s", True)]
@@ -66,23 +60,23 @@ def _table(
 
 
 def table_text(told: Mapping[str, Any]) -> str:
-    """The tables, and below them what has to be known of their figures."""
+    """The tables, followed by warnings about their figures."""
     lines: list[str] = []
     for head, rows in tables(told):
         lines += [columns([head, *rows]), ""]
     run = told["run"]
     if run["repeats"] > 1:
-        lines.append(f"Medians of {run['repeats']} repeats of {run['seconds']:g} s, least to greatest in brackets.")
+        lines.append(f"Medians of {run['repeats']} repeats of {run['seconds']:g} s, with the range in brackets.")
     lines += run_limits(told)
     for point in told["points"]:
         lines += [f"! {shown_load(point['load'])}{of_heads(point)}: {text}" for text in point["warnings"]]
     if told["ended_early"]:
-        lines.append(f"! ended early: {told['ended_early']}; what is above is what was measured until then")
+        lines.append(f"! ended early: {told['ended_early']}; the figures above were measured until then")
     return "\n".join(lines).rstrip()
 
 
 def run_limits(told: Mapping[str, Any]) -> list[str]:
-    """Whether each load met the limits of its percentiles, if there are such."""
+    """Whether each load met the limits of its percentiles, if there are any."""
     words = {True: "met", False: "missed", None: "unknown"}
     limits = {name: value for name, value in told["run"]["limits_ms"].items() if name.startswith("p")}
     if not limits:
@@ -101,7 +95,7 @@ def shown_load(load: Mapping[str, Any]) -> str:
 
 
 def shown_spread(spread: Mapping[str, float] | None, with_range: bool) -> str:
-    """A median, and its range if that is wanted and there is one."""
+    """A median, with its range if requested."""
     if spread is None:
         return NONE
     median = shown(spread["median"])
@@ -111,20 +105,20 @@ def shown_spread(spread: Mapping[str, float] | None, with_range: bool) -> str:
 
 
 def shown(value: float) -> str:
-    """A figure with about three digits that count."""
+    """A figure with about three significant digits."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def of_heads(point: Mapping[str, Any]) -> str:
-    """Which heads a load asked for, in words; empty: it didn't say."""
+    """The heads that a load asked for, in words; empty: it named none."""
     heads: Sequence[str] | None = point["heads"]
     return "" if heads is None else f", heads {','.join(heads)}"
 
 
 def page_html(results: Results) -> str:
-    """The whole page."""
+    """The whole HTML page."""
     told = results.told()
     run, server, generator = told["run"], told["server"], told["generator"]
     warnings: list[Part] = [
@@ -133,9 +127,9 @@ def page_html(results: Results) -> str:
         for text in point["warnings"]
     ]
     if told["ended_early"]:
-        warnings.insert(0, Warn(f"Ended early: {told['ended_early']}. What follows is what was measured until then."))
+        warnings.insert(0, Warn(f"Ended early: {told['ended_early']}. The figures were measured until then."))
     flagged = frozenset(place for place, point in enumerate(told["points"]) if not point["valid"])
-    caption = f"Medians of {run['repeats']} repeats, least to greatest in brackets." if run["repeats"] > 1 else ""
+    caption = f"Medians of {run['repeats']} repeats, with the range in brackets." if run["repeats"] > 1 else ""
     figures = [Table(head, rows, caption, flagged) for head, rows in tables(told)]
     sections = [
         Section("Figures", [*warnings, *figures, *map(Paragraph, run_limits(told))]),
@@ -158,7 +152,7 @@ def page_html(results: Results) -> str:
         ["server", f"{server['url']} {server['name'] or ''} {server['version'] or ''}".strip()],
         ["model", run["model"]],
         ["mode", run["mode"]],
-        ["requests", f"{run['bodies']} that differ, {shown(run['body_bytes'])} bytes each, seed {run['seed']}"],
+        ["requests", f"{run['bodies']} different ones, {shown(run['body_bytes'])} bytes each, seed {run['seed']}"],
         ["time", f"{run['seconds']:g} s in each of {run['repeats']} repeats, after {run['warmup_s']:g} s of warm-up"],
         ["arrivals (open loop)", f"{run['arrivals']}, at most {run['max_connections']:,} connections"],
         ["generator", f"headwater {generator['headwater']}, Python {generator['python']}, {generator['processes']} "
@@ -183,7 +177,7 @@ def _figures(results: Results, told: dict[str, Any]) -> list[Part]:
         for name, points in groups.items()
         for curve in _curves(points, figure, f"{name} {word}".strip())
     ]
-    caption = "Good answers per second; bars from the least to the greatest of the repeats."
+    caption = "Good answers per second; bars show the range of the repeats."
     figures.append(Figure(line_chart("Throughput", over, "requests/s", throughput, log_x=bool(closed)), caption))
     latency = [
         curve
@@ -191,13 +185,13 @@ def _figures(results: Results, told: dict[str, Any]) -> list[Part]:
         for percentile in (("p99",) if len(groups) > 1 else ("p50", "p90", "p99"))
         for curve in _curves(points, f"latency_ms_{percentile}", f"{name} {percentile}".strip())
     ]
-    caption = "From sent to answered." if closed else "From the time at which a request should have been sent."
+    caption = "From sending to the answer." if closed else "From the time at which a request was due."
     figures.append(Figure(line_chart("Latency", over, "ms", latency, log_x=bool(closed)), caption))
     drawn = [("Latency", "latencies_s", "All repeats together.")]
     if results.points[0].target.is_stream:
         drawn += [
             ("Time to first token", "first_token_s", "Until the first event with text."),
-            ("Inter-token latency", "gaps_s", "Gaps between events with text, of all streams together."),
+            ("Inter-token latency", "gaps_s", "Gaps between events with text, over all streams."),
             ("Time per output token", "per_token_s", "(last - first) / (tokens - 1) of each stream."),
         ]
     for title, name, caption in drawn:
@@ -222,6 +216,6 @@ def _curves(points: Sequence[dict[str, Any]], figure: str, label: str) -> list[C
 
 
 def _is_wide(samples: Sequence[tuple[str, Sequence[float]]]) -> bool:
-    """Whether only a logarithmic axis shows all of them."""
+    """Whether the values need a logarithmic axis."""
     values = sorted(value for _, some in samples for value in some)
     return bool(values) and values[0] > 0 and values[-1] > 20 * values[len(values) // 2]

@@ -1,4 +1,4 @@
-"""What is asked of a server, encoded before the load begins."""
+"""The requests sent to a server, encoded before the load begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.errors import CommandError
 __all__ = ["KINDS", "Body", "Target"]
 
 KINDS: Final = ("infer", "generate", "chat", "completions")
-"""What answers look like: a whole one, or the events of ``generate_stream`` or of one of OpenAI's two APIs."""
+"""Kinds of answers: a whole one, or the events of ``generate_stream`` or of one of OpenAI's two APIs."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Body:
 
     content: bytes
     json_length: int | None = None
-    """How many of its bytes are JSON; None: all."""
+    """The number of bytes that are JSON; None: all."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Target:
 
     Args:
         url: the server's base, such as ``http://127.0.0.1:8000``; a path in it comes before the route's.
-        path: of the route.
-        bodies: which are sent in turn.
+        path: the route's path.
+        bodies: sent in turn.
         kind: one of `KINDS`.
         key: an API key; empty: none.
-        timeout_s: how long one request may take, counted as its latency is.
+        timeout_s: how long one request may take, counted like its latency.
     """
 
     url: str
@@ -59,17 +59,17 @@ class Target:
 
     @property
     def host(self) -> str:
-        """Where to connect."""
+        """The host to connect to."""
         return _split(self.url)[1]
 
     @property
     def port(self) -> int:
-        """Likewise."""
+        """The port to connect to."""
         return _split(self.url)[2]
 
     @property
     def is_tls(self) -> bool:
-        """Whether it speaks HTTPS."""
+        """Whether the server speaks HTTPS."""
         return _split(self.url)[0] == "https"
 
     def requests(self) -> list[bytes]:
@@ -96,7 +96,7 @@ def _split(url: str) -> tuple[str, str, int, str]:
     """Scheme, host, port and path of a server's base.
 
     Raises:
-        CommandError: it has none of them, or others.
+        CommandError: the URL isn't an HTTP or HTTPS one with a host.
     """
     try:
         parts = urlsplit(url)

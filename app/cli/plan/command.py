@@ -1,4 +1,4 @@
-"""What ``headwater plan`` does."""
+"""``headwater plan``: the run from the options to the report and the exit status."""
 
 from __future__ import annotations
 

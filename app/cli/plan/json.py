@@ -1,4 +1,4 @@
-"""A plan as JSON; see docs/plan.md for what each field is."""
+"""A plan as JSON; docs/plan.md explains the fields."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Runs one size, puts load on it, and says what it took and gave.
-
-How large a deployment's weights are: they are loaded once, in a process of their own.
-"""
+"""Measures one size: runs a server under load, and weighs a deployment's model in a process of its own."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ from app.process.machine import HOST, measure_groups_by_place
 from app.process.model_side import ModelSide, last_line
 
 __all__ = ["Measured", "Weights", "measure_point", "measure_server_under_load", "weigh_deployment"]
-
 
 WHOLE_MACHINE: Final = 1.0
 """What a size takes is measured, so the server itself should refuse none that the machine has room for."""

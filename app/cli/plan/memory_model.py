@@ -1,11 +1,4 @@
-"""How large a language model's key/value cache gets, from its configuration and options.
-
-Layers × 2 (keys and values) × heads for keys and values × size of a head × bytes of a number, for each token that
-memory is held for. How many these are is the rule of `inference.lm.slot_cache.SlotCache`, the built-in engine's.
-
-Least squares with coefficients that are not negative: memory is never given back by being larger.
-
-Memory as a function of the size: what is counted once, what each replica has, and what a row adds.
+"""Memory as a function of the size, fitted by least squares with non-negative coefficients.
 
 ::
 
@@ -13,8 +6,10 @@ Memory as a function of the size: what is counted once, what each replica has, a
     own    = fixed + (instances - 1) × instance + rows × instances × row + cache
     device =                  replicas × (the same of the device)
 
-``fixed`` has the weights: the instances of a replica share one copy. ``cache`` is a language model's key/value cache,
-which is computed and not fitted. While the last replica starts, it may have more than later under load: ``starting``.
+``fixed`` includes the weights, of which the instances of a replica share one copy. While the last replica starts, it
+may take more than later under load: ``starting``. ``cache`` is a language model's key/value cache, which is computed:
+layers × 2 (keys and values) × key/value heads × head size × bytes per number, for each token that memory is held for.
+The number of tokens follows `inference.lm.slot_cache.SlotCache`, the built-in engine's cache.
 """
 
 from __future__ import annotations
@@ -43,10 +38,8 @@ __all__ = [
     "no_cache",
 ]
 
-
 CHUNK: Final = 256
 """Tokens by which the length of a `SlotCache` grows."""
-
 NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

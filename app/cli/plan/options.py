@@ -31,61 +31,62 @@ def add_plan_command(commands: Any, read: Callable[[argparse.Namespace], Any]) -
         help="measure a deployment at several sizes, and recommend configurations",
         description="Run a deployment at several sizes, fit models of its memory and speed, say what fits, and write "
         "three configurations, each of which is run. Exit status: 0; 1 if nothing fits, something could not be run, or "
-        "it was cut off; 2 for options that make no sense; 3 if the figures did not hold when they were measured "
+        "the plan was interrupted; 2 for invalid options; 3 if the figures did not hold when they were measured "
         "again. How it works: docs/plan.md.",
     )
     plan.add_argument(
-        "what", nargs="?", metavar="CONFIG | MODULE:CLASS | onnx:PATH | lm:PATH", help="as of `headwater serve`"
+        "what", nargs="?", metavar="CONFIG | MODULE:CLASS | onnx:PATH | lm:PATH", help="as for `headwater serve`"
     )
-    plan.add_argument("--deployment", metavar="NAME", help="which one; may be left out if there is one only")
+    plan.add_argument("--deployment", metavar="NAME", help="the deployment; default: the only one")
     plan.add_argument(
         "--batch-sizes", type=listed(whole(1, MOST_ROWS)), default=(1, 8, 32), metavar="N[,N]",
         help="rows in a call, at most; default: 1,8,32",
     )  # fmt: skip
     plan.add_argument(
         "--sequences", type=listed(whole(1, 4096)), default=(1, 8, 32), metavar="N[,N]",
-        help="of a language model instead: sequences at once; default: 1,8,32",
+        help="for a language model instead: sequences at once; default: 1,8,32",
     )  # fmt: skip
     plan.add_argument(
         "--instances", type=listed(whole(1, MOST_REPLICAS)), default=(1, 2), metavar="N[,N]",
-        help="threads of a replica that compute at once; default: 1,2",
+        help="threads per replica that compute at once; default: 1,2",
     )  # fmt: skip
     plan.add_argument(
-        "--replicas", type=listed(whole(1, MOST_REPLICAS)), default=(1, 2), metavar="N[,N]", help="default: 1,2"
+        "--replicas", type=listed(whole(1, MOST_REPLICAS)), default=(1, 2), metavar="N[,N]",
+        help="replicas; default: 1,2",
     )  # fmt: skip
     plan.add_argument(
         "--memory", type=checked(read_size), metavar="SIZE",
-        help="of the device that it computes on, such as 16GiB; default: what that has",
+        help="memory of the device that it computes on, such as 16GiB; default: all that the device has",
     )  # fmt: skip
     plan.add_argument(
-        "--headroom", type=PART, default=0.2, metavar="PART", help="of the memory, kept free; default: 0.2"
+        "--headroom", type=PART, default=0.2, metavar="PART", help="fraction of the memory to keep free; default: 0.2"
     )  # fmt: skip
-    plan.add_argument("--seconds", type=SECONDS, default=4.0, metavar="S", help="of load at each size; default: 4")
+    plan.add_argument("--seconds", type=SECONDS, default=4.0, metavar="S", help="load at each size; default: 4")
     plan.add_argument(
         "--input", type=Path, metavar="FILE.json",
         help="a request's body with one row, or a list of them; default: made from the model's metadata",
     )  # fmt: skip
     plan.add_argument(
         "--tokens", type=whole(1, 1_000_000), default=64, metavar="N",
-        help="of a language model's answers; default: 64",
+        help="tokens per answer of a language model; default: 64",
     )  # fmt: skip
     plan.add_argument(
         "--out", type=Path, metavar="FOLDER",
-        help="where the three files go; default: beside CONFIG, or here if there is no file",
+        help="folder for the three files; default: that of CONFIG, or the current one",
     )  # fmt: skip
     add_report_options(plan, "a report with curves")
     plan.add_argument(
         "--rounds", type=whole(1, 100), default=3, metavar="N",
-        help="how often each recommended configuration is run, in turns with the others; default: 3",
+        help="how often to run each recommended configuration, alternating with the others; default: 3",
     )  # fmt: skip
     plan.add_argument(
         "--no-verify", action="store_true",
         help="don't run sizes that were not measured, nor the recommended configurations",
     )  # fmt: skip
-    plan.add_argument("--dry-run", action="store_true", help="print the sizes that would be measured, and end")
+    plan.add_argument("--dry-run", action="store_true", help="print the sizes that would be measured, and exit")
     plan.add_argument(
         "--from-sizes", metavar="weights=SIZE[,process=SIZE][,row=SIZE][,instance=SIZE]",
-        help="compute what fits from these sizes, and run nothing; needs --memory, and no CONFIG",
+        help="compute what fits from these sizes without running anything; needs --memory, and no CONFIG",
     )  # fmt: skip
     plan.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", dest="fields",

@@ -1,9 +1,7 @@
-"""Measures sizes one after the other; one that fails twice leaves its reason, and what was measured stays.
+"""Makes a whole plan: measures sizes, fits the models, chooses profiles, and runs each as recommended.
 
-A size that is out of line with the others is measured again: one that something else on the machine disturbed would
-bend the models, and the recommendations with them.
-
-A whole plan: sizes are measured, models fitted, profiles chosen, and each of those run as it is recommended.
+A size that fails twice leaves its reason, and what was measured remains. An outlier is measured again: a size disturbed
+by something else on the machine would distort the models, and with them the recommendations.
 """
 
 from __future__ import annotations
@@ -37,16 +35,12 @@ from app.process.machine import size_text
 
 __all__ = ["Plan", "Planner", "Row", "Sweep", "measure_outliers_again", "run_sweep"]
 
-
 SAFE_PART: Final = 0.9
 """Of the machine's memory: a size that would take more is not tried."""
-
 SLOW_FACTOR: Final = 1.5
 """An outlier is so many times slower than a size that should not be faster."""
-
 TAIL_FACTOR: Final = 4.0
 """An outlier's p99, relative to its p50, is so many times that of the other sizes."""
-
 MORE_ROUNDS: Final = 2
 """With the first three, so that the median is not the outlier."""
 

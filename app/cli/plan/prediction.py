@@ -1,15 +1,10 @@
-"""How far predictions are from what was measured.
+"""Predicts what a size takes and gives, by a model of memory and one of throughput, and compares with measurements.
 
-Rows per second as a function of the size, from what was measured at some.
-
-A call of b rows takes about a + c × b seconds, and several are computed at once, which helps as far as there are cores.
-So each pair of instances and replicas that was measured has call times of its own: between two batch sizes that were
-measured on the line between these, beyond them on the line that fits all best. Of another pair the gain is interpolated
-by how many calls there are at once. Neither larger batches nor more calls than were measured are taken to give more
-than the largest rate that was: what limits beyond that nobody has seen, the gateway for one. A pair that was measured
-at one batch size only has the line of the pair that is most like it, as much slower or faster as it is at that size.
-
-Both models together: what a size takes and gives, whether it ran or not.
+A call of b rows takes about a + c × b seconds, and several calls at once help as far as there are cores. Each measured
+pair of instances and replicas has call times of its own: interpolated between measured batch sizes, and beyond them on
+the line that fits all best. For another pair, the rate is interpolated by the number of concurrent calls. Beyond the
+largest measured batch or number of calls, the rate is assumed not to grow: an unseen bottleneck may limit it, such as
+the gateway. A pair measured at one batch size only takes the line of the most similar pair, scaled to that size.
 """
 
 from __future__ import annotations
@@ -39,9 +34,7 @@ __all__ = [
     "unseen_points",
 ]
 
-
 MEMORY_TOLERANCE: Final = 0.10
-
 RATE_TOLERANCE: Final = 0.15
 
 

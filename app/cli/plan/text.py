@@ -1,7 +1,4 @@
-"""Which sizes fit, those that ran and those that didn't.
-
-A plan for people, on a terminal.
-"""
+"""A plan as text for a terminal, and which sizes fit."""
 
 from __future__ import annotations
 

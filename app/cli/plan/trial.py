@@ -1,9 +1,4 @@
-"""Sizes that are predicted first and then run, a recommended one in several rounds.
-
-What stands on top of a profile's file: its figures, and how to get them again.
-
-A profile as a file for ``headwater serve``, and where that serves it.
-"""
+"""Sizes that are predicted and then run, and the profile files that recommend them."""
 
 from __future__ import annotations
 

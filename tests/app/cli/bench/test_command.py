@@ -237,7 +237,7 @@ def test_a_wrong_key_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "m", "--heads", "c"), "--heads: expected no --heads, since m has none"),
         (("--model", "m", "--shape", "y=1"), "--shape: expected one of the inputs x"),
         (("--model", "m", "--input", "nowhere.json"), "--input: nowhere.json: can't be read"),
-        (("--model", "m", "--input", "a.json", "--binary"), "--binary: expected not to be given with --input"),
+        (("--model", "m", "--input", "a.json", "--binary"), "--binary: can't be used with --input"),
         (("--model", "m", "--mode", "chat", "--heads", "a"), "--heads: expected --mode infer or stream, got chat"),
         (("--model", "m", "--slo", "ttft_ms=1"), "--slo: ttft_ms: expected a mode that streams"),
         (("--model", "m", "--json", "/dev/null/a.json"), "--json: /dev/null/a.json: can't be written"),
@@ -266,7 +266,7 @@ def test_what_contradicts_the_server_is_told(
         (("--repeats", "0"), "--repeats: expected a whole number"),
         (("--slo", "foo=1"), "--slo: expected one of latency_ms, ttft_ms"),
         (("--shape", "x=a"), "--shape: expected an input and a row's dimensions"),
-        (("--heads", "a,,b"), "--heads: expected heads with commas between them"),
+        (("--heads", "a,,b"), "--heads: expected heads separated by commas"),
         (("--mode", "other"), "--mode: invalid choice"),
     ],
 )
@@ -285,7 +285,7 @@ def test_a_request_that_the_server_refuses_is_told_before_any_load(capsys: pytes
     with load_target(lambda asked: Answer(b'{"error": "inputs[0]: expected more"}', 400)) as target:
         assert run(target.url) == 1
         assert target.asked["POST /v2/models/m/infer"] == 1
-    assert "status 400: inputs[0]: expected more. Give one that it takes with --input" in capsys.readouterr().err
+    assert "status 400: inputs[0]: expected more; provide a valid one with --input" in capsys.readouterr().err
 
 
 def test_without_matplotlib_a_page_is_refused_before_the_run(

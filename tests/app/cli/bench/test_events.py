@@ -82,7 +82,7 @@ def test_results_of_heads_count_like_tokens() -> None:
         ("generate", [{"error": "it broke", "status": 503}, {"final": True}], Fault("stream", 503, "it broke")),
         ("generate", [{"head": "a", "status": "failed", "error": "no"}, {"final": True}],
          Fault("stream", None, "head a: failed")),
-        ("generate", ["{"], Fault("bad answer", None, "an event that can't be read: {")),
+        ("generate", ["{"], Fault("bad answer", None, "invalid event: {")),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_told(kind: str, events: list[dict[str, Any] | str], fault: Fault) -> None:
