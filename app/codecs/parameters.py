@@ -8,7 +8,9 @@ Sources: the Open Inference Protocol's parameters; Triton's binary tensor data a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
+
+from msgspec import Meta
 
 from app.codecs.faults import at, key_text, shown
 from app.codecs.tensors import InferRequest
@@ -17,7 +19,7 @@ from inference.errors import DeclarationError
 from inference.model import Parameter, Scalar
 from inference.signature import HeadSpec, Signature
 
-__all__ = ["HEADS", "MAX_UINT64", "HeadChoice", "RequestParameters", "boolean", "integer", "unsupported"]
+__all__ = ["HEADS", "MAX_UINT64", "HeadChoice", "RequestId", "RequestParameters", "boolean", "integer", "unsupported"]
 
 
 HEADS = "heads"
@@ -106,7 +108,8 @@ MAX_UINT64: Final = 2**64 - 1
 
 _MAX_PRIORITY: Final = 2**32 - 1
 
-_MAX_ID_CHARACTERS: Final = 1000
+RequestId: TypeAlias = Annotated[str, Meta(max_length=1000)]
+"""A request's id of the client's own."""
 
 _INT64: Final = range(-(2**63), 2**63)
 
@@ -139,13 +142,7 @@ class RequestParameters:
         )
 
     def request(self, id: str | None) -> InferRequest:
-        """A request with all parameters at their defaults, and nothing else yet.
-
-        Raises:
-            BadRequest: the id is too long.
-        """
-        if id is not None and len(id) > _MAX_ID_CHARACTERS:
-            raise at("id", None, f"expected at most {_MAX_ID_CHARACTERS} characters, got {len(id)}")
+        """A request with all parameters at their defaults, and nothing else yet."""
         return InferRequest(
             id=id or "",
             inputs={},
