@@ -387,6 +387,8 @@ def _bounds(name: str, kinds: Sequence[inspect.Type]) -> str:
 
 def _got(fault: Said, text: bytes | memoryview) -> str:
     """The value that is out of bounds; empty if it is not to be had."""
+    if len(text) > _LOOK_AGAIN_BYTES:
+        return ""
     try:
         value = msgspec.json.decode(text)
         check_keys(bytes(text))

@@ -26,7 +26,7 @@ from app.codecs.faults import (
 )
 from app.codecs.infer_response import checked_size, flat_json, omission_parameters
 from app.codecs.inputs import DeclaredInput, declared_input, element_count
-from app.codecs.parameters import RequestParameters
+from app.codecs.parameters import RequestId, RequestParameters
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, RawTensor
 from app.errors import BadRequest, CallableFailed, HeadwaterError
 from inference.datatypes import DATATYPES, Datatype
@@ -82,7 +82,7 @@ class GenerateDecoder:
                 check_keys(body)
         except PARSE_ERRORS as error:
             raise unreadable(error, body, _Fields, binary="binary data, to /infer") from None
-        request = self._parameters.request(read_json(fields.get("id", _NULL), str | None, "id"))
+        request = self._parameters.request(read_json(fields.get("id", _NULL), RequestId | None, "id"))
         given: dict[str, Any] = read_json(fields.get("parameters", _NULL), dict[str, Any] | None, "parameters") or {}
         self._parameters.take(given, request)
         beside: dict[str, Any] = {}

@@ -14,7 +14,7 @@ import msgspec
 
 from app.codecs.faults import PARSE_ERRORS, at, check_keys, check_size, colons, no_json_form, said, shown, unreadable
 from app.codecs.inputs import declared_input, element_count, take_binary
-from app.codecs.parameters import MAX_UINT64, RequestParameters, boolean, integer, unsupported
+from app.codecs.parameters import MAX_UINT64, RequestId, RequestParameters, boolean, integer, unsupported
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.errors import BadRequest
 from inference.datatypes import DATATYPES
@@ -46,7 +46,7 @@ class _Output(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 class _Request(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     inputs: list[_Input]
-    id: str | None = None
+    id: RequestId | None = None
     parameters: _Parameters = None
     outputs: list[_Output] | None = None
 

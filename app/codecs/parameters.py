@@ -6,7 +6,9 @@ Sources: the Open Inference Protocol's parameters; Triton's binary tensor data a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
+
+from msgspec import Meta
 
 from app.codecs.faults import at, key_text, shown
 from app.codecs.tensors import InferRequest
@@ -15,7 +17,7 @@ from inference.errors import DeclarationError
 from inference.model import Parameter, Scalar
 from inference.signature import HeadSpec, Signature
 
-__all__ = ["HEADS", "MAX_UINT64", "HeadChoice", "RequestParameters", "boolean", "integer", "unsupported"]
+__all__ = ["HEADS", "MAX_UINT64", "HeadChoice", "RequestId", "RequestParameters", "boolean", "integer", "unsupported"]
 
 HEADS = "heads"
 """The request parameter's name."""

@@ -16,7 +16,7 @@ import orjson
 from msgspec import Meta
 
 from app.codecs.faults import at
-from app.codecs.parameters import MAX_UINT64
+from app.codecs.parameters import MAX_UINT64, RequestId
 from app.errors import BadRequest, HeadwaterError
 from app.lm.sampling_fields import DEFAULT_TOKENS, SamplingFields, checked_integer
 from app.lm.text_plan import Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
@@ -82,7 +82,7 @@ class GenerateRequest(GenerateParameters, kw_only=True):
     """The body; parameters may stand beside the text, too."""
 
     text_input: str
-    id: Annotated[str, Meta(max_length=1000)] | None = None
+    id: RequestId | None = None
     parameters: GenerateParameters | None = None
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:

@@ -11,7 +11,7 @@ from typing import Any
 from app.codecs.infer_request import example_body
 from app.gateway.models import Models
 from app.gateway.openapi.bodies import body_schemas, of_models
-from app.gateway.openapi.tensors import OMISSIONS, described, element_schema, generate_operations, parameter_schemas
+from app.gateway.openapi.tensors import ID, OMISSIONS, described, element_schema, generate_operations, parameter_schemas
 from app.gateway.openapi.texts import cancel_operation, completion_operations, text_operations
 from app.security.keys import OPEN, scopes_for
 from inference.signature import Signature, TensorSpec
@@ -106,7 +106,7 @@ def _request_schema(signature: Signature) -> dict[str, Any]:
         "required": ["inputs"],
         "additionalProperties": False,
         "properties": {
-            "id": {"type": "string", "maxLength": 1000},
+            "id": ID,
             "inputs": {
                 "type": "array",
                 "minItems": needed,

@@ -8,11 +8,16 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
+import msgspec
+
+from app.codecs.parameters import RequestId
 from inference.datatypes import DATATYPES
 from inference.signature import Signature, TensorSpec
 
-__all__ = ["OMISSIONS", "described", "element_schema", "generate_operations", "parameter_schemas"]
+__all__ = ["ID", "OMISSIONS", "described", "element_schema", "generate_operations", "parameter_schemas"]
 
+
+ID: Final = msgspec.json.schema(RequestId)
 
 OMISSIONS: Final[dict[str, Any]] = {
     "type": "object",
@@ -163,7 +168,7 @@ def _request_schema(signature: Signature) -> dict[str, Any]:
         "properties": {
             **parameters,
             **inputs,
-            "id": {"type": "string", "maxLength": 1000},
+            "id": ID,
             "parameters": {"type": "object", "additionalProperties": False, "properties": parameters},
         },
     }

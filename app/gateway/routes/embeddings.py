@@ -80,7 +80,7 @@ def _read(raw: bytes) -> tuple[EmbeddingsRequest, list[str]]:
     try:
         value: str | list[str] = read_json(body.input, str | list[str], "input")
     except BadRequest as error:
-        hint = "this model takes a string or an array of strings, and no token ids"
+        hint = "this model takes a string or an array of strings; token ids are not supported"
         raise BadRequest(f"{error.message}; {hint}", field="input") from None
     texts = [value] if isinstance(value, str) else value
     if not texts:
