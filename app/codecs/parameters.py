@@ -103,7 +103,8 @@ class HeadChoice:
 
 MAX_UINT64: Final = 2**64 - 1
 _MAX_PRIORITY: Final = 2**32 - 1
-_MAX_ID_CHARACTERS: Final = 1000
+RequestId: TypeAlias = Annotated[str, Meta(max_length=1000)]
+"""The client's own id of a request."""
 _INT64: Final = range(-(2**63), 2**63)
 _BINARY_OUTPUT: Final = "binary_data_output"
 
@@ -134,13 +135,7 @@ class RequestParameters:
         )
 
     def request(self, id: str | None) -> InferRequest:
-        """A request with an id and default parameters, still without inputs and outputs.
-
-        Raises:
-            BadRequest: the id is too long.
-        """
-        if id is not None and len(id) > _MAX_ID_CHARACTERS:
-            raise at("id", None, f"expected at most {_MAX_ID_CHARACTERS} characters, got {len(id)}")
+        """A request with an id and default parameters, still without inputs and outputs."""
         return InferRequest(
             id=id or "",
             inputs={},

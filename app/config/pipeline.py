@@ -77,7 +77,7 @@ class Step(Section):
             names = ", ".join(
                 f"`{name}`" for name in ("options", *self.own_settings()) if name in self.model_fields_set
             )
-            faults.append(f"{names}: of the deployment `{self.deployment}`; expected them there and not in the step")
+            faults.append(f"{names}: expected in the deployment `{self.deployment}`, not in the step")
         if faults:
             raise Faults(faults)
         return self

@@ -169,7 +169,7 @@ def test_as_many_calls_are_in_flight_as_instances_need_unless_said_otherwise() -
         ({"device": ["auto", "cuda:0"]}, "`deployments.a.device`: expected cpu, cuda or cuda:N each, got 'auto'"),
         ({"instances": 0}, "`deployments.a.instances`: "),
         ({"instances": 3, "batching": {"max_in_flight": 2}}, "batching.max_in_flight: expected at least instances = 3"),
-        ({"model": "lm:x", "instances": 2}, "instances: expected 1 of a language model"),
+        ({"model": "lm:x", "instances": 2}, "instances: expected 1 for a language model"),
         ({"scaling": {"queue_wait_ms": 0}}, "`deployments.a.scaling.queue_wait_ms`: "),
     ],
 )
