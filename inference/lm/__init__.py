@@ -1,1 +1,1 @@
-"""Language models: an engine steps all its sequences together, and says which token each of them got."""
+"""Language models: engines that step all their sequences together, and the host that connects them to gateways."""

@@ -1,4 +1,4 @@
-"""Who may start: a first-come-first-served queue in front of a cache with a budget in tokens."""
+"""Admission of sequences: a first-come-first-served queue in front of a cache with a budget in tokens."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ _DEFAULTS = Sampling()
 
 
 class Admission:
-    """The requests that wait, and what those that have a place hold of the cache.
+    """The waiting requests, and the cache reservations of the admitted ones.
 
-    A request reserves room for its prompt and all of its answer before it starts, so one that runs always ends. The
-    cache is a rectangle, sequences × length: what is reserved is the number of sequences times the longest of them. A
+    A request reserves capacity for its prompt and whole answer before it starts, so one that runs always ends. The
+    cache is a rectangle, sequences × length: the reservation is the number of sequences times the longest of them. A
     request that doesn't fit yet holds back those behind it, so none waits for ever.
     """
 
     def __init__(self, limits: EngineLimits) -> None:
         self.limits = limits
         self._waiting: dict[str, SequenceRequest] = {}
-        """In order of arrival."""
+        """Waiting requests, in order of arrival."""
         self._ready: dict[str, SequenceRequest] = {}
-        """Those with a place that `take` hasn't given out yet, in order of arrival."""
+        """Admitted requests that `take` hasn't returned yet, in order of arrival."""
         self._reserved: dict[str, int] = {}
-        """Of those with a place, by id: the tokens it may come to."""
+        """The most tokens of each admitted request, by id."""
 
     @property
     def waiting(self) -> int:
-        """How many wait for a place."""
+        """The number of waiting requests."""
         return len(self._waiting)
 
     @property
     def active(self) -> int:
-        """How many have one."""
+        """The number of admitted requests."""
         return len(self._reserved)
 
     @property
     def reserved(self) -> int:
-        """Tokens."""
+        """Reserved tokens of the cache."""
         return len(self._reserved) * max(self._reserved.values(), default=0)
 
     def submit(self, request: SequenceRequest) -> None:
-        """Give a request a place, or let it wait for one.
+        """Admit a request, or let it wait.
 
         Raises:
             EngineFull, RequestTooLong, RequestRejected: as `Engine.submit`.
@@ -66,13 +66,13 @@ class Admission:
             self._place(request)
 
     def take(self) -> SequenceRequest | None:
-        """The next request that has a place and was not taken yet."""
+        """The next admitted request that was not taken yet."""
         for id in self._ready:
             return self._ready.pop(id)
         return None
 
     def release(self, id: str) -> bool:
-        """Forget a request wherever it is, and give its place to those whose turn it is; false if there is none."""
+        """Drop a request, admitted or waiting, and admit those whose turn it is; False if there is none of this id."""
         if self._waiting.pop(id, None) is None and self._reserved.pop(id, None) is None:
             return False
         self._ready.pop(id, None)
@@ -84,7 +84,7 @@ class Admission:
         return True
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all requests."""
         self._waiting.clear()
         self._ready.clear()
         self._reserved.clear()

@@ -1,4 +1,4 @@
-"""A causal language model from a Hugging Face folder, ready to compute."""
+"""Loads a causal language model from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ DTYPES: Final[dict[str, torch.dtype | str]] = {
 
 
 class CausalLM(NamedTuple):
-    """What a folder holds."""
+    """A loaded model."""
 
     model: PreTrainedModel
     eos_ids: frozenset[int]
-    """Tokens that end a text, as its generation configuration says, or else its configuration."""
+    """End-of-sequence tokens, from the generation configuration or else the model's configuration."""
 
 
 def load_causal_lm(
@@ -38,13 +38,13 @@ def load_causal_lm(
     """Load a model that `AutoModelForCausalLM` knows; nothing is fetched, and no code of the folder runs.
 
     Args:
-        folder: with config.json and weights as safetensors.
+        folder: holds config.json and weights as safetensors.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: of the weights and activations; ``auto`` as the folder says.
-        attention: transformers' name of an implementation.
+        dtype: the type of weights and activations; ``auto`` for the folder's.
+        attention: transformers' name of an attention implementation.
 
     Raises:
-        ReplicaError: it can't be loaded.
+        ReplicaError: the model can't be loaded.
     """
     if not (folder / "config.json").is_file():
         raise ReplicaError(f"model: expected a Hugging Face folder, found no config.json in {folder}")

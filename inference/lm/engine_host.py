@@ -1,4 +1,4 @@
-"""Steps an engine, and answers gateway workers on their channels (`inference.wire.lm`) with what it makes."""
+"""Steps an engine, and sends its tokens to gateway workers on their channels (`inference.wire.lm`)."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ __all__ = ["IDLE_CHANNEL_S", "MOST_PENDING_TOKENS", "EngineHost"]
 logger = logging.getLogger(__name__)
 
 IDLE_CHANNEL_S: Final = 600.0
-"""A channel with nothing under way ends after so long without a word; a worker that lives opens another one."""
+"""A channel without sequences ends after this long without a message; a live worker opens another one."""
 MOST_PENDING_TOKENS: Final = 16_384
-"""Of a channel; then the engine waits for its worker."""
+"""Unsent tokens of a channel at which the engine waits for the channel's worker."""
 
 
 class EngineHost:
-    """Owns an engine: one thread makes all calls of it, and asks for no turn while it has nothing to do.
+    """Owns an engine: one thread makes all calls of it, and sleeps while there is nothing to do.
 
-    A worker that is behind doesn't grow the memory here: what its window doesn't let through is merged, and from
-    `most_pending` tokens on the engine takes no further step, for anybody, until they are sent. A worker that holds it
-    up for a lease's time loses its channel.
+    A slow worker can't make memory grow: frames beyond its window are merged, and from `most_pending` unsent tokens on
+    the engine takes no further step, for any channel, until they are sent. A worker that blocks the engine for a
+    lease's time loses its channel.
 
     Args:
-        engine: not used by anybody else from now on.
-        device: where it computes.
-        on_broken: called if the device can't be used any more, the engine not even be reset, or a step doesn't return.
-        lease_s: a channel with work under way from which nothing was heard for so long ends.
-        idle_s: and so does one without, from which nothing was heard for so long.
-        most_pending: tokens of a channel that may wait to be sent.
-        max_step_s: that a step of the engine may take.
+        engine: the engine, which the host alone uses from now on.
+        device: the engine's device.
+        on_broken: called once the device is unusable, the engine can't be reset, or a step doesn't return.
+        lease_s: how long a channel with sequences lives without a message from its worker.
+        idle_s: how long a channel without sequences lives without a message.
+        most_pending: the most tokens of a channel that may wait to be sent.
+        max_step_s: the longest that a step of the engine may take.
     """
 
     def __init__(
@@ -84,22 +84,22 @@ class EngineHost:
         self._most_pending = most_pending
         self._failures = FailureLog()
         self._changed = threading.Condition(threading.Lock())
-        """Guards all that follows, and says that the engine's thread has something to look at."""
+        """Guards the attributes below, and wakes the engine's thread."""
         self._channels: dict[str, HostChannel] = {}
         self._sequences: dict[str, HostSequence] = {}
-        """Of all channels, those that have not ended, by the engine's name of them."""
+        """The running sequences of all channels, by the engine's id."""
         self._asked: list[tuple[HostSequence, bool]] = []
-        """What the engine is yet to be told, in order: a sequence, and whether it is cancelled or else submitted."""
+        """Commands for the engine, in order: a sequence, and whether to cancel it rather than submit it."""
         self._load = Load()
         self._closed = ""
         self._has_work = False
-        """The engine's own word; known to its thread only."""
+        """`Engine.has_work`; used by the engine's thread only."""
         self._watch = StepWatch(max_step_s, self._give_up)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     async def handle(self, requests: Sequence[TritonRequest]) -> AsyncIterator[list[dict[str, Array]]]:
-        """Answer one Triton request in frames. No exception leaves it, for the reason `FusedPipeline.handle` gives."""
+        """Answer one Triton request in frames. It raises no exception, since PyTriton would answer with a traceback."""
         (request,) = requests  # the model is bound without Triton's batcher
         try:
             message = _read(request)
@@ -125,7 +125,7 @@ class EngineHost:
             self._end_all(reason)
         self._thread.join()
 
-    # Messages, each in the loop of the request that brings it.
+    # Handlers of messages, each in its request's event loop.
 
     async def _open(self, message: Open) -> AsyncGenerator[list[dict[str, Array]], None]:
         channel = HostChannel(message.channel, message.window, asyncio.get_running_loop(), time.monotonic())
@@ -135,10 +135,10 @@ class EngineHost:
             elif message.window < 1:
                 frame = self._refusal(f"window: expected at least 1, got {message.window}")
             elif message.channel in self._channels:
-                frame = self._refusal(f"channel: expected a name that was never used, got {message.channel!r}")
+                frame = self._refusal(f"channel: expected a new name, got {message.channel!r}")
             else:
                 self._channels[message.channel] = channel
-                self._changed.notify()  # there is one more to expire
+                self._changed.notify()  # the new channel may expire first
                 frame = channel.take(self._load)
         try:
             while True:
@@ -157,20 +157,20 @@ class EngineHost:
                     if was_held_up and frame is not None:
                         self._changed.notify()
         finally:
-            with self._changed:  # nobody reads it any more
+            with self._changed:  # its reader is gone
                 self._end_channel(channel, "")
 
     def _post(self, message: Post) -> StepFrame | None:
         with self._changed:
             channel = self._channels.get(message.channel)
             if channel is None:
-                return self._refusal(self._closed or f"channel: there is none of the name {message.channel!r}")
+                return self._refusal(self._closed or f"channel: unknown name {message.channel!r}")
             channel.heard.restart(time.monotonic())
             channel.acknowledge(message.acknowledged)
             room = self._room(len(message.submits))
             for submit in message.submits:
                 if submit.number in channel.sequences:
-                    reason = f"submits: expected numbers that were never used, got {submit.number}"
+                    reason = f"submits: expected new numbers, got {submit.number}"
                     self._end_channel(channel, reason)
                     return None
                 sequence = HostSequence(channel, submit)
@@ -189,7 +189,7 @@ class EngineHost:
         return None
 
     def _cancel_request(self, message: CancelRequest) -> StepFrame:
-        """Those that end by themselves in the step under way are counted too."""
+        """Cancel a request's sequences. Those that end in the step under way are counted too."""
         with self._changed:
             found = [one for one in self._sequences.values() if one.submit.request_id == message.request_id]
             cancelled = sum(self._cancel(one) for one in found)
@@ -201,7 +201,7 @@ class EngineHost:
     def _packed_for(self, channel: HostChannel, frame: StepFrame) -> list[dict[str, Array]]:
         try:
             return _packed(frame)
-        except Exception as error:  # an engine of the user's has made something else than numbers
+        except Exception as error:  # a user's engine has returned something other than numbers
             self._failures.note(error)
             reason = f"the engine's events can't be sent: {type(error).__name__}: {text_of(error)}"
             with self._changed:
@@ -209,12 +209,11 @@ class EngineHost:
             frame.events, frame.closed = [], reason
             return _packed(frame)
 
-    # Under the lock.
+    # Called with the lock held.
 
     def _room(self, wanted: int) -> int:
-        """How many more sequences the engine could take, as far as so many are wanted; it may yet find that it can't.
-        Known here, and not only in the engine's thread, so that nobody waits for a step's end to hear of a full queue.
-        """
+        """How many more sequences the engine may accept; cancelled ones are counted only if fewer than `wanted` fit.
+        Computed here, so that a full queue is reported without waiting for the end of a step."""
         most = self._limits.max_sequences + self._limits.max_waiting
         room = most - len(self._sequences)
         return room if room >= wanted else room + sum(one.is_cancelled for one in self._sequences.values())
@@ -231,7 +230,7 @@ class EngineHost:
         self._changed.notify()
 
     def _cancel(self, sequence: HostSequence) -> bool:
-        """Have a sequence cancelled; false if it is already."""
+        """Have the engine cancel a sequence; False if it is cancelled already."""
         if sequence.is_cancelled:
             return False
         sequence.is_cancelled = True
@@ -239,7 +238,7 @@ class EngineHost:
         return True
 
     def _end_channel(self, channel: HostChannel, reason: str) -> None:
-        """End a channel and its sequences; of these nothing is said any more."""
+        """End a channel and its sequences, without events for these."""
         if self._channels.get(channel.name) is not channel:
             return
         del self._channels[channel.name]
@@ -267,37 +266,37 @@ class EngineHost:
             channel.wake()
 
     def _expire(self, now: float) -> None:
-        """End the channels whose workers are gone, or hold the others up."""
+        """End the channels whose workers are gone or block the engine."""
         for channel in list(self._channels.values()):
             if channel.end is not None:
                 self._end_channel(channel, channel.end)
             elif channel.is_busy:
                 self._expire_busy(channel, now)
             elif channel.heard.is_over(now, self._idle_s):
-                # It begins as where a channel is unknown: a worker that lives has lost nothing, and opens another one.
-                self._end_channel(channel, f"channel: nothing was under way, or heard from it, for {self._idle_s:g} s")
+                # The prefix is that of an unknown channel: a live worker has lost nothing, and opens another one.
+                self._end_channel(channel, f"channel: idle for {self._idle_s:g} s")
 
     def _expire_busy(self, channel: HostChannel, now: float) -> None:
         if channel.heard.is_over(now, self._lease_s):
-            self._end_channel(channel, f"nothing was heard from it for {self._lease_s:g} s")
+            self._end_channel(channel, f"its worker was silent for {self._lease_s:g} s")
         elif channel.tokens < self._most_pending:
             channel.held_up = None
         elif channel.held_up is None:
             channel.held_up = Wait(now)
         elif channel.held_up.is_over(now, self._lease_s):
-            self._end_channel(channel, f"{channel.tokens} tokens were not taken in for {self._lease_s:g} s")
+            self._end_channel(channel, f"its worker left {channel.tokens} tokens unread for {self._lease_s:g} s")
 
     def _may_step(self) -> bool:
         return self._has_work and all(channel.held_up is None for channel in self._channels.values())
 
     def _patience_s(self, now: float) -> float | None:
-        """How long until `_expire` may have something to do."""
+        """Seconds until `_expire` must be called next."""
         channels = self._channels.values()
         looks = [one.heard.next_look(self._lease_s if one.is_busy else self._idle_s) for one in channels]
         looks += [one.held_up.next_look(self._lease_s) for one in channels if one.held_up is not None]
         return max(min(looks) - now, 0.001) if looks else None
 
-    # The thread that watches the engine's.
+    # The watchdog's thread.
 
     def _give_up(self) -> None:
         reason = f"the engine: a step takes longer than `max_step_s`, {self._max_step_s:g} s"
@@ -308,8 +307,8 @@ class EngineHost:
         finally:
             self._on_broken(reason)
 
-    # The engine's thread. An engine of the user's may raise SystemExit and the like too: if the thread ended of them
-    # silently, the replica would hang.
+    # The engine's thread. A user's engine may raise SystemExit and the like, too: if they ended the thread silently,
+    # the replica would hang.
 
     def _run(self) -> None:
         try:
@@ -328,7 +327,7 @@ class EngineHost:
             self._watch.stop()
 
     def _prepare(self) -> bool:
-        """Tell the engine what was asked, until it has a step to do; false if there is none any more."""
+        """Pass on commands until the engine has a step to do; False if the host is closed."""
         while True:
             with self._changed:
                 now = time.monotonic()
@@ -359,7 +358,7 @@ class EngineHost:
                     self._reset(error)
                     continue
                 if not is_known:
-                    self._end(sequence, "error", "the engine doesn't know it any more")
+                    self._end(sequence, "error", "the engine no longer knows the sequence")
         self._look()
 
     def _submit(self, sequence: HostSequence) -> None:
@@ -396,7 +395,7 @@ class EngineHost:
             self._reset(error)
 
     def _look(self) -> None:
-        """See how busy the engine is, and whether it has lost a sequence; then tell the channels."""
+        """Read the engine's load, end sequences that it has lost, and wake the channels."""
         engine = self._engine
         self._has_work = engine.has_work
         load = Load(engine.active, engine.waiting, engine.cache_used)
@@ -404,7 +403,7 @@ class EngineHost:
             self._load = load
             if not self._has_work:
                 for sequence in [one for one in self._sequences.values() if one.is_submitted]:
-                    self._end_locked(sequence, "error", "the engine has no more work, but did not end it")
+                    self._end_locked(sequence, "error", "the engine has no more work, but did not end the sequence")
             self._wake_all()
 
     def _end(self, sequence: HostSequence, finish: Ending, error: str = "") -> None:
@@ -418,7 +417,7 @@ class EngineHost:
             sequence.channel.add_end(sequence, finish, error)
 
     def _reset(self, error: BaseException) -> None:
-        """End all sequences that the engine has, with what it raised, and have it begin anew."""
+        """End all of the engine's sequences with the error that it raised, and reset it."""
         self._failures.note(error)
         reason = _said(error)
         with self._changed:
@@ -434,7 +433,7 @@ class EngineHost:
 def _read(request: TritonRequest) -> Message:
     array = request.data.get(CONTROL)
     if array is None:
-        raise ValueError("there is none")
+        raise ValueError("the input is missing")
     return decode_message(array.tobytes())
 
 

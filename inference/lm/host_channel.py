@@ -1,4 +1,4 @@
-"""A channel as the replica has it: what a gateway worker is yet to be told, and what it asked for."""
+"""The replica's side of a channel: a gateway worker's sequences, and their events that have not been sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENDINGS: Final = frozenset({"stop", "length", "cancelled", "error"})
 
 
 class HostSequence:
-    """A sequence of a channel, from the message that asks for it to the event that ends it."""
+    """A sequence of a channel, from the message that starts it to the event that ends it."""
 
     __slots__ = ("channel", "event", "id", "is_cancelled", "is_submitted", "number", "submit", "taken")
 
@@ -24,45 +24,45 @@ class HostSequence:
         self.submit = submit
         self.number = submit.number
         self.id = f"{channel.name}/{submit.number}"
-        """The engine's name of it."""
+        """The engine's id of the sequence."""
         self.is_submitted = False
-        """Whether the engine has it; known to the engine's thread only."""
+        """Whether the engine has the sequence; used by the engine's thread only."""
         self.is_cancelled = False
-        """Whether nobody wants more of it."""
+        """Whether the sequence has been cancelled."""
         self.event: SequenceEvent | None = None
-        """Its last event."""
+        """The sequence's last event."""
         self.taken = -1
-        """The channel's `HostChannel.sent` when that was made: another one now means that it is on its way."""
+        """`HostChannel.sent` when the last event was made; if it has changed, the event has been sent."""
 
 
 class HostChannel:
-    """What is known of a channel. The engine's thread and the channel's loop share it under the host's lock.
+    """The state of a channel, shared by the engine's thread and the channel's loop under the host's lock.
 
     Args:
-        name: of the channel.
-        window: frames that may be on their way without having been acknowledged.
-        loop: that of the request which its frames answer.
+        name: the channel's name.
+        window: the most frames sent but not acknowledged.
+        loop: the event loop of the request that the frames answer.
         now: monotonic seconds.
     """
 
     def __init__(self, name: str, window: int, loop: asyncio.AbstractEventLoop, now: float) -> None:
         self.name = name
         self.sequences: dict[int, HostSequence] = {}
-        """Those that have not ended, by number."""
+        """Running sequences by number."""
         self.heard = Wait(now)
-        """For a word of its worker."""
+        """The timeout of the worker's next message."""
         self.held_up: Wait | None = None
-        """The engine's, for it to be drained."""
+        """The timeout of a worker that blocks the engine; None if it doesn't."""
         self.tokens = 0
-        """How many are pending."""
+        """Unsent tokens."""
         self.sent = 0
-        """Frames."""
+        """Frames sent."""
         self.news = asyncio.Event()
-        """Set if there may be a frame to send; only its loop touches it."""
+        """Set if there may be a frame to send; used in the channel's loop only."""
         self.is_waking = False
-        """Whether `wake` has been called, and the loop has not looked since."""
+        """Whether `wake` has been called and the loop has not reacted yet."""
         self.end: str | None = None
-        """Why it has ended; nothing if the worker wished so."""
+        """Why the channel has ended; empty if the worker closed it."""
         self._window = window
         self._loop = loop
         self._acknowledged = 0
@@ -70,21 +70,21 @@ class HostChannel:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a worker that lives has a reason to be heard of."""
+        """Whether a live worker would send messages."""
         return bool(self.sequences or self._events)
 
     @property
     def has_frame(self) -> bool:
-        """Whether there is something to send, and it may be sent."""
+        """Whether there is something to send and the window allows it."""
         return self.end is not None or (bool(self._events) and self.sent - self._acknowledged < self._window)
 
     def acknowledge(self, frames: int) -> None:
-        """The worker has taken in so many frames."""
+        """Note how many frames the worker has received."""
         self._acknowledged = max(self._acknowledged, min(frames, self.sent))
 
     def add(self, sequence: HostSequence, event: TokenEvent) -> None:
-        """A sequence has got on. Tokens join those that are pending only where they continue them exactly, so that what
-        an engine does wrong is seen by the worker, which counts."""
+        """Add an engine's event. Tokens are merged with unsent ones only if their indices continue exactly, so that the
+        worker, which checks the indices, notices an engine's fault."""
         last = sequence.event
         token, logprob, top = event.token, event.logprob, event.top
         if (
@@ -119,13 +119,13 @@ class HostChannel:
                 last.error = f"the engine: finish: expected one of {', '.join(sorted(_ENDINGS))}, got {event.finish!r}"
 
     def add_end(self, sequence: HostSequence, finish: Ending, error: str = "") -> None:
-        """A sequence has ended, by no word of the engine."""
+        """End a sequence without an event of the engine."""
         last = sequence.event
         index = 0 if last is None else last.index + len(last.tokens)
         self._events.append(SequenceEvent(sequence.number, index, [], finish=finish, error=error))
 
     def take(self, load: Load) -> StepFrame:
-        """A frame with everything that is pending."""
+        """Take a frame with everything unsent."""
         events, self._events = self._events, []
         self.tokens = 0
         self.held_up = None
@@ -134,11 +134,11 @@ class HostChannel:
         return StepFrame(number, events, load, closed=self.end or "")
 
     def wake(self) -> None:
-        """If there is a frame, have the loop send it; once, however often it is called before the loop does."""
+        """Have the loop send a frame if there is one. Further calls before the loop reacts do nothing."""
         if self.is_waking or not self.has_frame:
             return
         self.is_waking = True
         try:
             self._loop.call_soon_threadsafe(self.news.set)
-        except RuntimeError:  # the loop is closed, as it is while the process ends: nobody waits for the frame
+        except RuntimeError:  # the loop is closed because the process is ending: the frame has no reader
             self.end = "its loop has ended"

@@ -1,4 +1,4 @@
-"""From an ``lm:`` reference and its options to an engine; what is wrong is found before weights are read."""
+"""Makes an engine from an ``lm:`` reference and its options; faults are found before weights are read."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ StepTime = Annotated[float, Meta(gt=0, le=86_400)]
 
 TOKENIZER: Final = "tokenizer.json"
 GIVEN: Final = ("device", "on_broken")
-"""Keyword arguments that an engine of the user's gets besides its options."""
+"""Keyword arguments that a user's engine gets in addition to its options."""
 CALLED_WITH: Final = "(folder, *, device, on_broken, **options)"
 SEE_ENGINE: Final = "see inference.engine.Engine for what an engine is"
 
 
 class SlotOptions(msgspec.Struct, frozen=True):
-    """Options of the engine that is built in, `inference.lm.slot_engine.SlotEngine`."""
+    """Options of the built-in engine, `inference.lm.slot_engine.SlotEngine`."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and activations; ``auto`` as the folder says."""
+    """Type of weights and activations; ``auto`` for the folder's."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     max_sequences: Annotated[int, Meta(ge=1, le=4096)] = 32
     max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 256
     context_length: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
-    """At most what the model's configuration says, which is the default."""
+    """By default, and at most, what the model's configuration says."""
     cache_tokens: Annotated[int, Meta(ge=16, le=2**40)] | None = None
-    """At least what the warm-up of one sequence takes."""
+    """The least allowed is what the warm-up of one sequence takes."""
     prefill_chunk: Count = 256
 
 
 class LmPlan(NamedTuple):
-    """A language model that can be loaded, as far as can be known without it."""
+    """A language model that has been checked as far as possible without loading it."""
 
     reference: str
     folder: Path
     options: SlotOptions | Mapping[str, Any]
-    """Of the engine that is built in, or of one of the user's."""
+    """Options of the built-in engine or the user's."""
     make: Callable[..., Engine] | None
-    """Makes an engine of the user's; None: the one that is built in."""
+    """Makes the user's engine; None for the built-in one."""
     max_step_s: float
-    """Of the host, whichever the engine is."""
+    """The host's limit of a step, whichever the engine."""
     engine: str = ""
-    """What names `make`."""
+    """The reference of `make`."""
 
     def load(self, device: str, on_broken: Callable[[str], None]) -> Engine:
         """Read the weights, and make an engine that has checked itself.
 
         Raises:
-            ReplicaError: that failed; the message says what and why.
+            ReplicaError: loading failed; the message says what and why.
         """
         if isinstance(self.options, SlotOptions):
             return _slot_engine(self.folder, self.options, device, on_broken)
@@ -93,7 +93,7 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
 
     Args:
         reference: ``lm:PATH`` or ``lm:PACKAGE:PATH``.
-        options: of its engine; ``engine`` names one of the user's, ``module:callable``, that gets all others but
+        options: the engine's options; ``engine`` names a user's engine, ``module:callable``, which gets all others but
             ``max_step_s``, which is the host's.
         search: folders in which a relative path is looked for, besides the working folder.
 
@@ -107,7 +107,7 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
     max_step_s = _max_step_s(title, rest.pop("max_step_s", MAX_STEP_S))
     if engine is None:
         checked_json(title, folder, CONFIG, "the model's configuration")
-    checked_json(title, folder, TOKENIZER, "the tokenizer, with which the gateway reads and writes text")
+    checked_json(title, folder, TOKENIZER, "the tokenizer, which the gateway needs")
     if engine is None:
         for name in ("torch", "transformers"):
             if importlib.util.find_spec(name) is None:
@@ -119,7 +119,7 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
     engine, make = _engine_maker(title, engine)
     try:
         signature = inspect.signature(make)
-    except (TypeError, ValueError):  # one that isn't written in Python
+    except (TypeError, ValueError):  # a callable not written in Python
         return LmPlan(reference, folder, rest, make, max_step_s, engine)
     try:
         signature.bind_partial(folder, **dict.fromkeys(GIVEN))
@@ -140,7 +140,7 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
 
 
 def lm_signature(name: str, folder: Path, limits: EngineLimits | None) -> Signature:
-    """What the gateway is told of a language model; without limits, as far as it is known before it is loaded."""
+    """A language model's signature for the gateway; without limits, as far as it is known before loading."""
     return Signature(
         name=name,
         inputs=(TensorSpec("text_input", "BYTES", (1,)),),
@@ -153,14 +153,14 @@ def lm_signature(name: str, folder: Path, limits: EngineLimits | None) -> Signat
 
 
 def _slot_engine(folder: Path, options: SlotOptions, device: str, on_broken: Callable[[str], None]) -> Engine:
-    # Heavy imports, which one who only looks at the configuration is spared.
+    # Heavy imports, not needed to check a configuration.
     import transformers
 
     from inference.lm.causal_lm import load_causal_lm
     from inference.lm.slot_engine import SlotEngine
 
     logs: Any = transformers.utils.logging
-    logs.disable_progress_bar()  # it would land in the replica's log
+    logs.disable_progress_bar()  # it would fill the replica's log
     loaded = load_causal_lm(folder, device=device, dtype=options.dtype, attention=options.attention)
     engine = SlotEngine(
         loaded.model,
@@ -209,14 +209,14 @@ def _engine_maker(title: str, engine: object) -> tuple[str, Callable[..., Engine
     module = import_for(f"{title}, {where}", module_name)
     found: Callable[..., Engine] | None = getattr(module, name, None)
     if not callable(found):
-        what = "it has none of that name" if found is None else f"got {found!r:.80}"
+        what = "found none" if found is None else f"got {found!r:.80}"
         reason = f"{where}: expected a callable {name!r} in {module_name}, {what}"
-        raise LoadError(Problem(title, reason, "correct the name; it is called with the folder, and gives an Engine"))
+        raise LoadError(Problem(title, reason, "correct the name; the callable takes the folder and returns an Engine"))
     return f"{module_name}:{name}", found
 
 
 def _engine_problem(error: BaseException, title: str, engine: str) -> Problem:
-    """What went wrong in making an engine of the user's; of a callable that can't be called so, that it can't."""
+    """An exception from making a user's engine as a problem; a callable with the wrong parameters gets its own."""
     is_ours = _is_ours(error)
     problem = problem_of(_users(error), title, "making its engine")
     if isinstance(error, TypeError) and (
@@ -229,12 +229,12 @@ def _engine_problem(error: BaseException, title: str, engine: str) -> Problem:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether an exception comes from here, or from `inspect`, and not from what was called."""
+    """Whether an exception was raised here or in `inspect`, and not in the callable."""
     trace = error.__traceback__
     return trace is None or trace.tb_next is None or trace.tb_next.tb_frame.f_code.co_filename == inspect.__file__
 
 
 def _users(error: BaseException) -> BaseException:
-    """The same exception, whose trace starts in what was called."""
+    """The exception with a traceback that starts in the callable."""
     trace = error.__traceback__
     return error.with_traceback(trace.tb_next if trace is not None else None)

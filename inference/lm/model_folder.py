@@ -1,4 +1,4 @@
-"""What a Hugging Face folder's files say of a model before its weights are read: whether it can be loaded."""
+"""Checks from a Hugging Face folder's files, before weights are read, that its model can be loaded."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = ".index.json"
 OTHER_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf")
-"""Endings of files that are named where there are none of these."""
+"""Endings of weight files, to list in the message when `WEIGHTS` and its index are missing."""
 
 HEADER_BYTES: Final = 8
-"""Of a safetensors file: its header's length, which comes first."""
+"""Size of the header's length, with which a safetensors file begins."""
 MAX_HEADER_BYTES: Final = 100_000_000
-"""As safetensors' own."""
+"""The limit of safetensors itself."""
 ENDINGS: Final = ("ForCausalLM", "LMHeadModel")
-"""Of the names of transformers' causal language models, but for a few."""
+"""Endings of the names of most of transformers' causal language models."""
 
 _SAVED: Final = "name a Hugging Face folder, as save_pretrained of model and tokenizer writes it"
 _POINTER: Final = "copy the file again; one of a few hundred bytes is a pointer of Git LFS: run `git lfs pull`"
 
 
 def checked_json(title: str, folder: Path, name: str, what: str) -> Any:
-    """The content of a file that must be there.
+    """The content of a required JSON file.
 
     Raises:
-        LoadError: it is not, or it isn't JSON.
+        LoadError: the file is missing, or isn't JSON.
     """
     try:
         return json.loads((folder / name).read_bytes())
@@ -45,15 +45,15 @@ def checked_json(title: str, folder: Path, name: str, what: str) -> Any:
 
 
 def checked_model(title: str, folder: Path, context_length: int | None) -> None:
-    """See whether a folder holds a causal language model that transformers knows, with all of its weights.
+    """Check that a folder holds a causal language model that transformers knows, with all of its weights.
 
     Args:
-        title: what needs it.
-        folder: with config.json and weights.
-        context_length: that is wanted; None: the model's.
+        title: begins the message of an error.
+        folder: holds config.json and weights.
+        context_length: the configured length; None for the model's.
 
     Raises:
-        LoadError: it doesn't; the message names the file or the option.
+        LoadError: the check failed; the message names the file or the option.
     """
     config = _checked_config(title, folder)
     try:
@@ -64,19 +64,19 @@ def checked_model(title: str, folder: Path, context_length: int | None) -> None:
 
 
 def context_length_of(config: Any, wanted: int | None) -> int:
-    """Tokens of a prompt and its answer.
+    """The most tokens of a prompt and its answer together.
 
     Args:
-        config: transformers', of the text model.
-        wanted: None: as many as the configuration says.
+        config: transformers' configuration of the text model.
+        wanted: the configured length; None for the model's.
 
     Raises:
-        ReplicaError: that is more than the configuration says, or neither says any.
+        ReplicaError: `wanted` exceeds the model's length, or neither is given.
     """
     most: int | None = getattr(config, "max_position_embeddings", None)
     if wanted is None:
         if most is None:
-            raise ReplicaError("context_length: the model's configuration has none; set one")
+            raise ReplicaError("context_length: the model's configuration has none; set it")
         return most
     if most is not None and wanted > most:
         raise ReplicaError(
@@ -93,7 +93,7 @@ def _checked_config(title: str, folder: Path) -> Any:
     if not isinstance(kind, str):
         reason = f"{path}: expected an object whose model_type names the kind of model, got {content!r:.80}"
         raise LoadError(Problem(title, reason, _SAVED))
-    # Heavy, and needed only here.
+    # A heavy import, needed only here.
     from transformers import AutoConfig
 
     from inference.lm.transformers_parts import causal_architectures, is_causal_lm
@@ -101,7 +101,7 @@ def _checked_config(title: str, folder: Path) -> Any:
     other = "name the folder of a causal language model, or set `options.engine`"
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever the class of a configuration makes of its fields
+    except Exception as error:  # a configuration class may raise anything
         reason = f"{path}: transformers can't read it: {type(error).__name__}: {text_of(error):.300}"
         raise LoadError(Problem(title, reason, f"correct the file; or {other}")) from error
     if not is_causal_lm(config):
@@ -134,13 +134,13 @@ def _check_weights(title: str, folder: Path, name: str) -> None:
 
 
 def _check_tensors(title: str, path: Path) -> None:
-    """See whether a safetensors file is as long as its header says (https://huggingface.co/docs/safetensors)."""
+    """Check that a safetensors file is as long as its header says (https://huggingface.co/docs/safetensors)."""
     try:
         size_bytes = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(HEADER_BYTES), "little")
             if size_bytes < HEADER_BYTES or length > min(size_bytes - HEADER_BYTES, MAX_HEADER_BYTES):
-                reason = f"{path}: expected a safetensors file, got {size_bytes} bytes that are none, or not all of it"
+                reason = f"{path}: expected a safetensors file, got a different or truncated file of {size_bytes} bytes"
                 raise LoadError(Problem(title, reason, _POINTER))
             header = json.loads(file.read(length))
         ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
@@ -149,7 +149,7 @@ def _check_tensors(title: str, path: Path) -> None:
         reason = f"expected {path.name}, weights of the model, in {path.parent}: {error.strerror}"
         raise LoadError(Problem(title, reason, "copy the folder again")) from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        reason = f"{path}: expected a safetensors file, got one whose header isn't one: {type(error).__name__}: {error}"
+        reason = f"{path}: expected a safetensors file, got an invalid header: {type(error).__name__}: {error}"
         raise LoadError(Problem(title, reason[:400], _POINTER)) from error
     if size_bytes != expected:
         reason = f"{path}: expected {expected} bytes, as its header says, got {size_bytes}"

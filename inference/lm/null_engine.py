@@ -1,4 +1,4 @@
-"""Engines without a model: one that costs nothing, to measure what is around it, and one that breaks its contract."""
+"""Engines for tests and benchmarks: one that computes nothing, and one that breaks the contract of `Engine`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _LIMITS = EngineLimits(
 
 
 class NullEngine:
-    """Computes nothing: the token of index i is i modulo the vocabulary. All else is as in an engine that computes.
+    """Computes nothing: the token of index i is i modulo the vocabulary size. Otherwise it behaves like any engine.
 
     Args:
-        limits: as for any engine.
+        limits: the engine's limits.
         eos_ids: tokens that end a sequence.
-        step_s: how long a step takes, seconds.
+        step_s: how long a step takes, in seconds.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class NullEngine:
 
 
 class _Progress:
-    """How far a sequence is."""
+    """The progress of a sequence."""
 
     __slots__ = ("max_tokens", "produced", "stops")
 
@@ -120,14 +120,14 @@ class _Progress:
 
 
 class FaultyEngine:
-    """Breaks the contract of another engine's events, for sequences that the caller picks; the others are untouched.
+    """Wraps an engine and falsifies the events of chosen sequences.
 
     Args:
-        engine: whose events it passes on.
+        engine: the engine whose events are passed on.
         fault: ``repeat`` reports a token twice, ``skip`` leaves one out, ``history`` reports all tokens again at each
             step, ``raise`` makes `step` raise.
-        after: the index of the token at which it starts.
-        is_faulty: which sequences, by id.
+        after: the index of the token at which the fault starts.
+        is_faulty: chooses sequences by id.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class FaultyEngine:
         return self._engine.cancel(id)
 
     def step(self) -> list[TokenEvent]:
-        """One step, with the fault in it."""
+        """As `Engine.step`, with the fault."""
         events: list[TokenEvent] = []
         for event in self._engine.step():
             events += self._spoiled(event) if self._is_faulty(event.id) else [event]
@@ -181,7 +181,7 @@ class FaultyEngine:
 
     def _spoiled(self, event: TokenEvent) -> list[TokenEvent]:
         if self._fault == "raise" and event.index >= self._after:
-            raise RuntimeError(f"a fault on purpose, in sequence {event.id}")
+            raise RuntimeError(f"a deliberate fault in sequence {event.id}")
         if self._fault == "repeat" and event.index == self._after:
             return [msgspec.structs.replace(event, finish=None), event]
         if self._fault == "skip" and event.index == self._after and event.finish is None:

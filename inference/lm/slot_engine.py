@@ -1,4 +1,4 @@
-"""Continuous batching on a transformers model's own forward: sequences join and leave between steps."""
+"""Continuous batching with a transformers model's own forward pass: sequences join and leave between steps."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ from inference.runtime.failure_log import FailureLog, text_of
 __all__ = ["SlotEngine"]
 
 CHECK_LENGTHS: Final = (12, 4)
-"""Tokens of the prompts that the self-check computes."""
+"""Prompt lengths of the self-check, in tokens."""
 
 
 @dataclass(eq=False)
 class _Sequence:
-    """A sequence that has a place."""
+    """An admitted sequence."""
 
     request: SequenceRequest
     stops: frozenset[int]
     sampler: Sampler
     cached: int = 0
-    """Tokens in the cache: those of the prompt that were computed, then also those of the answer but the last."""
+    """Tokens in the cache: the computed part of the prompt, and then the answer without its last token."""
     produced: int = 0
     """Tokens of the answer."""
     last: int = 0
-    """The answer's last token, which the next step computes with."""
+    """The answer's last token, the next step's input."""
     has_ended: bool = False
 
 
 class SlotEngine:
-    """An engine whose cache has a row a sequence.
+    """An engine whose cache has one row per sequence.
 
-    A step is one forward over all sequences that generate, and one over at most `prefill_chunk` tokens of prompts: a
-    chunk of a long one, or several short ones, padded. A prompt's last chunk yields its first token.
+    A step is one forward pass over all sequences that generate, and one over at most `prefill_chunk` tokens of prompts:
+    a chunk of a long prompt, or several short ones, padded. A prompt's last chunk yields the answer's first token.
 
-    Rows 0 to n - 1 of the cache are the n sequences that generate; row n is that of a prompt computed in part.
+    Rows 0 to n - 1 of the cache belong to the n sequences that generate, row n to a partly computed prompt.
 
     Args:
-        model: a causal language model, in eval mode, where it is to compute.
-        eos_ids: its end-of-sequence tokens.
-        max_sequences: how many are computed together.
-        max_waiting: how many more may wait.
+        model: a causal language model, in eval mode, on its device.
+        eos_ids: the model's end-of-sequence tokens.
+        max_sequences: the most sequences computed together.
+        max_waiting: the most sequences that wait beyond these.
         context_length: tokens of a prompt and its answer; by default, and at most, what the model's configuration says.
-        cache_tokens: the cache's size: sequences × the longest of them; by default room for all.
-        prefill_chunk: tokens.
-        on_broken: called if the device can't be used any more.
+        cache_tokens: the cache's size: sequences × the longest of them; by default enough for all sequences.
+        prefill_chunk: the most prompt tokens per step.
+        on_broken: called once the device is unusable.
 
     Raises:
-        ReplicaError: the model can't be served so.
+        ReplicaError: this engine can't serve the model.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class SlotEngine:
         self._cache = self._blank_cache()
         self._rows = torch.arange(max(max_sequences, len(CHECK_LENGTHS)), device=self._device)
         self._generating: list[_Sequence] = []
-        """Of row 0, row 1, ..."""
+        """The sequences that generate, by cache row."""
         self._prompts: deque[_Sequence] = deque()
-        """Whose prompt is not or not all computed, in order of arrival; only the first can be in part."""
+        """Sequences whose prompt is not fully computed, in order of arrival; only the first may be partly computed."""
         self._pending: list[TokenEvent] = []
         self._failures = FailureLog()
 
@@ -135,7 +135,7 @@ class SlotEngine:
 
     @property
     def cache_held(self) -> int:
-        """Tokens that memory is held for."""
+        """Tokens that memory is allocated for."""
         rows, length = self._cache.shape
         return rows * length
 
@@ -177,18 +177,18 @@ class SlotEngine:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Compare what the engine's cache and masks make of the model with what the model computes without them.
+        """Compare the model's logits with and without the engine's cache and masks.
 
         Call it before the first `submit`.
 
         Raises:
-            ReplicaError: they differ, or the model fails.
+            ReplicaError: the logits differ, or the model fails.
         """
         prompts = [
             [(5 * place + row) % self._vocab_size for place in range(length)]
             for row, length in enumerate(CHECK_LENGTHS)
         ]
-        # One of its own size: the engine's may be smaller.
+        # A separate cache, because the engine's may be too small.
         self._cache = SlotCache(
             self._layers, max_rows=len(prompts), max_tokens=len(prompts) * max(CHECK_LENGTHS), chunk=max(CHECK_LENGTHS)
         )
@@ -204,7 +204,7 @@ class SlotEngine:
             got = self._forward_each([ids[-1] for ids in prompts], [len(ids) - 1 for ids in prompts])
         except Exception as error:
             reason = f"{type(error).__name__}: {text_of(error)}"
-            raise ReplicaError(f"model: it fails in the slot engine: {reason}") from error
+            raise ReplicaError(f"model: fails in the slot engine: {reason}") from error
         finally:
             self._cache = self._blank_cache()
         scale = float(expected.float().std())
@@ -212,8 +212,8 @@ class SlotEngine:
         allowed = (0.01 if self._model.dtype == torch.float32 else 0.2) * scale
         if not difference <= allowed:
             raise ReplicaError(
-                f"model: {type(self._model).__name__} gives other logits with the slot engine's cache, by "
-                f"{difference:.2g} where {allowed:.2g} is rounding; the engine does not support its kind of attention"
+                f"model: {type(self._model).__name__} gives other logits with the slot engine's cache: they differ by "
+                f"{difference:.2g}, expected at most {allowed:.2g}; the engine does not support its kind of attention"
             )
 
     def _blank_cache(self) -> SlotCache:
@@ -221,7 +221,7 @@ class SlotEngine:
         return SlotCache(self._layers, max_rows=limits.max_sequences, max_tokens=limits.cache_tokens)
 
     def _start(self, events: list[TokenEvent]) -> None:
-        """Take in those that have got a place."""
+        """Start the newly admitted sequences."""
         while (request := self._admission.take()) is not None:
             if request.max_tokens == 0:
                 self._admission.release(request.id)
@@ -243,7 +243,7 @@ class SlotEngine:
         compute: Callable[[], Sequence[Choice]],
         events: list[TokenEvent],
     ) -> None:
-        """Compute tokens of sequences in successive rows; if that fails, these end, and only these."""
+        """Compute tokens of sequences in successive rows; if that fails, only these sequences end."""
         sequences = list(sequences)
         try:
             choices = compute()
@@ -252,7 +252,7 @@ class SlotEngine:
             for sequence in sequences:
                 self._end(sequence, "error", events, text)
         else:
-            # A prompt that isn't computed to its end yet has no choice.
+            # A partly computed prompt has no choice yet.
             for row, (sequence, choice) in enumerate(zip(sequences, choices, strict=False), first_row):
                 if choice.is_valid:
                     self._advance(sequence, choice, events)
@@ -262,7 +262,7 @@ class SlotEngine:
         self._compact()
 
     def _decode(self) -> list[Choice]:
-        """The next token of each sequence that generates."""
+        """Compute the next token of each sequence that generates."""
         sequences = self._generating
         logits = self._forward_each([one.last for one in sequences], [one.cached for one in sequences])
         for one in sequences:
@@ -270,7 +270,7 @@ class SlotEngine:
         return choose(logits, [one.sampler for one in sequences])
 
     def _group(self) -> list[_Sequence]:
-        """Whose prompts the next forward computes: a part of one, or as many whole ones as a padded chunk holds."""
+        """The sequences whose prompts are computed next: part of one, or as many as fit whole in a padded chunk."""
         group: list[_Sequence] = []
         width = 0
         for sequence in self._prompts:
@@ -283,7 +283,7 @@ class SlotEngine:
         return group
 
     def _prefill(self, group: Sequence[_Sequence]) -> list[Choice]:
-        """The first tokens of those whose prompt is computed to its end."""
+        """Compute prompts; returns the first tokens of those that are complete."""
         start = group[0].cached
         chunks = [one.request.prompt[start : start + self._prefill_chunk] for one in group]
         first = len(self._generating)
@@ -301,11 +301,10 @@ class SlotEngine:
         return choices
 
     def _forward(self, chunks: Sequence[Sequence[int]], start: int) -> Tensor:
-        """Logits [rows, vocab] after the last token of each chunk, which follow `start` tokens in the rows aimed at."""
+        """Logits [rows, vocab] after each chunk's last token; chunks follow `start` tokens in the cache's window."""
         lengths = [len(chunk) for chunk in chunks]
         width = max(lengths)
-        # Padded on the right: no token sees what comes after it, and what padding leaves in the cache is overwritten
-        # before it is seen.
+        # Padded on the right: no token sees a later one, and the padding in the cache is overwritten before it is seen.
         ids = torch.tensor([[*chunk, *[0] * (width - len(chunk))] for chunk in chunks], device=self._device)
         positions = torch.arange(start, start + width, device=self._device).expand(len(chunks), width)
         ends = sorted(set(lengths))
@@ -319,7 +318,7 @@ class SlotEngine:
         return logits[range(len(chunks)), [ends.index(length) for length in lengths]]
 
     def _forward_each(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Logits [rows, vocab] after one more token in each of the first rows, at a position of its own."""
+        """Logits [rows, vocab] after one more token in each of the first rows, each at its own position."""
         count, longest = len(tokens), max(positions)
         self._fit(count, longest + 1)
         ids = torch.tensor(tokens, device=self._device)[:, None]
@@ -341,14 +340,14 @@ class SlotEngine:
         return logits[:, -1]
 
     def _fit(self, rows: int, length: int) -> None:
-        """Have room for these, and for what is there."""
+        """Grow the cache to at least this many rows and tokens, keeping what it holds."""
         cached = [one.cached for one in self._generating]
         if self._prompts and self._prompts[0].cached:
             cached.append(self._prompts[0].cached)
         self._cache.fit(max(rows, len(cached)), max(length, *cached, 0))
 
     def _advance(self, sequence: _Sequence, choice: Choice, events: list[TokenEvent]) -> None:
-        """A sequence has got a token."""
+        """Report a sequence's token, and end the sequence if that was the last."""
         request, index = sequence.request, sequence.produced
         sequence.last = choice.token
         sequence.produced = index + 1
@@ -363,13 +362,13 @@ class SlotEngine:
             self._admission.release(request.id)
 
     def _end(self, sequence: _Sequence, finish: Finish, events: list[TokenEvent], error: str) -> None:
-        """A sequence ends without a token."""
+        """End a sequence without a token."""
         sequence.has_ended = True
         self._admission.release(sequence.request.id)
         events.append(TokenEvent(sequence.request.id, sequence.produced, None, finish=finish, error=error))
 
     def _compact(self) -> None:
-        """Close the holes that ended sequences leave, from the last rows, in one copy."""
+        """Fill the rows of ended sequences from the last rows, in one copy."""
         before = len(self._generating)
         rows = [(row, one) for row, one in enumerate(self._generating) if not one.has_ended]
         if self._prompts and self._prompts[0].cached and not self._prompts[0].has_ended:

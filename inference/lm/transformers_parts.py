@@ -1,6 +1,6 @@
-"""All reliance on parts of transformers that it doesn't document for others.
+"""All use of undocumented parts of transformers.
 
-tests/inference/lm/test_transformers_parts.py names what is relied on, so that an upgrade fails there.
+tests/inference/lm/test_transformers_parts.py names these parts, so that an incompatible upgrade fails there.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ __all__ = ["Cache", "CacheLayerMixin", "attention_of", "causal_architectures", "
 
 
 def attention_of(config: PreTrainedConfig) -> str | None:
-    """The implementation of attention that a loaded model computes with, such as ``sdpa``."""
+    """The attention implementation of a loaded model, such as ``sdpa``."""
     found: str | None = config._attn_implementation
     return found
 
 
 def layers_of(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
-    """How each layer attends, such as ``full_attention``, and what its cache would take besides."""
+    """Each layer's kind of attention, such as ``full_attention``, and the options of its cache."""
     kinds, options = get_layer_types_and_kwargs(config)
     return list(kinds), list(options)
 
 
 def is_causal_lm(config: PreTrainedConfig) -> bool:
-    """Whether `AutoModelForCausalLM` knows a model with such a configuration."""
+    """Whether `AutoModelForCausalLM` knows a model with this configuration."""
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def causal_architectures(model_type: str) -> tuple[str, ...] | str:
-    """The names of the causal language models of a ``model_type``, or the one name."""
+    """The class names of a ``model_type``'s causal language models, or the only one."""
     found: tuple[str, ...] | str = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ())
     return found

@@ -1,1 +1,1 @@
-"""The replica's process: loads, binds to an embedded Triton, warms up, serves, ends."""
+"""The replica's process: loads a model, binds it to an embedded Triton, warms up, serves, ends."""

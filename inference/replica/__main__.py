@@ -38,7 +38,7 @@ LARGE_EXAMPLE_BYTES = 64 * 1024
 CAUSE_CHARACTERS = 300
 
 _FOLDERS = re.compile(r"(?<![\w/:.~-])~?/(?:[^\s/:'\"]+/)*(?=[^\s/])")
-"""Of absolute paths, all but the last part."""
+"""Matches all but the last part of absolute paths."""
 
 
 class _Reporter:
@@ -56,7 +56,7 @@ class _Reporter:
 
 def main() -> None:
     """Run the replica until SIGTERM."""
-    # Should the guardian be killed, nobody would sweep after us: end with it.
+    # End with the guardian: if it is killed, nothing else would sweep up this process group.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     keep_freed_memory()
     faulthandler.enable()
@@ -70,16 +70,16 @@ def main() -> None:
     except Exception as error:
         status = failure_of(error)
         if not status.is_permanent and (not isinstance(error, ModelError) or error.__cause__ is not None):
-            traceback.print_exc()  # where in the user's code it came from
+            traceback.print_exc()  # shows where in the user's code the error arose
         reporter.send(status)
         sys.stderr.flush()
         os._exit(1)
 
 
 def _stop_on_sigterm(directory: Path) -> threading.Event:
-    """An event that SIGTERM sets once the replica serves; before that there is nothing to unload, and it ends at once.
+    """An event that SIGTERM sets once the replica serves; before that nothing needs unloading, and it ends at once.
 
-    A handler rather than a mask: a mask would be inherited by Triton, and by what the callable starts.
+    A handler rather than a mask, which Triton and the callable's own processes would inherit.
     """
     stop = threading.Event()
 
@@ -98,7 +98,7 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter, stop: thread
     sys.path[:0] = spec.user_paths
     os.chdir(spec.working_dir)
 
-    # Heavy imports come after the environment is known to be right, so that its message is the one that is read.
+    # Heavy imports come after the check of the environment, whose message is clearer than an import error.
     from inference.replica.served import load_served
     from inference.replica.triton import EmbeddedTriton
 
@@ -125,19 +125,19 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter, stop: thread
     reporter.send(ReplicaStatus("unloaded"))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not Triton.stop(): the guardian ends the whole group at once, where stop() takes 5 s and more.
+    # Not Triton.stop(), which takes 5 s and more: the guardian ends the whole group at once.
     os._exit(0)
 
 
 def _without_large_example(signature: Signature) -> Signature:
-    """What the gateway is told: an example that is too long to show has served its purpose in the warm-up."""
+    """The signature for the gateway, without an example that is too long to show; only the warm-up needs that."""
     if signature.example is None or len(msgspec.json.encode(signature.example)) <= LARGE_EXAMPLE_BYTES:
         return signature
     return msgspec.structs.replace(signature, example=None)
 
 
 def failure_of(error: Exception) -> ReplicaStatus:
-    """What the supervisor is told of an error that keeps the replica from serving."""
+    """The status that reports an error which keeps the replica from serving."""
     if not isinstance(error, ModelError):
         return ReplicaStatus("failed", f"{type(error).__name__}: {error}", cause=_cause(error))
     text = str(error)
@@ -159,7 +159,7 @@ def _for_clients(text: str) -> str:
 
 
 def _end_soon(reason: str) -> None:
-    """End the process once the answer that says why is on its way."""
+    """End the process once the answer that says why has been sent."""
 
     def end() -> None:
         time.sleep(0.5)

@@ -1,11 +1,11 @@
-"""How the instances of a replica find the first of them: with more patience than PyTriton has.
+"""Makes a replica's instances wait longer for the first of them than PyTriton does.
 
-Triton starts all instances at once, each with a process of its own. Each but the first asks the first one for its
-configuration over a unix socket, and PyTriton lets the whole start fail if that isn't there within a second, or is met
-between ``bind`` and ``listen``. Neither says that anything is wrong.
+Triton starts all instances at once, each in its own process. All others ask the first one for its configuration over a
+unix socket, and PyTriton fails the whole start if the socket is not there within a second, or if it is between ``bind``
+and ``listen``. On a busy machine both are normal.
 
-Triton runs copies of PyTriton's scripts, which lie in its model store. `make_patient` puts `inference.replica.patience`
-beside the copies and has them use it.
+Triton runs copies of PyTriton's scripts in its model store. `make_patient` puts `inference.replica.patience` beside the
+copies and has them use it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ get_config_from_handshake_server = patient(get_config_from_handshake_server)
 
 
 def make_patient(script: Path) -> None:
-    """Let a copy of PyTriton's ``communication.py`` ask patiently.
+    """Patch a copy of PyTriton's ``communication.py`` to retry.
 
     Raises:
-        OSError: it isn't there, or can't be written.
+        OSError: the copy is missing or can't be written.
     """
     script.chmod(0o644)  # a copy has the mode of what it was made from, which may be for reading only
     with script.open("a", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""How an instance of a replica finds the first one: with more patience than PyTriton has.
+"""Retries an instance's request to the first instance for longer than PyTriton does.
 
 `inference.replica.first_instance` copies this file beside PyTriton's scripts, where none of our modules is: it imports
 the standard library only.
@@ -13,12 +13,12 @@ __all__ = ["patient"]
 
 
 def patient(ask: Any, timeout_s: float = 30.0, pause_s: float = 0.02) -> Any:
-    """Something that asks as ``ask`` does, again and again until it is answered.
+    """Wrap ``ask`` so that it is retried until it succeeds.
 
     Args:
         ask: ``get_config_from_handshake_server``.
-        timeout_s: after which it gives up, with the last error.
-        pause_s: between two questions.
+        timeout_s: after this long the last error is raised.
+        pause_s: the pause between two attempts.
     """
 
     def ask_again(socket_path: Any) -> Any:
@@ -26,7 +26,7 @@ def patient(ask: Any, timeout_s: float = 30.0, pause_s: float = 0.02) -> Any:
         while True:
             try:
                 return ask(socket_path)
-            except (OSError, ValueError):  # not there, not yet listening, or too late with its answer
+            except (OSError, ValueError):  # missing, not yet listening, or late with its answer
                 if time.monotonic() > until_s:
                     raise
                 time.sleep(pause_s)

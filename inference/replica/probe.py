@@ -1,8 +1,8 @@
-"""Tries models without loading them: imports and constructs each, and reads its declarations.
+"""Checks models without loading them: imports and constructs each, and reads its declarations.
 
-``python -m inference.replica.probe`` reads a JSON list of `Request` on its standard input and prints, as each is done,
-one JSON `Finding` a line; of a pipeline one for each step, and then one for the whole. It is a process of its own
-because a model's module may do anything: one that ends the process leaves those findings that were printed before it.
+``python -m inference.replica.probe`` reads a JSON list of `Request` from standard input and prints one JSON `Finding`
+per line as each is done; for a pipeline one per step, and then one for the whole. It runs in its own process because a
+model's module may do anything: if one ends the process, the findings printed before it remain.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ __all__ = ["Finding", "Request", "main", "probe"]
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What to try; the fields are a deployment's."""
+    """What to check; the fields are a deployment's."""
 
     name: str
     model: str = ""
     """Empty for a pipeline."""
     options: dict[str, Any] = {}
     pipeline: PipelineSpec | None = None
-    """Steps that one replica computes."""
+    """The steps of a fused pipeline."""
     max_batch_size: int = 1
     device: str = "auto"
     path: tuple[str, ...] = ()
-    """Put first on ``sys.path``."""
+    """Folders put first on ``sys.path``."""
     working_dir: str | None = None
-    """Where relative paths in the user's code start."""
+    """The working folder of the user's code."""
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What came of one request, or of one step of it."""
+    """The result for one request, or for one step of it."""
 
     name: str
     step: str = ""
-    """Of a pipeline: this one is of a step, and more of the same name follow."""
+    """The step, if this is a pipeline's step; more findings of the same name follow."""
     signature: Signature | None = None
     problems: tuple[dict[str, str], ...] = ()
-    """Each an `inference.errors.Problem`."""
+    """The fields of an `inference.errors.Problem` each."""
 
 
 def probe(request: Request) -> Iterator[Finding]:
-    """Try one model, or a pipeline's. Their modules stay imported, and ``sys.path`` and the working folder stay
+    """Check a model or a pipeline's models. Their modules stay imported, and ``sys.path`` and the working folder stay
     changed."""
     sys.path[:0] = [entry for entry in request.path if entry not in sys.path]
     if request.working_dir is not None:
@@ -87,7 +87,7 @@ def probe(request: Request) -> Iterator[Finding]:
 def _try(
     title: str, name: str, reference: str, options: dict[str, Any], request: Request
 ) -> tuple[Signature | None, list[Problem]]:
-    """The signature of a model, or what is wrong with it."""
+    """The signature of a model, or its problems."""
     try:
         if is_language_model(reference):
             plan = plan_language_model(reference, options, request.path)
@@ -98,7 +98,7 @@ def _try(
         return None, [Problem(title, f"{reference}: {error.problem.reason}", error.problem.mend)]
     except DeclarationError as error:
         return None, [Problem(title, f"{reference}: {error}", "correct the declaration")]
-    except Exception as error:  # the declarations may be properties, which run the user's code
+    except Exception as error:  # declarations may be properties, which run the user's code
         problem = problem_of(error, title, "reading its declarations")
         return None, [Problem(title, f"{reference}: {problem.reason}", problem.mend)]
 
@@ -128,7 +128,7 @@ def _device_problems(title: str, wanted: str) -> list[Problem]:
 def main() -> None:
     """Answer the requests on standard input."""
     requests = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Request])
-    # What a model prints while it is imported must not land between the findings.
+    # A model's output during import must not mix with the findings.
     with os.fdopen(os.dup(1), "wb") as output:
         os.dup2(2, 1)
         for request in requests:

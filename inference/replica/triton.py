@@ -4,12 +4,12 @@ What differs from `pytriton.triton.Triton`, and why:
 
 - HTTP, gRPC and metrics listen on unix sockets in the replica's own folder (0700), so no other user can reach them.
   PyTriton's own clients can't dial such an address, so the two waits that use them are replaced here.
-- Models lie in a local model store that Triton loads as it starts, rather than being sent through its load API: no
-  temporary ``/tmp/folder*`` per model is left behind, and one-second polls fall away.
-- Triton sees no GPU: it holds no tensor of ours there, and would take memory pools and a context on each.
+- Models are in a local model store that Triton loads as it starts, rather than being sent through its load API: this
+  leaves no temporary ``/tmp/folder*`` per model behind, and avoids polling at intervals of a second.
+- Triton sees no GPU: it holds no tensors there, but would allocate memory pools and a context on each.
 - Several instances find each other however busy the machine is (`inference.replica.first_instance`).
 
-All reliance on private parts of PyTriton is here and in `inference.replica.first_instance`;
+All use of private parts of PyTriton is here and in `inference.replica.first_instance`;
 tests/inference/replica/test_triton.py names the parts.
 """
 
@@ -66,7 +66,7 @@ class UnixConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        """Dial the socket."""
+        """Connect to the socket."""
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(str(self._path))
@@ -101,12 +101,12 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
 
     @property
     def grpc_socket(self) -> Path:
-        """Where Triton's gRPC listens."""
+        """The unix socket of Triton's gRPC."""
         return self.directory / "g:1"
 
     @property
     def http_socket(self) -> Path:
-        """Where Triton's HTTP listens."""
+        """The unix socket of Triton's HTTP."""
         return self.directory / "h"
 
     def bind(self, model_name: str, **about: Any) -> None:
@@ -140,7 +140,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
             infer_func=infer,
             inputs=[_tensor(spec) for spec in signature.inputs],
             outputs=[Tensor(name=FRAME, dtype=np.uint8, shape=(-1,))],
-            # Without Triton's batcher: what it merges would have to end as one.
+            # Without Triton's batcher: merged requests would have to end together.
             config=ModelConfig(max_batch_size=signature.max_batch_size, batcher=None, decoupled=True),
         )
 
@@ -153,7 +153,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
             infer_func=infer,
             inputs=[Tensor(name=CONTROL, dtype=np.uint8, shape=(-1,))],
             outputs=[Tensor(name=FRAME, dtype=np.uint8, shape=(-1,))],
-            # Without Triton's batcher: one that is answered for hours must hold up none that come after it.
+            # Without Triton's batcher: a request that stays open for hours must not block later ones.
             config=ModelConfig(max_batch_size=1, batcher=None, decoupled=True),
         )
 
@@ -161,7 +161,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         """Start Triton and wait until it serves the model.
 
         Raises:
-            ReplicaError: Triton ended or was not ready in time; the message has what its log says of it.
+            ReplicaError: Triton ended or was not ready in time; the message includes the relevant lines of its log.
         """
         hidden = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "none"}
         before = {name: os.environ.get(name) for name in hidden}
@@ -197,7 +197,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
             time.sleep(0.02)
 
     def _wait_for_models(self) -> None:
-        """Nothing: a server that is ready has loaded its models."""
+        """Do nothing: a server that is ready has loaded its models."""
 
     def _is_ready(self) -> bool:
         connection = UnixConnection(self.http_socket, timeout_s=5)
@@ -222,9 +222,9 @@ def _not_started(why: str, lines: Sequence[str]) -> str:
 
 
 def telling_lines(lines: Sequence[str]) -> list[str]:
-    """The lines of a Triton's log that say why it did not start: its errors, or else its last words.
+    """The lines of Triton's log that say why it did not start: its errors, or else its last lines.
 
-    After an error it goes on to print tables of what it was started with.
+    After an error Triton still prints tables of its settings, so the errors are not at the end.
     """
     return error_lines(lines)[:TOLD_LINES] or list(lines[-TOLD_LINES:])
 

@@ -1,4 +1,4 @@
-"""Warm-up: real calls through the replica's own Triton, so that nothing on the way runs for the first time later."""
+"""Warm-up: real calls through the replica's own Triton, so that no part of the path is cold for the first client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Caller", "FrameCaller", "HttpCaller", "batch_sizes", "example_rows",
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
-    """Powers of two up to ``max_batch_size``, and that itself."""
+    """Powers of two up to ``max_batch_size``, and ``max_batch_size`` itself."""
     sizes = [1 << power for power in range(max_batch_size.bit_length()) if 1 << power < max_batch_size]
     return [*sizes, max_batch_size]
 
@@ -62,11 +62,11 @@ class Caller(Protocol):
     """Calls the replica's own Triton as a gateway does."""
 
     def call(self, inputs: Sequence[tuple[TensorSpec, bytes, list[int]]], rows: int) -> list[RowReport]:
-        """One call; gives a report for each row that failed, and of the others as many as it likes.
+        """Make one call. Returns a report for each row that failed, and any number for the others.
 
         Args:
             inputs: declaration, bytes and shape with the batch axis.
-            rows: how many.
+            rows: the number of rows.
 
         Raises:
             ReplicaError: there was no answer.
@@ -74,7 +74,7 @@ class Caller(Protocol):
         ...
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         ...
 
 
@@ -84,7 +84,7 @@ def warm_up(
     """Call the model once with each batch size; a pipeline with all its heads.
 
     Raises:
-        ReplicaError: a call failed; the message has the callable's own.
+        ReplicaError: a call failed; the message includes the callable's own.
     """
     row = signature.example_row()
     try:
@@ -185,7 +185,7 @@ def _share(
     end = 0
     for name, data, shape in large:
         placed[name] = (end, shape)
-        # Not `os.pwrite`, which takes no more than two gigabytes at once.
+        # Not `os.pwrite`, which writes at most two gigabytes at once.
         with open(fd, "wb", closefd=False) as file:
             file.seek(end)
             file.write(data)
@@ -201,7 +201,7 @@ def _stand_in(spec: TensorSpec, rows: int) -> tuple[TensorSpec, bytes, list[int]
 
 
 class FrameCaller:
-    """Calls a pipeline, or a model that streams, over gRPC. Of a stream the first result is enough.
+    """Calls a pipeline or a streaming model over gRPC. It reads only the first result of a stream.
 
     Args:
         signature: the model's.

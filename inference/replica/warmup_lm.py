@@ -21,7 +21,7 @@ CHANNEL: Final = "warm-up"
 PROMPT_LENGTHS: Final = (5, 24, 1, 60)
 MAX_TOKENS: Final = 4
 MOST: Final = 256
-"""How many sequences are generated together, unless more are asked for."""
+"""The most sequences generated together by default."""
 
 
 def warm_up(
@@ -52,7 +52,7 @@ def warm_up(
 
 
 def counts(limits: EngineLimits, wanted: Sequence[int] | None) -> list[int]:
-    """How many sequences to generate together, one after the other; None: powers of two."""
+    """The numbers of sequences to generate together, one run after the other; None: powers of two."""
     shortest = min(1 + MAX_TOKENS, limits.context_length)
     most = max(min(limits.max_sequences, limits.cache_tokens // shortest), 1)
     if wanted is None:
@@ -61,7 +61,7 @@ def counts(limits: EngineLimits, wanted: Sequence[int] | None) -> list[int]:
 
 
 def submits(count: int, limits: EngineLimits, numbers: Iterator[int]) -> list[Submit]:
-    """Sequences that the engine's limits allow together, of different lengths."""
+    """Sequences of different lengths that the engine's limits allow together."""
     longest = min(limits.context_length, limits.cache_tokens // count)
     found = []
     for length in itertools.islice(itertools.cycle(PROMPT_LENGTHS), count):
@@ -105,7 +105,7 @@ class _Channel:
             self._connection.close()
 
     def generate(self, wanted: Sequence[Submit]) -> None:
-        """Have sequences generated to their ends."""
+        """Generate sequences to their ends."""
         self._messages.put(Post(CHANNEL, submits=list(wanted)))
         left = {submit.number for submit in wanted}
         while left:
@@ -132,7 +132,7 @@ class _Channel:
         return None
 
     def _requests(self) -> Iterator[Any]:
-        """What gRPC sends, in a thread of its own."""
+        """The requests to send, consumed by gRPC in its own thread."""
         from tritonclient.grpc import service_pb2
 
         while True:

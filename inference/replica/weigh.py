@@ -1,7 +1,7 @@
-"""Loads models and says how large their weights are.
+"""Loads models and measures the size of their weights.
 
-``python -m inference.replica.weigh`` reads one JSON `inference.replica.probe.Request` on its standard input, loads what
-it names, and prints one JSON `Weight`. A process of its own, for the planner; see `app.cli.plan.measuring`.
+``python -m inference.replica.weigh`` reads one JSON `inference.replica.probe.Request` from standard input, loads its
+models, and prints one JSON `Weight`. The planner runs it as a process; see `app.cli.plan.measuring`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["Weight", "main", "weigh"]
 
 
 class Weight(msgspec.Struct, frozen=True):
-    """What loading left in memory."""
+    """The memory taken by loading."""
 
     bytes: int
     how: str
-    """``tensors``: torch's tensors, counted; ``growth``: of the process's anonymous memory."""
+    """``tensors``: the sum of torch's tensors; ``growth``: the growth of the process's anonymous memory."""
 
 
 def weigh(request: Request) -> Weight:
-    """Load what a deployment names, and keep it until it is weighed."""
+    """Load a deployment's models, and measure their weights."""
     sys.path[:0] = [entry for entry in request.path if entry not in sys.path]
     if request.working_dir is not None:
         os.chdir(request.working_dir)
@@ -59,7 +59,7 @@ def weigh(request: Request) -> Weight:
 
 
 def _tensor_bytes() -> int:
-    """Of all of torch's tensors that live: memory that several share counts once."""
+    """Bytes of all live torch tensors; memory that several share counts once."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return 0
@@ -80,7 +80,7 @@ def _anonymous_bytes() -> int:
 def main() -> None:
     """Answer the request on standard input."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
-    # What a model prints while it is loaded must not stand before the answer.
+    # A model's output during loading must not precede the answer.
     with os.fdopen(os.dup(1), "wb") as output:
         os.dup2(2, 1)
         output.write(msgspec.json.encode(weigh(request)))

@@ -28,7 +28,7 @@ from inference.wire.lm import (
 )
 from inference.wire.report import CallNote
 
-UNKNOWN = "channel: there is none of the name"
+UNKNOWN = "channel: unknown name"
 LIMITS = EngineLimits(max_sequences=4, max_waiting=8, context_length=64, cache_tokens=256, vocab_size=100)
 SIGNATURE = Signature(
     "lm",

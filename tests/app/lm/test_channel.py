@@ -581,7 +581,7 @@ def test_a_channel_that_is_closed_or_ends_fails_its_sequences() -> None:
         assert [error.message for error in errors] == [
             "model `lm`: the replica closed the channel to it: the engine: it broke",
             "model `lm`: the replica ended the channel to it",
-            "model `lm`: the replica closed the channel to it: channel: there is none of the name",
+            "model `lm`: the replica closed the channel to it: channel: unknown name",
             "the replica ended while it had the request",
         ]
         assert all(error.retry_after_s for error in errors[:3])

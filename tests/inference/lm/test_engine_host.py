@@ -331,7 +331,7 @@ def test_an_end_that_is_none_is_an_error() -> None:
 
 def test_a_sequence_that_the_engine_forgets_is_ended() -> None:
     *_, event = events_of([(0, 1)], [])
-    assert (event.finish, event.error) == ("error", "the engine has no more work, but did not end it")
+    assert (event.finish, event.error) == ("error", "the engine has no more work, but did not end the sequence")
     assert event.index == 1
 
 
@@ -468,7 +468,7 @@ def test_a_step_that_raises_ends_what_runs_and_the_engine_goes_on() -> None:
         for events in found.values():
             assert numbers_of(events) == [0, 1, 2]
             assert (events[-1].finish, events[-1].error) == (
-                "error", "RuntimeError: a fault on purpose, in sequence c/0",
+                "error", "RuntimeError: a deliberate fault in sequence c/0",
             )  # fmt: skip
         await worker.submit(2, tokens=10)
         assert numbers_of((await worker.to_end(2))[2]) == list(range(10))
@@ -536,11 +536,11 @@ def test_a_worker_that_is_not_heard_of_loses_its_channel_and_frees_its_places() 
         renewing = asyncio.create_task(renew())
         while not (frame := await silent.frame()).closed:
             pass
-        assert frame.closed == "nothing was heard from it for 0.3 s"
+        assert frame.closed == "its worker was silent for 0.3 s"
         assert await silent.next() is None
         await until(lambda: (host._load.active, host._load.waiting) == (1, 0))
         (answer,) = await silent.post(acknowledged=1)
-        assert answer.closed == "channel: there is none of the name 'silent'"
+        assert answer.closed == "channel: unknown name 'silent'"
         await idle.submit(0, tokens=5)  # it had no sequences: nothing had to be heard of it
         assert (await idle.end_of(0)).finish == "length"
         assert not any(one.closed for one in heard.frames)
@@ -594,7 +594,7 @@ def test_a_worker_that_never_reads_loses_its_channel_although_it_is_heard_of() -
             await other.post(acknowledged=len(other.frames))
             await asyncio.sleep(0.02)
         assert numbers_of(reading.result()[0]) == list(range(2000))
-        assert (await worker.frame()).closed == "500 tokens were not taken in for 0.3 s"
+        assert (await worker.frame()).closed == "its worker left 500 tokens unread for 0.3 s"
 
     hosted(NullEngine(LIMITS), test, most_pending=500, lease_s=0.3)
 
@@ -772,7 +772,7 @@ def test_a_channel_with_nothing_under_way_ends_after_a_while_without_a_word() ->
                 await asyncio.sleep(0.02)
 
         renewing = asyncio.create_task(renew())
-        said = "channel: nothing was under way, or heard from it, for 0.3 s"
+        said = "channel: idle for 0.3 s"
         assert (await idle.frame()).closed == said
         assert await idle.next() is None
         renewing.cancel()
@@ -787,7 +787,7 @@ def test_an_idle_engine_watches_idle_channels_too() -> None:
         await until(lambda: host._watch._sleeps)  # the engine's thread waits, for nothing yet
         worker = Worker(host)
         await worker.frame()
-        assert (await worker.frame()).closed.startswith("channel: nothing was under way")
+        assert (await worker.frame()).closed.startswith("channel: idle")
 
     hosted(NullEngine(LIMITS), test, idle_s=0.2)
 
@@ -806,7 +806,7 @@ def test_what_is_idle_is_looked_at_now_and_then_only(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(host, "_expire", look)
         worker = Worker(host)
         await worker.frame()
-        assert (await worker.frame()).closed.startswith("channel: nothing was under way")
+        assert (await worker.frame()).closed.startswith("channel: idle")
 
     hosted(NullEngine(LIMITS), test, idle_s=0.4, lease_s=0.01)
     assert looks < 10
@@ -873,7 +873,7 @@ def test_a_worker_that_is_gone_loses_its_channel_although_steps_are_long() -> No
         await worker.submit(0)
         while not (frame := await worker.frame()).closed:
             pass
-        assert frame.closed == "nothing was heard from it for 0.1 s"
+        assert frame.closed == "its worker was silent for 0.1 s"
 
     hosted(NullEngine(LIMITS, step_s=0.15), test, lease_s=0.1)
 
@@ -882,7 +882,7 @@ def test_a_channel_is_opened_once() -> None:
     async def test(host: EngineHost) -> None:
         worker, again = Worker(host), Worker(host)
         await worker.frame()
-        assert (await again.frame()).closed == "channel: expected a name that was never used, got 'c'"
+        assert (await again.frame()).closed == "channel: expected a new name, got 'c'"
         assert await again.next() is None
         await worker.submit(0, tokens=3)
         assert (await worker.end_of(0)).finish == "length"
@@ -898,7 +898,7 @@ def test_a_number_twice_ends_the_channel() -> None:
         await worker.submit(3)
         while not (frame := await worker.frame()).closed:
             pass
-        assert frame.closed == "submits: expected numbers that were never used, got 3"
+        assert frame.closed == "submits: expected new numbers, got 3"
         await until(lambda: host._load.active == 0)
 
     hosted(NullEngine(LIMITS, step_s=0.001), test)

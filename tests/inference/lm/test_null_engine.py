@@ -92,7 +92,7 @@ class TestFaultyEngine:
         }
 
     def test_raises(self) -> None:
-        with pytest.raises(RuntimeError, match="a fault on purpose, in sequence a"):
+        with pytest.raises(RuntimeError, match="a deliberate fault in sequence a"):
             self.events(FaultyEngine(NullEngine(LIMITS), "raise"), request("a", [1], 5))
 
     def test_is_otherwise_the_engine_it_stands_before(self) -> None:

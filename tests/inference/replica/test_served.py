@@ -125,7 +125,7 @@ def test_options_have_defaults_and_are_taken() -> None:
         ({"engine": "engines"}, "options.engine: expected module:callable, got 'engines'"),
         ({"engine": 3}, "options.engine: expected module:callable, got 3"),
         ({"engine": "no_such_engines:make"}, "options.engine: there is no module 'no_such_engines'"),
-        ({"engine": "lm_case_engines:make"}, "expected a callable 'make' in lm_case_engines, it has none of that name"),
+        ({"engine": "lm_case_engines:make"}, "expected a callable 'make' in lm_case_engines, found none"),
         ({"engine": "lm_case_engines:number"}, "expected a callable 'number' in lm_case_engines, got 3"),
         ({"engine": "lm_case_engines:strict"}, "option 'size' is required, but missing"),
         ({"engine": "lm_case_engines:strict", "length": 3}, "unknown option 'length'; its options are size"),
@@ -149,9 +149,7 @@ def test_files_that_must_be_there(folder: Path) -> None:
     assert "expected config.json, the model's configuration, to be JSON" in failure(f"lm:{folder}")
     (folder / "tokenizer.json").unlink()
     message = failure(f"lm:{folder}", engine="lm_case_engines:null")
-    assert (
-        f"expected tokenizer.json, the tokenizer, with which the gateway reads and writes text, in {folder}" in message
-    )
+    assert f"expected tokenizer.json, the tokenizer, which the gateway needs, in {folder}" in message
 
 
 def test_an_engine_of_the_users(folder: Path) -> None:
