@@ -1,7 +1,4 @@
-"""How fast a queue drains.
-
-Who may wait: bounds of one deployment's queue, and of all that a gateway worker holds.
-"""
+"""Who may wait: the bounds of a deployment's queue and of a gateway worker's queues together, and how fast a queue drains."""
 
 from __future__ import annotations
 

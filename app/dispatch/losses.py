@@ -1,9 +1,4 @@
-"""Requests that replicas were lost with: who is suspected of it, and who is refused because it happened twice.
-
-Parts of requests that a replica was lost with: each is computed alone, so that what ends a replica is known.
-
-What becomes of requests that a replica was lost with: they are computed once more, alone, or refused.
-"""
+"""Requests whose replica was lost: each is computed once more, alone, so that one that ends replicas is known and refused."""
 
 from __future__ import annotations
 

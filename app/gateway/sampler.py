@@ -1,9 +1,6 @@
-"""Looks at what deployments have to do in a gateway worker, many times a second, and reports it to the supervisor.
+"""Samples queues and engines of a gateway worker: many times a second for the supervisor's scaling, and on a scrape.
 
-Looking costs requests nothing; counting in their way would. Deployments that don't scale by their load are not looked
-at.
-
-What a gateway worker is asked for rather than told: the lengths of its queues, and its engines' loads.
+Sampling costs requests nothing; counting in their path would. Deployments that don't scale by load are not sampled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What an API makes of a request's texts.
-
-What the streams of both of OpenAI's text APIs have in common: their chunks' constant parts, and their ends.
-"""
+"""What OpenAI's two text APIs have in common in their answers: the form of an answer, chunks, and the end of a stream."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Answers of ``POST /v1/chat/completions``. Source: OpenAI's API reference.
-
-Requests of ``POST /v1/chat/completions``.
+"""``POST /v1/chat/completions``: its requests and answers.
 
 Source: OpenAI's API reference. What these models can't do is refused by the field's name, never ignored; `top_k`,
 `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `chat_template_kwargs`, `include_stop_str_in_output`,

@@ -1,6 +1,4 @@
-"""Answers of ``POST /v1/completions``. Source: OpenAI's API reference.
-
-Requests of ``POST /v1/completions``.
+"""``POST /v1/completions``: its requests and answers.
 
 Source: OpenAI's API reference; the extensions are those of `app.lm.chat`.
 """

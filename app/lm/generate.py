@@ -1,6 +1,4 @@
-"""Answers of Triton's generate extension by a language model.
-
-Requests of Triton's generate extension to a language model.
+"""Triton's generate extension over a language model: its requests and answers.
 
 Source: Triton's generate extension, with the field names of its backend for vLLM. The text is taken as it is: no chat
 template is applied.

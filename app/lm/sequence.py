@@ -1,6 +1,6 @@
-"""What a request asks of a language model in tokens, and what it is answered.
+"""One sequence of a request: what is asked of the engine in tokens, and a slot for the tokens that were not yet read.
 
-What has come of one sequence and was not yet read: one slot, which merges, and takes only what is in order.
+The slot merges what comes in order, and takes nothing else.
 """
 
 from __future__ import annotations

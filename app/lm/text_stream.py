@@ -1,7 +1,4 @@
-"""One sequence's tokens as text, piece by piece: detokenized, ended at a stop string, with its logarithms.
-
-A request's sequences under way, as text.
-"""
+"""A request's sequences as text, piece by piece: detokenized, ended at a stop string, with log probabilities."""
 
 from __future__ import annotations
 

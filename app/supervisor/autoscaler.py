@@ -1,4 +1,4 @@
-"""How many replicas a load takes: one decision a tick, from what was seen since the last. No clock and no I/O.
+"""Scales deployments by load: a policy decides once a tick, and the autoscaler has the replica sets carry it out.
 
 Up by one when rows have waited longer than they should, or waited while the replicas computed nearly all the time, at
 every tick for ``up_after_s``. Down by one when what there was to do for ``down_after_s`` would have fit on one replica
@@ -11,8 +11,6 @@ less, in one of two ways:
 
 Between these lie loads that change nothing. What is left is a load for which both are wrong, because its waits grow
 faster than that: a step down that had to be taken back is not taken again until there is clearly less to do.
-
-Gives deployments more replicas or fewer, as their load takes: asks the policy, and has the sets do it.
 """
 
 from __future__ import annotations

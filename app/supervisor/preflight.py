@@ -1,4 +1,4 @@
-"""See app/supervisor/preflight.py."""
+"""What can be known to go wrong before anything is started: addresses, folders, shared memory, security, tracing."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 
-def _nothing(*arguments: Any) -> None:
+def _nothing(*arguments: Any, **keywords: Any) -> None:
     """Instead."""
 
 

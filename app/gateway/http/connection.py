@@ -1,11 +1,10 @@
-"""The connections of a gateway worker: how many there may be, and which has to go when there are too many.
+"""A client's connection, which is uvicorn's with bounds on what the application doesn't see, and how many there may be.
 
-A client's connection: uvicorn's own, with bounds on what the application doesn't see.
-
-These are the size of a request's head and the time it may take, since the application sees a request only once its head
-is complete; the time that what is left of a body may take after the answer; an answer that the client doesn't read; and
-how many connections there are. A client that pipelines is read no further while its requests wait, and what is refused
-without the application is refused in its turn: after the answers to the requests before it.
+The bounds are on the size of a request's head and the time it may take, since the application sees a request only once
+its head is complete; on the time that the rest of a body may take after the answer; and on an answer that the client
+doesn't read. A client that pipelines is read no further while its requests wait. What is refused without the
+application is refused in its turn, after the answers to the requests before it. One connection too many replaces the
+one that has been idle longest.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class EndpointRoute(Route):
 class Entry:
     """The application: begins, checks, admits and ends every request. A pure ASGI class.
 
-    It calls endpoints itself: FastAPI's layers took a third of a worker's time, and would stay in memory as long as a
+    It calls endpoints itself: FastAPI's layers cost time, and would stay in memory as long as a
     stream is open. It believes what the proxies on this machine, or those that the environment's
     ``FORWARDED_ALLOW_IPS`` names, say of their clients.
 

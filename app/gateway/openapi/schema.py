@@ -1,7 +1,4 @@
-"""The OpenAPI schema: FastAPI's own, and for each model paths of its own with true schemas and an example.
-
-What the API's schema says of keys.
-"""
+"""The OpenAPI schema: FastAPI's own, with API keys, and for each model paths with its tensors and an example."""
 
 from __future__ import annotations
 

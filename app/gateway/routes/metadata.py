@@ -1,9 +1,4 @@
-"""Health: live is not ready is not model ready.
-
-What is served: the server's and the models' metadata, configurations, statistics, and the repository index.
-
-``/v1/models``: OpenAI's list of models.
-"""
+"""What is served: health, metadata, configurations and statistics of server and models, and OpenAI's list of models."""
 
 from __future__ import annotations
 

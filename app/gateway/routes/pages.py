@@ -1,7 +1,4 @@
-"""``/docs``: Swagger UI from files of our own, so that it works without the internet.
-
-``/``: the status page and the playground, from files of our own; nothing is loaded from elsewhere.
-"""
+"""``/``, the status page and playground, and ``/docs``, Swagger UI: files of our own, so both work without the internet."""
 
 from __future__ import annotations
 

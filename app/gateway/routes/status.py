@@ -1,8 +1,7 @@
-"""``GET /metrics``: what all processes of the server have counted, in Prometheus' text format or in OpenMetrics'.
+"""``GET /metrics`` in Prometheus' text format or OpenMetrics', and ``GET /v2/status``, the status page's data as JSON.
 
-``GET /v2/status``: what the status page shows, as JSON: states, replicas, and counts since the server's start.
-
-Rates are for who asks to work out, from two answers: the same counts that ``/metrics`` exposes, by deployment.
+Both tell the same counts of all processes since the server's start; whoever reads ``/v2/status`` works out rates from
+two answers.
 """
 
 from __future__ import annotations

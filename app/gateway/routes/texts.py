@@ -1,8 +1,5 @@
-"""``POST /v2/requests/{request_id}/cancel``: end what runs under a request's id, whoever sent it with the same key.
-
-From a language model's texts to an HTTP answer: whole, or as server-sent events.
-
-``POST /v1/chat/completions`` and ``/v1/completions``: OpenAI's APIs over a language model.
+"""OpenAI's text routes over a language model, whole or as server-sent events, and the route that cancels a request by
+its id.
 """
 
 from __future__ import annotations

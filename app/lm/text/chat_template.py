@@ -1,12 +1,10 @@
-"""A conversation as the text that the model was trained on: its chat template, rendered.
+"""A chat request's messages, checked, and rendered by the model's chat template to the text that it was trained on.
 
 The template is the operator's, though often written by others; the messages are the clients'. Jinja's sandbox keeps a
 template from everything but the values it is given. It doesn't bound what it does with them, so that is done here:
 loops, calls and output count, and a conversation that takes too long, or gets too long, is refused. This is proof
 against messages that make an honest template work hard, and against loops that never end; it isn't a jail: a single
 call in a template that is out to do harm (``s.replace("", s)``) can still take much memory.
-
-The messages of a chat request as chat templates take them.
 """
 
 from __future__ import annotations
