@@ -1,4 +1,4 @@
-"""Who may wait: the bounds of a deployment's queue and of a gateway worker's queues together, and how fast a queue drains."""
+"""Who may wait: the bounds of a deployment's queue and of all queues of a worker, and how fast a queue drains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests whose replica was lost: each is computed once more, alone, so that one that ends replicas is known and refused."""
+"""Requests whose replica was lost: each is retried alone, so that one that ends replicas is known and refused."""
 
 from __future__ import annotations
 

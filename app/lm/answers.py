@@ -1,4 +1,4 @@
-"""What OpenAI's two text APIs have in common in their answers: the form of an answer, chunks, and the end of a stream."""
+"""What the answers of OpenAI's two text APIs have in common: their form, chunks, and the end of a stream."""
 
 from __future__ import annotations
 

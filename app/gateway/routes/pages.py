@@ -1,4 +1,4 @@
-"""``/``, the status page and playground, and ``/docs``, Swagger UI: files of our own, so both work without the internet."""
+"""``/``, the status page, and ``/docs``, Swagger UI: files of our own, so both work without the internet."""
 
 from __future__ import annotations
 
