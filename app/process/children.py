@@ -1,7 +1,4 @@
-"""Child processes in an event loop: who ended, and how.
-
-Child processes that are stopped (SIGSTOP): the kernel reports no end of them, and they never do anything again.
-"""
+"""Child processes in an event loop: those that ended, and those that are stopped (SIGSTOP)."""
 
 from __future__ import annotations
 
@@ -16,24 +13,24 @@ __all__ = ["Children", "ProcessWatch"]
 
 
 class Children:
-    """Reaps every child of this process, those that came to it as orphans too."""
+    """Reaps every child of this process, adopted orphans included."""
 
     def __init__(self) -> None:
         self._exits: dict[int, asyncio.Future[int]] = {}
 
     def follow(self, process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
-        """A future of the process's exit code; must be called in the same step as the process is started."""
+        """A future of the process's exit code; call this without awaiting anything after the process's start."""
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._exits[process.pid] = exited
 
         def note(future: asyncio.Future[int]) -> None:
-            process.returncode = future.result()  # so that Popen doesn't look for a process that is reaped
+            process.returncode = future.result()  # or Popen would wait for a process that is already reaped
 
         exited.add_done_callback(note)
         return exited
 
     def reap(self) -> None:
-        """Take in the ends there are; to be called at SIGCHLD."""
+        """Reap all children that have ended; call this at SIGCHLD."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -50,23 +47,23 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 class ProcessWatch:
-    """Looks at some children of this process."""
+    """Finds children that are stopped: the kernel reports no end of them, but they do nothing any more."""
 
     def __init__(self) -> None:
         self._watched: set[int] = set()
         self._suspects: set[int] = set()
 
     def add(self, pid: int) -> None:
-        """Look at this one, too."""
+        """Watch this child."""
         self._watched.add(pid)
 
     def discard(self, pid: int) -> None:
-        """It has ended."""
+        """Watch this child no longer."""
         self._watched.discard(pid)
         self._suspects.discard(pid)
 
     def look(self) -> list[int]:
-        """Those that are stopped, and were so at the last look."""
+        """The children that are stopped, and were already stopped at the last call."""
         parent = os.getpid()
         stopped = set()
         for pid in self._watched:

@@ -1,12 +1,8 @@
-"""Whether a replica's calls of the user's code take too long, from the file that `inference.runtime.pulse` keeps.
-
-Imports the standard library only, and so not `inference`; see `app.process.guardian`.
-
-The guardian of one replica: starts it, watches its processes, ends them all, and sweeps.
+"""The guardian of one replica: starts it, watches its processes and calls, ends them all, and sweeps.
 
 Run as ``python -m app.process.guardian NAME FOLDER STATUS_FD COMMAND_FD -- ARGUMENTS...``. The command pipe comes from
-the supervisor: ``stop\n`` on it ends the replica in order (SIGTERM first); its end, which also comes when the
-supervisor dies in whatever way, ends it at once. When the guardian itself has ended, nothing of the replica is left.
+the supervisor: ``stop\\n`` on it ends the replica gracefully (SIGTERM first); its end, which the supervisor's death
+brings too, ends the replica at once. When the guardian has ended, nothing of the replica is left.
 
 It imports the standard library only, so that one more process per replica costs little.
 """
@@ -34,10 +30,20 @@ __all__ = ["PulseWatch", "main"]
 
 
 PULSE_FILE: Final = "pulse"
+"""Maintained by `inference.runtime.pulse` in the replica's folder."""
+READY_FILE: Final = "ready"
+"""Created by the replica in its folder when it serves."""
+PR_SET_CHILD_SUBREAPER: Final = 36
+CHECK_INTERVAL_S: Final = 0.5
+FULL_CHECK_EVERY: Final = 8
+UNLOAD_TIMEOUT_S: Final = 10.0
+SUSPECT_S: Final = 0.25
+"""A member of the group that is in a bad state for this long has ended or is stopped, although Triton still answers
+"ready". A debugger stops a process for less."""
 
 
 class PulseWatch:
-    """Looks at a replica's calls.
+    """Watchdog over a replica's calls of the user's code.
 
     Args:
         directory: the replica's folder.
@@ -46,16 +52,16 @@ class PulseWatch:
     def __init__(self, directory: Path) -> None:
         self._path = directory / PULSE_FILE
         self._late: set[int] = set()
-        """When the calls began that had taken too long at the last look."""
+        """Start times of the calls that were late at the last look."""
 
     def look(self, now_ns: int) -> str | None:
-        """What is wrong, if it was so at the last look too: one that follows a pause of the machine proves nothing.
+        """Why the replica hangs; None if it doesn't. A call must be late twice: once may be due to the machine's pause.
 
         Args:
             now_ns: on the monotonic clock.
         """
         slots = array("q")
-        with contextlib.suppress(OSError):  # there is none: calls may take as long as they like
+        with contextlib.suppress(OSError):  # without the file, calls have no limit
             slots.frombytes(self._path.read_bytes())
         if not slots:
             return None
@@ -65,21 +71,6 @@ class PulseWatch:
         self._late = late
         return f"a call has taken longer than max_compute_s = {limit_ns / 1e9:g} s" if is_hanging else None
 
-
-PR_SET_CHILD_SUBREAPER = 36
-
-READY_FILE = "ready"
-"""Made by the replica in its folder when it serves."""
-
-CHECK_INTERVAL_S = 0.5
-
-FULL_CHECK_EVERY = 8
-
-UNLOAD_TIMEOUT_S = 10.0
-
-SUSPECT_S = 0.25
-"""A member of the group that is in a bad state for so long has ended or is stopped; Triton would go on answering
-"ready". A debugger stops a process for less."""
 
 BAD_STATES: Final = {"T": "is stopped", "t": "is stopped", "Z": "has ended", "X": "has ended", "": "has ended"}
 """What it means that a process is in one of these states, if it stays so."""
@@ -106,15 +97,15 @@ class Guardian:
         """Members in a bad state, and since when."""
         self._pulse = PulseWatch(directory)
         self._next_look_s = 0.0
-        """When it is time for a look at the calls: what wakes us up between may come at any rate."""
+        """When to look at the calls next; wake-ups in between may come at any rate."""
         self._checks = 0
         self._host: subprocess.Popen[bytes] | None = None
         self._is_lowered = False
-        """Whether the replica comes after what serves already, because it starts."""
+        """Whether the replica has a lower priority, because it is starting."""
 
     def run(self) -> int:
         """Guard until the replica has ended and is swept. Returns the host's exit status."""
-        # The group's orphans come to us, so that we can wait until the last one is gone.
+        # The guardian adopts the group's orphans, so that it can wait until the last one is gone.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         wakeup_read, wakeup_write = os.pipe()
         os.set_blocking(wakeup_write, False)
@@ -128,7 +119,7 @@ class Guardian:
         if may_raise():
             lower(host.pid, [host.pid], START_NICE)
             self._is_lowered = True
-        # The supervisor decides, over the pipe. Not before the start: what is ignored stays so in all that is started.
+        # Only the supervisor ends the guardian, over the pipe. Set after the start: children inherit ignored signals.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         try:
@@ -176,7 +167,7 @@ class Guardian:
                 return reason
 
     def _reap_orphans(self) -> None:
-        """Take in the ends of what the callable started and left; the host's own is for `_watch`."""
+        """Reap orphans that the callable left; the host itself is left to `_watch`."""
         assert self._host is not None
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
@@ -185,10 +176,10 @@ class Guardian:
                 os.waitpid(ended.si_pid, 0)
 
     def _inspect(self) -> str | None:
-        """Look at every process of the group, and at its calls. Returns what is wrong, if it was so before too."""
+        """Inspect the group's processes and calls. Returns a problem that has persisted, if any."""
         assert self._host is not None
-        # While it starts, Triton runs a stub only to look at the model and ends it again. A start that fails is seen
-        # by the replica itself.
+        # While it starts, Triton runs and ends a stub just to inspect the model. The replica itself reports a start
+        # that fails.
         if not (self._members or (self._directory / READY_FILE).exists()):
             return None
         now_s = time.monotonic()
@@ -215,7 +206,7 @@ class Guardian:
         return None
 
     def _states(self) -> dict[int, tuple[str, str]]:
-        """Name and state of the group's members; now and then with a look for new ones, which costs more."""
+        """Name and state of the group's members; every few calls also looks for new ones, which costs more."""
         assert self._host is not None
         self._checks += 1
         if self._checks % FULL_CHECK_EVERY != 1 and len(self._members) > 1:
@@ -229,7 +220,7 @@ class Guardian:
         return current
 
     def _note_segments(self, host: subprocess.Popen[bytes], pids: Iterable[int]) -> None:
-        with contextlib.suppress(OSError):  # a disk that is full is no reason to end what serves
+        with contextlib.suppress(OSError):  # a full disk is no reason to end a replica that serves
             self._journal.note(host.pid, segments_mapped_by(pids))
 
     def _end_group(self, host: subprocess.Popen[bytes]) -> None:
@@ -237,7 +228,7 @@ class Guardian:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(host.pid, signal.SIGKILL)
         host.wait()
-        # What the callable started in sessions of their own has become our child.
+        # Processes that the callable started in other sessions have become children of the guardian.
         while True:
             for pid in _children(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
@@ -259,7 +250,7 @@ def _describe_exit(returncode: int) -> str:
 
 
 def _is_vital(name: str) -> bool:
-    """Whether the replica can't do without it: Triton and its stubs, and the host."""
+    """Whether the replica depends on this process: Triton or one of its stubs."""
     return name.startswith(("tritonserver", "triton_python_b"))
 
 

@@ -1,10 +1,10 @@
-"""Another Python for a deployment's replicas: what it is, whether it can serve, and the environment it gets.
+"""Another Python for a deployment's replicas: inspects it, checks that it can serve, and builds its environment.
 
-Only what runs there knows its version, packages and libpython, so it is asked, by a program that any Python from 2.7 on
+Its version, packages and libpython are found by running a short program in it, which any Python from 2.7 on
 understands. Headwater need not be installed there: a folder with a link to our `inference` is put on its path.
 
 Imports the standard library only: `app.process.launcher` runs in the environment of a deployment, whose PYTHONPATH may
-hold packages that are for the other Python.
+hold packages for the other Python.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["Interpreter", "InterpreterError", "find_interpreter", "foreign_envir
 
 OLDEST_PYTHON: Final = (3, 10)
 NEWEST_PYTHON: Final = (3, 12)
-"""As `inference.environment` has them; that module can't be imported there to say so."""
+"""The same as in `inference.environment`, which an unsupported Python can't import."""
 ASK_TIMEOUT_S: Final = 30.0
-"""A cold disk can take seconds over the first start of a Python."""
+"""The first start of a Python can take seconds on a cold disk."""
 NEEDED: Final = {"pytriton": "nvidia-pytriton", "numpy": "'numpy<2'", "msgspec": "msgspec"}
 """Modules that a replica imports, and what to install for each."""
 CONFUSING: Final = ("PYTHONHOME", "VIRTUAL_ENV")
-"""Variables that tell of the Python that Headwater runs under."""
+"""Variables that refer to the Python that Headwater runs under."""
 
 _MARK: Final = "headwater-interpreter:"
 
@@ -46,7 +46,7 @@ class InterpreterError(StartError):
         self.reason = reason
         self.mend = mend
         self.is_permanent = is_permanent
-        """Whether asking again would find the same."""
+        """Whether another try would fail the same way."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Interpreter:
     """A Python that can run replicas."""
 
     path: str
-    """Absolute. Not resolved: the link that it may be is what makes it the Python of a virtual environment."""
+    """Absolute, but links are not resolved: in a virtual environment, the interpreter is a link."""
     libraries: tuple[str, ...]
-    """Folders in which its libpython may lie, the likeliest first."""
+    """Folders that may contain its libpython, likeliest first."""
 
     def library_path(self, environ: Mapping[str, str]) -> str:
         """Its ``LD_LIBRARY_PATH``, as `inference.environment.library_path` computes it for the running Python."""
@@ -66,14 +66,14 @@ class Interpreter:
 
 
 def stage_package(folder: Path) -> Path:
-    """Make a folder that holds a link to our `inference` and nothing else; returned for `foreign_environment`."""
+    """Create a folder with only a link to our `inference`, and return it for `foreign_environment`."""
     folder.mkdir()
     (folder / "inference").symlink_to(Path(__file__).resolve().parents[2] / "inference")
     return folder
 
 
 def foreign_environment(environ: Mapping[str, str], stage: Path) -> dict[str, str]:
-    """An environment for another Python: without what is meant for ours, and with our `inference` on its path."""
+    """An environment for another Python: without variables meant for ours, and with our `inference` on its path."""
     environment = {name: value for name, value in environ.items() if name not in CONFUSING}
     ours = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     entries = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry not in ours]
@@ -82,17 +82,17 @@ def foreign_environment(environ: Mapping[str, str], stage: Path) -> dict[str, st
 
 
 def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> Interpreter:
-    """Ask a Python what it is, and check that it can run replicas. Takes some ten milliseconds.
+    """Inspect a Python, and check that it can run replicas. Takes tens of milliseconds.
 
-    Nothing is remembered from one call to the next: what is missing may be installed between two starts, which changes
-    neither the path nor the time of the file.
+    Results are not cached: a missing package may be installed between two starts without changing the interpreter.
 
     Args:
-        path: of the interpreter; a relative one starts in the working folder.
-        environ: what the replica will get; see `foreign_environment`.
+        path: the interpreter; a relative path starts in the working folder.
+        environ: the replica's environment; see `foreign_environment`.
 
     Raises:
-        InterpreterError: it isn't there, is no CPython 3.10 to 3.12, doesn't answer, or lacks what a replica imports.
+        InterpreterError: the interpreter is missing, is not CPython 3.10 to 3.12, doesn't answer, or lacks a package
+            that replicas need.
     """
     absolute = os.path.abspath(path)
     _check_file(absolute)
@@ -110,7 +110,7 @@ def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> Interprete
         raise InterpreterError(absolute, reason, f"{absolute} -m pip install {install}")
     numpy = next(iter(report["numpy"]), "")
     if numpy and int(numpy.partition(".")[0]) >= 2:
-        reason = f"expected numpy 1.x there, got {numpy}, with which PyTriton loses tensors without elements"
+        reason = f"expected numpy 1.x there, got {numpy}, with which PyTriton loses empty tensors"
         raise InterpreterError(absolute, reason, f"{absolute} -m pip install {NEEDED['numpy']}")
     return Interpreter(absolute, tuple(report["libraries"]))
 
@@ -136,22 +136,22 @@ def _ask(path: str, environ: Mapping[str, str]) -> dict[str, Any]:
     try:
         process = subprocess.Popen(
             [path, "-c", _QUESTION],
-            cwd="/",  # a folder without modules that could hide those of its standard library
+            cwd="/",  # a folder without modules that could shadow the standard library
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # what it may start ends with it
+            start_new_session=True,  # so that its children are killed with it
         )
     except OSError as error:
         reason = f"it can't be executed: {error.strerror}"
         raise InterpreterError(
-            path, reason, "name a Python interpreter of this machine's kind", is_permanent=False
+            path, reason, "name a Python interpreter built for this machine", is_permanent=False
         ) from None
     try:
         output, errors = process.communicate(timeout=ASK_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        reason = f"it did not say in {ASK_TIMEOUT_S:g} s what it is"
+        reason = f"it did not answer within {ASK_TIMEOUT_S:g} s"
         raise InterpreterError(path, reason, f"try it: {path} -c 'print(1)'", is_permanent=False) from None
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -160,7 +160,7 @@ def _ask(path: str, environ: Mapping[str, str]) -> dict[str, Any]:
         for pipe in (process.stdout, process.stderr):
             assert pipe is not None
             pipe.close()
-    for line in output.decode(errors="replace").splitlines():  # its site may print too
+    for line in output.decode(errors="replace").splitlines():  # its site module may print too
         if line.startswith(_MARK):
             report: dict[str, Any] = json.loads(line[len(_MARK) :])
             return report
@@ -170,7 +170,7 @@ def _ask(path: str, environ: Mapping[str, str]) -> dict[str, Any]:
     raise InterpreterError(path, reason, mend, is_permanent=False)
 
 
-# The libraries as `inference.environment.library_path` has them.
+# The libraries are those of `inference.environment.library_path`.
 _QUESTION: Final = f"""
 import json, platform, sys
 report = {{"version": list(sys.version_info[:3]), "implementation": platform.python_implementation().lower()}}

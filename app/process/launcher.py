@@ -1,8 +1,8 @@
 """Becomes a replica under another Python, or says why that Python can't run one.
 
 Started by `app.process.guardian` as ``python -m app.process.launcher PYTHON NAME FOLDER STATUS_FD``, under Headwater's
-own Python. It is a process by itself, and has the replica's process id from the start: so the supervisor doesn't wait
-for an interpreter that may hang, and nothing is left of it when the replica is stopped meanwhile.
+own Python. It is a process of its own, and has the replica's process id from the start: the supervisor never waits for
+an interpreter that hangs, and stopping the replica ends the launcher too.
 
 Imports the standard library only; see `app.process.interpreter`.
 """
@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Entry point; see the module's docstring."""
     python, name, directory, status_fd = sys.argv[1:]
-    # Should the guardian be killed, nobody would end us; it stays so when we have become the replica.
+    # End with the guardian even if it is killed. The setting survives becoming the replica.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     environment = foreign_environment(os.environ, stage_package(Path(directory) / "python"))
     try:
@@ -35,7 +35,7 @@ def main() -> None:
         arguments = [interpreter.path, "-m", "inference.replica", name, directory]
         os.execve(interpreter.path, arguments, environment)
     except (InterpreterError, OSError) as error:
-        # A `ReplicaStatus`, whose module needs msgspec.
+        # This is a `ReplicaStatus`, whose module can't be imported here: it needs msgspec.
         status: dict[str, object] = {"event": "failed", "text": str(error), "cause": "its Python can't run a replica"}
         if isinstance(error, InterpreterError) and error.is_permanent:
             status = {**status, "cause": f"its Python can't run a replica: {error.reason}", "is_permanent": True}

@@ -14,9 +14,8 @@ from app.process.proc import members
 
 __all__ = ["HOST", "host_capacity", "measure_groups_by_place", "size_text"]
 
-
 HOST: Final = "the machine"
-"""Where every replica is; those on a GPU are there, too."""
+"""The place where every replica takes memory, even one on a GPU."""
 
 
 def size_text(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Runs modules of the model's side as a replica runs: under its Python, with its environment."""
+"""Runs modules of `inference` as a replica would: under its Python, with its environment."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from inference.errors import Problem
 __all__ = ["PROCESS_TIMEOUT_S", "ModelSide", "last_line"]
 
 PROCESS_TIMEOUT_S = 300.0
-"""For all imports of the models; a cold disk can take minutes over torch."""
+"""Time for importing the models; torch can take minutes on a cold disk."""
 
 
 class ModelSide:
-    """What a deployment's replica is surrounded by. A context, since another Python needs a folder on its path.
+    """A deployment's Python and environment. A context manager, since another Python needs a folder on its path.
 
     Args:
-        environment: variables besides our own.
-        python: another interpreter; default: the one that we run under.
+        environment: variables added to our own.
+        python: another interpreter; default: our own.
 
     Raises:
-        InterpreterError: that one can't run a replica.
+        InterpreterError: the interpreter can't run a replica.
     """
 
     def __init__(self, environment: Mapping[str, str], python: Path | None = None) -> None:
@@ -39,7 +39,7 @@ class ModelSide:
         if python is None:
             self.python = sys.executable
             variables["LD_LIBRARY_PATH"] = library_path(variables)
-            # Where Headwater is not installed but run from its sources, it must be told where they are.
+            # If Headwater runs from its sources, they must be on the path.
             ours = Path(__file__).resolve().parents[2]
             if ours.name not in ("site-packages", "dist-packages"):
                 variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(ours))))
@@ -63,11 +63,11 @@ class ModelSide:
             self._folder.cleanup()
 
     def run(self, module: str, stdin: bytes = b"") -> tuple[int | None, bytes, str]:
-        """Run a module. Returns exit status (None: too slow), stdout and stderr."""
+        """Run a module. Returns exit status (None: timed out), stdout and stderr."""
         try:
             ended = subprocess.run(
                 [self.python, "-m", module],
-                cwd="/",  # a folder without modules, so that nothing in the user's hides one of ours
+                cwd="/",  # a folder without modules that could shadow ours
                 env=self._variables,
                 input=stdin,
                 capture_output=True,
@@ -79,16 +79,17 @@ class ModelSide:
         return ended.returncode, ended.stdout, ended.stderr.decode(errors="replace")
 
     def report(self) -> tuple[dict[str, str | None], list[Problem]]:
-        """Versions of what matters, and what keeps a replica from running here."""
+        """The versions of relevant packages, and the problems that keep a replica from running here."""
         status, output, errors = self.run("inference.environment")
         try:
             report = msgspec.json.decode(output)
             return report["versions"], [Problem(**problem) for problem in report["problems"]]
         except (msgspec.DecodeError, KeyError, TypeError):
             reason = f"`python -m inference.environment` ended with status {status}: {last_line(errors)}"
-            return {}, [Problem("environment", reason, f"install Headwater and what it needs into {self.python}'s")]
+            fix = f"install Headwater and its requirements into the environment of {self.python}"
+            return {}, [Problem("environment", reason, fix)]
 
 
 def last_line(text: str) -> str:
-    """The last line with anything on it: of a traceback, what was raised."""
+    """The last line that isn't blank; of a traceback, the exception."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")

@@ -1,9 +1,9 @@
-"""How urgent a replica's start is: less than what serves, where that can be undone once the replica serves itself.
+"""Lowers a replica's priority while it starts, where the priority can be raised again once the replica serves.
 
-A start is mostly imports, seconds of a core. On a machine whose cores are busy it would take them from requests.
-Priorities are of a thread, inherited by those that it starts; and where the kernel groups sessions for scheduling
-(``autogroup``), of the session besides, and then the threads' own count among each other only. Only who has
-``CAP_SYS_NICE``, or a limit on ``nice`` that allows it, may raise a priority again; nobody else's is lowered.
+A start is mostly imports, which take seconds of a core; on a busy machine they would slow down requests. Each thread
+has a priority, which the threads it starts inherit. Where the kernel groups sessions for scheduling (``autogroup``),
+the session has one too, and threads then compete within it only. Raising a priority again takes ``CAP_SYS_NICE`` or a
+sufficient limit on ``nice``; without these, no priority is lowered.
 
 Imports the standard library only; see `app.process.guardian`.
 """
@@ -20,12 +20,12 @@ from typing import Final
 __all__ = ["START_NICE", "lower", "may_raise"]
 
 START_NICE: Final = 5
-"""On the scale of `nice`: about a third of the share that others have. A start on an idle machine loses nothing."""
+"""On the scale of `nice`: about a third of the normal share. A start on an idle machine loses nothing."""
 CAP_SYS_NICE: Final = 23
 
 
 def may_raise() -> bool:
-    """Whether a priority that this process lowers can be raised to its own again."""
+    """Whether this process could raise a lowered priority to its own again."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         status = Path("/proc/self/status").read_text()
         effective = next(line for line in status.splitlines() if line.startswith("CapEff:")).split()[1]
@@ -36,17 +36,17 @@ def may_raise() -> bool:
 
 
 def lower(leader: int, members: Iterable[int], by: int) -> None:
-    """Have every thread of some processes, and their session, come after this process's own by so much.
+    """Set the priority of every thread of some processes, and of their session, relative to this process's.
 
     Args:
         leader: the session's first process.
         members: the session's processes.
-        by: on the scale of `nice`; 0 takes it back.
+        by: how much lower, on the scale of `nice`; 0 restores the priority.
     """
-    with contextlib.suppress(OSError):  # the kernel has no such groups, or the process has ended
+    with contextlib.suppress(OSError):  # the kernel has no autogroups, or the process has ended
         Path(f"/proc/{leader}/autogroup").write_text(str(by))
     nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + by)
-    for _ in range(2):  # a thread that started meanwhile, from one that was still to come
+    for _ in range(2):  # the second pass finds threads that others started before their own turn
         for pid in members:
             with contextlib.suppress(OSError):
                 for thread in os.listdir(f"/proc/{pid}/task"):

@@ -1,9 +1,9 @@
-"""Removes what a replica's end leaves behind: shared-memory segments and folders.
+"""Removes what a replica leaves behind when it ends: shared-memory segments and folders.
 
-A process group that is killed frees its memory, but not these: ``/dev/shm/pytrtion<pid>-*`` of Triton's Python backend,
-anonymous ``/dev/shm/psm_*`` of PyTriton's tensor store, an empty ``/tmp/python_env_*``, the workspace with its copy of
-Triton's binaries. The names of the anonymous segments can only be read from the maps of processes that still live, so
-the guardian notes them in a journal while the replica runs.
+Killing a process group frees its memory, but leaves ``/dev/shm/pytrtion<pid>-*`` of Triton's Python backend, anonymous
+``/dev/shm/psm_*`` of PyTriton's tensor store, an empty ``/tmp/python_env_*``, and the workspace with its copy of
+Triton's binaries. The names of the anonymous segments can only be read from the memory maps of live processes, so the
+guardian records them in a journal while the replica runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Journal", "make_instance_folder", "segments_mapped_by", "sweep_repli
 
 SHARED_MEMORY = Path("/dev/shm")
 BACKEND_FOLDERS = Path("/tmp")
-"""Where Triton's Python backend makes its ``python_env_*``, whatever TMPDIR says."""
+"""Where Triton's Python backend creates its ``python_env_*``, regardless of TMPDIR."""
 STRAYS_TIMEOUT_S = 5.0
 _JOURNAL = "journal.json"
 _LOCK = "lock"
@@ -32,24 +32,24 @@ _SEGMENT = re.compile(rb"/dev/shm/(psm_[0-9a-z_]+|pytrtion[^ /\n]+)")
 
 
 class Journal:
-    """What must be swept when a replica ends, kept in its folder so that a later start can do it too."""
+    """Records what to sweep when a replica ends, in its folder, so that a later start of the server can do it too."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / _JOURNAL
         self.host_pid = 0
         self.segments: set[str] = set()
         self._is_behind = False
-        """Whether the file lacks something."""
+        """Whether the file is out of date."""
         with contextlib.suppress(OSError, ValueError):
             content = json.loads(self._path.read_text())
             self.host_pid = int(content["host_pid"])
             self.segments = {str(name) for name in content["segments"]}
 
     def note(self, host_pid: int, segments: Iterable[str]) -> None:
-        """Remember the host's process id and further segments; written only if something is new.
+        """Record the host's process id and further segments; the file is written only if something is new.
 
         Raises:
-            OSError: there is no room for it; it is remembered here, and written with the next.
+            OSError: the disk is full; the record is kept in memory, and written with the next one.
         """
         merged = self.segments | set(segments)
         if host_pid == self.host_pid and merged == self.segments and not self._is_behind:
@@ -66,7 +66,7 @@ def segments_mapped_by(pids: Iterable[int]) -> set[str]:
     """Names in /dev/shm that these processes have mapped and that belong to PyTriton or its store."""
     names: set[str] = set()
     for pid in pids:
-        with contextlib.suppress(OSError):  # it may have ended meanwhile
+        with contextlib.suppress(OSError):  # the process may have ended
             names.update(match.decode() for match in _SEGMENT.findall(Path(f"/proc/{pid}/maps").read_bytes()))
     return names
 
@@ -76,7 +76,7 @@ def sweep_replica(directory: Path, others: Iterable[str] = ()) -> list[str]:
 
     Args:
         directory: the replica's folder.
-        others: segments that the journal may not have.
+        others: segments that the journal may lack.
     """
     journal = Journal(directory)
     segments = {SHARED_MEMORY / name for name in (*journal.segments, *others)}
@@ -84,7 +84,7 @@ def sweep_replica(directory: Path, others: Iterable[str] = ()) -> list[str]:
         segments.update(SHARED_MEMORY.glob(f"pytrtion{journal.host_pid}-*"))
     left = []
     for folder in _backend_folders(directory):
-        with contextlib.suppress(OSError):  # not empty, or gone: then it isn't of our replica
+        with contextlib.suppress(OSError):  # not empty or gone: not our replica's
             folder.rmdir()
     for segment in segments:
         try:
@@ -98,7 +98,7 @@ def sweep_replica(directory: Path, others: Iterable[str] = ()) -> list[str]:
 
 
 def _end_strays(directory: Path) -> None:
-    """End what is left of a replica whose guardian was killed together with its supervisor: a Triton without a host."""
+    """Kill what is left of a replica whose guardian was killed with the supervisor: a Triton without a host."""
     group = Journal(directory).host_pid
     deadline = time.monotonic() + STRAYS_TIMEOUT_S
     while strays := [pid for pid in _group_members(group) if f"{directory}/".encode() in _command(pid)]:
@@ -128,10 +128,11 @@ def _command(pid: int) -> bytes:
 
 
 def _backend_folders(directory: Path) -> list[Path]:
-    """Folders that Triton's Python backend made for environments that it unpacks, of which our models have none.
+    """Folders that Triton's Python backend created for unpacked environments, of which our models have none.
 
-    It removes its own only when it ends in order, and nothing in it says whose it is, other than when it was made:
-    while the replica started. If another replica started at the same time, its empty one goes too, and is not missed.
+    The backend removes its folder only at a graceful end. Nothing but the time of creation, during the replica's start,
+    shows whose folder it is; the empty folder of another replica that started at the same time is removed too, which
+    does no harm.
     """
     try:
         started_ns = (directory / "spec.json").stat().st_mtime_ns
@@ -151,10 +152,10 @@ def _backend_folders(directory: Path) -> list[Path]:
 
 
 def make_instance_folder(parent: Path | None) -> tuple[Path, int]:
-    """Make this instance's folder (0700) and lock it. Returns it and the lock, which ends with the process.
+    """Create this instance's folder (0700) and lock it. Returns the folder and the lock, which ends with the process.
 
     Args:
-        parent: where; default: the system's folder for temporary files.
+        parent: the folder to create it in; default: the system's folder for temporary files.
     """
     root = Path(tempfile.gettempdir()) if parent is None else parent
     root.mkdir(parents=True, exist_ok=True)
@@ -165,13 +166,13 @@ def make_instance_folder(parent: Path | None) -> tuple[Path, int]:
 
 
 def sweep_stale(parent: Path | None) -> list[Path]:
-    """Sweep the folders of instances that ended without doing so themselves. Returns those found."""
+    """Sweep the folders of instances that ended without sweeping. Returns these folders."""
     root = Path(tempfile.gettempdir()) if parent is None else parent
     found = []
     for folder in sorted(root.glob(f"headwater-{os.getuid()}-*")):
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # just being made, or none of ours
+        except OSError:  # being created, or not ours
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -189,7 +189,7 @@ def test_no_key_is_told_by_logs_or_command_lines(secured: Secured) -> None:
     for name, text in secured.texts.items():
         assert text not in shown, name
     assert "hw_wrong" not in shown
-    assert 'add an API key: -H "X-API-Key: $HEADWATER_KEY"' in shown
+    assert 'Add an API key to these commands: -H "X-API-Key: $HEADWATER_KEY"' in shown
     assert '"key":"alice"' in shown
 
 
