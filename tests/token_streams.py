@@ -85,6 +85,11 @@ class Stream:
         transport.pause_reading()
 
     @property
+    def port(self) -> int:
+        """The client's own."""
+        return int(self._writer.get_extra_info("sockname")[1])
+
+    @property
     def error(self) -> dict[str, Any] | None:
         """What the stream says went wrong."""
         found = [event["error"] for event in self.events if "error" in event]
