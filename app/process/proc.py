@@ -110,7 +110,8 @@ def members(groups: Collection[int]) -> Iterator[tuple[psutil.Process, int]]:
             group = os.getpgid(pid)
             if group in groups:
                 process = psutil.Process(pid)
-                if process.status() != psutil.STATUS_ZOMBIE:
+                # Dead: the kernel shows a process so for a moment while it goes.
+                if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                     yield process, group
 
 
