@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from app.control.messages import (
     supervisor_gone,
 )
 from app.control.routing import RoutingTable
-from app.control.server import logger
 
 __all__ = ["SupervisorLink"]
+
+logger = logging.getLogger("headwater")
 
 
 class SupervisorLink:
