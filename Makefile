@@ -51,7 +51,7 @@ lint: $(VENV)/.dev  ## ruff: rules and formatting
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-format: $(VENV)/.dev  ## mend what ruff can mend
+format: $(VENV)/.dev  ## fix what ruff can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 

@@ -11,7 +11,7 @@
     ├── MethodNotAllowed           405
     ├── BodyTooSlow                408
     ├── Conflict                   409
-    │   └── NoRoom                      the memory budget doesn't allow another replica
+    │   └── MemoryBudgetExceeded                      the memory budget doesn't allow another replica
     ├── Cancelled                  409  someone cancelled the request by its id
     ├── BodyTooLarge               413
     ├── UnsupportedMediaType       415  content type or encoding
@@ -52,8 +52,8 @@ __all__ = [
     "Forbidden",
     "HeadersTooLarge",
     "HeadwaterError",
+    "MemoryBudgetExceeded",
     "MethodNotAllowed",
-    "NoRoom",
     "NotFound",
     "Quarantined",
     "QueueFull",
@@ -153,7 +153,7 @@ class Conflict(HeadwaterError):
     may_quote = False
 
 
-class NoRoom(Conflict):
+class MemoryBudgetExceeded(Conflict):
     """The memory budget doesn't allow another replica."""
 
 
@@ -257,7 +257,7 @@ class ConfigError(Exception):
 
 
 class StartError(Exception):
-    """A process can't start; the message says why and how to mend it."""
+    """A process can't start; the message says why and how to fix it."""
 
 
 class CommandError(Exception):

@@ -92,11 +92,11 @@ class Problem:
     """The subject, in a few words."""
     reason: str
     """What was expected, and what was found."""
-    mend: str
+    fix: str
     """How to fix it."""
 
     def __str__(self) -> str:
-        return f"{self.title}: {self.reason}; {self.mend}"
+        return f"{self.title}: {self.reason}; {self.fix}"
 
 
 class LoadError(ReplicaError):

@@ -64,19 +64,19 @@ def find_folder(reference: str, search: Sequence[str] = ()) -> Path:
         raise LoadError(Problem(title, str(error), "correct `model`")) from error
     if package:
         places = [folder / path for folder in _folders_of(title, package)]
-        mend = f"correct the path, which starts in the package's folder, or install a version of {package} that has it"
+        fix = f"correct the path, which starts in the package's folder, or install a version of {package} that has it"
     else:
         wanted = Path(path).expanduser()
         starts = dict.fromkeys(Path(folder).absolute() for folder in (".", *search))
         places = [wanted] if wanted.is_absolute() else [start / wanted for start in starts]
-        mend = "correct the path; a relative one starts in the working folder or in that of the configuration"
+        fix = "correct the path; a relative one starts in the working folder or in that of the configuration"
     for place in places:
         if place.is_dir():
             return place.absolute()
     tried = " or ".join(str(place) for place in places)
     file = next((place for place in places if place.exists()), None)
     reason = f"there is no folder {tried}" if file is None else f"expected a folder, got the file {file}"
-    raise LoadError(Problem(title, reason, mend))
+    raise LoadError(Problem(title, reason, fix))
 
 
 def _folders_of(title: str, package: str) -> list[Path]:
@@ -87,9 +87,9 @@ def _folders_of(title: str, package: str) -> list[Path]:
     except Exception as error:  # raised by a parent package, which find_spec imports
         raise LoadError(problem_of(error, title, f"importing the parent package of {package}")) from error
     if found is None:
-        mend = "install it, correct the name, or write lm:PATH"
-        raise LoadError(Problem(title, f"there is no package {package!r}", mend))
+        fix = "install it, correct the name, or write lm:PATH"
+        raise LoadError(Problem(title, f"there is no package {package!r}", fix))
     if not found.submodule_search_locations:
-        mend = "name its package"
-        raise LoadError(Problem(title, f"expected a package, which is a folder, got the module {package!r}", mend))
+        fix = "name its package"
+        raise LoadError(Problem(title, f"expected a package, which is a folder, got the module {package!r}", fix))
     return [Path(location) for location in found.submodule_search_locations]

@@ -175,7 +175,7 @@ def survives_a_killed_replica(engine: Engine, image: str) -> None:
 
 
 def refuses_small_shared_memory(engine: Engine, image: str) -> None:
-    """Where the replicas' regions don't fit, it says so and how to mend it, and ends."""
+    """Where the replicas' regions don't fit, it says so and how to fix it, and ends."""
     with running(engine, image, ("--shm-size", "2m")) as container:
         end = engine("wait", container.id)
         log = container.log()

@@ -114,7 +114,7 @@ def _signatures(
             side = ModelSide(dict(environment), python)
         except InterpreterError as error:
             reason = f"python {error.path}: {error.reason}"
-            problems.update({name: [Problem(f"deployment {name}", reason, error.mend)] for name in names})
+            problems.update({name: [Problem(f"deployment {name}", reason, error.fix)] for name in names})
             pythons.update({name: {"path": error.path, "versions": {}} for name in names})
             continue
         with side:
@@ -128,7 +128,7 @@ def _signatures(
 
 
 def _of_python(name: str, python: str, problem: Problem) -> Problem:
-    return Problem(f"deployment {name}", f"python {python}: {problem.title}: {problem.reason}", problem.mend)
+    return Problem(f"deployment {name}", f"python {python}: {problem.title}: {problem.reason}", problem.fix)
 
 
 def _probe(
@@ -267,7 +267,7 @@ def _print(
         return
     print(f"{red}{len(problems)} problem{'' if len(problems) == 1 else 's'}{plain}", file=out)
     for problem in problems:
-        print(f"\n{bold}{problem.title}{plain}\n  why   {problem.reason}\n  fix   {problem.mend}", file=out)
+        print(f"\n{bold}{problem.title}{plain}\n  why   {problem.reason}\n  fix   {problem.fix}", file=out)
 
 
 def _python(python: Mapping[str, Any]) -> str:

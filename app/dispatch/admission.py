@@ -10,7 +10,7 @@ from typing import Final
 from app.dispatch.queue import BatchQueue, Item, Waiting
 from app.errors import BadRequest, BodyTooLarge, QueueFull
 
-__all__ = ["Admission", "DrainRate", "FinishRate", "WaitingRoom"]
+__all__ = ["Admission", "DrainRate", "FinishRate", "QueueBudget"]
 
 
 MEMORY_S = 5.0
@@ -59,7 +59,7 @@ BYTES_OF_ALL: Final = "server.max_queue_bytes"
 GAVE_WAY: Final = "; the request gave way to one whose class or model has less than its share"
 
 
-class WaitingRoom:
+class QueueBudget:
     """What may wait in a gateway worker, over all its deployments.
 
     Each deployment is sure of an equal part of it, or of what it may have itself if that is less. Beyond its part it
@@ -114,7 +114,7 @@ class Admission:
         drop: ends the request that an item belongs to, with an error, and removes all that waits of it.
     """
 
-    def __init__(self, name: str, room: WaitingRoom, drop: Callable[[Item, QueueFull], None]) -> None:
+    def __init__(self, name: str, room: QueueBudget, drop: Callable[[Item, QueueFull], None]) -> None:
         self._name = name
         self._room = room
         self._drop = drop

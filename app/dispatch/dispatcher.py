@@ -9,7 +9,7 @@ from typing import cast
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, RawTensor
 from app.control.load import Moment
 from app.control.routing import DeploymentRoute, ReplicaRoute, unavailable
-from app.dispatch.admission import Admission, WaitingRoom
+from app.dispatch.admission import Admission, QueueBudget
 from app.dispatch.calls import Calls
 from app.dispatch.collector import Collector, no_rows, no_rows_by_head, wanted_heads
 from app.dispatch.deadlines import Deadlines
@@ -48,7 +48,7 @@ class ModelDispatcher(Dispatcher):
         route: DeploymentRoute,
         connect: Connect = connect,
         on_quarantined: Callable[[bytes], None] = lambda mark: None,
-        room: WaitingRoom | None = None,
+        room: QueueBudget | None = None,
     ) -> None:
         self._connect = connect
         self._loop = asyncio.get_running_loop()
@@ -71,7 +71,7 @@ class ModelDispatcher(Dispatcher):
             on_alone=self._clear,
             on_end=self._on_end,
         )
-        self._admission = Admission(route.name, room or WaitingRoom(), self._displace)
+        self._admission = Admission(route.name, room or QueueBudget(), self._displace)
         self._queue = self._admission.queue
         self._batching = Batching(
             route,
@@ -114,7 +114,7 @@ class ModelDispatcher(Dispatcher):
         super().update(route)
         self._batching.update(route)
         self._pool.update(route)
-        if self._retries and not self._pool.able():
+        if self._retries and not self._pool.eligible():
             self._losses.fail_waiting()
         if not route.replicas:
             for item in self._queue.drain():
@@ -324,14 +324,14 @@ class ModelDispatcher(Dispatcher):
 
     def _lose(self, replica: ReplicaCalls) -> None:
         self._pool.lose(replica)
-        if self._retries and not self._pool.able():
+        if self._retries and not self._pool.eligible():
             self._losses.fail_waiting()
 
     def _take_loss(self, part: Part, error: ReplicaLost) -> None:
         if self._is_closed:
             part.fail(error)
         else:
-            self._losses.take(part, error, has_able=bool(self._pool.able()))
+            self._losses.take(part, error, has_eligible=bool(self._pool.eligible()))
 
     def _take_back(self, item: Item) -> None:
         """A replica never had these rows; another may. If there is none, they wait until the table says so."""

@@ -161,15 +161,15 @@ class Retries:
         """
         while self._waiting and _is_settled(self._waiting[0]):
             _part(self._waiting.popleft()).waits = False
-        if self.aside is not None and not self.aside.is_able:
+        if self.aside is not None and not self.aside.is_eligible:
             self._release()
         if not self._waiting:
             if not self._is_alone:
                 self._release()
             return None
         if self.aside is None or (self.aside.calls and not self._is_alone):
-            able = [one for one in replicas if one.is_able]
-            best = min(able, key=lambda one: (one.calls, one.rows), default=None)
+            eligible = [one for one in replicas if one.is_eligible]
+            best = min(eligible, key=lambda one: (one.calls, one.rows), default=None)
             # Not for less than an idle one: it may be long until a busy one is.
             if best is not None and (self.aside is None or not best.calls):
                 self._release()
@@ -237,13 +237,13 @@ class Losses:
         self.retries = Retries()
         self.quarantine = Quarantine(0)
 
-    def take(self, part: Part, error: ReplicaLost, *, has_able: bool) -> None:
+    def take(self, part: Part, error: ReplicaLost, *, has_eligible: bool) -> None:
         """A replica was lost with these rows. Another may have those heads that have not answered, once and alone.
 
         Args:
             part: the rows.
             error: what they fail with, if they do.
-            has_able: whether there is another replica.
+            has_eligible: whether there is another replica.
         """
         pending = part.pending
         if pending.collector.is_done or part.awaited.isdisjoint(pending.collector.undecided):
@@ -264,7 +264,7 @@ class Losses:
             part.fail(ReplicaLost(text, retry_after_s=RETRY_AFTER_TWICE_S))
             return
         self.quarantine.suspect(pending.fingerprint, now_s)
-        if not has_able or not pending.signature.idempotent:
+        if not has_eligible or not pending.signature.idempotent:
             part.fail(error)
             return
         self._meter.retries.add()

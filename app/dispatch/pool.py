@@ -45,7 +45,7 @@ class Replica:
     """It failed as a whole: it gets nothing new, and the supervisor will take it from the table."""
 
     @property
-    def is_able(self) -> bool:
+    def is_eligible(self) -> bool:
         """Whether it gets anything new."""
         return not self.is_lost and not self.is_retiring
 
@@ -111,9 +111,9 @@ class ReplicaPool(Generic[R]):
         """Those of these replicas that it is connected to."""
         return [self.connected[id] for id in ids if id in self.connected]
 
-    def able(self) -> list[R]:
+    def eligible(self) -> list[R]:
         """Those that may be given something new."""
-        return [one for one in self.connected.values() if one.is_able]
+        return [one for one in self.connected.values() if one.is_eligible]
 
     def lose(self, replica: R) -> None:
         """Give a replica nothing new; if it is still in the table after a while, try it again."""

@@ -10,7 +10,7 @@ from app.codecs.infer_request import RequestDecoder
 from app.codecs.infer_response import ResponseEncoder
 from app.control.messages import Drain, Drained
 from app.control.routing import DeploymentRoute, RoutingTable
-from app.dispatch.admission import WaitingRoom
+from app.dispatch.admission import QueueBudget
 from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.graph import GraphDispatcher
 from app.dispatch.pool import Connect, connect
@@ -81,9 +81,9 @@ class Models:
         room: what may wait of all deployments together; those of language models have bounds of their own.
     """
 
-    def __init__(self, connect: Connect = connect, room: WaitingRoom | None = None) -> None:
+    def __init__(self, connect: Connect = connect, room: QueueBudget | None = None) -> None:
         self._connect = connect
-        self._room = room or WaitingRoom()
+        self._room = room or QueueBudget()
         self._models: dict[str, ServedModel] = {}
         self.on_quarantined: Callable[[str, bytes], None] = lambda model, mark: None
         """Called with model and fingerprint of a request that took two replicas down."""
@@ -164,10 +164,12 @@ class Models:
         """
         model = self.get(name)
         if model.dispatcher.check_ready().embedding is None:
-            able = ", ".join(
+            eligible = ", ".join(
                 f"`{other.route.name}`" for other in self if other.route.signature and other.route.signature.embedding
             )
-            raise BadRequest(f"model: `{name}` gives no embeddings; models that do: {able or 'none'}", field="model")
+            raise BadRequest(
+                f"model: `{name}` gives no embeddings; models that do: {eligible or 'none'}", field="model"
+            )
         return model
 
     def language_model(self, name: str, version: str | None = None) -> LmDispatcher:
@@ -179,8 +181,10 @@ class Models:
         """
         dispatcher = self.get(name, version).language_model
         if dispatcher is None:
-            able = ", ".join(f"`{other.route.name}`" for other in self if other.route.is_language_model)
-            raise BadRequest(f"model: `{name}` is no language model; models that are: {able or 'none'}", field="model")
+            eligible = ", ".join(f"`{other.route.name}`" for other in self if other.route.is_language_model)
+            raise BadRequest(
+                f"model: `{name}` is no language model; models that are: {eligible or 'none'}", field="model"
+            )
         return dispatcher
 
     async def drain(self, order: Drain) -> Drained:

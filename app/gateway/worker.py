@@ -26,7 +26,7 @@ from app.config.schema import Server
 from app.config.sections import SecuritySection
 from app.control.link import SupervisorLink
 from app.control.messages import WorkerSettings
-from app.dispatch.admission import WaitingRoom
+from app.dispatch.admission import QueueBudget
 from app.gateway.app import create_app
 from app.gateway.http.connection import BoundedConnection, Connections, allow_open_files
 from app.gateway.models import Models
@@ -95,7 +95,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     """Returns the exit status."""
     options = Server.model_validate(settings.server)
     models = Models(
-        room=WaitingRoom(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
+        room=QueueBudget(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
     )
     # It would cut every stream off as soon as the server is told to exit. What ends them is `drain` below, and behind
     # that uvicorn's own timeout.

@@ -18,7 +18,7 @@ from app.errors import HeadwaterError
 from app.lm.answers import Chunks, shown_logprob
 from app.lm.sampling_fields import Flag, StreamFields
 from app.lm.text.logprob_tokens import logprob_token
-from app.lm.text_plan import CHAT_ANSWER_TOKENS, Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
+from app.lm.text_plan import CHAT_ANSWER_TOKENS, Prompt, TextPlan, answer_capacity, check_size, fitting_tokens, plan
 from app.lm.text_stream import TextPiece, TokenLogprob, Usage
 from inference.engine import EngineLimits, TopLogprobs
 
@@ -193,7 +193,7 @@ class ChatRequest(StreamFields, kw_only=True):
         rendered = text.chat_text(self._messages(limits), self._variables())
         check_size("messages", rendered, limits)
         ids = text.encode_chat(rendered)
-        room = answer_room("messages", ids, limits)
+        room = answer_capacity("messages", ids, limits)
         if max_tokens is None:
             share = max(limits.cache_tokens // limits.max_sequences, len(ids) + CHAT_ANSWER_TOKENS)
             max_tokens = min(room, share - len(ids))

@@ -16,7 +16,7 @@ from app.errors import BadRequest, HeadwaterError
 from app.lm.answers import Chunks, shown_logprob
 from app.lm.sampling_fields import DEFAULT_TOKENS, Flag, StreamFields, checked_ids
 from app.lm.text.logprob_tokens import logprob_token
-from app.lm.text_plan import Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
+from app.lm.text_plan import Prompt, TextPlan, answer_capacity, check_size, fitting_tokens, plan
 from app.lm.text_stream import TextPiece, TokenLogprob, Usage
 from inference.engine import EngineLimits, TopLogprobs
 
@@ -191,7 +191,7 @@ class CompletionRequest(StreamFields, kw_only=True):
                 raise at(field, None, error.message.partition(": ")[2]) from None
         else:
             ids = checked_ids(field, given, limits.vocab_size)
-        room = answer_room(field, ids, limits)
+        room = answer_capacity(field, ids, limits)
         max_tokens = min(DEFAULT_TOKENS, room) if self.max_tokens is None else self.max_tokens
         max_tokens = fitting_tokens(field, "max_tokens", max_tokens, ids, room, limits)
         prefix = ""

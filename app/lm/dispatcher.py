@@ -244,13 +244,13 @@ class LmDispatcher(Dispatcher):
 
     def _start(self, run: RequestRun) -> None:
         """Give a request to the replica with the fewest sequences, of those that ended no channel lately."""
-        able = self._pool.able()
-        if not able:
+        eligible = self._pool.eligible()
+        if not eligible:
             if not self.route.replicas:
                 raise unavailable(self.route)
             raise Unavailable(f"model `{self.route.name}`: its replica ended", retry_after_s=RETRY_AFTER_LOST_S)
         now_s = self._loop.time()
-        replica = min(able, key=lambda one: (now_s < one.avoided_until_s, one.sequences))
+        replica = min(eligible, key=lambda one: (now_s < one.avoided_until_s, one.sequences))
         if replica.channel is None:
             on_end = partial(self._on_channel_end, replica)
             replica.channel = Channel(self.route.name, replica.client, self._meter, on_end)

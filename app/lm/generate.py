@@ -17,7 +17,7 @@ from app.codecs.faults import at
 from app.codecs.parameters import MAX_UINT64, RequestId
 from app.errors import BadRequest, HeadwaterError
 from app.lm.sampling_fields import DEFAULT_TOKENS, SamplingFields, checked_integer
-from app.lm.text_plan import Prompt, TextPlan, answer_room, check_size, fitting_tokens, plan
+from app.lm.text_plan import Prompt, TextPlan, answer_capacity, check_size, fitting_tokens, plan
 from app.lm.text_stream import TextPiece, Usage
 from inference.engine import EngineLimits
 
@@ -102,7 +102,7 @@ class GenerateRequest(GenerateParameters, kw_only=True):
             ids = text.encode_text(self.text_input)
         except BadRequest as error:
             raise at("text_input", None, error.message.partition(": ")[2]) from None
-        room = answer_room("text_input", ids, limits)
+        room = answer_capacity("text_input", ids, limits)
         max_tokens = min(DEFAULT_TOKENS, room) if given.max_tokens is None else given.max_tokens
         max_tokens = fitting_tokens("text_input", path("max_tokens"), max_tokens, ids, room, limits)
         return plan([Prompt(ids, max_tokens)], 1, sampling, end, limits, timeout_us / 1e6 if timeout_us else None)

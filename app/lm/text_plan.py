@@ -17,7 +17,7 @@ from inference.engine import EngineLimits, Sampling
 if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
     from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["Prompt", "TextPlan", "answer_room", "check_size", "fitting_tokens", "plan"]
+__all__ = ["Prompt", "TextPlan", "answer_capacity", "check_size", "fitting_tokens", "plan"]
 
 CHAT_ANSWER_TOKENS: Final = 256
 """Of an answer whose length the client doesn't say, even if it takes more than a sequence's share of the cache."""
@@ -115,7 +115,7 @@ def check_size(field: str, text: str, limits: EngineLimits) -> None:
         )
 
 
-def answer_room(field: str, ids: Sequence[int], limits: EngineLimits) -> int:
+def answer_capacity(field: str, ids: Sequence[int], limits: EngineLimits) -> int:
     """How many tokens an answer can have at most.
 
     Args:
@@ -149,7 +149,7 @@ def fitting_tokens(field: str, path: str, max_tokens: int, ids: Sequence[int], r
         path: that which has the number.
         max_tokens: the number.
         ids: of the prompt.
-        room: what `answer_room` gave.
+        room: what `answer_capacity` gave.
         limits: what the model can take.
 
     Raises:

@@ -26,11 +26,11 @@ from typing import Final, NamedTuple
 from app.process.priority import START_NICE, lower, may_raise
 from app.process.sweep import Journal, segments_mapped_by, sweep_replica
 
-__all__ = ["PulseWatch", "main"]
+__all__ = ["CallWatch", "main"]
 
 
-PULSE_FILE: Final = "pulse"
-"""Maintained by `inference.runtime.pulse` in the replica's folder."""
+WATCHDOG_FILE: Final = "watchdog"
+"""Maintained by `inference.runtime.watchdog` in the replica's folder."""
 READY_FILE: Final = "ready"
 """Created by the replica in its folder when it serves."""
 PR_SET_CHILD_SUBREAPER: Final = 36
@@ -42,7 +42,7 @@ SUSPECT_S: Final = 0.25
 "ready". A debugger stops a process for less."""
 
 
-class PulseWatch:
+class CallWatch:
     """Watchdog over a replica's calls of the user's code.
 
     Args:
@@ -50,7 +50,7 @@ class PulseWatch:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / PULSE_FILE
+        self._path = directory / WATCHDOG_FILE
         self._late: set[int] = set()
         """Start times of the calls that were late at the last look."""
 
@@ -95,7 +95,7 @@ class Guardian:
         self._members: dict[int, str] = {}
         self._suspects: dict[int, float] = {}
         """Members in a bad state, and since when."""
-        self._pulse = PulseWatch(directory)
+        self._watchdog = CallWatch(directory)
         self._next_look_s = 0.0
         """When to look at the calls next; wake-ups in between may come at any rate."""
         self._checks = 0
@@ -185,7 +185,7 @@ class Guardian:
         now_s = time.monotonic()
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + CHECK_INTERVAL_S / 2
-            if (reason := self._pulse.look(time.monotonic_ns())) is not None:
+            if (reason := self._watchdog.look(time.monotonic_ns())) is not None:
                 return reason
         current = self._states()
         for pid, (name, _) in current.items():

@@ -40,11 +40,11 @@ _MARK: Final = "headwater-interpreter:"
 class InterpreterError(StartError):
     """A Python that a deployment names can't run its replicas."""
 
-    def __init__(self, path: str, reason: str, mend: str, *, is_permanent: bool = True) -> None:
-        super().__init__(f"python {path}: {reason}; {mend}")
+    def __init__(self, path: str, reason: str, fix: str, *, is_permanent: bool = True) -> None:
+        super().__init__(f"python {path}: {reason}; {fix}")
         self.path = path
         self.reason = reason
-        self.mend = mend
+        self.fix = fix
         self.is_permanent = is_permanent
         """Whether another try would fail the same way."""
 
@@ -119,8 +119,8 @@ def _check_file(path: str) -> None:
     name_one = "name a Python interpreter, such as the bin/python of a virtual environment"
     if os.path.isdir(path):
         inside = os.path.join(path, "bin", "python")
-        mend = f"name {inside}" if os.path.exists(inside) else name_one
-        raise InterpreterError(path, "expected an interpreter, got a folder", mend)
+        fix = f"name {inside}" if os.path.exists(inside) else name_one
+        raise InterpreterError(path, "expected an interpreter, got a folder", fix)
     if os.path.exists(path):
         if not os.access(path, os.X_OK):
             raise InterpreterError(path, "it is not executable", f"{name_one}, or allow it: chmod +x {path}")
@@ -128,8 +128,8 @@ def _check_file(path: str) -> None:
         reason = f"it is a link to {os.readlink(path)}, which is not there"
         raise InterpreterError(path, reason, "make its virtual environment again")
     else:
-        mend = f"{name_one}; PATH is not searched, and a relative path starts where Headwater was started"
-        raise InterpreterError(path, "there is no such file", mend)
+        fix = f"{name_one}; PATH is not searched, and a relative path starts where Headwater was started"
+        raise InterpreterError(path, "there is no such file", fix)
 
 
 def _ask(path: str, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -166,8 +166,8 @@ def _ask(path: str, environ: Mapping[str, str]) -> dict[str, Any]:
             return report
     said = next((line.strip() for line in reversed(errors.decode(errors="replace").splitlines()) if line.strip()), "")
     reason = f"it doesn't answer as Python does: {said[:300]}" if said else "it doesn't answer as Python does"
-    mend = f"name a Python interpreter that works; try it: {path} -c 'print(1)'"
-    raise InterpreterError(path, reason, mend, is_permanent=False)
+    fix = f"name a Python interpreter that works; try it: {path} -c 'print(1)'"
+    raise InterpreterError(path, reason, fix, is_permanent=False)
 
 
 # The libraries are those of `inference.environment.library_path`.

@@ -76,8 +76,8 @@ def address_problems(host: str, port: int) -> list[Problem]:
             ]
         if error.errno == errno.EACCES:
             return [Problem("server.port", f"{where} is not allowed to this user", "choose a port from 1024: --port")]
-        mend = "choose another: --host 127.0.0.1, or 0.0.0.0 for all"
-        return [Problem("server.host", f"can't listen on {where}: {error.strerror}", mend)]
+        fix = "choose another: --host 127.0.0.1, or 0.0.0.0 for all"
+        return [Problem("server.host", f"can't listen on {where}: {error.strerror}", fix)]
     return []
 
 
@@ -106,8 +106,8 @@ def runtime_dir_problems(server: Server, deployments: Iterable[str]) -> list[Pro
     length = len(os.fsencode(root)) + INSTANCE_NAME_BYTES + len(str(os.getuid())) + name + REPLICA_SOCKET_BYTES
     if length > UNIX_PATH_BYTES:
         reason = f"the path of a replica's socket would have {length} bytes; a unix socket's has {UNIX_PATH_BYTES}"
-        mend = f"{another}, {length - UNIX_PATH_BYTES} bytes shorter than {root}; or shorten the deployment's name"
-        problems.append(Problem(title, reason, mend))
+        fix = f"{another}, {length - UNIX_PATH_BYTES} bytes shorter than {root}; or shorten the deployment's name"
+        problems.append(Problem(title, reason, fix))
     return problems
 
 
@@ -123,8 +123,8 @@ def security_problems(config: Config) -> list[Problem]:
             attempt()
         except ConfigError as error:
             title, _, text = str(error).partition(": ")
-            reason, _, mend = text.rpartition("; ")
-            problems.append(Problem(title, reason or mend, mend if reason else "correct it"))
+            reason, _, fix = text.rpartition("; ")
+            problems.append(Problem(title, reason or fix, fix if reason else "correct it"))
     return problems
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from app.config.schema import DEFAULT_MEMORY_PART, Deployment, Server
-from app.errors import NoRoom
+from app.errors import MemoryBudgetExceeded
 from app.process.gpu import gpu_capacities, gpu_name, gpus_used
 from app.process.machine import HOST, host_capacity, measure_groups_by_place
 from app.supervisor.memory_budget import MemoryBudget, Refusal
@@ -93,7 +93,7 @@ class ReplicaMemory:
             beside: the devices of the replicas that it has; new ones go where there are fewest.
 
         Raises:
-            NoRoom: there is none; with figures.
+            MemoryBudgetExceeded: there is none; with figures.
         """
         if self._waits(name):
             return None
@@ -120,7 +120,7 @@ class ReplicaMemory:
                 for place in found:
                     self.give_back(place)
                 what = "another replica" if count == 1 else f"{count} more replicas"
-                raise NoRoom(f"no room for {what} of `{name}`: {refusal}")
+                raise MemoryBudgetExceeded(f"no room for {what} of `{name}`: {refusal}")
         return found
 
     def attach(self, place: Place, replica: ReplicaProcess) -> None:

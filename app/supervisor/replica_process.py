@@ -36,7 +36,7 @@ LINE_LIMIT_BYTES = 16 * 1024 * 1024
 GUARDIAN_LOST = "its guardian was killed"
 LOG_LINES = 200
 """Of what it writes, so many lines are kept: a crash leaves the stacks of all threads."""
-TOLD_LINES = 10
+REPORTED_LINES = 10
 TOLD_CHARS = 2000
 CRASH = "Fatal Python error"
 """Begins what `faulthandler` writes; the stack of the thread that crashed is next."""
@@ -192,9 +192,11 @@ class ReplicaProcess:
         lines = [line.strip() for line in self._lines if line.strip()]
         if self._has_explained or not lines:
             return self.reason
-        crash = next((place for place, line in enumerate(lines) if line.startswith(CRASH)), len(lines) - TOLD_LINES + 2)
+        crash = next(
+            (place for place, line in enumerate(lines) if line.startswith(CRASH)), len(lines) - REPORTED_LINES + 2
+        )
         first = max(0, crash - 2)
-        text = " | ".join(lines[first : first + TOLD_LINES])
+        text = " | ".join(lines[first : first + REPORTED_LINES])
         if len(text) > TOLD_CHARS:
             text = "..." + text[-TOLD_CHARS:]
         return f"{self.reason or 'it ended'}{LAST_LINES}{text}"

@@ -13,7 +13,7 @@ from app.config.schema import Deployment
 from app.config.sections import ReplicaBounds
 from app.control.messages import Drained
 from app.control.routing import DeploymentRoute, State
-from app.errors import CallableFailed, Conflict, NoRoom
+from app.errors import CallableFailed, Conflict, MemoryBudgetExceeded
 from app.supervisor.host import Host
 from app.supervisor.replica_process import ReplicaProcess
 from app.supervisor.retired import Retired
@@ -126,7 +126,7 @@ class ReplicaSet(Served):
             fresh = await self.starter.start_all(
                 self.config, self._within(self.bounds), lambda text: self.set_state(State.LOADING, text)
             )
-        except NoRoom:  # perhaps only the first has shown what one takes
+        except MemoryBudgetExceeded:  # perhaps only the first has shown what one takes
             self.failure = failure
             self.set_state(*before)
             raise
@@ -165,7 +165,7 @@ class ReplicaSet(Served):
         """
         try:
             return await self.starter.start_all(config, self._within(self._bounds_of(config)))
-        except NoRoom as error:
+        except MemoryBudgetExceeded as error:
             raise error.again(
                 f"{error.message}; they would start beside those that serve: expected `strategy: recreate`, which ends "
                 "these first, or less that takes memory"
@@ -220,8 +220,8 @@ class ReplicaSet(Served):
         if time.monotonic() < self._no_growth_before_s:
             return
         try:
-            place = await self.starter.find_room(self.config)
-        except NoRoom as error:
+            place = await self.starter.find_place(self.config)
+        except MemoryBudgetExceeded as error:
             if self.is_scalable:
                 self._note_shortage(error.message)
             return

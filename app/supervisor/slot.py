@@ -8,7 +8,7 @@ import time
 from typing import Final, Protocol
 
 from app.config.schema import Deployment
-from app.errors import NoRoom
+from app.errors import MemoryBudgetExceeded
 from app.supervisor.backoff import Backoff
 from app.supervisor.host import Host
 from app.supervisor.replica_memory import Place
@@ -20,7 +20,7 @@ __all__ = ["Owner", "Slot"]
 
 logger = logging.getLogger("headwater")
 
-ROOM_RETRY_S: Final = 2.0
+PLACE_RETRY_S: Final = 2.0
 """How often to look again for memory that a replica needs."""
 
 
@@ -94,9 +94,9 @@ class Slot:
         while self._place is None and self._is_wanted:
             retry_s = FIRST_MEASURED_RETRY_S
             try:
-                self._place = await self._owner.starter.find_room(self._owner.config)
-            except NoRoom as error:
-                retry_s = ROOM_RETRY_S
+                self._place = await self._owner.starter.find_place(self._owner.config)
+            except MemoryBudgetExceeded as error:
+                retry_s = PLACE_RETRY_S
                 if self.is_kept:
                     self._owner.note_no_room(self, error.message)
             if not self.is_kept:

@@ -50,11 +50,11 @@ class ReplicaStarter:
         self._name = name
         self._host = host
 
-    async def find_room(self, config: Deployment) -> Place | None:
+    async def find_place(self, config: Deployment) -> Place | None:
         """Find room for one replica. None: that can't be said before another one was measured.
 
         Raises:
-            NoRoom: there is none.
+            MemoryBudgetExceeded: there is none.
         """
         places = await self._host.memory.reserve(self._name, config, 1, self.devices.values())
         return places[0] if places else None
@@ -63,7 +63,7 @@ class ReplicaStarter:
         """Find room for some of these replicas: for all, or, while their size isn't known, for one.
 
         Raises:
-            NoRoom: there is none.
+            MemoryBudgetExceeded: there is none.
             Unavailable: the server is stopping.
         """
         memory = self._host.memory
@@ -137,7 +137,7 @@ class ReplicaStarter:
 
         Raises:
             CallableFailed: one of them didn't start, or was lost before the last was ready.
-            NoRoom: the memory budget doesn't allow them.
+            MemoryBudgetExceeded: the memory budget doesn't allow them.
             Unavailable: the server is stopping.
         """
         fresh: list[ReplicaProcess] = []

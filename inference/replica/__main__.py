@@ -24,7 +24,7 @@ import msgspec
 from inference import tuning
 from inference.environment import package_versions, require
 from inference.errors import LoadError, ModelError
-from inference.runtime.pulse import PULSE_FILE, Pulse, WatchCall
+from inference.runtime.watchdog import WATCHDOG_FILE, WatchCall, Watchdog
 from inference.signature import Signature
 from inference.tuning import keep_freed_memory
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
@@ -104,7 +104,7 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter, stop: thread
 
     watch: WatchCall = contextlib.nullcontext
     if spec.max_compute_s is not None:
-        watch = Pulse(directory / PULSE_FILE, spec.max_compute_s).call
+        watch = Watchdog(directory / WATCHDOG_FILE, spec.max_compute_s).call
     served = load_served(spec, reporter.progress, _end_soon, watch)
     signature, device = served.signature, served.device
 

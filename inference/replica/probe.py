@@ -95,12 +95,12 @@ def _try(
         model = load_model(reference, options, request.path)
         return Signature.of(model, name=name, max_batch_size=request.max_batch_size), []
     except LoadError as error:
-        return None, [Problem(title, f"{reference}: {error.problem.reason}", error.problem.mend)]
+        return None, [Problem(title, f"{reference}: {error.problem.reason}", error.problem.fix)]
     except DeclarationError as error:
         return None, [Problem(title, f"{reference}: {error}", "correct the declaration")]
     except Exception as error:  # declarations may be properties, which run the user's code
         problem = problem_of(error, title, "reading its declarations")
-        return None, [Problem(title, f"{reference}: {problem.reason}", problem.mend)]
+        return None, [Problem(title, f"{reference}: {problem.reason}", problem.fix)]
 
 
 def _device_problems(title: str, wanted: str) -> list[Problem]:
@@ -111,17 +111,17 @@ def _device_problems(title: str, wanted: str) -> list[Problem]:
     except ReplicaError:
         import torch
 
-        mend = "set `device: cpu` or `auto`"
+        fix = "set `device: cpu` or `auto`"
         if torch.version.cuda is None:
             reason = f"torch {torch.__version__} is a build without CUDA"
-            mend = f"install a CUDA build of torch, or {mend}"
+            fix = f"install a CUDA build of torch, or {fix}"
         elif not torch.cuda.is_available():
             reason = "torch finds no GPU that it can use"
-            mend = f"check the driver (nvidia-smi), a container's --gpus and CUDA_VISIBLE_DEVICES, or {mend}"
+            fix = f"check the driver (nvidia-smi), a container's --gpus and CUDA_VISIBLE_DEVICES, or {fix}"
         else:
             count = torch.cuda.device_count()
             reason = f"there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}, and the first is cuda:0"
-        return [Problem(title, f"device {wanted!r} was asked for, but {reason}", mend)]
+        return [Problem(title, f"device {wanted!r} was asked for, but {reason}", fix)]
     return []
 
 

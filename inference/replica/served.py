@@ -21,8 +21,8 @@ from inference.reference import is_language_model
 from inference.runtime.device import choose_device
 from inference.runtime.fused import FusedPipeline
 from inference.runtime.loader import load_model
-from inference.runtime.pulse import WatchCall
 from inference.runtime.runner import Runner
+from inference.runtime.watchdog import WatchCall
 from inference.signature import Signature
 from inference.tuning import switch_soon
 from inference.wire.handshake import ReplicaSpec

@@ -42,7 +42,7 @@ from inference.wire.triton_words import error_lines, says_instance_failed
 __all__ = ["EmbeddedTriton", "UnixConnection", "telling_lines"]
 
 START_TIMEOUT_S = 60.0
-TOLD_LINES = 15
+REPORTED_LINES = 15
 """Of the log of a Triton that did not start."""
 # PyTriton waits for readiness without its token, so `health` alone can't be restricted; it tells nothing.
 _RESTRICTED = (
@@ -226,7 +226,7 @@ def telling_lines(lines: Sequence[str]) -> list[str]:
 
     After an error Triton still prints tables of its settings, so the errors are not at the end.
     """
-    return error_lines(lines)[:TOLD_LINES] or list(lines[-TOLD_LINES:])
+    return error_lines(lines)[:REPORTED_LINES] or list(lines[-REPORTED_LINES:])
 
 
 def _tensor(spec: TensorSpec) -> Any:

@@ -13,10 +13,10 @@ from inference.model import Model
 from inference.pipeline import Plan, PlannedStep
 from inference.runtime.batch_run import BatchRun, Pace
 from inference.runtime.channel import ChannelStream, StreamChannels
-from inference.runtime.pulse import WatchCall
 from inference.runtime.request import Part, TritonRequest, read_request
 from inference.runtime.step import Handover, Step
 from inference.runtime.stream_control import StreamControl
+from inference.runtime.watchdog import WatchCall
 from inference.wire.arrays import Array
 from inference.wire.frame import FRAME, Frame, Piece, encode_frame
 from inference.wire.report import RowReport, Status

@@ -35,11 +35,9 @@ def load_class(reference: str) -> type[Model]:
     if found is None:
         models = _models_of(module)
         names = f"its models are {', '.join(models)}" if models else "it has no models"
-        mend = (
-            f"name one of these, or add {class_name}" if models else "a model is a class derived from inference.Model"
-        )
+        fix = f"name one of these, or add {class_name}" if models else "a model is a class derived from inference.Model"
         reason = f"{_file(module)} has no {class_name}; {names}{did_you_mean(class_name, models)}"
-        raise LoadError(Problem(title, reason, mend))
+        raise LoadError(Problem(title, reason, fix))
     if not inspect.isclass(found) or not issubclass(found, Model):
         what = f"a class derived from {found.__bases__[0].__name__}" if inspect.isclass(found) else repr(found)
         raise LoadError(

@@ -134,8 +134,8 @@ class OnnxModel(Model):
         """Free the session."""
         del self._session
 
-    def _error(self, reason: str, mend: str) -> LoadError:
-        return LoadError(Problem(self._title, reason, mend))
+    def _error(self, reason: str, fix: str) -> LoadError:
+        return LoadError(Problem(self._title, reason, fix))
 
     def _open(self, providers: Sequence[object], *, optimize: bool = True) -> Any:
         try:
@@ -240,8 +240,8 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     tried = " or ".join(str(place) for place in places)
     folder = next((place for place in places if place.is_dir()), None)
     reason = f"there is no file {tried}" if folder is None else f"expected a file, got the folder {folder}"
-    mend = "correct the path; a relative one starts in the working folder or in that of the configuration"
-    raise LoadError(Problem(title, reason, mend))
+    fix = "correct the path; a relative one starts in the working folder or in that of the configuration"
+    raise LoadError(Problem(title, reason, fix))
 
 
 def _unreadable(message: str, version: str) -> tuple[str, str]:

@@ -19,8 +19,8 @@ import numpy as np
 from inference.errors import BadOutput, DeclarationError
 from inference.model import Model
 from inference.runtime.isolation import Errors, Isolation, RaggedPieces
-from inference.runtime.pulse import WatchCall
 from inference.runtime.request import Part, TritonRequest, read_request
+from inference.runtime.watchdog import WatchCall
 from inference.signature import Signature
 from inference.wire.arrays import Array, argument, wire, zeros
 from inference.wire.report import REPORT, RowReport, Status, encode_reports, placeholder_shape

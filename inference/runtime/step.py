@@ -18,7 +18,6 @@ from inference.errors import BadOutput
 from inference.model import Model
 from inference.pipeline import INPUT, PlannedStep
 from inference.runtime.isolation import CallFailed, Errors, Isolation, RaggedPieces
-from inference.runtime.pulse import WatchCall
 from inference.runtime.stream_control import StreamControl
 from inference.runtime.values import (
     checked,
@@ -31,6 +30,7 @@ from inference.runtime.values import (
     settled,
     version_of,
 )
+from inference.runtime.watchdog import WatchCall
 from inference.signature import TensorSpec
 from inference.wire.arrays import Array, argument, wire
 from inference.wire.report import RowReport

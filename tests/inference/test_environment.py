@@ -122,7 +122,7 @@ def test_numpy_2_is_refused(tmp_path: Path) -> None:
     (problem,) = found["problems"]
     assert problem["title"] == "numpy version"
     assert "expected numpy 1.x, got 2.1.0" in problem["reason"]
-    assert problem["mend"] == "pip install 'numpy<2'"
+    assert problem["fix"] == "pip install 'numpy<2'"
 
 
 def test_require_says_reason_and_mend(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_missing_pytriton(tmp_path: Path) -> None:
     assert found["versions"]["torch"] is None
     (problem,) = found["problems"]
     assert problem["title"] == "PyTriton"
-    assert problem["mend"].endswith("pip install nvidia-pytriton")
+    assert problem["fix"].endswith("pip install nvidia-pytriton")
 
 
 def test_no_stub_for_this_python(tmp_path: Path) -> None:
@@ -177,8 +177,8 @@ def test_missing_libpython(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deep
     (problem,) = problems(deep=deep, path=str(tmp_path))
     assert problem.title == "libpython"
     assert f"needs libpython{version}.so.1.0, which is neither in {tmp_path}" in problem.reason
-    assert f"apt-get install libpython{version}" in problem.mend
-    assert "--enable-shared" in problem.mend
+    assert f"apt-get install libpython{version}" in problem.fix
+    assert "--enable-shared" in problem.fix
 
 
 def test_a_libpython_of_another_patch_version() -> None:
@@ -189,7 +189,7 @@ def test_a_libpython_of_another_patch_version() -> None:
     assert problem.title == "libpython version"
     assert f"this is Python {platform.python_version()}" in problem.reason
     assert str(library.name) in problem.reason
-    assert "--enable-shared" in problem.mend
+    assert "--enable-shared" in problem.fix
 
 
 def test_library_path_puts_this_pythons_library_first() -> None:

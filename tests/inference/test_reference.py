@@ -25,7 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def failure(reference: str, *search: str) -> str:
     with pytest.raises(LoadError) as caught:
         find_folder(reference, search)
-    assert caught.value.problem.mend
+    assert caught.value.problem.fix
     return str(caught.value)
 
 

@@ -89,13 +89,13 @@ class TokenReader:
         self.fault: Fault | None = None
         self.times_s: list[float] = []
         """The arrival of each event with text or with a result."""
-        self.told_tokens: int | None = None
+        self.reported_tokens: int | None = None
         """The server's count of tokens."""
 
     @property
     def tokens(self) -> int:
         """The server's own count or, without one, the number of events with text."""
-        return self.told_tokens if self.told_tokens is not None else len(self.times_s)
+        return self.reported_tokens if self.reported_tokens is not None else len(self.times_s)
 
     def feed(self, data: bytes, now_s: float) -> None:
         """See `EventReader`."""
@@ -123,7 +123,7 @@ class TokenReader:
         if event.error is not None:
             self._note(_stream_fault(data))
         if event.usage is not None:
-            self.told_tokens = event.usage.completion_tokens
+            self.reported_tokens = event.usage.completion_tokens
         for choice in event.choices:
             delta = choice.delta
             if choice.text or (delta is not None and (delta.content or delta.reasoning_content)):
@@ -133,7 +133,7 @@ class TokenReader:
     def _generate(self, data: bytes) -> None:
         event = _generate_event.decode(data)
         if event.completion_tokens is not None:
-            self.told_tokens = event.completion_tokens
+            self.reported_tokens = event.completion_tokens
         if event.final:
             self.is_done = True
         elif event.error is not None:

@@ -1,4 +1,4 @@
-"""``headwater check``: it collects every problem, and each says why and how to mend it."""
+"""``headwater check``: it collects every problem, and each says why and how to fix it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def only(report: dict[str, Any]) -> dict[str, str]:
     (problem,) = report["problems"]
-    assert all(problem[part] for part in ("title", "reason", "mend"))
+    assert all(problem[part] for part in ("title", "reason", "fix"))
     found: dict[str, str] = problem
     return found
 
@@ -106,11 +106,11 @@ def test_text_of_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"deployments": {"double": {"model": "inference.zoo.scale:Twice"}}}))
     assert check(path, as_json=False, flags={"server.port": 0}) == 1
-    *_, title, why, mend = capsys.readouterr().out.splitlines()
+    *_, title, why, fix = capsys.readouterr().out.splitlines()
     assert title == "deployment double"
     assert why.startswith("  why   inference.zoo.scale:Twice: ")
     assert why.endswith("has no Twice; its models are Scale")
-    assert mend == "  fix   name one of these, or add Twice"
+    assert fix == "  fix   name one of these, or add Twice"
 
 
 def test_without_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,7 +272,7 @@ def test_a_port_that_is_taken() -> None:
         (problem,) = address_problems("127.0.0.1", port)
         assert problem.title == "server.port"
         assert f"127.0.0.1:{port} is taken by process {os.getpid()} (" in problem.reason
-        assert "--port" in problem.mend
+        assert "--port" in problem.fix
     assert address_problems("127.0.0.1", port) == []
 
 
@@ -314,7 +314,7 @@ def test_a_runtime_dir_too_long_for_sockets() -> None:
     assert runtime_dir_problems(Server(runtime_dir=long), []) == []
     (problem,) = runtime_dir_problems(Server(runtime_dir=long), ["a-rather-long-name"])
     assert "a unix socket's has 107" in problem.reason
-    assert "bytes shorter than" in problem.mend
+    assert "bytes shorter than" in problem.fix
 
 
 def test_a_runtime_dir_mounted_noexec(tmp_path: Path) -> None:
@@ -342,13 +342,13 @@ def test_a_small_shared_memory(tmp_path: Path) -> None:
     problem = only(json.loads(ended.stdout))
     assert problem["title"] == "shared memory"
     assert "need about 16 MiB in /dev/shm, 8 MiB of 8 MiB are free" in problem["reason"]
-    assert "--shm-size=64m" in problem["mend"]
+    assert "--shm-size=64m" in problem["fix"]
 
 
 def test_the_size_to_ask_for_holds_what_is_there_and_a_quarter_more() -> None:
     assert shared_memory_problems(64 * MIB, 64 * MIB, 64 * MIB) == []
     (problem,) = shared_memory_problems(200 * MIB, 50 * MIB, 64 * MIB)
-    assert "--shm-size=320m" in problem.mend  # 14 used, 250 wanted
+    assert "--shm-size=320m" in problem.fix  # 14 used, 250 wanted
 
 
 def image_model() -> Signature:
@@ -372,7 +372,7 @@ def test_what_replicas_take_when_they_start_counts_the_fewest_and_their_instance
     # More than any machine's /dev/shm: 1000 x 64 x 4 MiB for each.
     (problem,) = region_problems([deployment(replicas=64, instances=64)] * 1000)
     assert "need about 16,384,000 MiB in /dev/shm" in problem.reason
-    assert "--shm-size=" in problem.mend
+    assert "--shm-size=" in problem.fix
     assert region_problems([deployment(replicas={"min": 1, "max": 64}, instances=64)]) == []
 
 

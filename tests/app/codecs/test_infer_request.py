@@ -521,9 +521,9 @@ class TestOutputs:
     def test_datatypes_without_a_json_form(self, datatype: str) -> None:
         outputs = (TensorSpec("y", "FP32", (1,)), TensorSpec("h", datatype, (1,)))
         decoder = RequestDecoder(Signature(name="m", inputs=(TensorSpec("x", "FP32", (3, -1)),), outputs=outputs))
-        mend = '"parameters": {"binary_data": true}'
-        refused(request(), "outputs", "'h'", f"got {datatype}", mend, decoder=decoder)
-        refused(request(outputs=[{"name": "h"}]), "outputs[0]", "'h'", f"got {datatype}", mend, decoder=decoder)
+        fix = '"parameters": {"binary_data": true}'
+        refused(request(), "outputs", "'h'", f"got {datatype}", fix, decoder=decoder)
+        refused(request(outputs=[{"name": "h"}]), "outputs[0]", "'h'", f"got {datatype}", fix, decoder=decoder)
         assert decoder.decode(request(outputs=[{"name": "y"}])).outputs == [OutputWish("y", False)]
         assert decoder.decode(request(parameters={"binary_data_output": True})).outputs[1] == OutputWish("h", True)
 

@@ -53,5 +53,5 @@ def test_what_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
     keys, tls = security_problems(wrong)
     assert keys.title == "security.keys_file"
     assert "No such file" in keys.reason
-    assert "headwater keys add" in keys.mend
+    assert "headwater keys add" in keys.fix
     assert tls.title == "server.tls.certificate"

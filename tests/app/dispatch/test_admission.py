@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from app.dispatch.admission import BYTES_OF_ALL, ROWS_OF_ALL, Admission, WaitingRoom
+from app.dispatch.admission import BYTES_OF_ALL, ROWS_OF_ALL, Admission, QueueBudget
 from app.dispatch.queue import Item
 from app.errors import BadRequest, BodyTooLarge, QueueFull
 
@@ -15,8 +15,8 @@ from app.errors import BadRequest, BodyTooLarge, QueueFull
 class Queue:
     """A deployment's admission, and what became of its requests; each request is one item."""
 
-    def __init__(self, name: str = "m", room: WaitingRoom | None = None, limit: int = 8) -> None:
-        self.admission = Admission(name, room or WaitingRoom(), self._drop)
+    def __init__(self, name: str = "m", room: QueueBudget | None = None, limit: int = 8) -> None:
+        self.admission = Admission(name, room or QueueBudget(), self._drop)
         self.admission.limit = limit
         self.dropped: list[tuple[Item, QueueFull]] = []
 
@@ -49,9 +49,9 @@ def test_a_request_that_never_fits_is_wrong_not_early() -> None:
     with pytest.raises(BadRequest, match=r"at most 3 rows \(max_queue_size of model `m`, .* got 4;"):
         Queue(limit=3).send(4)
     with pytest.raises(BadRequest, match=r"at most 2 rows \(server\.max_queue_size, .* got 3;"):
-        Queue(limit=3, room=WaitingRoom(max_rows=2)).send(3)
+        Queue(limit=3, room=QueueBudget(max_rows=2)).send(3)
     with pytest.raises(BodyTooLarge, match=r"at most 100 bytes \(server\.max_queue_bytes, .* got 101;"):
-        Queue(room=WaitingRoom(max_bytes=100)).send(size=101)
+        Queue(room=QueueBudget(max_bytes=100)).send(size=101)
 
 
 def test_the_less_urgent_give_way_and_are_told() -> None:
@@ -118,7 +118,7 @@ def test_that_is_so_for_every_class() -> None:
 
 
 def test_a_deployment_may_use_what_others_do_not() -> None:
-    room = WaitingRoom(max_rows=10)
+    room = QueueBudget(max_rows=10)
     greedy, _ = Queue("greedy", room, limit=100), Queue("quiet", room, limit=100)
     greedy.fill(10)
     with pytest.raises(QueueFull, match=r"queues are full: 10 of 10 rows wait \(server\.max_queue_size\), 10 of them"):
@@ -126,7 +126,7 @@ def test_a_deployment_may_use_what_others_do_not() -> None:
 
 
 def test_and_gives_it_back_when_they_need_it() -> None:
-    room = WaitingRoom(max_rows=10)
+    room = QueueBudget(max_rows=10)
     greedy, quiet = Queue("greedy", room, limit=100), Queue("quiet", room, limit=100)
     waiting = greedy.fill(10)
     quiet.fill(5)
@@ -139,7 +139,7 @@ def test_and_gives_it_back_when_they_need_it() -> None:
 
 
 def test_bytes_are_shared_likewise() -> None:
-    room = WaitingRoom(max_bytes=1000)
+    room = QueueBudget(max_bytes=1000)
     greedy, quiet = Queue("greedy", room), Queue("quiet", room)
     for _ in range(4):
         greedy.send(size=250)
@@ -151,7 +151,7 @@ def test_bytes_are_shared_likewise() -> None:
 
 
 def test_where_the_server_is_full_classes_of_a_deployment_still_have_their_shares() -> None:
-    room = WaitingRoom(max_rows=10)
+    room = QueueBudget(max_rows=10)
     mixed, other = Queue("mixed", room, limit=100), Queue("other", room, limit=100)
     waiting = mixed.fill(5, priority=10)
     other.fill(5)
@@ -161,7 +161,7 @@ def test_where_the_server_is_full_classes_of_a_deployment_still_have_their_share
 
 
 def test_a_deployment_that_is_gone_has_no_part() -> None:
-    room = WaitingRoom(max_rows=10)
+    room = QueueBudget(max_rows=10)
     first, second = Queue("first", room), Queue("second", room)
     assert room.part()[0] == 5
     second.admission.close()
@@ -178,7 +178,7 @@ class RoomMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.room = WaitingRoom(self.MAX_ROWS, self.MAX_BYTES)
+        self.room = QueueBudget(self.MAX_ROWS, self.MAX_BYTES)
         self.queues = [Queue(str(limit), self.room, limit) for limit in self.LIMITS]
         for queue in self.queues:
             queue.admission.queue.max_batch_size = 8

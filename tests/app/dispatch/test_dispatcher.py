@@ -14,7 +14,7 @@ import uvloop
 
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.dispatch.admission import WaitingRoom
+from app.dispatch.admission import QueueBudget
 from app.dispatch.dispatcher import ModelDispatcher
 from app.errors import (
     BadRequest,
@@ -104,7 +104,7 @@ class Bench:
     """A dispatcher with replicas of the test's own."""
 
     def __init__(
-        self, signature: Signature = NUMBERS, replicas: int = 1, room: WaitingRoom | None = None, **route: Any
+        self, signature: Signature = NUMBERS, replicas: int = 1, room: QueueBudget | None = None, **route: Any
     ) -> None:
         self.replicas: dict[str, Replica] = {}
         self.route = DeploymentRoute(
@@ -760,7 +760,7 @@ def test_weights_of_the_deployment_order_what_waits_also_when_they_change() -> N
 
 def test_the_bound_of_all_deployments_is_shared() -> None:
     async def scenario() -> None:
-        room = WaitingRoom(max_rows=4)
+        room = QueueBudget(max_rows=4)
         greedy, quiet = (Bench(max_in_flight=1, room=room) for _ in range(2))
         greedy.send(0)
         quiet.send(0)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.control.routing import ReplicaRoute
-from app.dispatch.admission import WaitingRoom
+from app.dispatch.admission import QueueBudget
 from app.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
 from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, run, settle
 from tests.counted import count_from_zero, requests_of
@@ -26,7 +26,7 @@ class Deployment:
         chance: says to which request, call or replica.
     """
 
-    def __init__(self, room: WaitingRoom, chance: Any) -> None:
+    def __init__(self, room: QueueBudget, chance: Any) -> None:
         self.bench = Bench(room=room, replicas=2, max_in_flight=2, max_queue_size=12)
         self.sent: list[tuple[asyncio.Task[Any], list[float]]] = []
         self._chance = chance
@@ -129,7 +129,7 @@ def test_at_the_end_every_request_has_ended_and_all_counters_are_zero(
         told: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
         count_from_zero()
-        room = WaitingRoom(max_rows=16, max_bytes=80)
+        room = QueueBudget(max_rows=16, max_bytes=80)
         deployments = [Deployment(room, chance) for _ in range(2)]
         for which, event, turns in events:
             deployments[which].happen(event)

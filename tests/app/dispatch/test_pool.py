@@ -39,8 +39,8 @@ class Bench:
 
         self.pool.update(DeploymentRoute("m", State.READY, replicas=routes(ready), retiring=routes(retiring)))
 
-    def able(self) -> str:
-        return "".join(one.route.id for one in self.pool.able())
+    def eligible(self) -> str:
+        return "".join(one.route.id for one in self.pool.eligible())
 
     def closed(self) -> str:
         return "".join(one.route.id for one in self.opened if cast(Client, one.client).is_closed)
@@ -58,11 +58,11 @@ def test_it_connects_to_what_is_new_and_closes_what_is_gone() -> None:
         bench.update("ab")
         bench.update("bc")
         assert [one.route.id for one in bench.opened] == ["a", "b", "c"]
-        assert (bench.able(), bench.closed()) == ("bc", "a")
+        assert (bench.eligible(), bench.closed()) == ("bc", "a")
         assert bench.opened[0].is_lost  # who still refers to it gives it nothing
         assert bench.pool.held(["a", "c"]) == [bench.opened[2]]
         bench.pool.close()
-        assert (bench.able(), bench.closed()) == ("", "abc")
+        assert (bench.eligible(), bench.closed()) == ("", "abc")
 
     run(scenario)
 
@@ -71,7 +71,7 @@ def test_what_retires_keeps_its_connection_and_gets_nothing_new() -> None:
     async def scenario(bench: Bench) -> None:
         bench.update("a")
         bench.update("b", retiring="a")
-        assert (bench.able(), bench.closed(), len(bench.pool.held("ab"))) == ("b", "", 2)
+        assert (bench.eligible(), bench.closed(), len(bench.pool.held("ab"))) == ("b", "", 2)
         bench.update("b")
         assert bench.closed() == "a"
 
@@ -88,9 +88,9 @@ def test_what_was_lost_but_stays_in_the_table_is_tried_again(
     async def scenario(bench: Bench) -> None:
         bench.update("a", grpc=grpc)
         bench.pool.lose(bench.opened[0])
-        assert bench.able() == ""
+        assert bench.eligible() == ""
         await bench.back.wait()
-        assert (bench.able(), bench.closed()) == ("a", closed)
+        assert (bench.eligible(), bench.closed()) == ("a", closed)
 
     run(scenario)
 
@@ -105,6 +105,6 @@ def test_what_was_lost_and_is_replaced_is_not_tried_again(monkeypatch: pytest.Mo
         bench.update("b", retiring=retiring)
         bench.pool.lose(bench.opened[1])  # its turn comes after the other's
         await bench.back.wait()
-        assert bench.able() == "b"
+        assert bench.eligible() == "b"
 
     run(scenario)

@@ -36,14 +36,14 @@ time.sleep(600)
 """
 HANGS = """
 import ctypes, pathlib, sys, time
-from inference.runtime.pulse import PULSE_FILE, Pulse
+from inference.runtime.watchdog import WATCHDOG_FILE, Watchdog
 folder = pathlib.Path(sys.argv[1])
-pulse = Pulse(folder / PULSE_FILE, 0.3)
+watchdog = Watchdog(folder / WATCHDOG_FILE, 0.3)
 for _ in range(100):
-    with pulse.call():
+    with watchdog.call():
         time.sleep(0.002)
 (folder / "ready").touch()
-with pulse.call():
+with watchdog.call():
     ctypes.PyDLL(None).sleep(600)
 """
 NAMED = """

@@ -50,7 +50,7 @@ def environ(tmp_path: Path, **more: str) -> dict[str, str]:
 def refused(path: str | Path) -> InterpreterError:
     with pytest.raises(InterpreterError) as caught:
         find_interpreter(path, os.environ)
-    assert str(caught.value) == f"python {caught.value.path}: {caught.value.reason}; {caught.value.mend}"
+    assert str(caught.value) == f"python {caught.value.path}: {caught.value.reason}; {caught.value.fix}"
     return caught.value
 
 
@@ -87,28 +87,28 @@ def test_the_versions_are_those_of_the_model_side() -> None:
 def test_a_path_that_is_not_there(tmp_path: Path) -> None:
     error = refused(tmp_path / "bin" / "python")
     assert error.reason == "there is no such file"
-    assert "a relative path starts where Headwater was started" in error.mend
+    assert "a relative path starts where Headwater was started" in error.fix
 
 
 def test_a_virtual_environment_rather_than_its_interpreter(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     error = refused(tmp_path)
-    assert (error.reason, error.mend) == ("expected an interpreter, got a folder", f"name {tmp_path}/bin/python")
+    assert (error.reason, error.fix) == ("expected an interpreter, got a folder", f"name {tmp_path}/bin/python")
 
 
 def test_a_virtual_environment_whose_python_is_gone(tmp_path: Path) -> None:
     (tmp_path / "python").symlink_to("/nowhere/python3.11")
     error = refused(tmp_path / "python")
     assert error.reason == "it is a link to /nowhere/python3.11, which is not there"
-    assert error.mend == "make its virtual environment again"
+    assert error.fix == "make its virtual environment again"
 
 
 def test_a_file_that_is_not_executable(tmp_path: Path) -> None:
     (tmp_path / "python").touch()
     error = refused(tmp_path / "python")
     assert error.reason == "it is not executable"
-    assert f"chmod +x {tmp_path}/python" in error.mend
+    assert f"chmod +x {tmp_path}/python" in error.fix
 
 
 def test_a_file_that_is_no_program(tmp_path: Path) -> None:
@@ -139,14 +139,14 @@ def test_numpy_2(script: Script) -> None:
     path = script(answering(numpy=["2.1.0"]))
     error = refused(path)
     assert error.reason.startswith("expected numpy 1.x there, got 2.1.0")
-    assert error.mend == f"{path} -m pip install 'numpy<2'"
+    assert error.fix == f"{path} -m pip install 'numpy<2'"
 
 
 def test_what_is_not_installed_is_named_at_once(script: Script) -> None:
     path = script(answering(modules=["numpy"]))
     error = refused(path)
     assert error.reason == "nvidia-pytriton, msgspec are not installed there"
-    assert error.mend == f"{path} -m pip install nvidia-pytriton msgspec"
+    assert error.fix == f"{path} -m pip install nvidia-pytriton msgspec"
 
 
 def test_one_that_does_not_answer_is_ended_with_what_it_started(
@@ -236,5 +236,5 @@ def test_check_names_the_deployment_whose_python_is_wrong(
     (problem,) = report["problems"]
     assert problem["title"] == "deployment bad"
     assert problem["reason"] == f"python {path}: nvidia-pytriton is not installed there"
-    assert problem["mend"] == f"{path} -m pip install nvidia-pytriton"
+    assert problem["fix"] == f"{path} -m pip install nvidia-pytriton"
     assert [one["ok"] for one in report["deployments"]] == [True, False]

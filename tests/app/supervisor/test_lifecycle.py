@@ -15,7 +15,7 @@ import pytest
 from app.config.schema import Config, Deployment
 from app.control.messages import Command, CommandAnswer, Drained
 from app.control.routing import ReplicaRoute, State
-from app.errors import NoRoom
+from app.errors import MemoryBudgetExceeded
 from app.supervisor.deployments import Deployments
 from app.supervisor.graph_state import GraphState
 from app.supervisor.host import Host
@@ -877,7 +877,7 @@ def test_a_load_for_which_there_is_no_room_changes_nothing(
     deployments: dict[str, Any], name: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_room(*_: Any) -> None:
-        raise NoRoom("memory of the host: a replica takes 2 GiB")
+        raise MemoryBudgetExceeded("memory of the host: a replica takes 2 GiB")
 
     async def scenario() -> None:
         supervisor = Supervisor({"shared": {"model": "m:Shared"}, **deployments}, "any")

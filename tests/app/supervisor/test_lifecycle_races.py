@@ -14,7 +14,7 @@ import pytest
 from app.config.schema import Config
 from app.control.messages import Command, CommandAnswer
 from app.control.routing import State
-from app.errors import NoRoom
+from app.errors import MemoryBudgetExceeded
 from app.process.machine import HOST
 from app.supervisor.memory_budget import MemoryBudget
 from app.supervisor.replica_memory import ReplicaMemory
@@ -179,7 +179,7 @@ def test_a_model_that_finds_no_room_to_be_recreated_is_unloaded_and_says_so(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_room(*_: Any) -> None:
-        raise NoRoom("no room")
+        raise MemoryBudgetExceeded("no room")
 
     async def scenario() -> None:
         supervisor = Supervisor({**one(), "shared": {"model": "m:Shared"}}, "any")
@@ -452,7 +452,7 @@ def test_a_slot_that_finds_no_room_after_a_reload_has_replaced_it_changes_nothin
             if not looking.is_set():
                 looking.set()
                 await found.wait()
-                raise NoRoom("no room")
+                raise MemoryBudgetExceeded("no room")
             return await reserve(*arguments)
 
         monkeypatch.setattr(host.memory, "reserve", late)

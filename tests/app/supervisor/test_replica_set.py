@@ -17,7 +17,7 @@ from app.config.schema import Deployment
 from app.config.sections import ReplicaBounds
 from app.control.messages import Drained
 from app.control.routing import State, unavailable
-from app.errors import CallableFailed, NoRoom
+from app.errors import CallableFailed, MemoryBudgetExceeded
 from app.process.machine import HOST as HOST_MEMORY
 from app.process.proc import group_members
 from app.supervisor.host import Host as RealHost
@@ -154,9 +154,9 @@ def test_replicas_are_added_while_what_they_really_take_fits_and_leave_nothing_w
         await replicas.scale(ReplicaBounds(min=2, max=2))
         assert list(replicas.ready) == ["m-1", "m-2"]
         assert 200_000_000 < host.memory.budget.taken(HOST_MEMORY) < 290_000_000
-        with pytest.raises(NoRoom, match=r"no room for another replica of `m`: .* of the 277 MiB"):
+        with pytest.raises(MemoryBudgetExceeded, match=r"no room for another replica of `m`: .* of the 277 MiB"):
             await replicas.scale(ReplicaBounds(min=3, max=3))
-        with pytest.raises(NoRoom, match="expected `strategy: recreate`"):
+        with pytest.raises(MemoryBudgetExceeded, match="expected `strategy: recreate`"):
             await replicas.start_fresh(replicas.config)
         assert (list(replicas.ready), len(host.launched), replicas.bounds.max) == (["m-1", "m-2"], 2, 2)
         leaving = host.launched[1]

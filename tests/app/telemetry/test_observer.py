@@ -51,7 +51,7 @@ class Watched(Supervisor):
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["load", "unload", "reload", "crash", "break", "mend"]), st.sampled_from("ab")),
+    st.tuples(st.sampled_from(["load", "unload", "reload", "crash", "break", "fix"]), st.sampled_from("ab")),
     max_size=8,
 )
 
@@ -77,7 +77,7 @@ def test_transitions_in_the_log_and_in_the_metrics_are_the_same(
                         replica.end("killed by a test")
             elif action == "break":
                 supervisor.failing.add(name)
-            elif action == "mend":
+            elif action == "fix":
                 supervisor.failing.discard(name)
             else:
                 await supervisor.do(action, name)

@@ -379,7 +379,7 @@ class TestConfiguration:
         monkeypatch.setattr("app.supervisor.preflight.importlib.util.find_spec", lambda name: None)
         assert tracing_problems(Server()) == []
         (problem,) = tracing_problems(server)
-        assert "pip install 'headwater[otel]'" in problem.mend
+        assert "pip install 'headwater[otel]'" in problem.fix
 
 
 def test_spans_reach_a_collector_before_the_end() -> None:

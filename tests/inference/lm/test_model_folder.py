@@ -49,7 +49,7 @@ def failure(folder: Path, **options: Any) -> str:
     with pytest.raises(LoadError) as caught:
         plan_language_model(reference, options)
     problem = caught.value.problem
-    assert problem.mend
+    assert problem.fix
     (finding,) = probe(Request("name", reference, options, device="cpu"))
     assert [one["reason"] for one in finding.problems] == [f"{reference}: {problem.reason}"]
     spec = ReplicaSpec("name", reference, "token", 0, (), ".", options=options, device="cpu")

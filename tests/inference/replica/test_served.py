@@ -88,7 +88,7 @@ def spec_of(model: str, **options: Any) -> ReplicaSpec:
 def failure(model: str, **options: Any) -> str:
     with pytest.raises(LoadError) as caught:
         plan_language_model(model, options)
-    assert caught.value.problem.mend
+    assert caught.value.problem.fix
     return str(caught.value)
 
 

@@ -52,7 +52,7 @@ def failure(reference: str) -> str:
     with pytest.raises(LoadError) as caught:
         load_class(reference)
     assert isinstance(caught.value, ReplicaError)
-    assert caught.value.problem.mend
+    assert caught.value.problem.fix
     return str(caught.value)
 
 
@@ -242,7 +242,7 @@ def test_the_probe_names_a_gpu_that_is_absent() -> None:
     assert finding["signature"] is not None
     (problem,) = finding["problems"]
     assert f"device {wanted!r} was asked for" in problem["reason"]
-    assert "`device: cpu`" in problem["mend"]
+    assert "`device: cpu`" in problem["fix"]
 
 
 def test_all_options_that_are_wrong_are_named_at_once(write: Write) -> None:

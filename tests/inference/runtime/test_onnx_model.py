@@ -81,7 +81,7 @@ def refusal(path: object, /, **options: Any) -> str:
         open_model(str(path), options)
     assert isinstance(caught.value, ReplicaError)
     assert caught.value.problem.title == f"model onnx:{path}"
-    assert caught.value.problem.mend
+    assert caught.value.problem.fix
     return str(caught.value)
 
 

@@ -10,7 +10,7 @@ from app.cli.bench.outcomes import Limits, Outcomes, merged, read_limits, reques
 
 def sample(*times_s: float, tokens: int | None = None, ended_s: float = 10.0) -> Sample:
     reader = TokenReader("chat")
-    reader.times_s, reader.told_tokens = list(times_s), tokens
+    reader.times_s, reader.reported_tokens = list(times_s), tokens
     return Sample(None, 0.0, ended_s, reader)
 
 

@@ -18,13 +18,13 @@ def test_why_a_replica_did_not_start(tmp_path: Path) -> None:
     lines = [
         {"level": "info", "message": "listening on http://127.0.0.1:8123"},
         {"level": "warning", "message": "a-1: did not start (1 of 5): of another level"},
-        {"level": "error", "message": "a-1: did not start (2 of 5): model a:B: no such class (line 3): mend it"},
+        {"level": "error", "message": "a-1: did not start (2 of 5): model a:B: no such class (line 3): fix it"},
     ]
     log.write_text("not JSON\n" + "\n".join(map(json.dumps, lines[:2])))
     assert server._start_failure(log) is None
     assert server._address(log) == "http://127.0.0.1:8123"
     log.write_text("\n".join(map(json.dumps, lines)))
-    assert server._start_failure(log) == "model a:B: no such class (line 3): mend it"
+    assert server._start_failure(log) == "model a:B: no such class (line 3): fix it"
 
 
 def test_a_server_that_ends_says_why(tmp_path: Path) -> None:

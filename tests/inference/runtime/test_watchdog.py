@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.process.guardian import PulseWatch
+from app.process.guardian import CallWatch
 from inference import Model, Tensor
-from inference.runtime.pulse import PULSE_FILE, SLOTS, Pulse
 from inference.runtime.runner import Runner
+from inference.runtime.watchdog import SLOTS, WATCHDOG_FILE, Watchdog
 from inference.signature import Signature
 from tests.pipelines import Request, Stage, fused, hear, only, rows
 
@@ -75,19 +75,19 @@ class AwaitingYields(Notes):
 
 def noted(folder: Path) -> int:
     """How many calls are under way, as the file says."""
-    raw = memoryview((folder / PULSE_FILE).read_bytes()).cast("q")
+    raw = memoryview((folder / WATCHDOG_FILE).read_bytes()).cast("q")
     return sum(began > 0 for began in raw[1:])
 
 
-def pulse_in(folder: Path, limit_s: float = 1) -> Pulse:
-    return Pulse(folder / PULSE_FILE, limit_s)
+def watchdog_in(folder: Path, limit_s: float = 1) -> Watchdog:
+    return Watchdog(folder / WATCHDOG_FILE, limit_s)
 
 
 @pytest.mark.parametrize("kind", [Plain, Awaiting])
 def test_a_call_is_noted_while_it_computes(tmp_path: Path, kind: type[Notes]) -> None:
-    pulse = pulse_in(tmp_path)
+    watchdog = watchdog_in(tmp_path)
     model = kind(tmp_path)
-    runner = Runner(model, Signature.of(model, name="m", max_batch_size=4), "cpu", watch=pulse.call)
+    runner = Runner(model, Signature.of(model, name="m", max_batch_size=4), "cpu", watch=watchdog.call)
     asyncio.run(runner.handle([Request({"x": rows(1, 2)})]))
     assert (model.seen, noted(tmp_path)) == ([1], 0)
 
@@ -95,7 +95,7 @@ def test_a_call_is_noted_while_it_computes(tmp_path: Path, kind: type[Notes]) ->
 def test_a_call_that_raises_has_ended(tmp_path: Path) -> None:
     model = Plain(tmp_path)
     signature = Signature.of(model, name="m", max_batch_size=4)
-    runner = Runner(model, signature, "cpu", watch=pulse_in(tmp_path).call)
+    runner = Runner(model, signature, "cpu", watch=watchdog_in(tmp_path).call)
     asyncio.run(runner.handle([Request({"x": rows(1, -2)})]))
     assert (model.seen, noted(tmp_path)) == ([1, 1, 1], 0)
 
@@ -104,7 +104,7 @@ def test_a_call_that_raises_has_ended(tmp_path: Path) -> None:
 def test_steps_of_a_pipeline_are_noted(tmp_path: Path, kind: type[Notes]) -> None:
     trunk = Stage(lambda x: x * 2, ["input"], "x", arrays="numpy")
     model = kind(tmp_path)
-    pipeline = fused({"trunk": trunk, "head": model}, ["head"], watch=pulse_in(tmp_path).call)
+    pipeline = fused({"trunk": trunk, "head": model}, ["head"], watch=watchdog_in(tmp_path).call)
 
     async def ask() -> None:
         words = only([answer async for answer in hear(pipeline, {"input": rows(1)}, heads=[(1, 1)])])
@@ -117,7 +117,7 @@ def test_steps_of_a_pipeline_are_noted(tmp_path: Path, kind: type[Notes]) -> Non
 @pytest.mark.parametrize("kind", [Yielding, AwaitingYields])
 def test_a_stream_is_noted_while_it_computes_a_yield_and_not_between_two(tmp_path: Path, kind: type[Notes]) -> None:
     model = kind(tmp_path)
-    pipeline = fused({"m": model}, ["m"], watch=pulse_in(tmp_path).call)
+    pipeline = fused({"m": model}, ["m"], watch=watchdog_in(tmp_path).call)
     between: list[int] = []
 
     async def ask() -> None:
@@ -131,14 +131,14 @@ def test_a_stream_is_noted_while_it_computes_a_yield_and_not_between_two(tmp_pat
 
 
 def test_threads_have_slots_of_their_own(tmp_path: Path) -> None:
-    pulse = pulse_in(tmp_path)
+    watchdog = watchdog_in(tmp_path)
     barrier = threading.Barrier(9)
 
     def call() -> None:
         for _ in range(50):
-            with pulse.call():
+            with watchdog.call():
                 pass
-        with pulse.call():
+        with watchdog.call():
             barrier.wait(20)
             barrier.wait(20)
 
@@ -154,25 +154,25 @@ def test_threads_have_slots_of_their_own(tmp_path: Path) -> None:
 
 
 def test_more_calls_at_once_than_slots_do_no_harm(tmp_path: Path) -> None:
-    pulse = pulse_in(tmp_path)
+    watchdog = watchdog_in(tmp_path)
     with contextlib.ExitStack() as calls:
         for _ in range(SLOTS + 5):
-            calls.enter_context(pulse.call())
+            calls.enter_context(watchdog.call())
         assert noted(tmp_path) == SLOTS
     assert noted(tmp_path) == 0
-    with pulse.call():
+    with watchdog.call():
         assert noted(tmp_path) == 1
 
 
 def test_a_call_hangs_if_it_has_taken_too_long_at_two_looks(tmp_path: Path) -> None:
-    pulse = pulse_in(tmp_path, limit_s=0.5)
-    watch = PulseWatch(tmp_path)
-    slot = pulse.begin()
-    began = memoryview((tmp_path / PULSE_FILE).read_bytes()).cast("q")[slot]
+    watchdog = watchdog_in(tmp_path, limit_s=0.5)
+    watch = CallWatch(tmp_path)
+    slot = watchdog.begin()
+    began = memoryview((tmp_path / WATCHDOG_FILE).read_bytes()).cast("q")[slot]
     assert watch.look(began + S // 2) is None
     assert watch.look(began + S) is None
     assert watch.look(began + S + 1) == "a call has taken longer than max_compute_s = 0.5 s"
-    pulse.end(slot)
+    watchdog.end(slot)
     assert watch.look(began + 2 * S) is None
 
 
@@ -182,8 +182,8 @@ def test_no_call_hangs_that_ends_in_time(calls: list[tuple[int, int]]) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / PULSE_FILE
-        watch = PulseWatch(Path(name))
+        path = Path(name) / WATCHDOG_FILE
+        watch = CallWatch(Path(name))
         slots = [3 * S, *[0] * 4]
         now = 1
         for took_s, later in calls:
@@ -195,4 +195,4 @@ def test_no_call_hangs_that_ends_in_time(calls: list[tuple[int, int]]) -> None:
 
 
 def test_without_a_file_nothing_hangs(tmp_path: Path) -> None:
-    assert PulseWatch(tmp_path).look(10**18) is None
+    assert CallWatch(tmp_path).look(10**18) is None

@@ -14,17 +14,17 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["PULSE_FILE", "Pulse", "WatchCall"]
+__all__ = ["WATCHDOG_FILE", "WatchCall", "Watchdog"]
 
 WatchCall = Callable[[], AbstractContextManager[Any]]
-"""Makes the context in which a call of the user's code runs: `Pulse.call`, or `contextlib.nullcontext`."""
+"""Makes the context in which a call of the user's code runs: `Watchdog.call`, or `contextlib.nullcontext`."""
 
-PULSE_FILE: Final = "pulse"
+WATCHDOG_FILE: Final = "watchdog"
 """The file's name in the replica's folder."""
 SLOTS: Final = 511
 
 
-class Pulse:
+class Watchdog:
     """Records calls, from any thread. Of more than `SLOTS` concurrent calls the rest go unrecorded.
 
     Args:
@@ -66,14 +66,14 @@ class Pulse:
 class _Call:
     """A call under way."""
 
-    __slots__ = ("_pulse", "_slot")
+    __slots__ = ("_slot", "_watchdog")
 
-    def __init__(self, pulse: Pulse) -> None:
-        self._pulse = pulse
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
         self._slot = 0
 
     def __enter__(self) -> None:
-        self._slot = self._pulse.begin()
+        self._slot = self._watchdog.begin()
 
     def __exit__(self, *_: object) -> None:
-        self._pulse.end(self._slot)
+        self._watchdog.end(self._slot)
