@@ -37,7 +37,7 @@ from inference.errors import DeclarationError, Problem
 from inference.pipeline import make_plan
 from inference.signature import Signature
 
-__all__ = ["check"]
+__all__ = ["check", "model_request"]
 
 
 def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | None = None) -> int:
@@ -141,7 +141,7 @@ def _probe(
     """Construct the models of these deployments, and add to ``signatures`` and ``problems``."""
     pending = list(deployments)
     while pending:
-        requests = [_request(name, deployments[name], path) for name in pending]
+        requests = [model_request(name, deployments[name], path) for name in pending]
         status, output, errors = side.run("inference.replica.probe", msgspec.json.encode(requests))
         tried: list[str] = []  # steps of the next deployment
         for line in output.splitlines():
@@ -187,7 +187,8 @@ def _places(name: str, pipeline: Pipeline) -> dict[str, str]:
     return {step: one.deployment or f"{name}.{step}" for step, one in pipeline.all_steps().items()}
 
 
-def _request(name: str, deployment: Deployment, path: tuple[str, ...]) -> dict[str, Any]:
+def model_request(name: str, deployment: Deployment, path: Sequence[str]) -> dict[str, Any]:
+    """The fields of an `inference.replica.probe.Request`; the first folder of ``path`` is the working folder."""
     return {
         "name": name,
         "model": deployment.model or "",
