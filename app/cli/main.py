@@ -16,6 +16,7 @@ from typing import Any
 import app
 from app.cli.announce import log_what_is_served, print_what_is_served
 from app.cli.bench.command import add_bench_command
+from app.cli.client import ServerClient, command_line, status_table
 from app.cli.health import default_url, health_status
 from app.cli.keys import add_key_commands
 from app.cli.plan.options import add_plan_command
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(run=_status)
     health = commands.add_parser("health", help="exit with 0 if a running server is ready, else with 1 and the reason")
     health.add_argument("--url", default=default_url(), help="the server's URL; default: %(default)s")
-    health.set_defaults(run=_health)
+    health.set_defaults(run=lambda options: health_status(options.url))
     for action, what in (
         ("load", "load a model that is not loaded"),
         ("unload", "unload a model, and verify that nothing of it remains"),
@@ -89,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     scale.add_argument("name", metavar="NAME", help="the deployment, or PIPELINE.STEP")
     scale.add_argument("replicas", metavar="N | MIN-MAX", type=_bounds, help="their number, or bounds to scale between")
     _add_url(scale)
-    scale.set_defaults(run=_scale)
+    scale.set_defaults(run=_command, action="scale")
     add_bench_command(commands)
     add_plan_command(commands, lambda options: load_what(options.what, flags=_flags(options)))
     add_key_commands(commands)
@@ -155,29 +156,17 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from app.cli.client import ServerClient, status_table
-
     print(status_table(ServerClient(options.url).index()))
     return 0
 
 
-def _health(options: argparse.Namespace) -> int:
-    return health_status(options.url)
-
-
 def _command(options: argparse.Namespace) -> int:
-    from app.cli.client import ServerClient, command_line
-
-    given = getattr(options, "config", None)
-    config = None if given is None else _section(given)
-    print(command_line(options.action, ServerClient(options.url).command(options.action, options.name, config)))
-    return 0
-
-
-def _scale(options: argparse.Namespace) -> int:
-    from app.cli.client import ServerClient, command_line
-
-    print(command_line("scale", ServerClient(options.url).scale(options.name, options.replicas)))
+    client, given = ServerClient(options.url), getattr(options, "config", None)
+    if options.action == "scale":
+        answer = client.scale(options.name, options.replicas)
+    else:
+        answer = client.command(options.action, options.name, None if given is None else _section(given))
+    print(command_line(options.action, answer))
     return 0
 
 

@@ -9,6 +9,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
+from app.config.sections import MemorySize
 from app.errors import CommandError
 
 __all__ = [
@@ -18,6 +21,7 @@ __all__ = [
     "listed",
     "named",
     "number",
+    "read_size",
     "whole",
     "write_file",
 ]
@@ -95,6 +99,19 @@ def named(text: str, names: Collection[str], read: Callable[[str], _T]) -> dict[
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return found
+
+
+def read_size(text: str) -> int:
+    """``4GiB`` as bytes.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    try:
+        size: int = TypeAdapter(MemorySize).validate_python(text.strip())
+        return size
+    except ValidationError:
+        raise ValueError(f"expected a size such as 4GiB or 512MiB, got {text!r}") from None
 
 
 def add_report_options(command: argparse.ArgumentParser, page: str) -> None:

@@ -5,23 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from pydantic import TypeAdapter, ValidationError
-
-from app.cli.options import named
+from app.cli.options import named, read_size
 from app.cli.plan.memory_model import MemoryModel, ReplicaTerms
 from app.cli.plan.point import Point
 from app.cli.plan.profiles import Budget, recommend
 from app.cli.report.columns import columns
-from app.config.sections import MemorySize
 from app.errors import CommandError
 from app.process.machine import size_text
 
-__all__ = ["known_sizes_text", "largest_batches", "model_of_sizes", "read_size", "read_sizes"]
+__all__ = ["known_sizes_text", "largest_batches", "model_of_sizes", "read_sizes"]
 
 NAMES: Final = ("weights", "process", "row", "instance")
 """One copy of the model; a replica without weights, such as libraries and a GPU's context; what each row of a batch
 adds; what another instance adds besides its rows."""
-_size: Final[TypeAdapter[int]] = TypeAdapter(MemorySize)
 MOST_ROWS: Final = 1024
 MOST_REPLICAS: Final = 64
 SEVERAL: Final = 4
@@ -41,18 +37,6 @@ def read_sizes(text: str) -> dict[str, int]:
     if "weights" not in sizes:
         raise CommandError("--from-sizes: expected weights=SIZE among them, got none")
     return sizes
-
-
-def read_size(text: str) -> int:
-    """``4GiB`` as bytes.
-
-    Raises:
-        ValueError: it is no size.
-    """
-    try:
-        return _size.validate_python(text.strip())
-    except ValidationError:
-        raise ValueError(f"expected a size such as 4GiB or 512MiB, got {text!r}") from None
 
 
 def model_of_sizes(sizes: Mapping[str, int]) -> MemoryModel:

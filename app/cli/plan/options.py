@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from app.cli.options import add_report_options, checked, listed, number, whole
-from app.cli.plan.known_sizes import read_size
+from app.cli.options import add_report_options, checked, listed, number, read_size, whole
 
 __all__ = ["add_plan_command"]
 
