@@ -149,19 +149,6 @@ class Exchange:
         cycle.on_response()
         return True
 
-    def write_piece(self, piece: bytes) -> bool:
-        """Write a piece of an answer that has begun and has no length.
-
-        Returns:
-            False: the client has yet to read what is before it; ``send`` waits for that.
-        """
-        cycle = self._cycle
-        if cycle.flow.write_paused or not cycle.chunked_encoding:
-            return False
-        if not cycle.disconnected and not cycle.response_complete:
-            cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-        return True
-
 
 def exchange_of(scope: Mapping[str, Any]) -> Exchange | None:
     """A request's, where there is one."""
