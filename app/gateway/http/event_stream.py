@@ -7,7 +7,6 @@ comments, and notices a client that goes away or stops reading.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -15,25 +14,23 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
-from app.errors import CallableFailed, ClientGone, HeadwaterError
+from app.errors import ClientGone, HeadwaterError
+from app.gateway.http.replies import internal_error
 from app.telemetry.recorder import note_error
 
 __all__ = ["EventStream", "StreamLimits"]
-
-logger = logging.getLogger("headwater")
 
 FIRST_EVENT_TIMEOUT_S = 0.25
 """How long the status line waits for the first event, so that an early failure has its true status."""
 
 
 class StreamLimits(NamedTuple):
-    """What holds for every stream of a server; `app.gateway.http.entry.RequestRecords` puts it into the request's
-    state."""
+    """The limits of a server's streams; `app.gateway.http.entry.RequestRecords` puts them into a request's state."""
 
     ping_s: float = 15
     """Between keep-alive comments."""
     write_timeout_s: float = 30
-    """How long one event may wait for a client that doesn't read."""
+    """How long one event may wait for a client that does not read."""
 
 
 PING: Final = b": ping\n"
@@ -56,7 +53,7 @@ class EventStream:
         on_closed: called once, when the last event is written or the stream is left.
     """
 
-    __slots__ = ("_ending", "_events", "_first", "_has_ended", "_on_closed")
+    __slots__ = ("_ending", "_events", "_first", "_on_closed")
 
     def __init__(
         self,
@@ -68,14 +65,13 @@ class EventStream:
         self._ending = ending
         self._on_closed: Callable[[], None] | None = on_closed
         self._first: asyncio.Task[bytes | None] | None = None
-        """Computes the first event, until that is read."""
-        self._has_ended = False
+        """Computes the first event, until that is sent."""
 
     async def open(self) -> None:
-        """Wait for the first event, but not long.
+        """Wait for the first event, at most `FIRST_EVENT_TIMEOUT_S`.
 
         Raises:
-            Exception: what the events raised, if that came first.
+            Exception: what the events raised before the first one.
         """
         self._first = first = asyncio.get_running_loop().create_task(self._compute())
         await asyncio.wait([first], timeout=FIRST_EVENT_TIMEOUT_S)
@@ -88,7 +84,7 @@ class EventStream:
         first, self._first = self._first, None
         try:
             if first is not None:
-                if first.cancel():  # otherwise nothing is waited for: whoever is cancelled here would leave events open
+                if first.cancel():  # wait only if need be: a caller cancelled here would leave events open
                     await asyncio.wait([first])
                 if not first.cancelled():
                     first.exception()  # nobody else reads it
@@ -120,41 +116,28 @@ class EventStream:
             await self.close()
 
     async def _frames(self, state: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-        while frame := await self._next_frame(state):
-            yield frame
+        error: HeadwaterError | None = None
+        try:
+            event = await (self._compute() if self._first is None else self._first)
+            self._first = None
+            while event is not None:
+                yield _frame(event)
+                del event  # the next one may be long in coming
+                event = await anext(self._events, None)
+        except HeadwaterError as raised:
+            error = raised
+        except Exception as raised:
+            error = internal_error(state, raised)
+        if error is not None:
+            note_error(state, error)
+            # The error's traceback references this frame, and this frame the error: break the cycle.
+            state["error"] = error.with_traceback(None)
+        yield b"".join(map(_frame, self._ending(error)))
         # sse-starlette bounds how long a piece may wait for the client, but not the end of the response behind it.
         yield b""
 
     async def _compute(self) -> bytes | None:
         return await anext(self._events, None)
-
-    async def _next_frame(self, state: dict[str, Any]) -> bytes:
-        """The next event, or those that end the stream, as it is sent; empty behind them."""
-        if self._has_ended:
-            return b""
-        error: Exception | None = None
-        try:
-            if self._first is None:
-                event = await anext(self._events, None)
-            else:
-                event = await self._first
-                self._first = None
-        except Exception as raised:
-            error = raised
-        else:
-            if event is not None:
-                return _frame(event)
-        self._has_ended = True
-        if error is not None and not isinstance(error, HeadwaterError):
-            logger.error(
-                "request %s failed in the gateway", state["request_id"],
-                exc_info=error, extra={"request_id": state["request_id"]},
-            )  # fmt: skip
-            error = CallableFailed(f"internal error; the log has more under request id {state['request_id']}")
-        if error is not None:
-            note_error(state, error)
-            state["error"] = error.with_traceback(None)  # which knows this frame, and this frame the error
-        return b"".join(map(_frame, self._ending(error)))
 
 
 def _frame(event: bytes) -> bytes:
