@@ -48,7 +48,7 @@ async def closed_loop(job: Job, stop: Stop | None = None) -> Outcomes:
     """
     target, requests = job.target, job.target.requests()
     dialler = Dialler(target.url)
-    made = await asyncio.gather(*(dialler.dial() for _ in range(job.load.connections or 1)), return_exceptions=True)
+    made = await asyncio.gather(*(dialler.dial() for _ in range(job.load.connections)), return_exceptions=True)
     await asyncio.sleep(job.begin_s - time.perf_counter())
     counts_from = time.perf_counter() + job.warmup_s
     until = counts_from + job.seconds

@@ -127,7 +127,7 @@ def add_bench_command(commands: Any) -> None:
 def _bench(options: argparse.Namespace) -> int:
     _check_together(options)
     loads = (
-        [Load(None, rate) for rate in options.rate]
+        [Load(rate_per_s=rate) for rate in options.rate]
         if options.rate
         else [Load(connections) for connections in options.connections or (1, 16)]
     )
@@ -216,7 +216,7 @@ def bench(plan: Plan) -> int:
     model = plan.model or server.only_model()
     points = points_of(plan, server, model)
     started = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
-    results = Results(plan, model, about, points, started)
+    results = Results(plan, model, about, points, started, [[] for _ in points])
     with generator(plan.processes) as load:
         uvloop.run(_measure(results, load))
     report = results.report()

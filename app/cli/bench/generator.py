@@ -33,7 +33,7 @@ async def _run(job: Job, stop: Stop | None) -> Outcomes:
     gc.collect()
     gc.disable()  # a collection would add to the measured latency
     try:
-        return await (closed_loop if job.load.rate_per_s is None else open_loop)(job, stop)
+        return await (closed_loop if job.load.connections else open_loop)(job, stop)
     finally:
         gc.enable()
 

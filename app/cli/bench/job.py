@@ -65,15 +65,15 @@ class Target:
 
 
 class Load(NamedTuple):
-    """The amount of load; one of the fields is None."""
+    """The amount of load; one of the fields is 0."""
 
-    connections: int | None = None
+    connections: int = 0
     """For a closed loop."""
-    rate_per_s: float | None = None
+    rate_per_s: float = 0.0
     """For an open loop."""
 
     def __str__(self) -> str:
-        if self.connections is not None:
+        if self.connections:
             return f"{self.connections} connection{'s' if self.connections != 1 else ''}"
         return f"{self.rate_per_s:g}/s"
 
@@ -100,13 +100,13 @@ class Job:
     def parts(self, count: int, begin_s: float) -> list[Job]:
         """The same load as jobs for this many processes, or for fewer if there aren't enough connections."""
         connections, rate = self.load
-        most = connections if connections is not None else self.max_connections
+        most = connections or self.max_connections
         count = min(count, most)
         shares = [most // count + (place < most % count) for place in range(count)]
         return [
             replace(
                 self,
-                load=Load(share) if rate is None else Load(None, rate / count),
+                load=Load(share) if connections else Load(rate_per_s=rate / count),
                 max_connections=share,
                 seed=self.seed + place,
                 begin_s=begin_s,

@@ -138,7 +138,7 @@ class _Senders:
         """Send for the whole time, and wait for the answers."""
         job = self._job
         since_s, until = self.counts_from - job.warmup_s, self.counts_from + job.seconds
-        due_s = (since_s + after_s for after_s in arrival_times(job.load.rate_per_s or 1.0, job.arrivals, job.seed))
+        due_s = (since_s + after_s for after_s in arrival_times(job.load.rate_per_s, job.arrivals, job.seed))
         following = next(due_s)
         over = asyncio.Event()
 

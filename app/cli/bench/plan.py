@@ -12,7 +12,7 @@ from typing import Final
 from app.cli.bench.bodies import Body, Wishes, infer_bodies, read_bodies, stream_bodies
 from app.cli.bench.connection import ConnectFailed, Dialler
 from app.cli.bench.job import Job, Load, Target
-from app.cli.bench.outcomes import OF_RUNS, request_limits
+from app.cli.bench.outcomes import request_limits
 from app.cli.client import Metadata, ServerClient
 from app.errors import CommandError
 
@@ -59,11 +59,6 @@ class Plan:
     key: str
     json: Path | None
     html: Path | None
-
-    @property
-    def run_limits(self) -> dict[str, float]:
-        """The limits for a run, by percentile, in milliseconds."""
-        return {OF_RUNS[name]: value for name, value in self.slo.items() if name in OF_RUNS}
 
     @property
     def run_s(self) -> float:

@@ -8,13 +8,13 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import app
 from app.cli.bench.answers import Fault
 from app.cli.bench.closed_loop import STOPPED
-from app.cli.bench.outcomes import Outcomes, distribution_ms
+from app.cli.bench.outcomes import OF_REQUESTS, OF_RUNS, Outcomes, distribution_ms
 from app.cli.bench.plan import Plan, Point
 
 __all__ = ["SCHEMA", "Results"]
@@ -28,8 +28,6 @@ LATE_S: Final = 0.001
 LATE_SHARE: Final = 0.01
 KEPT_UP: Final = 0.95
 _RATES: Final = ("requests_per_s", "goodput_per_s", "tokens_per_s", "error_share")
-_TIMES: Final = ("latency_ms", "ttft_ms", "itl_ms", "tpot_ms")
-_PERCENTILES: Final = ("mean", "p50", "p90", "p99", "p99.9")
 
 
 @dataclass
@@ -43,13 +41,10 @@ class Results:
     points: Sequence[Point]
     started: str
     """ISO 8601, UTC."""
-    runs: list[list[Outcomes]] = field(default_factory=list)
+    runs: list[list[Outcomes]]
     """By point, in the order of the repeats."""
     ended: str = ""
     """Why the bench ended early; empty: it did not."""
-
-    def __post_init__(self) -> None:
-        self.runs = [[] for _ in self.points]
 
     def report(self) -> dict[str, Any]:
         """All results in `SCHEMA`; see docs/bench.md."""
@@ -92,9 +87,9 @@ class Results:
     def _point(self, point: Point, runs: Sequence[Outcomes]) -> dict[str, Any]:
         repeats = [self._run(run) for run in runs]
         errors = sum((run.errors for run in runs), Counter[Fault]())
-        connections, rate = point.load
+        connections, rate = (value or None for value in point.load)
         return {
-            "load": {"kind": "closed" if rate is None else "open", "connections": connections, "rate_per_s": rate},
+            "load": {"kind": "closed" if connections else "open", "connections": connections, "rate_per_s": rate},
             "heads": list(point.heads) if point.heads is not None else None,
             "valid": len(runs) == self.plan.repeats and all(run["valid"] for run in repeats),
             "warnings": self._warnings(point, runs, errors),
@@ -102,8 +97,8 @@ class Results:
             "summary": {name: _spread([run[name] for run in repeats]) for name in _RATES}
             | {
                 f"{name}_{percentile}": _spread([run[name][percentile] for run in repeats])
-                for name in _TIMES
-                for percentile in _PERCENTILES
+                for name in OF_REQUESTS
+                for percentile in ("mean", *OF_RUNS.values())
             },
             "limits_met": self._limits_met(repeats),
             "repeats": repeats,
@@ -139,11 +134,11 @@ class Results:
     def _limits_met(self, repeats: Sequence[dict[str, Any]]) -> bool | None:
         """Whether the median percentiles meet the limits for runs; None: there are no such limits, or no figures."""
         met = []
-        for percentile, limit in self.plan.run_limits.items():
-            spread = _spread([run["latency_ms"][percentile] for run in repeats])
+        for name in self.plan.slo.keys() & OF_RUNS:
+            spread = _spread([run["latency_ms"][OF_RUNS[name]] for run in repeats])
             if spread is None:
                 return None
-            met.append(spread["median"] <= limit)
+            met.append(spread["median"] <= self.plan.slo[name])
         return all(met) if met else None
 
     def _warnings(self, point: Point, runs: Sequence[Outcomes], errors: Counter[Fault]) -> list[str]:
@@ -175,7 +170,7 @@ class Results:
                 "(--max-connections); their latency still counts from when they were due"
             )
         wanted = point.load.rate_per_s
-        if wanted is not None and runs and not failures:
+        if wanted and runs and not failures:
             got = statistics.median(run.requests_per_s for run in runs)
             if got < KEPT_UP * wanted:
                 warnings.append(

@@ -140,7 +140,7 @@ def page_html(results: Results, report: Mapping[str, Any]) -> str:
 
 
 def _plots(results: Results, report: Mapping[str, Any]) -> list[Part]:
-    is_closed = results.points[0].load.connections is not None
+    is_closed = results.points[0].load.connections > 0
     over = "connections" if is_closed else "requests/s wanted"
     groups: dict[str, list[dict[str, Any]]] = {}
     for point, found in zip(results.points, report["points"], strict=True):
