@@ -11,6 +11,7 @@ import msgspec
 import uvloop
 
 from app.cli.bench.closed_loop import closed_loop
+from app.cli.bench.job import Job, Load
 from app.cli.bench.outcomes import Outcomes
 from app.cli.check import model_request
 from app.cli.plan.point import Point, section_of
@@ -139,8 +140,8 @@ def measure_server_under_load(subject: Subject, point: Point, what: str, fields:
         started = measure_server(server.pid, server.runtime_dir)
         mark_peaks(descendants(server.pid))
         connections = subject.connections(point)
-        target = subject.target(server.url)
-        outcomes = uvloop.run(closed_loop(target, connections, subject.seconds, WARMUP_S))
+        job = Job(subject.target(server.url), Load(connections), subject.seconds, WARMUP_S)
+        outcomes = uvloop.run(closed_loop(job))
         memory = measure_server(server.pid, server.runtime_dir)
         device_bytes = _device_bytes(server, used_before)
         mean_rows = None if subject.is_language_model else _mean_rows(subject, server)
