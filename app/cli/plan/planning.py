@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from app.cli.bench.closed_loop import STOPPED
 from app.cli.options import write_file
 from app.cli.plan.measuring import Measured, Weights, measure_point, measure_server_under_load
 from app.cli.plan.point import Point, grid
@@ -16,7 +17,7 @@ from app.cli.plan.prediction import Prediction, Predictor, fit, held_out_error, 
 from app.cli.plan.profiles import WORTH, Budget, Profile, profile_comments, profile_yaml, recommend
 from app.cli.plan.subject import Subject
 from app.cli.plan.sweep import measure_outliers_again, measured_of, run_sweep
-from app.cli.plan.trial import STOPPED, Trial
+from app.cli.plan.trial import Trial
 from app.errors import CommandError
 
 __all__ = ["Plan", "SizeRow"]
@@ -177,8 +178,8 @@ class Plan:
         one, faster = found["throughput"], found[name]
         assert one.trial is not None
         one.note = (
-            f"as {name}: {one.point} was to be faster, but gave {rates['throughput']:.4g} {self.subject.unit}, "
-            f"and {faster.point} {rates[name]:.4g}"
+            f"as {name}: {one.point} was expected to be faster, but gave {rates['throughput']:.4g} "
+            f"{self.subject.unit}, and {faster.point} {rates[name]:.4g}"
         )
         self.checks.append(one.trial)
         one.point, one.trial = faster.point, faster.trial

@@ -21,7 +21,7 @@ __all__ = ["PROFILES", "WORTH", "Budget", "Profile", "profile_comments", "profil
 
 PROFILES: Final = {
     "memory-lean": "small batches, in several replicas where these are allowed",
-    "throughput": "the size that gave most when it was measured",
+    "throughput": "the size with the highest measured rate",
     "balanced": "small batches, in two replicas where these are allowed, with a few instances each",
 }
 SMALL_ROWS: Final = (8, 4)

@@ -37,7 +37,7 @@ def _parts_text(section: Section) -> str:
             title = f"\n{part.caption}:\n" if part.caption else ""
             head = [cell.upper() for cell in part.head]
             texts.append(title + columns([head, *([str(cell) for cell in row] for row in part.rows)]))
-        elif isinstance(part, (Paragraph, Warn)):
+        elif isinstance(part, Paragraph):
             texts.append(part.text)
     return "\n".join(texts)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from app.cli.bench.bodies import Body, Wishes, infer_bodies, read_bodies, stream_bodies
+from app.cli.bench.bodies import Wishes, infer_bodies, read_bodies, stream_bodies
 from app.cli.bench.job import Target
 from app.cli.client import ServerClient
 from app.cli.plan.cache_size import CacheShape, cache_shape
@@ -83,13 +83,14 @@ class Subject:
         Raises:
             CommandError: no request can be made.
         """
-        timeout_s = self.deployment.timeout_s
-        if self.is_language_model:
-            wishes = Wishes(max_tokens=self.tokens, ignores_eos=True)
-            bodies = self._bodies("completions") or stream_bodies("completions", None, self.name, None, wishes)
-            return Target(url, self.name, bodies, "completions", timeout_s=timeout_s)
-        bodies = self._bodies("infer") or infer_bodies(ServerClient(url, key="").metadata(self.name), None, Wishes())
-        return Target(url, self.name, bodies, timeout_s=timeout_s)
+        kind = "completions" if self.is_language_model else "infer"
+        if self.input is not None:
+            bodies = read_bodies(self.input, kind, self.name)
+        elif self.is_language_model:
+            bodies = stream_bodies(kind, None, self.name, None, Wishes(max_tokens=self.tokens, ignores_eos=True))
+        else:
+            bodies = infer_bodies(ServerClient(url, key="").metadata(self.name), None, Wishes())
+        return Target(url, self.name, bodies, kind, timeout_s=self.deployment.timeout_s)
 
     def bench_arguments(self, url: str, point: Point) -> list[str]:
         """Arguments of ``headwater bench`` that put the same load on a server."""
@@ -102,9 +103,6 @@ class Subject:
         elif self.is_language_model:
             arguments += ["--max-tokens", str(self.tokens), "--ignore-eos"]
         return [*arguments, "--timeout", f"{self.deployment.timeout_s:g}"]
-
-    def _bodies(self, kind: str) -> tuple[Body, ...]:
-        return () if self.input is None else read_bodies(self.input, kind, self.name)
 
 
 def choose_deployment(config: Config, wanted: str | None) -> str:

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from app.cli.bench.closed_loop import STOPPED
 from app.cli.plan.measuring import RATE_TOLERANCE, Measured, combined
 from app.cli.plan.point import Point
 from app.cli.plan.prediction import Prediction
 from app.errors import CommandError
 
-__all__ = ["MEMORY_TOLERANCE", "STOPPED", "Comparison", "Trial"]
+__all__ = ["MEMORY_TOLERANCE", "Comparison", "Trial"]
 
 MEMORY_TOLERANCE: Final = 0.10
 """Relative error up to which a prediction of memory holds."""
-STOPPED: Final = "stopped by hand"
 
 
 class Comparison(NamedTuple):

@@ -137,7 +137,7 @@ def test_throughput_is_the_size_that_measured_most(run: Run, tmp_path: Path) -> 
     assert one.trial is not None
     assert one.trial.measured is not None
     assert one.point == Point(8, 1, 2)
-    assert one.note.startswith("as memory-lean: 32 × 2 × 1 was to be faster, but gave ")
+    assert one.note.startswith("as memory-lean: 32 × 2 × 1 was expected to be faster, but gave ")
     assert one.trial.measured.rate == max(
         other.trial.measured.rate for other in plan.profiles if other.trial and other.trial.measured
     )
