@@ -7,11 +7,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from app.cli.options import check_writable, write_file
+from app.cli.options import check_writable, config_flags, write_file
 from app.cli.plan.known_sizes import known_sizes_text, read_sizes
 from app.cli.plan.measuring import weigh_deployment
 from app.cli.plan.planning import Plan
@@ -20,7 +19,7 @@ from app.cli.plan.profiles import PROFILES, Budget
 from app.cli.plan.report import plan_json, plan_page, plan_text
 from app.cli.plan.subject import Subject, choose_deployment, make_subject
 from app.cli.report.plots import check_plots
-from app.config.schema import Config
+from app.config.schema import load_what
 from app.errors import CommandError
 from app.process.gpu import gpu_capacities, gpu_name
 from app.process.machine import host_capacity
@@ -35,12 +34,8 @@ CHECKS: Final = 2
 """The maximum number of sizes that are predicted first and run after, besides the profiles."""
 
 
-def run(options: argparse.Namespace, read: Callable[[argparse.Namespace], tuple[Config, tuple[str, ...]]]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Make a plan, and report it. Returns the exit status.
-
-    Args:
-        options: the options of the command line.
-        read: gives the configuration, and the folders that come first on ``sys.path``.
 
     Raises:
         ConfigError: the configuration is wrong.
@@ -52,7 +47,7 @@ def run(options: argparse.Namespace, read: Callable[[argparse.Namespace], tuple[
         raise CommandError("CONFIG: expected a YAML file or a model, got none")
     if options.html is not None:
         check_plots()
-    config, user_paths = read(options)
+    config, user_paths = load_what(options.what, flags=config_flags(options))
     name = choose_deployment(config, options.deployment)
     subject = make_subject(
         options.what, config, name, user_paths, cores=len(os.sched_getaffinity(0)), seconds=options.seconds,

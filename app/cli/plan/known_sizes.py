@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -32,7 +33,7 @@ def read_sizes(text: str) -> dict[str, int]:
     """
     try:
         sizes = named(text, NAMES, read_size)
-    except ValueError as error:
+    except ArgumentTypeError as error:
         raise CommandError(f"--from-sizes: {error}") from None
     if "weights" not in sizes:
         raise CommandError("--from-sizes: expected weights=SIZE among them, got none")

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from app.cli.options import add_report_options, checked, listed, number, read_size, whole
+from app.cli.options import add_report_options, add_set_option, listed, number, read_size, whole
 
 __all__ = ["add_plan_command"]
 
 MOST_SECONDS: Final = 3600
-PART: Final = checked(number(lambda value: 0 <= value < 1, "a part such as 0.2, from 0 to below 1"))
-SECONDS: Final = checked(number(lambda value: 0 < value <= MOST_SECONDS, f"seconds above 0, at most {MOST_SECONDS}"))
+PART: Final = number(lambda value: 0 <= value < 1, "a part such as 0.2, from 0 to below 1")
+SECONDS: Final = number(lambda value: 0 < value <= MOST_SECONDS, f"seconds above 0, at most {MOST_SECONDS}")
 
 
-def add_plan_command(commands: Any, read: Callable[[argparse.Namespace], Any]) -> None:
-    """Add the command to a parser's commands. ``read`` gives the configuration, as for `app.cli.plan.command.run`."""
+def add_plan_command(commands: Any) -> None:
+    """Add the command to a parser's commands."""
     plan = commands.add_parser(
         "plan",
         help="measure a deployment at several sizes, and recommend configurations",
@@ -40,7 +39,7 @@ def add_plan_command(commands: Any, read: Callable[[argparse.Namespace], Any]) -
         about = f"{about}; default: {shown}"
         plan.add_argument(option, type=listed(whole(1, most)), default=default, metavar="N[,N]", help=about)
     plan.add_argument(
-        "--memory", type=checked(read_size), metavar="SIZE",
+        "--memory", type=read_size, metavar="SIZE",
         help="memory of the device that it computes on, such as 16GiB; default: all that the device has",
     )  # fmt: skip
     plan.add_argument(
@@ -73,13 +72,11 @@ def add_plan_command(commands: Any, read: Callable[[argparse.Namespace], Any]) -
         "--from-sizes", metavar="weights=SIZE[,process=SIZE][,row=SIZE][,instance=SIZE]",
         help="compute what fits from these sizes without running anything; needs --memory, and no CONFIG",
     )  # fmt: skip
-    plan.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", dest="fields", help="as for `headwater serve`"
-    )
-    plan.set_defaults(run=lambda options: _run(options, read))
+    add_set_option(plan)
+    plan.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace, read: Callable[[argparse.Namespace], Any]) -> int:
+def _run(options: argparse.Namespace) -> int:
     from app.cli.plan.command import run  # imported late: its imports take time, which other commands don't need
 
-    return run(options, read)
+    return run(options)
