@@ -24,8 +24,15 @@ from app.process.gpu import gpu_processes, gpus_used
 from app.process.machine import size_text
 from app.process.model_side import ModelSide, last_line
 
-__all__ = ["RATE_TOLERANCE", "Measured", "Weights", "combined", "measure_point", "measure_server_under_load",
-           "weigh_deployment"]  # fmt: skip
+__all__ = [
+    "RATE_TOLERANCE",
+    "Measured",
+    "Weights",
+    "combined",
+    "measure_point",
+    "measure_server_under_load",
+    "weigh_deployment",
+]
 
 RATE_TOLERANCE: Final = 0.15
 """Relative difference of rates, predicted or of other rounds, up to which a rate holds."""
@@ -97,13 +104,14 @@ def combined(rounds: Sequence[Measured]) -> Measured:
     """One or more rounds at one size as one: the maximum of the memory, the medians of the rest, and all rates."""
     if len(rounds) == 1:
         return rounds[0]
+    mean_rows = [one.mean_rows for one in rounds if one.mean_rows is not None]
     return replace(
         max(rounds, key=lambda one: one.host_bytes),
         device_bytes=max(one.device_bytes for one in rounds),
         rate=statistics.median(one.rate for one in rounds),
         p50_ms=statistics.median(one.p50_ms for one in rounds),
         p99_ms=statistics.median(one.p99_ms for one in rounds),
-        mean_rows=statistics.median([one.mean_rows for one in rounds if one.mean_rows is not None] or [0]) or None,
+        mean_rows=statistics.median(mean_rows) if mean_rows else None,
         generator_cpu_share=max(one.generator_cpu_share for one in rounds),
         rates=tuple(one.rate for one in rounds),
     )
