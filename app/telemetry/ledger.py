@@ -253,7 +253,7 @@ class Counts:
 async def read_records(folder: Path | None) -> dict[Key, list[int]]:
     """The counts of all processes, or, without a folder, of this one."""
     if folder is None:
-        return merged([recorder().snapshot().records])
+        return merged([recorder().store.snapshot().records])
     return (await asyncio.to_thread(read_totals, folder)).records
 
 

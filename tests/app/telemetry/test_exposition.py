@@ -11,14 +11,14 @@ import re
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.telemetry.catalogue import CATALOGUE, PHASES
+from app.telemetry.catalogue import CATALOGUE, Phase
 from app.telemetry.exposition import ReplicaText, TritonTarget, ask_tritons, exposition
 from app.telemetry.ledger import Totals, merged
 from app.telemetry.recorder import Recorder
@@ -56,7 +56,7 @@ def everything() -> Totals:
     language_model = recorder.language_model("lm")
     language_model.inter_token.observe_times(20_000_000, 3)
     recorder.count("headwater_deployment_state_transitions", 'a "quoted"\nname', "LOADING", "READY")
-    return Totals(merged([recorder.snapshot().records]), {"supervisor": os.getpid()})
+    return Totals(merged([recorder.store.snapshot().records]), {"supervisor": os.getpid()})
 
 
 def parsed(totals: Totals, replicas: list[ReplicaText] | None = None, *, accept: str = "") -> dict[str, Metric]:
@@ -97,7 +97,7 @@ def test_what_was_counted_is_said_in_base_units(families: dict[str, Metric]) -> 
     assert value(families, http, f"{http}_total", route="unmatched", status="aborted") == 1
     took = {
         phase: value(families, "headwater_request_phase_seconds", "headwater_request_phase_seconds_sum", phase=phase)
-        for phase in PHASES
+        for phase in get_args(Phase)
     }
     assert took == pytest.approx(
         {"queue": 0.0006, "batch_wait": 0.0004, "transport": 0.002, "compute": 0.005, "serialise": 0.0001}
