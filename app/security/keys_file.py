@@ -29,26 +29,22 @@ def keys_are_wanted(path: Path | None, environment: Mapping[str, str] = os.envir
 
 
 def known_keys(path: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[Key, ...]:
-    """The keys of a server, from its file and its environment.
-
-    Args:
-        path: the file, if any.
-        environment: may have `ENVIRONMENT_NAME`.
+    """The keys of a server, from its file, if any, and its environment.
 
     Raises:
         ConfigError: the keys can't be read, or are invalid.
     """
     text = environment.get(ENVIRONMENT_NAME)
-    content: list[object] = []
+    keys: list[Key] = []
     sources = []
-    for source, keys in (
-        (f"environment variable {ENVIRONMENT_NAME}", None if text is None else _parsed(text, ENVIRONMENT_NAME)),
-        (f"security.keys_file: {path}", None if path is None else read_file(path)),
-    ):
-        if keys is not None:
-            content += msgspec.to_builtins(keys)
-            sources.append(source)
-    return read_keys({"keys": content}, " and ".join(sources))  # together, to find names that are in both
+    if text is not None:
+        keys += _parsed(text, ENVIRONMENT_NAME)
+        sources.append(f"environment variable {ENVIRONMENT_NAME}")
+    if path is not None:
+        keys += read_file(path)
+        sources.append(f"security.keys_file: {path}")
+    # Together, to find names that are in both.
+    return read_keys({"keys": msgspec.to_builtins(keys)}, " and ".join(sources))
 
 
 def read_file(path: Path) -> tuple[Key, ...]:
