@@ -42,7 +42,7 @@ class KeyRing:
             logger.error("no API key is valid until this is fixed: %s", error)
 
     def renew(self) -> None:
-        """Read the keys again; if that fails, keep those there are."""
+        """Read the keys again; if that fails, keep the present ones."""
         try:
             names = self._take()
         except (ConfigError, OSError) as error:

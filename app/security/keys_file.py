@@ -84,7 +84,7 @@ def change_file(path: Path, change: Callable[[Sequence[Key]], Sequence[Key]]) ->
         ConfigError: the file can't be read or written, or is invalid before or after the change.
     """
     try:
-        with _alone(path.parent):
+        with _locked(path.parent):
             before = read_file(path) if path.exists() else ()
             content = {"keys": msgspec.to_builtins(tuple(change(before)))}
             read_keys(content, str(path))
@@ -102,8 +102,8 @@ def _parsed(text: str, source: str) -> tuple[Key, ...]:
         content = yaml.load(text, yaml.BaseLoader)
     except yaml.YAMLError as error:
         # The error's text is left out: it quotes the line.
-        mark = getattr(error, "problem_mark", None)
-        place = "" if mark is None else f" at line {mark.line + 1}"
+        position = getattr(error, "problem_mark", None)
+        place = "" if position is None else f" at line {position.line + 1}"
         raise ConfigError(f"{source}: expected JSON or YAML, got something else{place}") from None
     except RecursionError:
         raise ConfigError(f"{source}: expected JSON or YAML, got something nested too deeply") from None
@@ -111,7 +111,7 @@ def _parsed(text: str, source: str) -> tuple[Key, ...]:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Keep concurrent commands from undoing each other. The folder is locked, since the file itself is replaced."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -95,7 +95,7 @@ class Ledger:
         return lost
 
     def _book(self, path: Path) -> int:
-        # What a gauge says is no longer valid when the process that set it has ended.
+        # A gauge is no longer valid when the process that set it has ended.
         records = {k: numbers for k, numbers in read_store(path).records.items() if ALL_SERIES[k.name].kind != "gauge"}
         lost = 0
         for key, numbers in records.items():

@@ -82,9 +82,8 @@ class DeploymentMeter:
         """
         if transport_ns is None:
             self.rows.add(rows)
-            for phase, took_ns in zip(
-                self._phases, (waited_ns - batch_wait_ns, batch_wait_ns, compute_ns), strict=False
-            ):
+            times_ns = waited_ns - batch_wait_ns, batch_wait_ns, compute_ns
+            for phase, took_ns in zip(self._phases, times_ns, strict=False):
                 phase.observe(took_ns)
             return
         answered = self._answered
@@ -120,7 +119,7 @@ class DeploymentMeter:
 
     def note_head(self, head: str, error: HeadwaterError | None, took_ms: float) -> None:
         """Count a head's final result for a request."""
-        seconds = self._head_seconds(head)
+        seconds = self._head_seconds(head)  # a head that never succeeds is shown with zeros, too
         self._head_results(head, "ok" if error is None else outcome_of(error)).add()
         if error is None:
             seconds.observe(int(took_ms * 1_000_000))
