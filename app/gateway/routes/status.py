@@ -7,8 +7,9 @@ two answers.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +21,6 @@ from app.gateway.models import Models, ServedModel
 from app.gateway.routes.metadata import index_entry
 from app.gateway.sampler import Sampler
 from app.telemetry.catalogue import ACCEPTED, CATALOGUE, IN_FLIGHT, OUTCOMES, REQUESTS
-from app.telemetry.exposition import TritonAnswer, TritonTarget, ask_tritons
 from app.telemetry.ledger import Counts, counts_by_deployment, read_records, read_totals
 from app.telemetry.recorder import recorder
 from app.telemetry.store import Key
@@ -40,6 +40,10 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
 
     @router.get("/metrics", response_class=Response, summary="Metrics of the whole server, for Prometheus")
     async def metrics(request: Request) -> Response:
+        # In a thread: the first time, it takes a tenth of a second.
+        await asyncio.to_thread(importlib.import_module, "app.telemetry.exposition")
+        from app.telemetry.exposition import TritonTarget, ask_tritons, exposition
+
         targets = [
             TritonTarget(model.route.name, replica.id, replica.http_socket)
             for model in models.with_steps()
@@ -48,23 +52,13 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
         answers = await ask_tritons(targets)
         for answer in answers:
             if answer.text is None:
-                recorder().count("headwater_scrape_errors", answer.target.deployment)
+                recorder().count("headwater_scrape_errors", answer.deployment)
         sampler.sample()
-        body, media_type = await asyncio.to_thread(_scrape, folder, answers, request.headers.get("accept", ""))
+        accept = request.headers.get("accept", "")
+        body, media_type = await asyncio.to_thread(lambda: exposition(read_totals(folder), answers, accept))
         return Response(body, media_type=media_type)
 
     return router
-
-
-def _scrape(folder: Path, answers: Sequence[TritonAnswer], accept: str) -> tuple[bytes, str]:
-    from app.telemetry.exposition import ReplicaText, exposition
-
-    texts = [
-        ReplicaText(answer.target.deployment, answer.target.replica, answer.text)
-        for answer in answers
-        if answer.text is not None
-    ]
-    return exposition(read_totals(folder), texts, accept)
 
 
 TIMES: Final = "headwater_request_seconds"
