@@ -133,7 +133,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
 
     def quarantine(self, fingerprint: bytes) -> None:
         """See `Dispatcher.quarantine`."""
-        self._losses.refuse(fingerprint)
+        self._quarantine.refuse(fingerprint, self._loop.time())
 
     def _open(self, replica: ReplicaRoute) -> ReplicaCalls:
         client = self._connect(self.route.name, replica)

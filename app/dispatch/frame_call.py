@@ -10,7 +10,7 @@ from app.codecs.tensors import RawTensor, SlicedTensor
 from app.dispatch.collector import WHOLE
 from app.dispatch.pending import Part, hand_out
 from app.errors import CallableFailed, HeadwaterError
-from app.transport.batch import encode_for_frames
+from app.transport.batch import encode_inputs
 from app.transport.protocol import FrameRequest
 from app.transport.segments import Segments
 from inference.wire.frame import Piece
@@ -46,16 +46,15 @@ class FrameCall:
         names = [head.name for head in signature.heads] or [WHOLE]
         masks = [sum(1 << names.index(head) for head in asked) for asked in self._asked]
         self.name = f"{_WORKER}-{next(_numbers)}"
-        self.request, self.segment = encode_for_frames(
-            signature,
-            [(part.pending.request, part.inputs, part.rows) for part in parts],
-            [(mask, part.rows) for mask, part in zip(masks, parts, strict=True)],
-            self.name if signature.streams else "",
-            self._patience_s(),
-            segments,
-        )
-        if not signature.streams:
-            self.request.note.left_s = self._left_s()
+        rows_of = [(part.pending.request, part.inputs, part.rows) for part in parts]
+        self.request, self.segment = encode_inputs(signature, rows_of, segments)
+        note = self.request.note
+        note.heads = [(mask, part.rows) for mask, part in zip(masks, parts, strict=True)]
+        note.patience_s = self._patience_s()
+        if signature.streams:
+            note.stream = self.name
+        else:
+            note.left_s = self._left_s()
 
     def _patience_s(self) -> float:
         """How long one head's answer may wait for the others', if no request can use it alone.

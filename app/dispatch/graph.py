@@ -19,7 +19,7 @@ from app.errors import RETRY_AFTER_LOST_S, BadRequest, CallableFailed, Headwater
 from app.telemetry.recorder import recorder
 from inference.datatypes import DATATYPES
 from inference.pipeline import INPUT, PlannedStep, Wire, tensor_text
-from inference.signature import Signature, TensorSpec
+from inference.signature import Signature
 
 __all__ = ["GraphDispatcher", "step_deployment"]
 
@@ -208,18 +208,12 @@ def _checked(tensor: RawTensor | None, step: PlannedStep, wire: Wire, rows: int)
     )
     if tensor.datatype != spec.datatype or not fits:
         raise _mismatch(step, wire, rows, tensor_text(tensor.datatype, tensor.shape))
-    if not _is_whole(spec, tensor):
+    count = math.prod(tensor.shape)
+    size_bytes = DATATYPES[spec.datatype].size_bytes
+    if (len(tensor.data) != count * size_bytes) if size_bytes else (element_count(tensor.data) != count):
         got = f"{tensor_text(tensor.datatype, tensor.shape)} of {len(tensor.data)} bytes"
         raise _mismatch(step, wire, rows, got)
     return tensor
-
-
-def _is_whole(spec: TensorSpec, tensor: RawTensor) -> bool:
-    count = math.prod(tensor.shape)
-    size_bytes = DATATYPES[spec.datatype].size_bytes
-    if size_bytes:
-        return len(tensor.data) == count * size_bytes
-    return element_count(tensor.data) == count
 
 
 def _mismatch(step: PlannedStep, wire: Wire, rows: int, got: str) -> CallableFailed:

@@ -183,10 +183,9 @@ class Retries:
         """Whether a replica may have a batch of other requests now."""
         return replica is not self.aside or (self._is_others_turn and not replica.calls)
 
-    def note_batch(self, replica: ReplicaCalls) -> None:
-        """A replica gets a batch of other requests."""
-        if replica is self.aside:
-            self._is_others_turn = False
+    def note_batch(self) -> None:
+        """The replica that is set aside gets a batch of other requests."""
+        self._is_others_turn = False
 
     def note_end(self, replica: ReplicaCalls) -> None:
         """A replica's call has ended, and no longer counts."""
@@ -298,7 +297,3 @@ class Losses:
         if self.retries.rows + request.rows > max_rows:
             raise QueueFull(f"model `{self._name}`: too many requests wait to be computed alone", retry_after_s=1)
         return found
-
-    def refuse(self, fingerprint: bytes) -> None:
-        """Refuse a request that took two replicas down, as another worker saw."""
-        self.quarantine.refuse(fingerprint, self._loop.time())

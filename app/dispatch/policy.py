@@ -111,7 +111,7 @@ class Batching:
                     self.clock.run()
                     return
             if replica is self._retries.aside:
-                self._retries.note_batch(replica)
+                self._retries.note_batch()
             waiting = queue.rows
             batch = queue.pop()
             self._rate.note(waiting - queue.rows, self._loop.time(), others_wait=queue.rows > 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -208,20 +208,16 @@ class BatchQueue(Generic[T]):
         first = arrivals[0]
         lane = self._lanes[first.key]
         classes = active if alone else [other for other in active if other in lane.queues]
-        rows = held_bytes = 0
         if len(classes) == 1:
             batch = self._take_next(lane.queues[one])
-            for item in batch:
-                rows += item.rows
-                held_bytes += item.held_bytes
+            rows = sum([item.rows for item in batch])
             one.next_start += rows * one.cost
             self._take_from(one, rows)
             one.pass_over()
         else:
             batch = self._take_in_turn(lane, classes, one)
+            rows = sum([item.rows for item in batch])
             for item in batch:
-                rows += item.rows
-                held_bytes += item.held_bytes
                 other = self._classes[item.priority]
                 other.next_start += item.rows * other.cost
                 self._take_from(other, item.rows)
@@ -231,7 +227,7 @@ class BatchQueue(Generic[T]):
                 # nothing, or the first of the class would wait without end while others of it join another class's.
                 other.next_start = min(other.next_start, other.start + self.max_batch_size * other.cost)
         self._leave(first.key, lane, rows)
-        self._count(-rows, -held_bytes, -len(batch))
+        self._count(-rows, -sum([item.held_bytes for item in batch]), -len(batch))
         if active:
             now = active[0].start if len(active) == 1 else min(active, key=_start).start
             if now > self._virtual:
@@ -376,34 +372,24 @@ class BatchQueue(Generic[T]):
         """The same with several classes: the first item is ``first``'s, then each class has its turn."""
         taken: list[T] = []
         free = self.max_batch_size
-        for item in _in_turn(lane, classes, first):
-            if item.rows > free:
-                lane.queues[self._classes[item.priority]].appendleft(item)
+        starts = {one: one.next_start for one in classes}
+        one = first
+        while free and starts:
+            queue = lane.queues[one]
+            while queue and not queue[0].alive:
+                queue.popleft()
+            if not queue:
+                del starts[one]
+            elif queue[0].rows > free:
                 break
-            item.alive = False
-            taken.append(item)
-            free -= item.rows
-            if not free:
-                break
+            else:
+                item = queue.popleft()
+                item.alive = False
+                taken.append(item)
+                free -= item.rows
+                starts[one] += item.rows * one.cost
+            one = min(starts, key=starts.__getitem__, default=first)
         return taken
-
-
-def _in_turn(lane: _Lane[T], classes: list[_PriorityClass[T]], first: _PriorityClass[T]) -> Iterator[T]:
-    """Take the waiting items out of a lane: first ``first``'s first item, then by the classes' turns."""
-    starts = {one: one.next_start for one in classes}
-    one = first
-    while starts:
-        queue = lane.queues[one]
-        while queue and not queue[0].alive:
-            queue.popleft()
-        if queue:
-            item = queue.popleft()
-            starts[one] += item.rows * one.cost
-            yield item
-        else:
-            del starts[one]
-        if starts:
-            one = min(starts, key=starts.__getitem__)
 
 
 def _classes(weights: Mapping[int, int]) -> list[_PriorityClass[T]]:

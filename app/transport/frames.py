@@ -74,13 +74,7 @@ class _Call:
 
 
 class FrameClient:
-    """Calls one model of one Triton.
-
-    Args:
-        model: its name there.
-        socket_path: of Triton's gRPC.
-        token: Triton's access token.
-    """
+    """Calls one model of one Triton, on its gRPC socket."""
 
     def __init__(self, model: str, socket_path: str, token: str) -> None:
         self._model = model
