@@ -16,7 +16,6 @@ MEMORY_S = 5.0
 """The time constant of the drain rate's average."""
 
 RETRY_AFTER_LIMIT_S: Final = 60
-RETRY_AFTER_UNKNOWN_S: Final = 1
 ROWS_OF_ALL: Final = "server.max_queue_size"
 BYTES_OF_ALL: Final = "server.max_queue_bytes"
 GAVE_WAY: Final = "; the request gave way to one whose class or model has less than its share"
@@ -171,8 +170,7 @@ class Admission(Generic[T]):
             waiting = f"{budget.waiting.held_bytes} of {budget.max_bytes} bytes wait"
             what = f"the server's queues are full: {waiting} ({bound}), {queue.held_bytes} of them here"
         # The same for every class: a request is refused only if its class has its share of the queue.
-        wait_s = self.rate.seconds_for(queue.rows)
-        retry_after_s = RETRY_AFTER_UNKNOWN_S if wait_s is None else _whole_s(wait_s)
+        retry_after_s = _retry_after_s(self.rate.seconds_for(queue.rows) or 0.0)
         return QueueFull(f"model `{self._name}`: {what}{note}", retry_after_s=retry_after_s)
 
     def _check_possible(self, rows: int, held_bytes: int) -> None:
@@ -191,7 +189,7 @@ class Admission(Generic[T]):
             )
 
 
-def _whole_s(wait_s: float) -> int:
+def _retry_after_s(wait_s: float) -> int:
     return max(1, min(RETRY_AFTER_LIMIT_S, math.ceil(wait_s)))
 
 
@@ -226,4 +224,4 @@ class FinishRate:
         if len(finished_s) < 2:
             return 1
         each_s = (finished_s[-1] - finished_s[0]) / (len(finished_s) - 1)  # not until now: it may have been idle since
-        return _whole_s(waiting * each_s * share)
+        return _retry_after_s(waiting * each_s * share)

@@ -19,7 +19,6 @@ from app.telemetry.recorder import DeploymentMeter
 from app.transport.batch import encode_batch, sliced
 from app.transport.protocol import FrameReplicaClient, ReplicaClient
 from app.transport.segments import Segments
-from inference.wire.frame import decode_frame
 from inference.wire.report import REPORT, Status, decode_reports
 
 __all__ = ["Calls"]
@@ -37,13 +36,7 @@ class Calls:
         on_unsent: called with rows that a replica never had.
     """
 
-    def __init__(
-        self,
-        name: str,
-        meter: DeploymentMeter,
-        losses: Losses,
-        on_unsent: Callable[[Part], None],
-    ) -> None:
+    def __init__(self, name: str, meter: DeploymentMeter, losses: Losses, on_unsent: Callable[[Part], None]) -> None:
         self._name = name
         self._meter = meter
         self._losses = losses
@@ -149,7 +142,7 @@ class Calls:
         # A stream would keep files open as long as it lasts, here and in the replica.
         call = FrameCall(parts, self._segments if replica.is_sharing and not is_stream else None)
         try:
-            await self._read(replica, call, parts, rows)
+            await self._read(replica, call, pending, rows)
         except BaseException:
             if call.segment is not None:
                 call.segment.spoil()
@@ -158,18 +151,15 @@ class Calls:
             self._stop_sharing(replica, call.unshared)
             await self._answer_in_frames(replica, parts, rows)
 
-    async def _read(self, replica: ReplicaCalls, call: FrameCall, parts: list[Part], rows: int) -> None:
+    async def _read(self, replica: ReplicaCalls, call: FrameCall, pending: Pending, rows: int) -> None:
         """Pass a call's frames to its requests, as long as these want them."""
         client = cast(FrameReplicaClient, replica.client)
-        pending = parts[0].pending
         is_stream = pending.signature.streams
-        started_ns = time.perf_counter_ns()
         if is_stream:
             pending.stream = (client, call.name)
-        compute_us = 0
         async with contextlib.aclosing(client.frames(call.name, call.request)) as frames:
             async for raw in frames:
-                compute_us = self._take(call, parts, raw, started_ns, compute_us)
+                call.take(raw, self._meter)
                 size_bytes = len(raw)
                 del raw  # the next one may take long
                 if call.unshared:
@@ -189,24 +179,8 @@ class Calls:
                         client.cancel(call.name)
                     break
         pending.stream = None
-        self._meter.note_call(rows, pending.signature.max_batch_size, compute_us * 1000)
+        self._meter.note_call(rows, pending.signature.max_batch_size, call.compute_ns)
         call.end()
-
-    def _take(self, call: FrameCall, parts: list[Part], raw: bytes, started_ns: int, compute_us: int) -> int:
-        """Pass one of a call's frames to its requests. Returns the call's time in the callable so far, in µs."""
-        frame, pieces = decode_frame(raw)
-        for count in frame.counts:
-            self._meter.note_step(count)
-            compute_us += count.compute_us
-            for part in parts:
-                if part.pending.trace is not None:
-                    part.pending.trace.step(count.step, count.compute_us)
-        for part in parts:
-            part.pending.note_call(started_ns, compute_us * 1000)
-            part.pending.deadlines.note_piece()
-        for piece, data in zip(frame.pieces, pieces, strict=True):
-            call.take(piece, data)
-        return compute_us
 
     def _stop_sharing(self, replica: ReplicaCalls, why: str) -> None:
         logger.warning(

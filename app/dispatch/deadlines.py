@@ -44,7 +44,6 @@ class Deadlines:
         self._is_idle_limit = is_idle_limit
         self._timeout_s = min(timeout_s, timeout_us / 1e6) if timeout_us else timeout_s
         self._start_s = self._loop.time()
-        self._first_s = self._timeout_s
         self._piece_s: float | None = None
         """The time of the last piece of a stream."""
         self._is_held = False
@@ -52,15 +51,9 @@ class Deadlines:
         if WHOLE in collector.heads:  # the only one
             return
         for head in collector.heads.values():
-            if head.timeout_s is not None:
-                self._first_s = min(self._first_s, head.timeout_s)
-                if is_idle_limit or head.timeout_s < self._timeout_s:
-                    expire = functools.partial(self._expire_head, head.name, "its timeout_s", head.timeout_s)
-                    self._timers.append(self._loop.call_later(head.timeout_s, expire))
-
-    def first_left_s(self) -> float:
-        """The time until the first deadline, the heads' included; 0 if it has passed."""
-        return max(0.0, self._start_s + self._first_s - self._loop.time())
+            if head.timeout_s is not None and (is_idle_limit or head.timeout_s < self._timeout_s):
+                expire = functools.partial(self._expire_head, head.name, "its timeout_s", head.timeout_s)
+                self._timers.append(self._loop.call_later(head.timeout_s, expire))
 
     def left_s(self, head: str) -> float:
         """The time until a head's own deadline or the request's; 0 if it has passed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import uuid
 from collections.abc import Sequence
 
@@ -10,10 +11,11 @@ from app.codecs.tensors import RawTensor, SlicedTensor
 from app.dispatch.collector import WHOLE
 from app.dispatch.pending import Part, hand_out
 from app.errors import CallableFailed, HeadwaterError
+from app.telemetry.recorder import DeploymentMeter
 from app.transport.batch import encode_inputs
 from app.transport.protocol import FrameRequest
 from app.transport.segments import Segments
-from inference.wire.frame import Piece
+from inference.wire.frame import Piece, decode_frame
 from inference.wire.report import RowReport, Status
 
 __all__ = ["FrameCall"]
@@ -55,6 +57,9 @@ class FrameCall:
             note.stream = self.name
         else:
             note.left_s = self._left_s()
+        self._started_ns = time.perf_counter_ns()
+        self.compute_ns = 0
+        """Time in the callable so far."""
 
     def _patience_s(self) -> float:
         """How long one head's answer may wait for the others', if no request can use it alone.
@@ -67,7 +72,8 @@ class FrameCall:
             collector = part.pending.collector
             if collector.is_stream or any(collector.heads[head].on_error != "fail" for head in asked):
                 return 0
-        return min(part.pending.deadlines.first_left_s() for part in self._parts) / 2
+        left_s = [part.pending.deadlines.left_s(head) for part in self._parts for head in self._asked[0]]
+        return min(left_s, default=0.0) / 2
 
     def _left_s(self) -> dict[str, float]:
         """By head, how long the last of the requests that want it waits for it."""
@@ -82,7 +88,22 @@ class FrameCall:
         """Whether all heads have answered. The call ends later, with an empty answer of Triton's."""
         return not self._unanswered
 
-    def take(self, piece: Piece, data: Sequence[memoryview]) -> None:
+    def take(self, raw: bytes, meter: DeploymentMeter) -> None:
+        """Count one of the call's frames, and pass it to the requests."""
+        frame, pieces = decode_frame(raw)
+        for count in frame.counts:
+            meter.note_step(count)
+            self.compute_ns += count.compute_us * 1000
+            for part in self._parts:
+                if part.pending.trace is not None:
+                    part.pending.trace.step(count.step, count.compute_us)
+        for part in self._parts:
+            part.pending.note_call(self._started_ns, self.compute_ns)
+            part.pending.deadlines.note_piece()
+        for piece, data in zip(frame.pieces, pieces, strict=True):
+            self._take(piece, data)
+
+    def _take(self, piece: Piece, data: Sequence[memoryview]) -> None:
         """Pass a piece to the requests that want it, unless it reports that the segment could not be opened."""
         if self.segment is not None and piece.failures and piece.failures[0][1] == Status.UNSHARED:
             self.unshared = piece.failures[0][2]

@@ -21,7 +21,7 @@ from inference.datatypes import DATATYPES
 from inference.pipeline import INPUT, PlannedStep, Wire, tensor_text
 from inference.signature import Signature
 
-__all__ = ["GraphDispatcher", "step_deployment"]
+__all__ = ["GraphDispatcher"]
 
 logger = logging.getLogger("headwater.graph")
 
@@ -30,11 +30,6 @@ _BAD_OUTPUT: Final = re.compile(
     r"got (?P<datatype>\w+) \[(?P<rows>\d+)(?P<shape>[^]]*)\](?:: \d+ rows went in)?\Z"
 )
 """The words of `inference.wire.arrays.wire` for an output that isn't as declared, perhaps of some of the rows only."""
-
-
-def step_deployment(pipeline: str, step: PlannedStep) -> str:
-    """The deployment that computes a step."""
-    return step.spec.deployment or f"{pipeline}.{step.name}"
 
 
 class GraphDispatcher(TensorDispatcher["_Run"]):
@@ -154,7 +149,7 @@ class _Run:
                 continue
             made = self._made(step, wire)
             inputs[wire.input] = _checked(made.get(wire.output), step, wire, self.request.rows)
-        dispatcher = self._find(step_deployment(self._name, step))
+        dispatcher = self._find(step.spec.deployment or f"{self._name}.{step.name}")
         if dispatcher is None:
             raise Unavailable(f"step `{step.name}`: its deployment is gone", retry_after_s=2)
         try:

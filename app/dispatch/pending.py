@@ -114,12 +114,10 @@ class Part(Item):
 
     Args:
         pending: the request.
-        key: see `Item`.
+        key: see `Item`, as for ``rows`` and ``held_bytes``.
         start: the index of the first row in the request.
-        rows: the number of rows.
-        inputs: their tensors.
+        inputs: the rows' tensors.
         awaited: the heads that haven't answered these rows.
-        held_bytes: the tensors' size.
         losses: the number of replicas that were lost while they had these rows.
     """
 
@@ -199,14 +197,14 @@ def hand_out(
     """Give each part its rows of what a head answered.
 
     Args:
-        parts: the parts whose rows, in order, the outputs have.
+        parts: all parts of whose rows the outputs consist, in order.
         head: the head.
         outputs: by name.
         reports: one for each row; none: all rows are good.
         is_last: whether the head has no more to come for these parts.
 
     Returns:
-        Set if the replica reported that it can't go on: a `ReplicaLost`; rows with this report are still unanswered.
+        A `ReplicaLost` if the replica reported that it can't go on; rows with this report are still unanswered.
     """
     start = 0
     for part in parts:

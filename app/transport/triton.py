@@ -32,11 +32,8 @@ class _Output(msgspec.Struct):
 
 
 class _Reply(msgspec.Struct):
-    outputs: list[_Output]
-
-
-class _Error(msgspec.Struct):
-    error: str
+    outputs: list[_Output] = []
+    error: str = ""
 
 
 _reply_decoder = msgspec.json.Decoder(_Reply)
@@ -188,6 +185,6 @@ def refusal(reason: str) -> HeadwaterError:
 
 def _reason(body: bytes) -> str:
     try:
-        return msgspec.json.decode(body, type=_Error).error
+        return _reply_decoder.decode(body).error
     except msgspec.MsgspecError:
         return body.decode(errors="replace")
