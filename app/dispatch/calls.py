@@ -29,11 +29,7 @@ logger = logging.getLogger("headwater.dispatch")
 class Calls:
     """Makes calls. An error in a call fails the rows that it has not answered.
 
-    Args:
-        name: the deployment's.
-        meter: counts calls.
-        losses: takes lost replicas and the rows that they had.
-        on_unsent: called with rows that a replica never had.
+    Rows of a lost replica go to ``losses``, and rows that a replica never had to ``on_unsent``.
     """
 
     def __init__(self, name: str, meter: DeploymentMeter, losses: Losses, on_unsent: Callable[[Part], None]) -> None:
@@ -191,11 +187,9 @@ class Calls:
 
 
 async def _wait_for_reader(pending: Pending, size_bytes: int) -> None:
-    """Wait for a stream's slow reader: the replica computes no further than what is taken here.
+    """Wait for a stream's slow reader; its last frame had ``size_bytes``, and probably the next one has, too.
 
-    Args:
-        pending: the stream's request.
-        size_bytes: the size of its last frame, and probably of the next one.
+    The replica computes no further than what is taken here.
     """
     limit = max(1, min(PIECES_LIMIT, PIECES_LIMIT_BYTES // size_bytes))
     if pending.collector.is_full(limit):

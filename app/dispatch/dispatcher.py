@@ -14,7 +14,7 @@ from app.dispatch.calls import Calls
 from app.dispatch.collector import Collector, wanted_heads
 from app.dispatch.losses import Losses
 from app.dispatch.pending import Part, Pending, held_bytes
-from app.dispatch.policy import Batching, LengthClasses
+from app.dispatch.policy import Batching, length_class
 from app.dispatch.pool import Connect, ReplicaCalls, ReplicaPool, connect
 from app.dispatch.protocol import Fail, TensorDispatcher
 from app.dispatch.queue import DEFAULT_WEIGHTS
@@ -61,7 +61,6 @@ class ModelDispatcher(TensorDispatcher[Pending]):
             route, self._admission, self._retries, self._pool.connected, self._calls, self._fitting
         )
         self._calls.on_end = self._batching.schedule
-        self._lengths: LengthClasses | None = None
         self.update(route)
 
     @property
@@ -83,8 +82,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         weights = route.priority_weights or DEFAULT_WEIGHTS
         if weights != self._queue.weights:
             self._queue.reweigh(weights)
-        self._lengths = LengthClasses(route.max_padding) if route.max_padding else None
-        self._calls.keep_apart = self._lengths is not None
+        self._calls.keep_apart = route.max_padding > 0
         super().update(route)
         self._batching.route = route
         self._pool.update(route)
@@ -200,8 +198,8 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         whole = Part(pending, key, 0, request.rows, request.inputs, set(pending.collector.heads), size_bytes, losses)
         pending.parts = whole.pieces(self._queue.max_batch_size)
         for part in pending.parts:
-            if self._lengths is not None:
-                part.key = (key, self._lengths.of(part.inputs))
+            if self.route.max_padding:
+                part.key = (key, length_class(part.inputs, self.route.max_padding))
             if losses:
                 self._retries.push(part)
             else:

@@ -153,11 +153,9 @@ class Retries:
         return part
 
     def next(self, replicas: Iterable[ReplicaCalls], *, has_others: bool) -> tuple[ReplicaCalls, Part] | None:
-        """The part to be computed now, and its replica. Sets a replica aside if there is none.
+        """The part to be computed now, and its replica. Sets one of all ``replicas`` aside if there is none.
 
-        Args:
-            replicas: all.
-            has_others: whether rows of other requests wait.
+        Batches of other requests have their turns if ``has_others`` of their rows wait.
         """
         while self._waiting and self._waiting[0].pending.collector.is_done:
             self._pop()
@@ -203,13 +201,9 @@ class Retries:
 
 
 class Losses:
-    """What becomes of the rows that one deployment's lost replicas had.
+    """Decides what becomes of the rows that one deployment's lost replicas had.
 
-    Args:
-        name: the deployment's.
-        meter: counts retries and quarantined requests.
-        pool: the deployment's replicas.
-        on_quarantined: called with the fingerprint of a request that ended two replicas.
+    ``on_quarantined`` is called with the fingerprint of a request that took two replicas down.
     """
 
     def __init__(
@@ -241,11 +235,9 @@ class Losses:
                 part.fail(ReplicaLost("the replica ended while it had the request", retry_after_s=RETRY_AFTER_LOST_S))
 
     def take(self, part: Part, error: ReplicaLost) -> None:
-        """Retry rows that a replica was lost with, for the heads that have not answered: once, alone, on another one.
+        """Retry a lost replica's rows on another one, once and alone, for the heads that have not answered.
 
-        Args:
-            part: the rows.
-            error: fails them if they can't be retried.
+        ``error`` fails them if they can't be retried.
         """
         pending = part.pending
         if pending.collector.is_done or part.awaited.isdisjoint(pending.collector.undecided):
@@ -275,13 +267,9 @@ class Losses:
     def examine(self, request: InferRequest, max_rows: int) -> bytes:
         """The fingerprint of a new request that must be computed alone; empty for others.
 
-        Args:
-            request: the request.
-            max_rows: the number of rows that may wait to be computed alone.
-
         Raises:
             Quarantined: the same request took two replicas down.
-            QueueFull: too many rows wait to be computed alone.
+            QueueFull: with it more than ``max_rows`` would wait to be computed alone.
         """
         found = fingerprint(request)
         now_s = self._loop.time()

@@ -22,7 +22,7 @@ from app.dispatch.losses import Retries
 from app.dispatch.pending import Part
 from app.dispatch.pool import ReplicaCalls
 
-__all__ = ["Batching", "GatherClock", "LengthClasses"]
+__all__ = ["Batching", "GatherClock", "length_class"]
 
 GOOD_PART: Final = 4
 """A busy replica gets no call of fewer rows than a batch divided by this,"""
@@ -34,15 +34,8 @@ GOOD_ROWS: Final = 8
 class Batching:
     """Decides when waiting rows become a call, and of which replica.
 
-    If a replica is idle, rows leave at once; otherwise they gather until a call comes back.
-
-    Args:
-        route: the deployment.
-        admission: has the queue.
-        retries: parts to be computed alone.
-        replicas: those connected, by id.
-        calls: calls the replicas.
-        fitting: cuts a part, which is in no queue, to the present size of batches.
+    If a replica is idle, rows leave at once; otherwise they gather until a call comes back. ``fitting`` cuts a part,
+    which is in no queue, to the present size of batches.
     """
 
     def __init__(
@@ -185,23 +178,14 @@ class GatherClock:
         return self._total_ns + (time.perf_counter_ns() - self._since_ns if self._since_ns else 0)
 
 
-class LengthClasses:
-    """Classes of rows by the bytes of their BYTES elements, each with its four bytes of length.
+def length_class(inputs: Mapping[str, RawTensor], max_padding: float) -> int:
+    """The class of a request's rows by the longest one's BYTES elements; 0 if no input varies in length.
 
-    A model pads to tokens, which are unknown here; texts of one kind have similar numbers of bytes per token.
-
-    Args:
-        max_padding: above 0, below 1.
+    A length includes the four bytes in front of each element. A model pads to tokens, which are unknown here; texts of
+    one kind have similar numbers of bytes per token.
     """
-
-    def __init__(self, max_padding: float) -> None:
-        self._per_e = -1 / math.log1p(-max_padding)
-        """Classes between a length and e times it."""
-
-    def of(self, inputs: Mapping[str, RawTensor]) -> int:
-        """The class of a request's rows, which is that of the longest; 0 if no input varies in length."""
-        length = 0
-        for tensor in inputs.values():
-            if tensor.datatype == "BYTES":
-                length += len(tensor.data) if tensor.shape[0] == 1 else longest_row(tensor)
-        return int(math.log(length) * self._per_e) if length else 0
+    length = 0
+    for tensor in inputs.values():
+        if tensor.datatype == "BYTES":
+            length += len(tensor.data) if tensor.shape[0] == 1 else longest_row(tensor)
+    return int(math.log(length) / -math.log1p(-max_padding)) if length else 0
