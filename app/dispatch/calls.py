@@ -170,7 +170,7 @@ class Calls:
                     continue
                 await _wait_for_reader(pending, size_bytes)
                 if pending.collector.is_done and not pending.collector.succeeded:
-                    # Nobody wants the rest. A slow reader may not have said so.
+                    # Nobody wants the rest. A slow reader may not have noticed.
                     if pending.stream is not None:
                         client.cancel(call.name)
                     break

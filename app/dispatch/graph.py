@@ -160,7 +160,7 @@ class _Run:
             raise error.again(f"step `{step.name}`: {error.message}") from error
 
     def _made(self, step: PlannedStep, wire: Wire) -> Outputs:
-        """A parent's outputs. Its failure is this step's too; that of a wrong output is told as this step's input."""
+        """A parent's outputs. Its failure is this step's too; that of a wrong output names this step's input."""
         try:
             return self._tasks[wire.step].result()
         except HeadwaterError as error:

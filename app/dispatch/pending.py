@@ -88,9 +88,9 @@ class Pending:
             results[part] = outputs
             if len(results) < len(self.parts):
                 return
-            in_order = [results[one] for one in self.parts if results[one]]
+            in_order = [results[one] for one in self.parts]
             try:
-                whole = {name: join_rows(name, [one[name] for one in in_order]) for name in in_order[0]}
+                whole = {name: join_rows(name, [one[name] for one in in_order if one]) for name in in_order[0]}
             except CallableFailed as failure:
                 self.collector.decide(head, error=failure)
                 return
