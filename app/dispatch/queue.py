@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -54,12 +55,12 @@ class Item:
 T = TypeVar("T", bound=Item)
 
 
+@dataclass
 class Waiting:
     """How much waits in several queues together."""
 
-    def __init__(self) -> None:
-        self.rows = 0
-        self.held_bytes = 0
+    rows: int = 0
+    held_bytes: int = 0
 
 
 class _PriorityClass(Generic[T]):
@@ -68,8 +69,6 @@ class _PriorityClass(Generic[T]):
     ``next_start`` is the virtual time at which its next rows start. ``start`` is that of its first item; it stays while
     later items of the class are taken before that one, in batches of another class's rows.
     """
-
-    __slots__ = ("arrivals", "cost", "next_start", "priority", "rows", "start", "weight")
 
     def __init__(self, priority: int, weight: int) -> None:
         self.priority = priority
