@@ -94,9 +94,8 @@ async def serve_beside(
 async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     """Returns the exit status."""
     options = Server.model_validate(settings.server)
-    models = Models(
-        room=QueueBudget(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
-    )
+    budget = QueueBudget(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
+    models = Models(budget=budget)
     # It would cut every stream off as soon as the server is told to exit. What ends them is `drain` below, and behind
     # that uvicorn's own timeout.
     AppStatus.enable_automatic_graceful_drain = False

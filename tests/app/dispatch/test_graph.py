@@ -354,15 +354,14 @@ def test_what_a_step_hands_over_is_checked_before_it_goes_on(given: RawTensor | 
     run(scenario)
 
 
+TEXT = TensorSpec("text", "BYTES", (1,))
+TEXTS = {"trunk": signature([fp32("x", 2)], [TEXT]), "head": signature([TEXT], [fp32("y", 1)])}
+
+
 @pytest.mark.parametrize("data", [pack_bytes([b"a"]), pack_bytes([b"a", b"b"])[:-1], pack_bytes([b"a", b"b", b"c"])])
 def test_texts_that_are_handed_over_are_counted(data: bytes) -> None:
     async def scenario() -> None:
-        text = TensorSpec("text", "BYTES", (1,))
-        bench = Bench(
-            plan(
-                {"trunk": signature([fp32("x", 2)], [text]), "head": signature([text], [fp32("y", 1)])}, heads=["head"]
-            )
-        )
+        bench = Bench(plan(TEXTS, heads=["head"]))
         task = bench.send(2)
         await settle()
         bench.call("trunk").answer(text=RawTensor("BYTES", (2, 1), data))
@@ -377,12 +376,7 @@ def test_texts_that_are_handed_over_are_counted(data: bytes) -> None:
 
 def test_texts_go_on_undecoded() -> None:
     async def scenario() -> None:
-        text = TensorSpec("text", "BYTES", (1,))
-        bench = Bench(
-            plan(
-                {"trunk": signature([fp32("x", 2)], [text]), "head": signature([text], [fp32("y", 1)])}, heads=["head"]
-            )
-        )
+        bench = Bench(plan(TEXTS, heads=["head"]))
         task = bench.send(2)
         await settle()
         tensor = RawTensor("BYTES", (2, 1), memoryview(pack_bytes([b"\xff\x00", b""])))
