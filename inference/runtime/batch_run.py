@@ -15,7 +15,7 @@ from inference.runtime.request import Part
 from inference.runtime.step import LATE, Given, Made, Step
 from inference.runtime.stream_control import StreamControl
 from inference.runtime.values import copied, rows_of, settled
-from inference.wire.arrays import Array, zeros
+from inference.wire.arrays import Array, spread
 from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, encode_frame, tensor_bytes
 from inference.wire.report import RowReport, Status
 
@@ -379,9 +379,7 @@ class BatchRun:
         for spec in self._steps[head].planned.signature.outputs if good else ():
             array = arrays[spec.name]
             if len(good) < len(wanted):
-                whole = zeros(spec, (len(wanted), *array.shape[1:]))
-                whole[good] = array[order]
-                array = whole
+                array = spread(spec, array[order], good, len(wanted))
             elif len(order) < len(array):
                 array = array[order]
             raw = tensor_bytes(spec, array)

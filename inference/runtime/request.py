@@ -10,10 +10,10 @@ import numpy as np
 from inference.errors import DeclarationError
 from inference.signature import Signature
 from inference.wire.arrays import Array
-from inference.wire.report import HEADWATER, CallNote
+from inference.wire.report import HEADWATER, CallNote, RowReport, Status
 from inference.wire.shared_memory import MappedCall
 
-__all__ = ["Part", "TritonRequest", "read_request"]
+__all__ = ["Part", "TritonRequest", "read_request", "refusal"]
 
 
 class TritonRequest(Protocol):
@@ -77,3 +77,10 @@ def read_request(signature: Signature, request: TritonRequest) -> Part:
                 parameter.check(given[parameter.name]) if parameter.name in given else parameter.default
             )
     return Part(rows, inputs, batch, per_row, note, memory)
+
+
+def refusal(error: DeclarationError | OSError) -> RowReport:
+    """The report of all rows of a request for which `read_request` raised this."""
+    if isinstance(error, OSError):
+        return RowReport(Status.UNSHARED, f"{type(error).__name__}: {error}")
+    return RowReport(Status.BAD_INPUT, str(error))  # only a client that talks to Triton directly gets here

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -11,7 +12,7 @@ from inference.datatypes import DATATYPES, bf16_to_float32, float32_to_bf16
 from inference.errors import BadOutput
 from inference.signature import TensorSpec
 
-__all__ = ["NAMES", "Array", "argument", "as_objects", "wire", "zeros"]
+__all__ = ["NAMES", "Array", "argument", "as_objects", "spread", "wire", "zeros"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -23,6 +24,13 @@ def zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
     """An array of zeros, or of empty ``BYTES`` elements, in wire form."""
     dtype = DATATYPES[spec.datatype].numpy
     return np.full(shape, b"", dtype) if dtype.hasobject else np.zeros(shape, dtype)
+
+
+def spread(spec: TensorSpec, array: Array, places: Sequence[int], rows: int) -> Array:
+    """Put an array's rows, in wire form, at these places of an array of so many rows; the others are zeros."""
+    whole = zeros(spec, (rows, *array.shape[1:]))
+    whole[places] = array
+    return whole
 
 
 def wire(spec: TensorSpec, value: object, rows: int) -> Array:
