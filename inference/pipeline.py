@@ -15,8 +15,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from inference.errors import DeclarationError, did_you_mean
-from inference.model import Tensor
-from inference.signature import EmbeddingSpec, HeadSpec, ParameterSpec, Signature, TensorSpec
+from inference.model import Embedding, Parameter, Tensor
+from inference.signature import HeadSpec, Signature, TensorSpec
 
 __all__ = [
     "INPUT",
@@ -58,7 +58,7 @@ class PipelineSpec(msgspec.Struct, frozen=True):
     placement: Literal["fused", "graph"] = "fused"
     trunk: str | None = None
     """The step whose inputs are the pipeline's, if the configuration has a trunk and heads rather than a graph."""
-    embedding: EmbeddingSpec | None = None
+    embedding: Embedding | None = None
 
 
 class Wire(msgspec.Struct, frozen=True):
@@ -426,13 +426,13 @@ def _check_streaming(spec: PipelineSpec, steps: Sequence[PlannedStep], streaming
         raise DeclarationError(f"pipeline: expected at most one step that streams, got {both}")
 
 
-def _parameters(steps: Sequence[PlannedStep]) -> tuple[ParameterSpec, ...]:
-    found: dict[str, tuple[str, ParameterSpec]] = {}
+def _parameters(steps: Sequence[PlannedStep]) -> tuple[Parameter, ...]:
+    found: dict[str, tuple[str, Parameter]] = {}
     for step in steps:
         for parameter in step.signature.parameters:
             first, known = found.setdefault(parameter.name, (step.name, parameter))
             if known != parameter:
-                pairs = [(field, getattr(known, field), getattr(parameter, field)) for field in known.__struct_fields__]
+                pairs = [(field, getattr(known, field), getattr(parameter, field)) for field in vars(known)]
                 told = "; ".join(f"{field}: {one!r} and {other!r}" for field, one, other in pairs if one != other)
                 raise DeclarationError(
                     f"pipeline, parameter `{parameter.name}`: steps `{first}` and `{step.name}` declare it "
@@ -446,8 +446,8 @@ def _parameters(steps: Sequence[PlannedStep]) -> tuple[ParameterSpec, ...]:
 
 
 def _embedding(
-    embedding: EmbeddingSpec | None, inputs: Mapping[str, TensorSpec], outputs: Sequence[TensorSpec]
-) -> EmbeddingSpec | None:
+    embedding: Embedding | None, inputs: Mapping[str, TensorSpec], outputs: Sequence[TensorSpec]
+) -> Embedding | None:
     if embedding is None:
         return None
     given = {tensor.name: tensor for tensor in outputs}
