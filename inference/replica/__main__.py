@@ -28,7 +28,7 @@ from inference.runtime.watchdog import WATCHDOG_FILE, WatchCall, Watchdog
 from inference.signature import Signature
 from inference.tuning import keep_freed_memory
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
-from inference.wire.tensor_store import uses_store
+from inference.wire.shared_memory import uses_store
 
 __all__ = ["failure_of", "main"]
 

@@ -83,6 +83,8 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
 
     def __init__(self, directory: Path, token: str) -> None:
         self.directory = directory
+        self.http_socket = directory / "h"
+        self.grpc_socket = directory / "g:1"
         super().__init__(
             config=TritonConfig(
                 allow_http=False,  # keeps PyTriton's own clients off it; switched on below
@@ -98,16 +100,6 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
             triton_lifecycle_policy=TritonLifecyclePolicy(launch_triton_on_startup=True, local_model_store=True),
             workspace=directory / "w",
         )
-
-    @property
-    def grpc_socket(self) -> Path:
-        """The unix socket of Triton's gRPC."""
-        return self.directory / "g:1"
-
-    @property
-    def http_socket(self) -> Path:
-        """The unix socket of Triton's HTTP."""
-        return self.directory / "h"
 
     def bind(self, model_name: str, **about: Any) -> None:
         """As PyTriton's; its instances wait for each other."""
@@ -134,27 +126,16 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
     def bind_frames(
         self, signature: Signature, infer: Callable[[list[Any]], AsyncIterator[list[dict[str, Any]]]]
     ) -> None:
-        """Bind one callable that answers each request with any number of frames (`inference.wire.frame`)."""
+        """Bind one callable that answers each request with any number of frames (`inference.wire.frame`, or for a
+        language model `inference.wire.lm`)."""
+        control = Tensor(name=CONTROL, dtype=np.uint8, shape=(-1,))
         self.bind(
             model_name=signature.name,
             infer_func=infer,
-            inputs=[_tensor(spec) for spec in signature.inputs],
+            inputs=[_tensor(spec) for spec in signature.inputs] if signature.language_model is None else [control],
             outputs=[Tensor(name=FRAME, dtype=np.uint8, shape=(-1,))],
-            # Without Triton's batcher: merged requests would have to end together.
+            # Without Triton's batcher: merged requests would have to end together, and one may stay open for hours.
             config=ModelConfig(max_batch_size=signature.max_batch_size, batcher=None, decoupled=True),
-        )
-
-    def bind_control(
-        self, signature: Signature, infer: Callable[[list[Any]], AsyncIterator[list[dict[str, Any]]]]
-    ) -> None:
-        """Bind one callable that answers the messages of `inference.wire.lm` with its frames."""
-        self.bind(
-            model_name=signature.name,
-            infer_func=infer,
-            inputs=[Tensor(name=CONTROL, dtype=np.uint8, shape=(-1,))],
-            outputs=[Tensor(name=FRAME, dtype=np.uint8, shape=(-1,))],
-            # Without Triton's batcher: a request that stays open for hours must not block later ones.
-            config=ModelConfig(max_batch_size=1, batcher=None, decoupled=True),
         )
 
     def start(self) -> None:
@@ -178,7 +159,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
     def _prepare_triton_config(self, workspace: Any) -> None:
         super()._prepare_triton_config(workspace)
         self._triton_server_config["allow-http"] = True
-        self._triton_server_config["http-address"] = f"unix:{self.directory}/h"
+        self._triton_server_config["http-address"] = f"unix:{self.http_socket}"
         self._triton_server_config["metrics-address"] = f"unix:{self.directory}/m"
 
     def _initialize_server(self) -> None:

@@ -7,10 +7,12 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+from tritonclient.grpc import service_pb2
+
 from inference.engine import EngineLimits, Sampling
 from inference.errors import ReplicaError
 from inference.replica.triton import EmbeddedTriton
-from inference.replica.warmup import batch_sizes
+from inference.replica.warmup import batch_sizes, grpc_outputs
 from inference.signature import Signature
 from inference.wire.handshake import ReplicaSpec
 from inference.wire.lm import CONTROL, RENEW_S, Message, Open, Post, StepFrame, Submit, decode_frame, encode_message
@@ -77,16 +79,9 @@ class _Channel:
     """One channel over one gRPC stream."""
 
     def __init__(self, name: str, triton: EmbeddedTriton, spec: ReplicaSpec) -> None:
-        import grpc
-        from tritonclient.grpc import service_pb2_grpc
-
         self._name = name
-        self._failure = grpc.RpcError
-        self._connection = grpc.insecure_channel(f"unix:{triton.grpc_socket}")
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(self._connection)
-        metadata = (("triton-grpc-protocol-triton-access-token", spec.token),)
-        self._answers = stub.ModelStreamInfer(self._requests(), metadata=metadata, timeout=spec.load_timeout_s)
+        self._frames = grpc_outputs(triton, spec, self._requests(), "warm-up")
 
     def __enter__(self) -> _Channel:
         self._messages.put(Open(CHANNEL))
@@ -102,7 +97,7 @@ class _Channel:
                     raise ReplicaError(f"warm-up: expected no frame after the channel was closed, got {frame}")
         finally:
             self._messages.put(None)
-            self._connection.close()
+            self._frames.close()
 
     def generate(self, wanted: Sequence[Submit]) -> None:
         """Generate sequences to their ends."""
@@ -121,20 +116,11 @@ class _Channel:
 
     def _next(self) -> StepFrame | None:
         """The channel's next frame; None if the stream has ended."""
-        try:
-            for answer in self._answers:
-                if answer.error_message:
-                    raise ReplicaError(f"warm-up: Triton said {answer.error_message}")
-                for raw in answer.infer_response.raw_output_contents:
-                    return decode_frame(raw)
-        except self._failure as error:
-            raise ReplicaError(f"warm-up: no answer: {error}") from error
-        return None
+        raw = next(self._frames, None)
+        return None if raw is None else decode_frame(raw)
 
     def _requests(self) -> Iterator[Any]:
         """The requests to send, consumed by gRPC in its own thread."""
-        from tritonclient.grpc import service_pb2
-
         while True:
             message: Message | None
             try:

@@ -12,7 +12,7 @@ from inference.errors import DeclarationError
 from inference.model import Model
 from inference.pipeline import Plan, PlannedStep
 from inference.runtime.batch_run import BatchRun, Pace
-from inference.runtime.channel import ChannelStream, StreamChannels
+from inference.runtime.channel import StreamChannels
 from inference.runtime.request import Part, TritonRequest, read_request, refusal
 from inference.runtime.step import Handover, Step
 from inference.runtime.stream_control import StreamControl
@@ -104,7 +104,7 @@ class FusedPipeline:
             return None
         # The request ends now, and its tensors' memory with it.
         part = part._replace(inputs={name: array.copy() for name, array in part.inputs.items()})
-        stream = ChannelStream(note.stream)
+        stream = StreamControl(note.stream)
         self._channels.start(note.channel, stream, self._frames(part, stream))
         return None
 
