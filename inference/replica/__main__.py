@@ -23,7 +23,7 @@ import msgspec
 
 from inference import tuning
 from inference.environment import package_versions, require
-from inference.errors import LoadError, ModelError
+from inference.errors import LoadError, ModelError, is_permanent
 from inference.runtime.watchdog import WATCHDOG_FILE, WatchCall, Watchdog
 from inference.signature import Signature
 from inference.tuning import keep_freed_memory
@@ -145,7 +145,7 @@ def failure_of(error: Exception) -> ReplicaStatus:
         cause = error.problem.reason if error.__cause__ is None else _cause(error.__cause__)
     else:
         cause = text
-    return ReplicaStatus("failed", text, cause=_for_clients(cause), is_permanent=error.is_permanent)
+    return ReplicaStatus("failed", text, cause=_for_clients(cause), is_permanent=is_permanent(error))
 
 
 def _cause(error: BaseException) -> str:

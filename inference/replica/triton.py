@@ -7,9 +7,9 @@ What differs from `pytriton.triton.Triton`, and why:
 - Models are in a local model store that Triton loads as it starts, rather than being sent through its load API: this
   leaves no temporary ``/tmp/folder*`` per model behind, and avoids polling at intervals of a second.
 - Triton sees no GPU: it holds no tensors there, but would allocate memory pools and a context on each.
-- Several instances find each other however busy the machine is (`inference.replica.first_instance`).
+- Several instances find each other however busy the machine is (`inference.replica.patience`).
 
-All use of private parts of PyTriton is here and in `inference.replica.first_instance`;
+All use of private parts of PyTriton is here and in `inference.replica.patience`;
 tests/inference/replica/test_triton.py names the parts.
 """
 
@@ -30,8 +30,7 @@ from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonS
 
 from inference.datatypes import DATATYPES
 from inference.errors import ReplicaError
-from inference.replica.first_instance import make_patient
-from inference.replica.patience import patient
+from inference.replica.patience import make_patient, patient
 from inference.signature import Signature, TensorSpec
 from inference.wire.frame import FRAME
 from inference.wire.lm import CONTROL

@@ -12,6 +12,7 @@ import numpy as np
 
 from inference.errors import BadInput, BadOutput, DeclarationError, LoadError, Problem
 from inference.model import Model, Tensor
+from inference.reference import find_path
 from inference.wire.arrays import Array, as_objects
 
 __all__ = ["OnnxModel", "open_model"]
@@ -231,17 +232,7 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
         if name != "rename":
             reason = f"unknown option {name!r}; its options are rename"
             raise LoadError(Problem(title, reason, f"correct or remove `options.{name}`"))
-    wanted = Path(path).expanduser()
-    folders = dict.fromkeys(Path(folder).absolute() for folder in (".", *search))
-    places = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]
-    for place in places:
-        if place.is_file():
-            return OnnxModel(place, **options)
-    tried = " or ".join(str(place) for place in places)
-    folder = next((place for place in places if place.is_dir()), None)
-    reason = f"there is no file {tried}" if folder is None else f"expected a file, got the folder {folder}"
-    fix = "correct the path; a relative one starts in the working folder or in that of the configuration"
-    raise LoadError(Problem(title, reason, fix))
+    return OnnxModel(find_path(title, path, search, "file"), **options)
 
 
 def _unreadable(message: str, version: str) -> tuple[str, str]:
