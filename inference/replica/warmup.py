@@ -19,6 +19,7 @@ from inference.errors import DeclarationError, ReplicaError
 from inference.pipeline import tensor_text
 from inference.replica.triton import EmbeddedTriton, UnixConnection
 from inference.signature import Signature, TensorSpec
+from inference.wire.arrays import fits
 from inference.wire.frame import decode_frame
 from inference.wire.handshake import ReplicaSpec
 from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
@@ -55,15 +56,10 @@ def example_rows(spec: TensorSpec, value: object, rows: int) -> tuple[bytes, lis
     where = f"example, input {spec.name!r}"
     wanted = tensor_text(spec.datatype, spec.shape)
     try:
-        if datatype.numpy.hasobject:
-            array = np.array(value, dtype=object)
-        else:
-            array = np.array(value, dtype=np.float32 if spec.datatype == "BF16" else datatype.numpy)
+        array = np.array(value, dtype=np.float32 if spec.datatype == "BF16" else datatype.numpy)
     except (TypeError, ValueError) as error:
         raise DeclarationError(f"{where}: expected {wanted}: {error}") from error
-    if array.ndim != len(spec.shape) or any(
-        dim not in (-1, got) for dim, got in zip(spec.shape, array.shape, strict=True)
-    ):
+    if not fits(spec.shape, array.shape):
         raise DeclarationError(f"{where}: expected {wanted}, got shape {list(array.shape)}")
     if datatype.numpy.hasobject:
         elements = [item if isinstance(item, bytes) else str(item).encode() for item in array.ravel().tolist()]

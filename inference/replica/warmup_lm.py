@@ -35,8 +35,8 @@ def warm_up(
         signature: the model's.
         triton: started.
         spec: its `warmup_batch_sizes` are the numbers of sequences, by default powers of two up to what the engine
-            computes together, and up to `MOST`. More than the cache has room for are left out.
-        progress: told what is being done.
+            computes together, and up to `MOST`. More than the cache's capacity are left out.
+        progress: called with each stage.
 
     Raises:
         ReplicaError: there was no answer, or a sequence failed.

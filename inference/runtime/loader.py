@@ -131,19 +131,19 @@ def wrong_options(
 ) -> Problem | None:  # fmt: skip
     """All faults of options that are passed as keyword arguments; None if there are none."""
     reasons: list[str] = []
-    mends: list[str] = []
+    fixes: list[str] = []
     named = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     known = f"its options are {', '.join(named)}" if named else "it takes no options"
     if not any(one.kind is one.VAR_KEYWORD for one in takes):
         for name in options:
             if name not in named:
                 reasons.append(f"unknown option {name!r}; {known}{did_you_mean(name, named)}")
-                mends.append(f"correct or remove `options.{name}`")
+                fixes.append(f"correct or remove `options.{name}`")
     for one in takes:
         if one.name in named and one.default is one.empty and one.name not in options:
             reasons.append(f"option {one.name!r} is required, but missing")
-            mends.append(f"set `options.{one.name}`")
-    return Problem(title, "; ".join(reasons), "; ".join(mends)) if reasons else None
+            fixes.append(f"set `options.{one.name}`")
+    return Problem(title, "; ".join(reasons), "; ".join(fixes)) if reasons else None
 
 
 def _modules_in(folders: Iterable[str]) -> list[str]:
