@@ -6,7 +6,9 @@ import inspect
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
+from inference.datatypes import DATATYPES
 from inference.engine import EngineLimits
 from inference.errors import DeclarationError
 from inference.model import Embedding, Model, Parameter, Tensor
@@ -72,7 +74,10 @@ class Signature(msgspec.Struct, frozen=True):
         row = dict(self.example or {})
         for spec in self.inputs:
             if spec.name not in row and not spec.optional:
-                row[spec.name] = _neutral(spec.shape, "example" if spec.datatype == "BYTES" else _zero(spec.datatype))
+                shape = [max(dim, 1) for dim in spec.shape]
+                dtype = np.dtype("f4") if spec.datatype == "BF16" else DATATYPES[spec.datatype].numpy
+                neutral = np.full(shape, "example", dtype) if dtype.hasobject else np.zeros(shape, dtype)
+                row[spec.name] = neutral.tolist()
         return row
 
     @classmethod
@@ -100,6 +105,7 @@ class Signature(msgspec.Struct, frozen=True):
         for key in example or {}:
             if key not in {spec.name for spec in inputs}:
                 raise DeclarationError(f"{kind}.example, {key!r}: expected the name of an input")
+        call = type(model).__call__
         description = (inspect.getdoc(model) or "").split("\n\n")[0].replace("\n", " ")
         return cls(
             name=name,
@@ -111,25 +117,8 @@ class Signature(msgspec.Struct, frozen=True):
             embedding=embedding,
             example=example,
             description=description if type(model).__doc__ else "",
-            streams=_is_generator(type(model).__call__),
+            streams=inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call),
         )
-
-
-def _is_generator(function: object) -> bool:
-    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
-
-
-def _zero(datatype: str) -> object:
-    if datatype == "BOOL":
-        return False
-    return 0.0 if datatype in ("FP16", "FP32", "FP64", "BF16") else 0
-
-
-def _neutral(shape: tuple[int, ...], element: object) -> Any:
-    value: Any = element
-    for dim in reversed(shape):
-        value = [value] * max(dim, 1)
-    return value
 
 
 def _tensors(kind: str, where: str, declared: object) -> tuple[TensorSpec, ...]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -36,24 +37,19 @@ from inference.wire.frame import FRAME
 from inference.wire.lm import CONTROL
 from inference.wire.report import REPORT
 from inference.wire.shared_memory import bound_shape
-from inference.wire.triton_words import error_lines, says_instance_failed
 
 __all__ = ["EmbeddedTriton", "UnixConnection", "telling_lines"]
 
 START_TIMEOUT_S = 60.0
 REPORTED_LINES = 15
 """Of the log of a Triton that did not start."""
-# PyTriton waits for readiness without its token, so `health` alone can't be restricted; it tells nothing.
-_RESTRICTED = (
-    "metadata",
-    "inference",
-    "shared-memory",
-    "model-config",
-    "model-repository",
-    "statistics",
-    "trace",
-    "logging",
-)
+# PyTriton waits for readiness without its token, so `health` alone can't be restricted; it discloses nothing.
+_RESTRICTED = [
+    "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics", "trace", "logging",
+]  # fmt: skip
+_ERROR = re.compile(r"[EF]\d{4} |error: ")
+_NO_GPU = "CudaDriverHelper has not been initialized"
+"""Logged on every machine without a GPU."""
 pytriton_model.get_config_from_handshake_server = patient(pytriton_model.get_config_from_handshake_server)
 
 
@@ -95,7 +91,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
                 log_file=directory / "triton.log",
                 exit_timeout_secs=1,
             ),
-            security_config=TritonSecurityConfig(access_token=token, restricted_endpoints=list(_RESTRICTED)),
+            security_config=TritonSecurityConfig(access_token=token, restricted_endpoints=_RESTRICTED),
             triton_lifecycle_policy=TritonLifecyclePolicy(launch_triton_on_startup=True, local_model_store=True),
             workspace=directory / "w",
         )
@@ -169,7 +165,8 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
     def _wait_for_server(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._is_ready():
-            if says_instance_failed("".join(lines := self._log_lines())):
+            # The log says so at once, while Triton keeps waiting for the instances that wait for the failed one.
+            if "Failed to create instance" in "".join(lines := self._log_lines()):
                 raise ReplicaError(_not_started("an instance failed", lines))
             if not self._triton_server.is_alive() or time.monotonic() > deadline:
                 ended = "it ended" if not self._triton_server.is_alive() else f"not ready after {START_TIMEOUT_S:g} s"
@@ -206,7 +203,8 @@ def telling_lines(lines: Sequence[str]) -> list[str]:
 
     After an error Triton still prints tables of its settings, so the errors are not at the end.
     """
-    return error_lines(lines)[:REPORTED_LINES] or list(lines[-REPORTED_LINES:])
+    errors = [line for line in lines if _ERROR.match(line) and _NO_GPU not in line]
+    return errors[:REPORTED_LINES] or list(lines[-REPORTED_LINES:])
 
 
 def _tensor(spec: TensorSpec) -> Any:

@@ -36,7 +36,8 @@ def load_class(reference: str) -> type[Model]:
         models = _models_of(module)
         names = f"its models are {', '.join(models)}" if models else "it has no models"
         fix = f"name one of these, or add {class_name}" if models else "a model is a class derived from inference.Model"
-        reason = f"{_file(module)} has no {class_name}; {names}{did_you_mean(class_name, models)}"
+        file = getattr(module, "__file__", None) or module.__name__
+        reason = f"{file} has no {class_name}; {names}{did_you_mean(class_name, models)}"
         raise LoadError(Problem(title, reason, fix))
     if not inspect.isclass(found) or not issubclass(found, Model):
         what = f"a class derived from {found.__bases__[0].__name__}" if inspect.isclass(found) else repr(found)
@@ -151,12 +152,5 @@ def _modules_in(folders: Iterable[str]) -> list[str]:
 
 
 def _models_of(module: ModuleType) -> list[str]:
-    return sorted(
-        name
-        for name, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, Model) and value is not Model
-    )
-
-
-def _file(module: ModuleType) -> str:
-    return getattr(module, "__file__", None) or module.__name__
+    classes = inspect.getmembers(module, inspect.isclass)
+    return [name for name, value in classes if issubclass(value, Model) and value is not Model]
