@@ -172,17 +172,16 @@ class OnnxModel(Model):
     def _ports(self, kind: str, nodes: Sequence[Any], new_names: Mapping[str, str]) -> list[_Port]:
         if not nodes:
             raise self._error(f"it has no {kind}s, expected at least one", f"export it with the {kind}s as arguments")
-        ports: list[_Port] = []
+        ports: dict[str, _Port] = {}
         for node in nodes:
             port = self._port(kind, node, new_names)
-            for other in ports:
-                if other.tensor.name == port.tensor.name:
-                    raise self._error(
-                        f"{kind}s {other.onnx_name!r} and {node.name!r} would both be named {port.tensor.name!r}",
-                        f"name one of them in options: `rename: {{{node.name!r}: ...}}`",
-                    )
-            ports.append(port)
-        return ports
+            other = ports.setdefault(port.tensor.name, port)
+            if other is not port:
+                raise self._error(
+                    f"{kind}s {other.onnx_name!r} and {node.name!r} would both be named {port.tensor.name!r}",
+                    f"name one of them in options: `rename: {{{node.name!r}: ...}}`",
+                )
+        return list(ports.values())
 
     def _port(self, kind: str, node: Any, new_names: Mapping[str, str]) -> _Port:
         where = f"{kind} {node.name!r}"
