@@ -149,17 +149,10 @@ def check_names(spec: PipelineSpec) -> None:
 
 
 def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: str, max_batch_size: int) -> Plan:
-    """Join the steps into a plan.
-
-    Args:
-        spec: the pipeline as configured.
-        signatures: every step's signature, by name.
-        name: the deployment's name.
-        max_batch_size: the pipeline's.
+    """Join the steps, whose signatures are given by name, into the plan of a deployment.
 
     Raises:
-        DeclarationError: the steps don't fit together; the message names the step, the tensor, the expected and the
-            actual.
+        DeclarationError: the steps don't fit together; the message names step and tensor, the expected and the actual.
     """
     check_names(spec)
     inputs: dict[str, tuple[str, TensorSpec]] = {}

@@ -151,11 +151,6 @@ def load_served(
 
 
 def _check_instances(spec: ReplicaSpec, model: Model, *, streams: bool) -> None:
-    """Check that a model with several instances can be called by several threads at once.
-
-    Raises:
-        DeclarationError: it can't.
-    """
     is_async = inspect.iscoroutinefunction(type(model).__call__)
     if spec.instances > 1 and (streams or is_async):
         kind = "streams" if streams else "has an async __call__, which computes any number of calls at once by itself"

@@ -72,14 +72,7 @@ def example_rows(spec: TensorSpec, value: object, rows: int) -> tuple[bytes, lis
 def warm_up(
     signature: Signature, triton: EmbeddedTriton, spec: ReplicaSpec, progress: Callable[[str], None], call: Call
 ) -> None:  # fmt: skip
-    """Call the model once with each batch size; a pipeline with all its heads.
-
-    Args:
-        signature: the model's.
-        triton: started.
-        spec: its `warmup_batch_sizes` are used, by default powers of two.
-        progress: called with each stage.
-        call: `call_over_http`, or `call_over_grpc` for what answers in frames.
+    """Call the model once with each of `warmup_batch_sizes`, by default powers of two; a pipeline with all its heads.
 
     Raises:
         ReplicaError: a call failed; the message includes the callable's own.

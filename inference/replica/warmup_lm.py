@@ -31,12 +31,8 @@ def warm_up(
 ) -> None:  # fmt: skip
     """Generate a few tokens, greedily, with several numbers of sequences together; each must come to its end.
 
-    Args:
-        signature: the model's.
-        triton: started.
-        spec: its `warmup_batch_sizes` are the numbers of sequences, by default powers of two up to what the engine
-            computes together, and up to `MOST`. More than the cache's capacity are left out.
-        progress: called with each stage.
+    The numbers are `warmup_batch_sizes`, by default powers of two up to what the engine computes together, and up to
+    `MOST`; more than the cache's capacity are left out.
 
     Raises:
         ReplicaError: there was no answer, or a sequence failed.

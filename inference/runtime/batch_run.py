@@ -26,11 +26,7 @@ SMOOTHING = 0.2
 
 
 class Pace:
-    """Smoothed step times, which tell whether an answer that is ready should wait for the next one.
-
-    Args:
-        wait_s: the longest that an answer may wait.
-    """
+    """Smoothed step times, which decide whether an answer that is ready waits for the next one, at most `wait_s`."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
@@ -67,13 +63,7 @@ class _Result(NamedTuple):
 
 
 class BatchRun:
-    """Runs one batch and answers in frames.
-
-    Args:
-        plan: the pipeline.
-        ancestors: for each head the steps that must run, itself included.
-        steps: the steps by name.
-        part: the batch.
+    """Runs one batch and answers in frames. `ancestors` has for each head the steps that must run, itself included.
 
     Raises:
         DeclarationError: the masks of wanted heads are not as many as the rows.
@@ -104,12 +94,7 @@ class BatchRun:
         self._counts: dict[str, StepCount] = {}
 
     async def batch(self, turn: asyncio.Lock, pace: Pace) -> AsyncGenerator[Array, None]:
-        """Run the steps and yield the heads' answers as they become ready.
-
-        Args:
-            turn: held while steps run.
-            pace: decides whether an answer waits for the next one.
-        """
+        """Run the steps, holding the turn, and yield the heads' answers as they become ready."""
         ready: list[_Answer] = []
         since_s = 0.0
         async with turn:
@@ -139,11 +124,8 @@ class BatchRun:
     async def stream(self, turn: asyncio.Lock, control: StreamControl) -> AsyncGenerator[Array, None]:
         """Run the steps up to the one that streams, then its descendants for each of its yields.
 
-        A head ends once one of its rows fails; the others go on.
-
-        Args:
-            turn: held while steps run, except while the streaming step computes its next yield.
-            control: the stream's control; a cancelled stream ends without a final frame.
+        A head ends once one of its rows fails; the others go on. The turn is held while steps run, except while the
+        streaming step computes its next yield. A cancelled stream ends without a final frame.
         """
         source = next(step for step in self._plan.steps if step.signature.streams)
         after = [
@@ -233,12 +215,8 @@ class BatchRun:
     async def _given(
         self, step: Step, *, is_private: bool = False
     ) -> tuple[Given, list[int], dict[int, RowReport]]:  # fmt: skip
-        """A step's inputs, the batch's rows that they are of, and the reports of the rows lost before.
-
-        Args:
-            step: a step whose parents have run.
-            is_private: whether the inputs must be copies.
-        """
+        """A step's inputs, copies if they must be private, the batch's rows that they are of, and the reports of the
+        rows lost before. The step's parents must have run."""
         for parent in step.planned.parents:
             await self._renew(parent)
         lost = self._lost(step.planned.parents)
@@ -351,11 +329,8 @@ class BatchRun:
     def _answer(self, head: str, arrays: Mapping[str, Array], took_s: float = 0.0, *, is_last: bool = True) -> _Answer:
         """A head's result for the rows that wanted it, as a piece and its tensors' bytes.
 
-        Args:
-            head: the head's name.
-            arrays: its outputs in wire form, for the rows that succeeded, in order.
-            took_s: how long its step took.
-            is_last: whether this is the head's final piece; a piece with a failed row always is.
+        Its outputs are in wire form, for the rows that succeeded, in order. A piece with a failed row is always the
+        head's last.
         """
         wanted = self._wanted[head]
         result = self._results[head]

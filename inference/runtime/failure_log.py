@@ -62,10 +62,7 @@ class CallFailed(ModelError):
 class Failures(FailureLog):
     """Turns a model's exceptions into row reports, besides logging them.
 
-    Args:
-        device: the model's device.
-        on_broken: called once the device is unusable; the replica then ends.
-        where: prefix of the messages, such as ``step `name`: ``.
+    `where` is the prefix of the messages; `on_broken` is called once the device is unusable; the replica then ends.
     """
 
     def __init__(self, device: str, on_broken: Callable[[str], None], where: str = "") -> None:

@@ -18,10 +18,7 @@ __all__ = ["construct", "import_for", "load_class", "load_model", "wrong_options
 
 
 def load_class(reference: str) -> type[Model]:
-    """Import a model's class.
-
-    Args:
-        reference: ``module:Class``.
+    """Import a model's class, ``module:Class``.
 
     Raises:
         ReplicaError: the module can't be imported, or has no such model; the message says why and how to fix it.

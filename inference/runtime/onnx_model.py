@@ -216,12 +216,7 @@ class OnnxModel(Model):
 
 
 def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> OnnxModel:
-    """Find an ONNX file and make a model of it, not yet loaded.
-
-    Args:
-        path: the file's path.
-        options: ``rename`` only, see `OnnxModel`.
-        search: folders in which a relative path is looked for, after the working folder.
+    """Find an ONNX file, as `find_path` does, and make a model of it, not yet loaded; see `OnnxModel` for its options.
 
     Raises:
         LoadError: there is no such file, or no such option, or the file can't be served.

@@ -186,10 +186,7 @@ class Step:
     async def iterate(self, given: Given, control: StreamControl) -> AsyncGenerator[Made, None]:
         """Call a streaming model and yield its results one by one; a failure is the last.
 
-        Args:
-            given: the arguments.
-            control: the stream's control. When it is cancelled, an async generator is cancelled where it awaits; a
-                plain generator is not resumed.
+        When the stream is cancelled, an async generator is cancelled where it awaits; a plain one is not resumed.
         """
         rows = list(range(given.rows))
         results: AsyncGenerator[_Piece, None] | None = None

@@ -26,14 +26,7 @@ _TORCH_NAMES: Final = {"bfloat16": "BF16", **{dtype.name: name for dtype, name i
 
 
 def checked(spec: TensorSpec, value: Any, rows: int, *, where: str, source: str) -> Any:
-    """Check a step's output against the input of another step, and return it.
-
-    Args:
-        spec: the expected tensor.
-        value: the producer's output.
-        rows: the producer's number of rows.
-        where: the consumer, for messages.
-        source: the producer, for messages.
+    """Check the output of a step, the source, against the input of another, and return it.
 
     Raises:
         BadOutput: the output differs in datatype, shape or size.

@@ -78,9 +78,6 @@ class SharedCall(msgspec.Struct):
 class MappedCall:
     """A call's segment in the replica, mapped only during the call, since its owner reuses it.
 
-    Args:
-        shared: the segment's location.
-
     Raises:
         OSError: the segment can't be opened: the gateway runs as another user, or in another process namespace.
     """
