@@ -25,9 +25,9 @@ from app.config.sections import (
     WarmupBatchSizes,
 )
 from inference.errors import DeclarationError
+from inference.model import Embedding
 from inference.pipeline import INPUT, PipelineSpec, StepSpec, check_names
 from inference.reference import is_language_model
-from inference.signature import EmbeddingSpec
 
 __all__ = ["EmbeddingMap", "Pipeline", "Step"]
 
@@ -194,5 +194,5 @@ class Pipeline(Section):
             trunk=TRUNK if self.trunk is not None else None,
             embedding=None
             if self.embedding is None
-            else EmbeddingSpec(self.embedding.input, self.embedding.output, self.embedding.tokens),
+            else Embedding(self.embedding.input, self.embedding.output, self.embedding.tokens),
         )

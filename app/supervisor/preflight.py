@@ -22,7 +22,7 @@ from app.security.keys_file import known_keys
 from app.security.tls import Certificate
 from inference.errors import Problem
 from inference.signature import Signature
-from inference.wire.tensor_store import ASSUMED_DIMENSION, batch_bytes, uses_store
+from inference.wire.shared_memory import ASSUMED_DIMENSION, batch_bytes, uses_store
 
 __all__ = [
     "address_problems",

@@ -25,8 +25,9 @@ from app.errors import (
     Unavailable,
 )
 from inference.datatypes import pack_bytes
+from inference.model import Parameter
 from inference.pipeline import PipelineSpec, Plan, StepSpec, make_plan
-from inference.signature import ParameterSpec, Signature, TensorSpec
+from inference.signature import Signature, TensorSpec
 from tests.counted import count_from_zero, counts_of
 
 
@@ -270,8 +271,8 @@ def test_a_head_may_take_inputs_of_the_pipeline_and_other_heads_outputs() -> Non
 
 def test_parameters_go_to_the_steps_that_declare_them() -> None:
     async def scenario() -> None:
-        scale = ParameterSpec("scale", "float", 1.0, "batch")
-        top = ParameterSpec("top", "int", 1, "row")
+        scale = Parameter("scale", "float", 1.0, "batch")
+        top = Parameter("top", "int", 1, "row")
         signatures = {
             "trunk": signature([fp32("x", 2)], [fp32("features", 3)], parameters=(scale,)),
             "head_a": signature([fp32("features", 3)], [fp32("a", 3)], parameters=(scale, top)),
