@@ -9,7 +9,7 @@ import subprocess
 
 import psutil
 
-__all__ = ["Children", "ProcessWatch"]
+__all__ = ["Children"]
 
 
 class Children:
@@ -17,6 +17,8 @@ class Children:
 
     def __init__(self) -> None:
         self._exits: dict[int, asyncio.Future[int]] = {}
+        self._stopped: set[int] = set()
+        """Children that were stopped at the last look."""
 
     def follow(self, process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
         """A future of the process's exit code; call this without awaiting anything after the process's start."""
@@ -42,35 +44,12 @@ class Children:
             if exited is not None and not exited.done():
                 exited.set_result(os.waitstatus_to_exitcode(status))
 
-
-_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-
-
-class ProcessWatch:
-    """Finds children that are stopped: the kernel reports no end of them, but they do nothing any more."""
-
-    def __init__(self) -> None:
-        self._watched: set[int] = set()
-        self._suspects: set[int] = set()
-
-    def add(self, pid: int) -> None:
-        """Watch this child."""
-        self._watched.add(pid)
-
-    def discard(self, pid: int) -> None:
-        """Watch this child no longer."""
-        self._watched.discard(pid)
-        self._suspects.discard(pid)
-
     def look(self) -> list[int]:
-        """The children that are stopped, and were already stopped at the last call."""
-        parent = os.getpid()
-        stopped = set()
-        for pid in self._watched:
+        """The followed children that are stopped, and were already stopped at the last call: the kernel reports no end
+        of them, but they do nothing any more."""
+        before, self._stopped = self._stopped, set()
+        for pid in self._exits:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(pid)
-                if process.ppid() == parent and process.status() in _STOPPED:
-                    stopped.add(pid)
-        found = sorted(stopped & self._suspects)
-        self._suspects = stopped
-        return found
+                if psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    self._stopped.add(pid)
+        return sorted(before & self._stopped)

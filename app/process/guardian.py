@@ -21,13 +21,12 @@ import time
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from app.process.priority import START_NICE, lower, may_raise
-from app.process.sweep import Journal, segments_mapped_by, sweep_replica
+from app.process.sweep import Journal, process_stat, process_stats, segments_mapped_by, sweep_replica
 
 __all__ = ["CallWatch", "main"]
-
 
 WATCHDOG_FILE: Final = "watchdog"
 """Maintained by `inference.runtime.watchdog` in the replica's folder."""
@@ -99,7 +98,7 @@ class Guardian:
         self._next_look_s = 0.0
         """When to look at the calls next; wake-ups in between may come at any rate."""
         self._checks = 0
-        self._host: subprocess.Popen[bytes] | None = None
+        self._host: subprocess.Popen[bytes]
         self._is_lowered = False
         """Whether the replica has a lower priority, because it is starting."""
 
@@ -113,31 +112,30 @@ class Guardian:
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         os.set_inheritable(self._command_fd, False)
-        host = self._host = subprocess.Popen(
+        self._host = subprocess.Popen(
             self._arguments, pass_fds=(self._status_fd,), stdin=subprocess.DEVNULL, start_new_session=True
         )
         if may_raise():
-            lower(host.pid, [host.pid], START_NICE)
+            lower(self._host.pid, [self._host.pid], START_NICE)
             self._is_lowered = True
         # Only the supervisor ends the guardian, over the pipe. Set after the start: children inherit ignored signals.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         try:
-            self._journal.note(host.pid, ())
+            self._journal.note(self._host.pid, ())
         except OSError as error:
             reason = f"its folder can't be written: {error}"
         else:
             reason = self._watch(wakeup_read)
         self._send(event="ending", text=reason)
-        self._end_group(host)
+        self._end_group()
         leftovers = sweep_replica(self._directory, self._journal.segments)
-        exit_status = host.returncode
+        exit_status = self._host.returncode
         self._send(event="ended", text=reason, exit_status=exit_status, leftovers=leftovers)
         return exit_status if exit_status >= 0 else 128 - exit_status
 
     def _watch(self, wakeup: int) -> str:
         """Wait for a reason to end the replica, and return it."""
-        assert self._host is not None
         selector = selectors.DefaultSelector()
         selector.register(self._command_fd, selectors.EVENT_READ)
         selector.register(wakeup, selectors.EVENT_READ)
@@ -168,7 +166,6 @@ class Guardian:
 
     def _reap_orphans(self) -> None:
         """Reap orphans that the callable left; the host itself is left to `_watch`."""
-        assert self._host is not None
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if ended.si_pid == self._host.pid:
@@ -177,7 +174,6 @@ class Guardian:
 
     def _inspect(self) -> str | None:
         """Inspect the group's processes and calls. Returns a problem that has persisted, if any."""
-        assert self._host is not None
         # While it starts, Triton runs and ends a stub just to inspect the model. The replica itself reports a start
         # that fails.
         if not (self._members or (self._directory / READY_FILE).exists()):
@@ -207,30 +203,29 @@ class Guardian:
 
     def _states(self) -> dict[int, tuple[str, str]]:
         """Name and state of the group's members; every few calls also looks for new ones, which costs more."""
-        assert self._host is not None
         self._checks += 1
         if self._checks % FULL_CHECK_EVERY != 1 and len(self._members) > 1:
             return {
                 pid: (name, stat.state)
                 for pid, name in self._members.items()
-                if (stat := _stat(pid)) is not None and stat.name == name
+                if (stat := process_stat(pid)) is not None and stat.name == name
             }
         current = _group_states(self._host.pid)
-        self._note_segments(self._host, current)
+        self._note_segments(current)
         return current
 
-    def _note_segments(self, host: subprocess.Popen[bytes], pids: Iterable[int]) -> None:
+    def _note_segments(self, pids: Iterable[int]) -> None:
         with contextlib.suppress(OSError):  # a full disk is no reason to end a replica that serves
-            self._journal.note(host.pid, segments_mapped_by(pids))
+            self._journal.note(self._host.pid, segments_mapped_by(pids))
 
-    def _end_group(self, host: subprocess.Popen[bytes]) -> None:
-        self._note_segments(host, _group_states(host.pid))
+    def _end_group(self) -> None:
+        self._note_segments(_group_states(self._host.pid))
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(host.pid, signal.SIGKILL)
-        host.wait()
+            os.killpg(self._host.pid, signal.SIGKILL)
+        self._host.wait()
         # Processes that the callable started in other sessions have become children of the guardian.
         while True:
-            for pid in _children(os.getpid()):
+            for pid in [pid for pid, stat in process_stats() if stat.parent == os.getpid()]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             try:
@@ -254,43 +249,9 @@ def _is_vital(name: str) -> bool:
     return name.startswith(("tritonserver", "triton_python_b"))
 
 
-class _Stat(NamedTuple):
-    """From /proc/<pid>/stat."""
-
-    name: str
-    state: str
-    """One letter."""
-    parent: int
-    group: int
-
-
-def _stat(pid: int | str) -> _Stat | None:
-    """What a process is and does now; None if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return None
-    name = text[text.index("(") + 1 : text.rindex(")")]
-    fields = text[text.rindex(")") + 2 :].split()
-    return _Stat(name, fields[0], int(fields[1]), int(fields[2]))
-
-
 def _group_states(group: int) -> dict[int, tuple[str, str]]:
     """Name and state of every process of a group."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and (stat := _stat(entry)) is not None and stat.group == group:
-            found[int(entry)] = (stat.name, stat.state)
-    return found
-
-
-def _children(parent: int) -> list[int]:
-    return [
-        int(entry)
-        for entry in os.listdir("/proc")
-        if entry.isdigit() and (stat := _stat(entry)) is not None and stat.parent == parent
-    ]
+    return {pid: (stat.name, stat.state) for pid, stat in process_stats() if stat.group == group}
 
 
 def main() -> None:

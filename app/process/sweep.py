@@ -17,10 +17,19 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["Journal", "make_instance_folder", "segments_mapped_by", "sweep_replica", "sweep_stale"]
+__all__ = [
+    "Journal",
+    "make_instance_folder",
+    "process_stat",
+    "process_stats",
+    "segments_mapped_by",
+    "sweep_replica",
+    "sweep_stale",
+]
 
 SHARED_MEMORY = Path("/dev/shm")
 BACKEND_FOLDERS = Path("/tmp")
@@ -97,27 +106,46 @@ def sweep_replica(directory: Path, others: Iterable[str] = ()) -> list[str]:
     return left
 
 
+class ProcessStat(NamedTuple):
+    """A process, from /proc/<pid>/stat."""
+
+    name: str
+    state: str
+    """One letter."""
+    parent: int
+    group: int
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """What a process is and does now; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+    name, _, rest = text.partition("(")[2].rpartition(") ")
+    fields = rest.split(maxsplit=3)
+    return ProcessStat(name, fields[0], int(fields[1]), int(fields[2]))
+
+
+def process_stats() -> Iterator[tuple[int, ProcessStat]]:
+    """All processes, by process id."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (stat := process_stat(int(entry))) is not None:
+            yield int(entry), stat
+
+
 def _end_strays(directory: Path) -> None:
     """Kill what is left of a replica whose guardian was killed with the supervisor: a Triton without a host."""
     group = Journal(directory).host_pid
     deadline = time.monotonic() + STRAYS_TIMEOUT_S
-    while strays := [pid for pid in _group_members(group) if f"{directory}/".encode() in _command(pid)]:
+    named = f"{directory}/".encode()
+    while strays := [pid for pid, stat in process_stats() if stat.group == group and named in _command(pid)]:
         for pid in strays:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             return
         time.sleep(0.02)
-
-
-def _group_members(group: int) -> list[int]:
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                if os.getpgid(int(entry)) == group:
-                    found.append(int(entry))
-    return found
 
 
 def _command(pid: int) -> bytes:

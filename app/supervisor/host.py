@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from app.config.schema import Deployment
 from app.control.messages import Drained
-from app.process.children import Children, ProcessWatch
+from app.process.children import Children
 from app.supervisor.replica_memory import ReplicaMemory
 from app.supervisor.replica_process import ReplicaProcess
 from app.telemetry.logs import REPLICA_LOGGER
@@ -60,7 +60,6 @@ class Host:
         """Of the whole, once it has ended."""
         self._user_paths = user_paths
         self._launched = 0
-        self._watch = ProcessWatch()
         self._followed: dict[int, tuple[str, ReplicaProcess | None]] = {}
         """By process id: what it is, and whose guardian."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -140,20 +139,14 @@ class Host:
         """
         pid = process.pid
         self._followed[pid] = role, replica
-        self._watch.add(pid)
-
-        def forget(_: asyncio.Future[int]) -> None:
-            self._watch.discard(pid)
-            del self._followed[pid]
-
         exited = self.children.follow(process)
-        exited.add_done_callback(forget)
+        exited.add_done_callback(lambda _: self._followed.pop(pid))
         return exited
 
     async def watch(self) -> None:
         """Kill processes that are stopped, which neither work nor end; others take their places."""
         while True:
-            for pid in self._watch.look():
+            for pid in self.children.look():
                 role, replica = self._followed[pid]
                 if replica is not None:
                     replica.mark_ending("its guardian is stopped")

@@ -18,8 +18,7 @@ from app.supervisor.deployments import Deployments, config_of
 from app.supervisor.graph_state import GraphState
 from app.supervisor.host import Host
 from app.supervisor.replica_set import ReplicaSet
-from app.supervisor.retired import Retired
-from app.supervisor.starter import stop_or_kill
+from app.supervisor.starter import Retired, stop_or_kill
 
 __all__ = ["Lifecycle"]
 
@@ -70,7 +69,7 @@ class Lifecycle:
             "state": (graph or sets[0]).state.value,
             "took_s": round(time.monotonic() - began, 3),
             **({"replicas": _replicas(sets[0])} if is_scale else {}),
-            **(retired.told() if retired is not None else {}),
+            **(retired.report() if retired is not None else {}),
         }
         if retired is not None and retired.leftovers:
             content = {"error": f"model `{name}`: {command.action}: this remains: {retired.leftovers[0]}", **content}

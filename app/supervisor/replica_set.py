@@ -16,10 +16,9 @@ from app.control.routing import DeploymentRoute, State
 from app.errors import CallableFailed, Conflict, MemoryBudgetExceeded
 from app.supervisor.host import Host
 from app.supervisor.replica_process import ReplicaProcess
-from app.supervisor.retired import Retired
 from app.supervisor.served import Served
 from app.supervisor.slot import Slot
-from app.supervisor.starter import ReplicaStarter
+from app.supervisor.starter import ReplicaStarter, Retired
 from inference.reference import is_language_model
 
 __all__ = ["ReplicaSet"]

@@ -7,18 +7,19 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from app.config.schema import Deployment
+from app.control.messages import Drained
 from app.errors import CallableFailed, HeadwaterError, Unavailable
-from app.process.proc import NOTHING, GroupMemory, group_members, measure_groups
+from app.process.proc import GroupUse, group_members, group_uses
 from app.supervisor.host import Host
 from app.supervisor.replica_memory import Place
 from app.supervisor.replica_process import ReplicaProcess
-from app.supervisor.retired import Retired
 from app.telemetry.recorder import recorder
 
-__all__ = ["FIRST_MEASURED_RETRY_S", "REPLICA_END_TIMEOUT_S", "ReplicaStarter", "stop_or_kill"]
+__all__ = ["FIRST_MEASURED_RETRY_S", "REPLICA_END_TIMEOUT_S", "ReplicaStarter", "Retired", "stop_or_kill"]
 
 logger = logging.getLogger("headwater")
 
@@ -32,6 +33,41 @@ LONG_START_S: Final = 60.0
 """A start that takes longer waits for something else than a core, and other starts don't wait for it any more."""
 FIRST_MEASURED_RETRY_S: Final = 0.2
 """How often to look whether a first replica was measured, for which others wait."""
+
+
+@dataclass
+class Retired:
+    """What came of ending replicas."""
+
+    drained: Drained = field(default_factory=Drained)
+    before: GroupUse = field(default_factory=GroupUse)
+    """What the replicas' processes had."""
+    after: GroupUse = field(default_factory=GroupUse)
+    leftovers: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def report(self) -> dict[str, Any]:
+        """The fields of an operator's answer."""
+        gpu_bytes = None
+        if self.before.gpu_bytes is not None and self.after.gpu_bytes is not None:
+            gpu_bytes = self.before.gpu_bytes - self.after.gpu_bytes
+        return {
+            "drained": self.drained.drained,
+            "ended": self.drained.ended,
+            "freed": {"host_bytes": self.before.resident_bytes - self.after.resident_bytes, "gpu_bytes": gpu_bytes},
+            "leftovers": self.leftovers,
+            **({"warnings": self.warnings} if self.warnings else {}),
+        }
+
+    def __add__(self, other: Retired) -> Retired:
+        """The sum of both."""
+        return Retired(
+            self.drained + other.drained,
+            self.before + other.before,
+            self.after + other.after,
+            self.leftovers + other.leftovers,
+            self.warnings + other.warnings,
+        )
 
 
 class ReplicaStarter:
@@ -218,12 +254,12 @@ async def _remaining(groups: Collection[int]) -> list[int]:
     return pids
 
 
-async def _measure(groups: Collection[int]) -> GroupMemory:
+async def _measure(groups: Collection[int]) -> GroupUse:
     try:
-        return await asyncio.to_thread(measure_groups, groups)
-    except OSError as error:  # no descriptors, for one: what is to end ends all the same
-        logger.error("what replicas that end have of the memory can't be measured: %s", error)
-        return NOTHING
+        return sum((await asyncio.to_thread(group_uses, groups)).values(), GroupUse())
+    except OSError as error:  # no descriptors, for one: the replicas are ended all the same
+        logger.error("the memory of replicas that are ended can't be measured: %s", error)
+        return GroupUse()
 
 
 async def stop_or_kill(replicas: Collection[ReplicaProcess]) -> None:

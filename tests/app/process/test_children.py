@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from app.process.children import ProcessWatch
+from app.process.children import Children
 from tests.running import wait_for
 
 
@@ -27,27 +28,36 @@ def state(pid: int) -> str:
 
 
 def test_one_that_is_stopped_at_two_looks_is_found(child: subprocess.Popen[bytes]) -> None:
-    watch = ProcessWatch()
-    watch.add(child.pid)
-    assert watch.look() == []
-    child.send_signal(signal.SIGSTOP)
-    wait_for(lambda: state(child.pid) == psutil.STATUS_STOPPED, what="the stop")
-    assert watch.look() == []
-    assert watch.look() == [child.pid]
-    child.send_signal(signal.SIGCONT)
-    wait_for(lambda: state(child.pid) != psutil.STATUS_STOPPED, what="the process to go on")
-    assert watch.look() == []
-    child.send_signal(signal.SIGSTOP)
-    wait_for(lambda: state(child.pid) == psutil.STATUS_STOPPED, what="the stop")
-    assert watch.look() == []  # looks before it went on don't count
-    watch.discard(child.pid)
-    assert watch.look() == []
+    async def scenario() -> None:
+        children = Children()
+        exited = children.follow(child)
+        assert children.look() == []
+        child.send_signal(signal.SIGSTOP)
+        wait_for(lambda: state(child.pid) == psutil.STATUS_STOPPED, what="the stop")
+        assert children.look() == []
+        assert children.look() == [child.pid]
+        child.send_signal(signal.SIGCONT)
+        wait_for(lambda: state(child.pid) != psutil.STATUS_STOPPED, what="the process to go on")
+        assert children.look() == []
+        child.send_signal(signal.SIGSTOP)
+        wait_for(lambda: state(child.pid) == psutil.STATUS_STOPPED, what="the stop")
+        assert children.look() == []  # looks before it went on don't count
+        child.kill()
+        wait_for(lambda: state(child.pid) == psutil.STATUS_ZOMBIE, what="the end")
+        assert children.look() == []
+        children.reap()
+        assert await exited == -signal.SIGKILL
+        assert children.look() == []
+
+    asyncio.run(scenario())
 
 
-def test_one_that_has_ended_or_is_no_child_is_not(child: subprocess.Popen[bytes]) -> None:
-    watch = ProcessWatch()
-    watch.add(child.pid)
-    watch.add(1)
-    child.kill()
-    child.wait()
-    assert [watch.look() for _ in range(3)] == [[], [], []]
+def test_one_that_another_has_reaped_is_not_found(child: subprocess.Popen[bytes]) -> None:
+    async def scenario() -> None:
+        children = Children()
+        children.follow(child)
+        child.kill()
+        child.wait()
+        assert [children.look() for _ in range(3)] == [[], [], []]
+
+    asyncio.run(scenario())

@@ -266,7 +266,7 @@ class Looks:
         self.now_s = 100.0
         self.states = {os.getpid(): ("python", "S"), 2: ("tritonserver", "S"), 3: ("sleep", "S")}
         self.guardian = Guardian(folder, -1, -1, [])
-        monkeypatch.setattr(self.guardian, "_host", SimpleNamespace(pid=os.getpid()))
+        monkeypatch.setattr(self.guardian, "_host", SimpleNamespace(pid=os.getpid()), raising=False)
         monkeypatch.setattr(self.guardian, "_states", lambda: dict(self.states))
         monkeypatch.setattr(
             "app.process.guardian.time", SimpleNamespace(monotonic=lambda: self.now_s, monotonic_ns=lambda: 0)

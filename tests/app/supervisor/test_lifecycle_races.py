@@ -411,7 +411,7 @@ def test_what_cannot_be_measured_ends_all_the_same_and_the_unload_says_what_it_c
     async def scenario() -> None:
         host = Host(one())
         a = await started(host)
-        monkeypatch.setattr("app.supervisor.starter.measure_groups", no_descriptors)
+        monkeypatch.setattr("app.supervisor.starter.group_uses", no_descriptors)
         monkeypatch.setattr("app.supervisor.starter.group_members", no_descriptors)
         answer = await host.do("unload", "a")
         assert (answer.status, answer.content["leftovers"]) == (
