@@ -104,7 +104,7 @@ def lay_over(first: Config, now: Config, name: str, fields: dict[str, Any]) -> C
 
 def _given(section: Section) -> dict[str, Any]:
     """The fields set in a section; sections within it stay objects."""
-    return {name: getattr(section, name) for name in type(section).model_fields if name in section.model_fields_set}
+    return {name: value for name, value in section if name in section.model_fields_set}
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

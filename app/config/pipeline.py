@@ -8,22 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
-from app.config.sections import (
-    Batching,
-    Device,
-    Environment,
-    Faults,
-    Instances,
-    MemorySize,
-    ModelReference,
-    PositiveSeconds,
-    PythonPath,
-    Replicas,
-    Scaling,
-    Section,
-    Threads,
-    WarmupBatchSizes,
-)
+from app.config import sections
+from app.config.sections import Faults, Section
 from inference.errors import DeclarationError
 from inference.pipeline import INPUT, PipelineSpec, StepSpec, check_names
 from inference.reference import is_language_model
@@ -33,36 +19,38 @@ __all__ = ["EmbeddingMap", "Pipeline", "Step"]
 
 TRUNK = "trunk"
 
+_STEP_FIELDS = {"model", "deployment", "options", "inputs", "timeout_s", "on_error"}
+"""Fields of a step that are not settings of its own replicas."""
 _STEP_NAME = re.compile(r"[A-Za-z0-9_-]{1,50}\Z")
 
 
 class Step(Section):
     """One step: a model of its own, or another deployment of the configuration."""
 
-    model: ModelReference | None = None
+    model: sections.ModelReference | None = None
     deployment: str | None = None
     """The name of another deployment, whose replicas are shared (placement ``graph`` only)."""
     options: dict[str, Any] = Field(default_factory=dict)
     inputs: dict[str, str] = Field(default_factory=dict)
     """Sources of inputs: ``STEP.OUTPUT``, or ``input.NAME`` for the pipeline's own. Others are matched by name."""
-    timeout_s: PositiveSeconds | None = None
+    timeout_s: sections.PositiveSeconds | None = None
     """A head's deadline, counted like the request's."""
     on_error: Literal["fail", "omit"] = "fail"
     """Whether a head's failure fails the request, or omits the head's outputs and reports it."""
 
     # For a step with its own model in placement `graph`; the defaults are the pipeline's deployment's.
-    batching: Batching | None = None
-    replicas: Replicas | None = None
-    scaling: Scaling | None = None
-    device: Device | None = None
-    memory: MemorySize | None = None
-    instances: Instances | None = None
-    threads: Threads | None = None
-    environment: Environment | None = None
-    warmup_batch_sizes: WarmupBatchSizes | None = None
-    load_timeout_s: PositiveSeconds | None = None
-    max_compute_s: PositiveSeconds | None = None
-    python: PythonPath | None = None
+    batching: sections.Batching | None = None
+    replicas: sections.Replicas | None = None
+    scaling: sections.Scaling | None = None
+    device: sections.Device | None = None
+    memory: sections.MemorySize | None = None
+    instances: sections.Instances | None = None
+    threads: sections.Threads | None = None
+    environment: sections.Environment | None = None
+    warmup_batch_sizes: sections.WarmupBatchSizes | None = None
+    load_timeout_s: sections.PositiveSeconds | None = None
+    max_compute_s: sections.PositiveSeconds | None = None
+    python: sections.PythonPath | None = None
 
     @model_validator(mode="after")
     def _check_what(self) -> Step:
@@ -84,11 +72,7 @@ class Step(Section):
 
     def own_settings(self) -> dict[str, Any]:
         """The settings of its own replicas."""
-        names = (
-            "batching", "replicas", "scaling", "device", "memory", "instances", "threads", "environment",
-            "warmup_batch_sizes", "load_timeout_s", "max_compute_s", "python",
-        )  # fmt: skip
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {name: value for name, value in self if name not in _STEP_FIELDS and value is not None}
 
 
 class EmbeddingMap(Section):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from inference.reference import is_language_model, parse_reference
 
 __all__ = [
-    "AllowLoad",
     "Batching",
     "Device",
     "Environment",
@@ -24,25 +23,19 @@ __all__ = [
     "ModelReference",
     "PositiveInt",
     "PositiveSeconds",
-    "PriorityWeights",
     "PythonPath",
     "ReplicaBounds",
     "Replicas",
     "Scaling",
     "Section",
     "SecuritySection",
-    "Strategy",
     "Threads",
     "TlsSection",
     "TracingSection",
     "WarmupBatchSizes",
-    "check_model_reference",
 ]
 
-
 LogFormat = Literal["auto", "human", "json"]
-
-
 MAX_REPLICAS = 64
 
 _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
@@ -71,12 +64,8 @@ class Faults(ValueError):
         return "; ".join(map(str, self.args))
 
 
-def check_model_reference(value: str) -> str:
-    """Check that a text is ``module:Class``, ``onnx:PATH``, ``lm:PATH`` or ``lm:PACKAGE:PATH``.
-
-    Raises:
-        ValueError: the text is none of these.
-    """
+def _check_model_reference(value: str) -> str:
+    """Check that a text is ``module:Class``, ``onnx:PATH``, ``lm:PATH`` or ``lm:PACKAGE:PATH``."""
     if is_language_model(value):
         parse_reference(value)
     elif value.startswith("onnx:"):
@@ -91,9 +80,7 @@ def check_model_reference(value: str) -> str:
 
 
 def _read_device(value: object) -> str | tuple[str, ...]:
-    if isinstance(value, str):
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
-            raise ValueError("expected auto, cpu, cuda or cuda:N, or a list such as [cuda:0, cuda:1]")
+    if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
         return value
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError("expected auto, cpu, cuda or cuda:N, or a list such as [cuda:0, cuda:1]")
@@ -145,7 +132,7 @@ def _stringify(value: object) -> object:
     return value
 
 
-def _expand(value: Any) -> Any:
+def _expand(value: object) -> object:
     return Path(value).expanduser() if isinstance(value, str) else value
 
 
@@ -162,22 +149,16 @@ MemorySize = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]
 
 Threads = Annotated[int, Field(ge=1, le=1024)]
 
-ModelReference = Annotated[str, AfterValidator(check_model_reference)]
+ModelReference = Annotated[str, AfterValidator(_check_model_reference)]
 
 Device = Annotated[str | tuple[str, ...], PlainValidator(_read_device)]
 """One, or several over which replicas are placed."""
 
 Environment = Annotated[dict[str, str], BeforeValidator(_stringify)]
 
-Strategy = Literal["beside", "recreate"]
-
-AllowLoad = Literal["settings", "any", "never"]
-
 WarmupBatchSizes = tuple[PositiveInt, ...]
 
-PriorityWeights = Annotated[
-    dict[Annotated[int, Field(ge=1, le=10)], Annotated[int, Field(ge=1, le=1_000_000)]], Field(min_length=1)
-]
+_Weights = dict[Annotated[int, Field(ge=1, le=10)], Annotated[int, Field(ge=1, le=1_000_000)]]
 
 PythonPath = Annotated[Path, BeforeValidator(_expand)]
 
@@ -191,7 +172,7 @@ class Batching(Section):
     """How long rows may wait for more rows while a replica is idle."""
     max_queue_size: PositiveInt = 1024
     """Rows that may wait; more are refused with 429."""
-    priority_weights: PriorityWeights | None = None
+    priority_weights: Annotated[_Weights, Field(min_length=1)] | None = None
     """Weights of classes of requests, by priority: the share of rows that each gets while all have rows waiting. A
     priority not named here belongs to the next less urgent class that is. Default: each priority is a class, with twice
     the weight of the next."""
@@ -257,10 +238,6 @@ class Scaling(Section):
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:\d{1,5})?\Z|https?://\[[0-9a-f:.]+\](:\d{1,5})?\Z")
 
 
-def _expanded(value: object) -> object:
-    return Path(value).expanduser() if isinstance(value, str) else value
-
-
 def _check_origin(value: str) -> str:
     if value != "*" and not _ORIGIN.match(value):
         raise ValueError("expected an origin such as https://app.example or http://localhost:3000, in lower case "
@@ -268,7 +245,7 @@ def _check_origin(value: str) -> str:
     return value
 
 
-OwnPath = Annotated[Path, BeforeValidator(_expanded), AfterValidator(Path.absolute)]
+OwnPath = Annotated[Path, BeforeValidator(_expand), AfterValidator(Path.absolute)]
 """A path made absolute: a relative one starts where Headwater was started, but gateway workers run elsewhere."""
 
 Origin = Annotated[str, AfterValidator(_check_origin)]

@@ -12,7 +12,6 @@ from app.supervisor.graph_state import GraphState
 from app.supervisor.host import Host
 from app.supervisor.preflight import runtime_dir_problems
 from app.supervisor.replica_set import ReplicaSet
-from inference.reference import is_language_model
 
 __all__ = ["Deployments", "Kept", "config_of"]
 
@@ -140,14 +139,10 @@ class Deployments:
 
     def _make(self, name: str) -> None:
         config = self.config.deployments[name]
-        if config.pipeline is None or config.pipeline.placement == "fused":
-            self.sets[name] = ReplicaSet(name, config, self._host)
-            return
-        self.graphs[name] = GraphState(name, config)
-        for step_name, step in config.pipeline.all_steps().items():
-            if step.deployment is None:
-                own = f"{name}.{step_name}"
-                self.sets[own] = ReplicaSet(own, config.step(step_name), self._host, name)
+        if config.is_graph:
+            self.graphs[name] = GraphState(name, config)
+        for own, deployment in config.with_replicas(name).items():
+            self.sets[own] = ReplicaSet(own, deployment, self._host, name if config.is_graph else None)
 
     def _drop(self, name: str) -> None:
         for one in self.own_sets(name):
@@ -163,6 +158,4 @@ def config_of(replicas: ReplicaSet, config: Deployment) -> Deployment:
 def _kind(deployment: Deployment) -> object:
     """What of a deployment can't change while it is served: a pipeline's plan, or the way in which it is called."""
     pipeline = deployment.pipeline
-    if pipeline is not None and pipeline.placement == "graph":
-        return pipeline.spec()
-    return is_language_model(deployment.model or "")
+    return pipeline.spec() if pipeline is not None and deployment.is_graph else deployment.is_language_model

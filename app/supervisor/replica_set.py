@@ -19,7 +19,6 @@ from app.supervisor.replica_process import ReplicaProcess
 from app.supervisor.served import Served
 from app.supervisor.slot import Slot
 from app.supervisor.starter import ReplicaStarter, Retired
-from inference.reference import is_language_model
 
 __all__ = ["ReplicaSet"]
 
@@ -110,7 +109,7 @@ class ReplicaSet(Served):
             most=self.bounds.max,
             shortage=self.shortage,
             part_of=self.part_of,
-            is_language_model=is_language_model(self.config.model or ""),
+            is_language_model=self.config.is_language_model,
             quarantine_s=self.config.quarantine_s,
             generation=self._generation,
         )
