@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Final
 
 import msgspec
@@ -226,7 +226,7 @@ class ReplicaSet(Served):
         if place is None:
             return
         if not self.is_scalable or self.wanted >= self.bounds.max:  # meanwhile a command has come
-            self.host.memory.give_back(place)
+            self.host.memory.release(place)
             return
         self.shortage = ""
         self.wanted += 1
@@ -263,7 +263,7 @@ class ReplicaSet(Served):
 
     async def _shed(self, count: int) -> Retired | None:
         """Have so many replicas less, if any: they finish what they have, and end."""
-        released = self._let_go(_least_needed(self._slots, count, self.starter.devices))
+        released = self._let_go(_least_needed(self._slots, count))
         self.wanted = len(self._slots)
         self.host.on_change()
         return await self.retire(released) if released else None
@@ -296,7 +296,7 @@ class ReplicaSet(Served):
 
     # Replicas
 
-    def note_no_room(self, slot: Slot, reason: str) -> None:
+    def note_no_capacity(self, slot: Slot, reason: str) -> None:
         """A slot has found no room, and looks again."""
         self._note_shortage(reason)
         if self.ready and len(self._slots) > self.bounds.min:  # only load called for it, and may call again
@@ -390,10 +390,10 @@ def _serving(slots: Iterable[Slot]) -> dict[str, ReplicaProcess]:
     return {slot.replica.id: slot.replica for slot in slots if slot.serves and slot.replica is not None}
 
 
-def _least_needed(slots: Iterable[Slot], count: int, devices: Mapping[str, str]) -> list[Slot]:
-    """First those that don't serve, then the newest of those on the device that has most."""
+def _least_needed(slots: Iterable[Slot], count: int) -> list[Slot]:
+    """So many slots: first those that don't serve, then the newest of those on the device that has most."""
     left, found = list(slots), []
     for _ in range(count):
-        on = [devices.get(slot.replica.id, "") if slot.replica is not None else "" for slot in left]
+        on = [slot.replica.device if slot.replica is not None else "" for slot in left]
         found.append(left.pop(max(range(len(left)), key=lambda at: (not left[at].serves, on.count(on[at]), at))))
     return found

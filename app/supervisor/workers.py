@@ -16,8 +16,7 @@ import msgspec
 from app.config.schema import Config
 from app.control.messages import WorkerSettings
 from app.control.server import ControlServer
-from app.supervisor.backoff import Backoff
-from app.supervisor.host import Host, kill
+from app.supervisor.host import Backoff, Host, kill
 from app.telemetry.observer import Observer
 from app.telemetry.recorder import recorder
 

@@ -61,6 +61,7 @@ class Replica:
         self.is_stubborn = self.is_permanent = False
         self.config: Deployment | None = None
         """What it was started with."""
+        self.device = "auto"
 
     def get_ready(self) -> None:
         self.ready.set_result(True)
@@ -114,6 +115,7 @@ class Supervisor(Host):
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         replica = Replica(name, f"{name}-{len(self.launched)}", exited)
         replica.config = config
+        replica.device = config.placements[0]
         self.launched.append(replica)
         on_progress("importing")
         if name in self.failing:

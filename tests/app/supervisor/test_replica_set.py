@@ -154,7 +154,7 @@ def test_replicas_are_added_while_what_they_really_take_fits_and_leave_nothing_w
         await replicas.scale(ReplicaBounds(min=2, max=2))
         assert list(replicas.ready) == ["m-1", "m-2"]
         assert 200_000_000 < host.memory.budget.taken(HOST_MEMORY) < 290_000_000
-        with pytest.raises(MemoryBudgetExceeded, match=r"no room for another replica of `m`: .* of the 277 MiB"):
+        with pytest.raises(MemoryBudgetExceeded, match=r"no capacity for another replica of `m`: .* of the 277 MiB"):
             await replicas.scale(ReplicaBounds(min=3, max=3))
         with pytest.raises(MemoryBudgetExceeded, match="expected `strategy: recreate`"):
             await replicas.start_fresh(replicas.config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.supervisor.backoff import Backoff
+from app.supervisor.host import Backoff
 
 
 def test_it_doubles_up_to_a_bound_and_begins_anew_after_a_process_that_lived_long() -> None:
