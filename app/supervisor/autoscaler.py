@@ -232,7 +232,7 @@ class Autoscaler:
         elif wanted < count:
             self._acting[one.name] = self._host.spawn(one.shrink())
         elif policy.is_content:
-            one.no_shortage()
+            one.end_shortage()
 
 
 def _demand(one: ReplicaSet, load: DeploymentLoad | None) -> Demand:

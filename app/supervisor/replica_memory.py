@@ -78,10 +78,10 @@ class ReplicaMemory:
             limits[HOST] = int(host * part)
         return cls(MemoryBudget(limits))
 
-    async def reserve(self, name: str, config: Deployment, count: int) -> list[Place] | None:
+    async def reserve(self, name: str, config: Deployment, count: int) -> list[Place]:
         """Find capacity for replicas of a deployment: for all of them or none, and for one while their size is unknown.
 
-        None: that can't be decided yet, since another replica of it is starting, whose size is that of all.
+        An empty list: that can't be decided yet, since another replica is starting, whose size is taken for each one's.
 
         Args:
             name: the deployment's name.
@@ -92,10 +92,10 @@ class ReplicaMemory:
             MemoryBudgetExceeded: there is none; the message has figures.
         """
         if self.budget.waits(name):
-            return None
+            return []
         await self._refresh(asyncio.get_running_loop().time() - FRESH_S)
         if self.budget.waits(name):
-            return None
+            return []
         if self.budget.limits and config.memory is None and not self.budget.knows(name):
             count = 1
         devices = dict.fromkeys(config.placements, 0)

@@ -92,7 +92,8 @@ class Slot:
         while self._place is None and self._is_wanted:
             retry_s = FIRST_MEASURED_RETRY_S
             try:
-                self._place = await self._owner.starter.find_place(self._owner.config)
+                places = await self._owner.host.memory.reserve(self._owner.name, self._owner.config, 1)
+                self._place = places[0] if places else None
             except MemoryBudgetExceeded as error:
                 retry_s = PLACE_RETRY_S
                 if self.is_kept:

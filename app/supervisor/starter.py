@@ -79,15 +79,6 @@ class ReplicaStarter:
         self._name = name
         self._host = host
 
-    async def find_place(self, config: Deployment) -> Place | None:
-        """Reserve capacity for one replica. None: that can't be decided before another one is measured.
-
-        Raises:
-            MemoryBudgetExceeded: there is none.
-        """
-        places = await self._host.memory.reserve(self._name, config, 1)
-        return places[0] if places else None
-
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncGenerator[None, None]:
         """A context in which to start a replica: only so many start at once."""
@@ -152,11 +143,11 @@ class ReplicaStarter:
         try:
             while len(fresh) < count:
                 places = await self._host.memory.reserve(self._name, config, count - len(fresh))
-                if places is None:
+                if not places:
                     await self._host.wait_for_stop(FIRST_MEASURED_RETRY_S)
                 else:
                     on_progress("loading, as an operator wants")
-                starts = (self._start_one(place, config, on_progress) for place in places or ())
+                starts = (self._start_one(place, config, on_progress) for place in places)
                 outcomes = await asyncio.gather(*starts)
                 fresh += [outcome for outcome in outcomes if not isinstance(outcome, str)]
                 reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
