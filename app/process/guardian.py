@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -23,10 +24,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from app.process.priority import START_NICE, lower, may_raise
 from app.process.sweep import Journal, process_stat, process_stats, segments_mapped_by, sweep_replica
 
-__all__ = ["CallWatch", "main"]
+__all__ = ["START_NICE", "CallWatch", "main", "may_raise_priority"]
 
 WATCHDOG_FILE: Final = "watchdog"
 """Maintained by `inference.runtime.watchdog` in the replica's folder."""
@@ -35,18 +35,19 @@ READY_FILE: Final = "ready"
 PR_SET_CHILD_SUBREAPER: Final = 36
 CHECK_INTERVAL_S: Final = 0.5
 FULL_CHECK_EVERY: Final = 8
+"""Only every so many checks look for new processes, which costs more."""
 UNLOAD_TIMEOUT_S: Final = 10.0
+START_NICE: Final = 5
+"""The lower priority of a replica that is starting, on the scale of `nice`: about a third of the normal share. A start
+on an idle machine loses nothing."""
+CAP_SYS_NICE: Final = 23
 SUSPECT_S: Final = 0.25
 """A member of the group that is in a bad state for this long has ended or is stopped, although Triton still answers
 "ready". A debugger stops a process for less."""
 
 
 class CallWatch:
-    """Watchdog over a replica's calls of the user's code.
-
-    Args:
-        directory: the replica's folder.
-    """
+    """Watchdog over the calls of the user's code, for a replica's folder."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / WATCHDOG_FILE
@@ -106,17 +107,14 @@ class Guardian:
         """Guard until the replica has ended and is swept. Returns the host's exit status."""
         # The guardian adopts the group's orphans, so that it can wait until the last one is gone.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-        wakeup_read, wakeup_write = os.pipe()
-        os.set_blocking(wakeup_write, False)
-        os.set_blocking(wakeup_read, False)
+        wakeup_read, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        os.set_inheritable(self._command_fd, False)
         self._host = subprocess.Popen(
             self._arguments, pass_fds=(self._status_fd,), stdin=subprocess.DEVNULL, start_new_session=True
         )
-        if may_raise():
-            lower(self._host.pid, [self._host.pid], START_NICE)
+        if may_raise_priority():
+            self._lower_priority([self._host.pid], START_NICE)
             self._is_lowered = True
         # Only the supervisor ends the guardian, over the pipe. Set after the start: children inherit ignored signals.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -155,7 +153,7 @@ class Guardian:
                         os.read(wakeup, 512)
                     self._reap_orphans()
             if self._is_lowered and (self._directory / READY_FILE).exists():
-                lower(self._host.pid, _group_states(self._host.pid), 0)
+                self._lower_priority(_group_states(self._host.pid), 0)
                 self._is_lowered = False
             if self._host.poll() is not None:
                 return "stopped" if stop_before is not None else _describe_exit(self._host.returncode)
@@ -202,7 +200,7 @@ class Guardian:
         return None
 
     def _states(self) -> dict[int, tuple[str, str]]:
-        """Name and state of the group's members; every few calls also looks for new ones, which costs more."""
+        """Name and state of the group's members; see `FULL_CHECK_EVERY`."""
         self._checks += 1
         if self._checks % FULL_CHECK_EVERY != 1 and len(self._members) > 1:
             return {
@@ -233,9 +231,39 @@ class Guardian:
             except ChildProcessError:
                 return
 
+    def _lower_priority(self, members: Iterable[int], by: int) -> None:
+        """Set the priority of all threads of these processes, and of the replica's session, relative to our own.
+
+        Where the kernel groups sessions for scheduling (``autogroup``), threads compete only within their session.
+        """
+        with contextlib.suppress(OSError):  # the kernel has no autogroups, or the host has ended
+            Path(f"/proc/{self._host.pid}/autogroup").write_text(str(by))
+        nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + by)
+        for _ in range(2):  # the second pass finds threads that others started before their own turn
+            for pid in members:
+                with contextlib.suppress(OSError):
+                    for thread in os.listdir(f"/proc/{pid}/task"):
+                        with contextlib.suppress(OSError):
+                            os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+
     def _send(self, **status: object) -> None:
         with contextlib.suppress(OSError):  # the supervisor may be gone
             os.write(self._status_fd, json.dumps(status).encode() + b"\n")
+
+
+def may_raise_priority() -> bool:
+    """Whether this process could raise a lowered priority to its own again; otherwise no priority is lowered.
+
+    A start is mostly imports, which take seconds of a core and would slow down requests on a busy machine. Raising a
+    priority takes ``CAP_SYS_NICE`` or a sufficient limit on ``nice``.
+    """
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        status = Path("/proc/self/status").read_text()
+        effective = next(line for line in status.splitlines() if line.startswith("CapEff:")).split()[1]
+        if int(effective, 16) >> CAP_SYS_NICE & 1:
+            return True
+    limit = resource.getrlimit(resource.RLIMIT_NICE)[0]
+    return limit == resource.RLIM_INFINITY or 20 - limit <= os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def _describe_exit(returncode: int) -> str:

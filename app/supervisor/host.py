@@ -9,12 +9,14 @@ import os
 import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from app.config.schema import Deployment
 from app.control.messages import Drained
-from app.process.children import Children
 from app.supervisor.replica_memory import ReplicaMemory
 from app.supervisor.replica_process import ReplicaProcess
 
@@ -27,6 +29,16 @@ FIRST_BACKOFF_S: Final = 0.5
 LONGEST_BACKOFF_S: Final = 30.0
 STEADY_AFTER_S: Final = 60.0
 """A process that lived this long is replaced soon, without the backoff of earlier crashes."""
+
+
+@dataclass
+class _Child:
+    """A child process that is followed to its end."""
+
+    process: subprocess.Popen[bytes]
+    role: str
+    replica: ReplicaProcess | None
+    exited: asyncio.Future[int]
 
 
 class Host:
@@ -53,7 +65,6 @@ class Host:
         self.start_slots = asyncio.Semaphore(max(2, os.cpu_count() or 2))
         self.folder = Path()
         """The instance's folder, which is made before anything is launched."""
-        self.children = Children()
         self.replicas: dict[str, ReplicaProcess] = {}
         """All replicas that have not ended, by id."""
         self.stopping = asyncio.Event()
@@ -61,8 +72,10 @@ class Host:
         """The server's exit status."""
         self._user_paths = user_paths
         self._launched = 0
-        self._followed: dict[int, tuple[str, ReplicaProcess | None]] = {}
-        """By process id: what the process is, and the replica if it is a guardian."""
+        self._children: dict[int, _Child] = {}
+        """The followed children, by process id."""
+        self._stopped: set[int] = set()
+        """Children that were stopped at the last look."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -129,21 +142,45 @@ class Host:
             role: what it is, for the log.
             replica: the replica if it is a guardian.
         """
-        self._followed[process.pid] = role, replica
-        exited = self.children.follow(process)
-        exited.add_done_callback(lambda _: self._followed.pop(process.pid))
+        exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._children[process.pid] = _Child(process, role, replica, exited)
         return exited
 
-    async def watch(self) -> None:
-        """Kill processes that are stopped, which neither work nor end; others take their places."""
+    def reap(self) -> None:
+        """Reap all children that have ended, adopted orphans included; call this at SIGCHLD."""
         while True:
-            for pid in self.children.look():
-                role, replica = self._followed[pid]
-                if replica is not None:
-                    replica.mark_ending("its guardian is stopped")
-                logger.error("%s (%d) is stopped: killing it", role, pid)
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self._children.pop(pid, None)
+            if child is not None:
+                # Otherwise Popen would wait for a process that is already reaped.
+                child.process.returncode = os.waitstatus_to_exitcode(status)
+                if not child.exited.done():
+                    child.exited.set_result(child.process.returncode)
+
+    async def watch(self) -> None:
+        """Kill children that are stopped, which neither work nor end; others take their places."""
+        while True:
+            for pid in self.stopped():
+                child = self._children[pid]
+                if child.replica is not None:
+                    child.replica.mark_ending("its guardian is stopped")
+                logger.error("%s (%d) is stopped: killing it", child.role, pid)
                 kill(pid)
             await asyncio.sleep(WATCH_EVERY_S)
+
+    def stopped(self) -> list[int]:
+        """The followed children that are stopped (SIGSTOP), and were already stopped at the last call."""
+        before, self._stopped = self._stopped, set()
+        for pid in self._children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    self._stopped.add(pid)
+        return sorted(before & self._stopped)
 
 
 class Backoff:

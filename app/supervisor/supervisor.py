@@ -72,8 +72,9 @@ class Supervisor:
         self._sets = self._deployments.sets
         self._graphs = self._deployments.graphs
         self._lifecycle = Lifecycle(self._deployments, self._host)
-        loads = lambda: together(self._control.loads())  # noqa: E731
-        self._autoscaler = Autoscaler(self._sets, loads, self._lifecycle.is_busy, self._host)
+        self._autoscaler = Autoscaler(
+            self._sets, lambda: together(self._control.loads()), self._lifecycle.is_busy, self._host
+        )
         self._hurry = False
         """Whether a second signal came."""
         self._is_announced = False
@@ -91,7 +92,7 @@ class Supervisor:
         # The supervisor adopts the orphans of children that die unexpectedly, and reaps them; as PID 1 it does anyway.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._host.children.reap)
+        loop.add_signal_handler(signal.SIGCHLD, self._host.reap)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop_signal, number)
         listener = self._listen()
@@ -103,8 +104,8 @@ class Supervisor:
             self._url = f"{scheme}://{_url_host(host)}:{port}"
             logger.info("listening on %s", self._url)
             if not is_loopback(listener.getsockname()) and not keys_are_wanted(self._config.security.keys_file):
-                text = "%s is reached from other machines, and there are no API keys: anyone who reaches it may use"
-                logger.warning(f"{text} every model; see security.keys_file", host)
+                text = "other machines reach %s, and there are no API keys: anyone may use every model; see %s"
+                logger.warning(text, host, "security.keys_file")
             await self._control.start(self._host.folder / "control")
             self._publish()
             workers = Workers(self._config, self._host, self._control, self._observer)

@@ -81,7 +81,7 @@ class Host(RealHost):
         super().__init__(ReplicaMemory(), (), drain, lambda: None)
         self.folder = folder
         self.launched: list[ReplicaProcess] = []
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.children.reap)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.reap)
 
     def launch(self, *arguments: Any) -> ReplicaProcess:
         self.launched.append(super().launch(*arguments))
