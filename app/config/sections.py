@@ -37,7 +37,6 @@ __all__ = [
 
 LogFormat = Literal["auto", "human", "json"]
 MAX_REPLICAS = 64
-
 _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 
 
@@ -93,7 +92,6 @@ def _read_device(value: object) -> str | tuple[str, ...]:
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?)?B?\Z")
-
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -137,29 +135,18 @@ def _expand(value: object) -> object:
 
 
 PositiveInt = Annotated[int, Field(ge=1)]
-
 PositiveSeconds = Annotated[float, Field(gt=0, le=86_400)]
-
 Instances = Annotated[int, Field(ge=1, le=64)]
-
 MemoryLimit = Annotated[float | int, PlainValidator(_read_limit)]
 """A part, which is a float up to 1, or bytes."""
-
 MemorySize = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]
-
 Threads = Annotated[int, Field(ge=1, le=1024)]
-
 ModelReference = Annotated[str, AfterValidator(_check_model_reference)]
-
 Device = Annotated[str | tuple[str, ...], PlainValidator(_read_device)]
 """One, or several over which replicas are placed."""
-
 Environment = Annotated[dict[str, str], BeforeValidator(_stringify)]
-
 WarmupBatchSizes = tuple[PositiveInt, ...]
-
 _Weights = dict[Annotated[int, Field(ge=1, le=10)], Annotated[int, Field(ge=1, le=1_000_000)]]
-
 PythonPath = Annotated[Path, BeforeValidator(_expand)]
 
 
@@ -247,7 +234,6 @@ def _check_origin(value: str) -> str:
 
 OwnPath = Annotated[Path, BeforeValidator(_expand), AfterValidator(Path.absolute)]
 """A path made absolute: a relative one starts where Headwater was started, but gateway workers run elsewhere."""
-
 Origin = Annotated[str, AfterValidator(_check_origin)]
 
 

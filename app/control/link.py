@@ -91,10 +91,7 @@ class SupervisorLink:
     async def command(self, action: str, model: str, arguments: Mapping[str, Any] | None = None) -> CommandAnswer:
         """Have the supervisor carry out an operator's command, and wait for its answer.
 
-        Args:
-            action: the command.
-            model: the model it is for.
-            arguments: the command's other arguments; small, since a message is one line.
+        The arguments must be small, since a message is one line.
 
         Raises:
             Unavailable: the supervisor is gone.

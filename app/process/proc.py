@@ -1,4 +1,4 @@
-"""What processes and process groups have of the machine."""
+"""What processes and process groups use of the machine."""
 
 from __future__ import annotations
 
@@ -34,16 +34,13 @@ class GroupUse:
     resident_bytes: int = 0
     """Summed over the processes: what several of them share counts for each."""
     gpu_bytes: int | None = None
-    """None: NVML is not there to tell."""
+    """None: NVML fails."""
 
     def __add__(self, other: GroupUse) -> GroupUse:
         """The sum of both; a count that only one of them has is the sum."""
         known = [count for count in (self.gpu_bytes, other.gpu_bytes) if count is not None]
-        return GroupUse(
-            self.threads + other.threads,
-            self.resident_bytes + other.resident_bytes,
-            sum(known) if known else None,
-        )
+        total = sum(known) if known else None
+        return GroupUse(self.threads + other.threads, self.resident_bytes + other.resident_bytes, total)
 
 
 _ENDED: Final = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -51,7 +48,7 @@ _ENDED: Final = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def process_use(pid: int) -> ProcessUse | None:
-    """What a process has now; None if it has ended, or is another user's."""
+    """What a process uses now; None if it has ended, or is another user's."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
@@ -75,7 +72,7 @@ def group_members(groups: Collection[int]) -> list[int]:
 
 
 def group_uses(groups: Collection[int]) -> dict[int, GroupUse]:
-    """What the processes of each of these groups have now."""
+    """What the processes of each of these groups use now."""
     on_gpus = gpu_processes()
     uses = dict.fromkeys(groups, GroupUse(gpu_bytes=None if on_gpus is None else 0))
     for process, group in members(groups):

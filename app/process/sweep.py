@@ -81,11 +81,9 @@ def segments_mapped_by(pids: Iterable[int]) -> set[str]:
 
 
 def sweep_replica(directory: Path, others: Iterable[str] = ()) -> list[str]:
-    """Remove the segments and the folder of a replica whose processes are gone. Returns what could not be removed.
+    """Remove a replica's folder and its segments: those in the journal, and ``others``. Its processes must be gone.
 
-    Args:
-        directory: the replica's folder.
-        others: segments that the journal may lack.
+    Returns what could not be removed.
     """
     journal = Journal(directory)
     segments = {SHARED_MEMORY / name for name in (*journal.segments, *others)}
@@ -182,10 +180,9 @@ def _backend_folders(directory: Path) -> list[Path]:
 def make_instance_folder(parent: Path | None) -> tuple[Path, int]:
     """Create this instance's folder (0700) and lock it. Returns the folder and the lock, which ends with the process.
 
-    Args:
-        parent: the folder to create it in; default: the system's folder for temporary files.
+    The default of ``parent``, where it is created, is the system's folder for temporary files.
     """
-    root = Path(tempfile.gettempdir()) if parent is None else parent
+    root = Path(parent or tempfile.gettempdir())
     root.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"headwater-{os.getuid()}-", dir=root))
     lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -195,9 +192,8 @@ def make_instance_folder(parent: Path | None) -> tuple[Path, int]:
 
 def sweep_stale(parent: Path | None) -> list[Path]:
     """Sweep the folders of instances that ended without sweeping. Returns these folders."""
-    root = Path(tempfile.gettempdir()) if parent is None else parent
     found = []
-    for folder in sorted(root.glob(f"headwater-{os.getuid()}-*")):
+    for folder in sorted(Path(parent or tempfile.gettempdir()).glob(f"headwater-{os.getuid()}-*")):
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # being created, or not ours

@@ -16,12 +16,7 @@ __all__ = ["Deployments", "config_of"]
 
 
 class Deployments:
-    """The deployments; a load with a configuration of its own changes them.
-
-    Args:
-        config: what the server was started with.
-        host: passed to each replica set.
-    """
+    """The deployments; a load with a configuration of its own changes them."""
 
     def __init__(self, config: Config, host: Host) -> None:
         self._first = config
@@ -46,11 +41,7 @@ class Deployments:
         return [self.sets[name]] if name in self.sets else []
 
     def proposed(self, name: str, text: object) -> Deployment:
-        """A deployment merged with a load's configuration; nothing is changed.
-
-        Args:
-            name: the deployment's name, which may be new.
-            text: a deployment's section as JSON.
+        """A deployment, known or new, merged with a section in JSON; nothing is changed.
 
         Raises:
             Forbidden: the server's ``allow_load`` doesn't permit it.

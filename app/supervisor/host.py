@@ -112,12 +112,7 @@ class Host:
         await asyncio.gather(*self._tasks)
 
     def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaProcess:
-        """Start a replica's process.
-
-        Args:
-            name: the deployment's name.
-            config: what the replica is started with; during a reload this is not yet the set's own.
-            on_progress: called with each stage of its start.
+        """Start a replica of a deployment; ``on_progress`` is called with each stage of its start.
 
         Raises:
             OSError: the machine lacks space, processes or file descriptors.
@@ -137,10 +132,7 @@ class Host:
     ) -> asyncio.Future[int]:
         """A future of a child's exit code; call this without awaiting anything after the process's start.
 
-        Args:
-            process: the child.
-            role: what it is, for the log.
-            replica: the replica if it is a guardian.
+        ``role`` is for the log; a guardian comes with its replica.
         """
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._children[process.pid] = _Child(process, role, replica, exited)

@@ -63,12 +63,14 @@ class Lifecycle:
             "name": name,
             "state": (graph or sets[0]).state.value,
             "took_s": round(time.monotonic() - began, 3),
-            **({"replicas": _replica_counts(sets[0])} if is_scale else {}),
             **(retired.report() if retired is not None else {}),
         }
+        if is_scale:
+            (one,) = sets
+            counts = {"ready": len(one.ready), "wanted": one.wanted, "min": one.bounds.min, "max": one.bounds.max}
+            content["replicas"] = counts
         if retired is not None and retired.leftovers:
-            content = {"error": f"model `{name}`: {command.action}: this remains: {retired.leftovers[0]}", **content}
-        if "error" in content:
+            content["error"] = f"model `{name}`: {command.action}: this remains: {retired.leftovers[0]}"
             logger.error("%s", content["error"])
         return CommandAnswer(command.id, 500 if "error" in content else 200, content)
 
@@ -243,10 +245,6 @@ class Lifecycle:
         self._host.on_change()
         retiring = (one.retire(slots) for one, slots in zip(sets, old, strict=True))
         return sum(await asyncio.gather(*retiring), Retired())
-
-
-def _replica_counts(one: ReplicaSet) -> dict[str, int]:
-    return {"ready": len(one.ready), "wanted": one.wanted, "min": one.bounds.min, "max": one.bounds.max}
 
 
 def _raise_first(outcomes: list[Any], addition: str = "") -> None:

@@ -7,7 +7,7 @@ is unknown, its first replica reserves nothing, and the next one waits until the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from app.process.machine import HOST, size_text
@@ -62,7 +62,7 @@ class MemoryBudget:
 
     def __init__(self, limits: Footprint) -> None:
         self.limits = dict(limits)
-        self._holdings: dict[int, _Holding] = {}
+        self._holdings: dict[Hashable, _Holding] = {}
         self._largest: dict[str, tuple[int, int]] = {}
         """The most that was measured of a replica, by deployment: of the machine, of a GPU."""
         self._whole: dict[str, int] = {}
@@ -80,12 +80,9 @@ class MemoryBudget:
         return any(one.deployment == deployment for one in starting)
 
     def size(self, deployment: str, place: str, declared: int | None) -> dict[str, int]:
-        """The size of another replica, by place; empty if it is unknown.
+        """The size of another replica that computes at a place, by place; empty if it is unknown.
 
-        Args:
-            deployment: the deployment's name.
-            place: where the replica computes.
-            declared: the bytes that the configuration declares for that place.
+        ``declared`` are the bytes that the configuration declares for that place.
         """
         host, gpu = self._largest.get(deployment, (0, 0))
         found = {HOST: host} if place == HOST else {HOST: host, place: gpu}
@@ -93,8 +90,8 @@ class MemoryBudget:
             found[place] = max(found[place], declared)
         return {where: count for where, count in found.items() if count}
 
-    def take(self, number: int, deployment: str, place: str, declared: int | None) -> Refusal | None:
-        """Reserve memory for a replica, or return why there is not enough."""
+    def take(self, holder: Hashable, deployment: str, place: str, declared: int | None) -> Refusal | None:
+        """Reserve memory for a replica, which ``holder`` stands for; or return why there is not enough."""
         size = self.size(deployment, place, declared)
         # A replica of unknown size takes something, too: none starts where everything is taken.
         for where in (HOST, place):
@@ -102,12 +99,12 @@ class MemoryBudget:
             needed = size.get(where, 0)
             if limit is not None and (self.taken(where) + needed > limit or (not size and self.taken(where) >= limit)):
                 return Refusal(where, needed, self.taken(where), limit)
-        self._holdings[number] = _Holding(deployment, size, {} if declared is None else {place: declared})
+        self._holdings[holder] = _Holding(deployment, size, {} if declared is None else {place: declared})
         return None
 
-    def note(self, number: int, measured: Footprint, *, is_ready: bool) -> None:
+    def note(self, holder: Hashable, measured: Footprint, *, is_ready: bool) -> None:
         """Take in what a replica has now. The first time after it is ready, its reservation ends."""
-        holding = self._holdings.get(number)
+        holding = self._holdings.get(holder)
         if holding is None:
             return
         holding.measured = dict(measured)
@@ -119,15 +116,15 @@ class MemoryBudget:
         if holding.is_settled or self.knows(holding.deployment):
             self._largest[holding.deployment] = _larger(self._largest.get(holding.deployment, (0, 0)), holding.most)
 
-    def settle(self, number: int) -> None:
+    def settle(self, holder: Hashable) -> None:
         """Note that a replica has started. If it could not be measured, others no longer wait for that."""
-        holding = self._holdings.get(number)
+        holding = self._holdings.get(holder)
         if holding is not None and not holding.is_settled:
-            self.note(number, holding.measured, is_ready=True)
+            self.note(holder, holding.measured, is_ready=True)
 
-    def move(self, number: int, place: str) -> None:
+    def move(self, holder: Hashable, place: str) -> None:
         """Note that a replica computes at another place than the one reserved."""
-        holding = self._holdings.get(number)
+        holding = self._holdings.get(holder)
         if holding is not None:
             declared = max(holding.declared.values(), default=0)
             holding.declared = {place: declared} if declared else {}
@@ -136,9 +133,9 @@ class MemoryBudget:
         """Take in how much of a GPU is used by any process; all of that counts as taken."""
         self._whole[place] = used
 
-    def release(self, number: int) -> None:
+    def release(self, holder: Hashable) -> None:
         """Release what a replica had, which is gone."""
-        self._holdings.pop(number, None)
+        self._holdings.pop(holder, None)
 
     def forget(self, deployment: str) -> None:
         """Forget the size of its replicas."""
@@ -150,9 +147,9 @@ class MemoryBudget:
         coming = sum(max(0, one.reserved.get(place, 0) - one.measured.get(place, 0)) for one in self._holdings.values())
         return max(ours, self._whole.get(place, 0) + coming)
 
-    def excess(self, number: int) -> Refusal | None:
+    def excess(self, holder: Hashable) -> Refusal | None:
         """Where all replicas together exceed the limit of a place that this one is at, and by how much."""
-        holding = self._holdings.get(number)
+        holding = self._holdings.get(holder)
         if holding is not None:
             for place, limit in self.limits.items():
                 if place in holding.measured and self.taken(place) > limit:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -31,7 +30,6 @@ FRESH_S: Final = 0.2
 class Place:
     """Capacity for one replica, until it is released."""
 
-    number: int
     name: str
     """The deployment's name."""
     device: str
@@ -57,8 +55,7 @@ class ReplicaMemory:
         self.budget = budget or MemoryBudget({})
         self._measure = measure
         self._used = used
-        self._numbers = itertools.count()
-        self._places: dict[int, Place] = {}
+        self._places: set[Place] = set()
         self._devices: dict[str, str] = {}
         """What ``auto`` became, by deployment."""
         self._measuring = asyncio.Lock()
@@ -99,17 +96,17 @@ class ReplicaMemory:
         if self.budget.limits and config.memory is None and not self.budget.knows(name):
             count = 1
         devices = dict.fromkeys(config.placements, 0)
-        for place in self._places.values():
+        for place in self._places:
             if place.name == name and place.device in devices:
                 devices[place.device] += 1
         found: list[Place] = []
         for _ in range(count):
             for device in sorted(devices, key=lambda one: devices[one]):
-                number = next(self._numbers)
-                refusal = self.budget.take(number, name, self._where(name, config, device), config.memory)
+                place = Place(name, device)
+                refusal = self.budget.take(place, name, self._where(name, config, device), config.memory)
                 if refusal is None:
                     devices[device] += 1
-                    self._places[number] = place = Place(number, name, device)
+                    self._places.add(place)
                     found.append(place)
                     break
             else:
@@ -132,15 +129,15 @@ class ReplicaMemory:
         if place.device == "auto":
             self._devices[name] = resolved
         place.is_ready = True
-        self.budget.move(place.number, self._where(name, config, resolved))
+        self.budget.move(place, self._where(name, config, resolved))
         await self._refresh(asyncio.get_running_loop().time())
-        self.budget.settle(place.number)
-        return self.budget.excess(place.number)
+        self.budget.settle(place)
+        return self.budget.excess(place)
 
     def release(self, place: Place) -> None:
         """Release the capacity of a replica that is gone, or won't be started."""
-        self._places.pop(place.number, None)
-        self.budget.release(place.number)
+        self._places.discard(place)
+        self.budget.release(place)
 
     def forget(self, name: str) -> None:
         """Forget a deployment that was removed: another one may get its name."""
@@ -163,7 +160,7 @@ class ReplicaMemory:
             if self._measured_s > after_s:
                 return
             began_s = loop.time()
-            held = [(place, place.is_ready, place.replica) for place in self._places.values()]
+            held = [(place, place.is_ready, place.replica) for place in self._places]
             try:
                 found, whole = await asyncio.to_thread(self._look, [one for _, _, one in held if one is not None])
             except OSError as error:  # no descriptors, for one: the last measurement stays
@@ -171,7 +168,7 @@ class ReplicaMemory:
                 return
             for place, was_ready, replica in held:
                 if replica is not None and replica.id in found:
-                    self.budget.note(place.number, found[replica.id], is_ready=was_ready)
+                    self.budget.note(place, found[replica.id], is_ready=was_ready)
             for name, used in whole.items():
                 self.budget.note_whole(name, used)
             self._measured_s = began_s

@@ -33,18 +33,12 @@ GROW_RETRY_S: Final = 300.0
 
 
 class ReplicaSet(Served):
-    """One deployment that has replicas of its own, as the supervisor sees it.
-
-    Args:
-        name: the deployment's name.
-        config: its configuration.
-        host: runs its processes and tasks.
-        part_of: the pipeline whose step it is, if any.
-    """
+    """One deployment that has replicas of its own, as the supervisor sees it."""
 
     def __init__(self, name: str, config: Deployment, host: Host, part_of: str | None = None) -> None:
         super().__init__(name, config, "waiting to start")
         self.part_of = part_of
+        """The pipeline whose step it is, if any."""
         self.is_decided = False
         """Whether its first start has succeeded or failed."""
         self.has_given_up = False

@@ -44,10 +44,7 @@ class Owner(Protocol):
 class Slot:
     """Keeps one replica running until it is released, or the server stops.
 
-    Args:
-        owner: the replica set.
-        replica: one that serves already.
-        place: reserved capacity for the first replica.
+    It may begin with a replica that serves already, or with reserved capacity for the first.
     """
 
     def __init__(self, owner: Owner, replica: ReplicaProcess | None = None, place: Place | None = None) -> None:

@@ -129,10 +129,7 @@ class ReplicaStarter:
     ) -> list[ReplicaProcess]:
         """Start so many replicas, each once. Afterwards all of them are ready, or gone.
 
-        Args:
-            config: what they are started with.
-            count: how many.
-            on_progress: called when there is capacity for the first, and with each stage.
+        ``on_progress`` is called when there is capacity for the first, and with each stage.
 
         Raises:
             CallableFailed: one of them didn't start, or was lost before the last was ready.

@@ -104,8 +104,8 @@ class Supervisor:
             self._url = f"{scheme}://{_url_host(host)}:{port}"
             logger.info("listening on %s", self._url)
             if not is_loopback(listener.getsockname()) and not keys_are_wanted(self._config.security.keys_file):
-                text = "other machines reach %s, and there are no API keys: anyone may use every model; see %s"
-                logger.warning(text, host, "security.keys_file")
+                text = "other machines reach %s; without API keys, anyone may use every model: see security.keys_file"
+                logger.warning(text, host)
             await self._control.start(self._host.folder / "control")
             self._publish()
             workers = Workers(self._config, self._host, self._control, self._observer)

@@ -30,14 +30,7 @@ TIMEOUT_S: Final = 10.0
 
 
 class Workers:
-    """All gateway workers of a server.
-
-    Args:
-        config: the server's configuration.
-        host: follows the processes.
-        control: pings the workers.
-        observer: counts their starts and ends.
-    """
+    """All gateway workers of a server."""
 
     def __init__(self, config: Config, host: Host, control: ControlServer, observer: Observer) -> None:
         self.pids: dict[int, int] = {}

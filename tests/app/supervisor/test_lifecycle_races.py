@@ -558,9 +558,7 @@ class Storm(Host):
                 return f"{name} is {found.state.value} ({found.reason}) with {held} of {alive}"
             if found._leaving:
                 return f"{name} has {found._leaving} on their way out"
-        empty = [
-            place for place in self.memory._places.values() if place.replica is None or place.replica.ending.is_set()
-        ]
+        empty = [place for place in self.memory._places if place.replica is None or place.replica.ending.is_set()]
         return f"room for nobody: {empty}" if empty else ""
 
 
