@@ -130,10 +130,6 @@ def _stringify(value: object) -> object:
     return value
 
 
-def _expand(value: object) -> object:
-    return Path(value).expanduser() if isinstance(value, str) else value
-
-
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=86_400)]
 Instances = Annotated[int, Field(ge=1, le=64)]
@@ -147,7 +143,7 @@ Device = Annotated[str | tuple[str, ...], PlainValidator(_read_device)]
 Environment = Annotated[dict[str, str], BeforeValidator(_stringify)]
 WarmupBatchSizes = tuple[PositiveInt, ...]
 _Weights = dict[Annotated[int, Field(ge=1, le=10)], Annotated[int, Field(ge=1, le=1_000_000)]]
-PythonPath = Annotated[Path, BeforeValidator(_expand)]
+PythonPath = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
 class Batching(Section):
@@ -232,7 +228,7 @@ def _check_origin(value: str) -> str:
     return value
 
 
-OwnPath = Annotated[Path, BeforeValidator(_expand), AfterValidator(Path.absolute)]
+OwnPath = Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(Path.absolute)]
 """A path made absolute: a relative one starts where Headwater was started, but gateway workers run elsewhere."""
 Origin = Annotated[str, AfterValidator(_check_origin)]
 

@@ -72,18 +72,20 @@ class CallWatch:
         return f"a call has taken longer than max_compute_s = {limit_ns / 1e9:g} s" if is_hanging else None
 
 
+VITAL: Final = ("tritonserver", "triton_python_b")
+"""Begin the names of processes that a replica depends on: Triton and its stubs."""
 BAD_STATES: Final = {"T": "is stopped", "t": "is stopped", "Z": "has ended", "X": "has ended", "": "has ended"}
-"""What it means that a process is in one of these states, if it stays so."""
+"""The meaning of states that a process stays in."""
 
 
 class Guardian:
-    """One replica's group of processes.
+    """Guards the replica that a command line starts.
 
     Args:
         directory: the replica's folder; removed at the end.
         status_fd: where status lines go (see `inference.wire.handshake.ReplicaStatus`).
         command_fd: read end of the supervisor's command pipe.
-        arguments: the replica's command line.
+        arguments: the command line.
     """
 
     def __init__(self, directory: Path, status_fd: int, command_fd: int, arguments: list[str]) -> None:
@@ -172,8 +174,7 @@ class Guardian:
 
     def _inspect(self) -> str | None:
         """Inspect the group's processes and calls. Returns a problem that has persisted, if any."""
-        # While it starts, Triton runs and ends a stub just to inspect the model. The replica itself reports a start
-        # that fails.
+        # While it starts, Triton runs and ends a stub to inspect the model. The replica itself reports a failed start.
         if not (self._members or (self._directory / READY_FILE).exists()):
             return None
         now_s = time.monotonic()
@@ -189,7 +190,7 @@ class Guardian:
             state = current.get(pid, (name, ""))[1]
             if state not in BAD_STATES:
                 continue
-            if pid != self._host.pid and not _is_vital(name):
+            if pid != self._host.pid and not name.startswith(VITAL):
                 if pid not in current:
                     del self._members[pid]
                 continue
@@ -270,11 +271,6 @@ def _describe_exit(returncode: int) -> str:
     if returncode < 0:
         return f"killed by {signal.Signals(-returncode).name}"
     return f"exited with status {returncode}"
-
-
-def _is_vital(name: str) -> bool:
-    """Whether the replica depends on this process: Triton or one of its stubs."""
-    return name.startswith(("tritonserver", "triton_python_b"))
 
 
 def _group_states(group: int) -> dict[int, tuple[str, str]]:

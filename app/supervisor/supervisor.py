@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from app.config.schema import Config
 from app.control.load import together
-from app.control.routing import DeploymentRoute, RoutingTable, State
+from app.control.routing import RoutingTable, State
 from app.control.server import ControlServer
 from app.errors import StartError
 from app.process.sweep import make_instance_folder, sweep_stale
@@ -197,7 +197,11 @@ class Supervisor:
         order = {name: index for index, name in enumerate(self._deployments.config.deployments)}
         routes.sort(key=lambda route: (order[route.part_of or route.name], route.part_of is not None))
         self._control.publish(RoutingTable(tuple(routes), draining=self._host.is_stopping))
-        self._observer.see_deployments(map(_view, routes))
+        views = []
+        for route in routes:
+            wanted = 0 if route.is_graph or route.is_set_aside else route.wanted
+            views.append(DeploymentView(route.name, route.state, len(route.replicas), wanted))
+        self._observer.see_deployments(views)
 
     def _replica_views(self) -> list[ReplicaView]:
         return [ReplicaView(one.id.rpartition("-")[0], one.id, one.group) for one in self._host.replicas.values()]
@@ -229,11 +233,6 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
         while not (condition() or self._hurry or time.monotonic() >= deadline):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-
-
-def _view(route: DeploymentRoute) -> DeploymentView:
-    wanted = 0 if route.is_graph or route.is_set_aside else route.wanted
-    return DeploymentView(route.name, route.state, len(route.replicas), wanted)
 
 
 def _url_host(host: str) -> str:
