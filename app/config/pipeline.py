@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, field_validator, model_validator
+from pydantic import Field, TypeAdapter, field_validator
 
 from app.config import sections
-from app.config.sections import Faults, Section
+from app.config.sections import Section
 from inference.errors import DeclarationError
 from inference.pipeline import INPUT, PipelineSpec, StepSpec, check_names
 from inference.reference import is_language_model
@@ -52,23 +52,14 @@ class Step(Section):
     max_compute_s: sections.PositiveSeconds | None = None
     python: sections.PythonPath | None = None
 
-    @model_validator(mode="after")
-    def _check_what(self) -> Step:
-        faults: list[str] = []
+    def _faults(self) -> Iterator[str]:
         if (self.model is None) == (self.deployment is None):
-            faults.append("expected either `model` or `deployment`")
+            yield "expected either `model` or `deployment`"
         if self.model is not None and is_language_model(self.model):
-            faults.append(
-                f"model: a language model can't be a step, got {self.model!r}; serve it as a deployment of its own"
-            )
+            yield f"model: a language model can't be a step, got {self.model!r}; serve it as a deployment of its own"
         if self.deployment is not None and (self.options or self.own_settings()):
-            names = ", ".join(
-                f"`{name}`" for name in ("options", *self.own_settings()) if name in self.model_fields_set
-            )
-            faults.append(f"{names}: expected in the deployment `{self.deployment}`, not in the step")
-        if faults:
-            raise Faults(faults)
-        return self
+            names = [f"`{name}`" for name in ("options", *self.own_settings()) if name in self.model_fields_set]
+            yield f"{', '.join(names)}: expected in the deployment `{self.deployment}`, not in the step"
 
     def own_settings(self) -> dict[str, Any]:
         """The settings of its own replicas."""
@@ -111,22 +102,20 @@ class Pipeline(Section):
             return _NAMES.validate_python(value)
         raise ValueError("expected steps by name with `trunk`, or a list of names with `steps`")
 
-    @model_validator(mode="after")
-    def _check_form(self) -> Pipeline:
+    def _faults(self) -> Iterator[str]:
         if (self.trunk is None) == (self.steps is None):
-            raise ValueError("expected either `trunk` and `heads`, or `steps` and `heads`")
-        if self.trunk is not None and not isinstance(self.heads, dict):
-            raise ValueError("heads: expected steps by name with `trunk`, got a list of names")
-        if self.steps is not None and isinstance(self.heads, dict):
-            raise ValueError("heads: expected a list of names with `steps`, got steps")
-        faults = [fault for name, step in self.all_steps().items() for fault in self._step_faults(name, step)]
-        try:
-            check_names(self.spec())
-        except DeclarationError as error:
-            faults += error.args
-        if faults:
-            raise Faults(faults)
-        return self
+            yield "expected either `trunk` and `heads`, or `steps` and `heads`"
+        elif self.trunk is not None and not isinstance(self.heads, dict):
+            yield "heads: expected steps by name with `trunk`, got a list of names"
+        elif self.steps is not None and isinstance(self.heads, dict):
+            yield "heads: expected a list of names with `steps`, got steps"
+        else:
+            for name, step in self.all_steps().items():
+                yield from self._step_faults(name, step)
+            try:
+                check_names(self.spec())
+            except DeclarationError as error:
+                yield from error.args
 
     def _step_faults(self, name: str, step: Step) -> Iterator[str]:
         if not _STEP_NAME.match(name) or name == INPUT:
@@ -176,7 +165,5 @@ class Pipeline(Section):
             heads=tuple(self.heads),
             placement=self.placement,
             trunk=TRUNK if self.trunk is not None else None,
-            embedding=None
-            if self.embedding is None
-            else EmbeddingSpec(self.embedding.input, self.embedding.output, self.embedding.tokens),
+            embedding=EmbeddingSpec(**self.embedding.model_dump()) if self.embedding is not None else None,
         )

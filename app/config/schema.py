@@ -104,12 +104,6 @@ class Deployment(Section):
     python: sections.PythonPath | None = None
     """The Python interpreter for the replicas, with PyTriton installed; default: Headwater's own."""
 
-    @model_validator(mode="after")
-    def _check_what(self) -> Deployment:
-        if faults := list(self._faults()):
-            raise Faults(faults)
-        return self
-
     def _faults(self) -> Iterator[str]:
         if (self.model is None) == (self.pipeline is None):
             yield "expected either `model` or `pipeline`"
@@ -309,10 +303,7 @@ def load_config(path: Path, *, environment: Mapping[str, str] | None = None, fla
 def load_what(what: str, *, flags: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
     """Read the configuration that a command names: a YAML file, or one model such as ``my.models:Scale``.
 
-    Returns the configuration, and the folders that come first on the replicas' ``sys.path``.
-
-    Raises:
-        ConfigError: as `load_config`.
+    Returns the configuration, and the folders that come first on the replicas' ``sys.path``. Raises as `load_config`.
     """
     here = os.getcwd()
     if is_model_reference(what):
@@ -365,11 +356,7 @@ class Unparsed(str):
 
 
 def read_config(
-    content: object,
-    *,
-    source: str,
-    environment: Mapping[str, str] | None = None,
-    flags: Mapping[str, Any],
+    content: object, *, source: str, environment: Mapping[str, str] | None = None, flags: Mapping[str, Any]
 ) -> Config:
     """Check a parsed configuration, overridden by the environment and the flags.
 
@@ -412,13 +399,10 @@ def read_config(
 
 
 class InvalidConfig(ConfigError):
-    """Fields of a configuration are invalid.
+    """Fields of a configuration are invalid; each problem names its field.
 
-    Args:
-        source: the configuration's source.
-        problems: the problems, each of which names its field.
-        rest: a configuration of the valid deployments and sections, if they make one; if no deployment is valid, it has
-            one of `PLACEHOLDER`.
+    ``rest`` is a configuration of the valid deployments and sections, if they make one; if no deployment is valid, it
+    has one of `PLACEHOLDER`.
     """
 
     def __init__(self, source: str, problems: Sequence[str], rest: Config | None) -> None:

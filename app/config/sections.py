@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -44,6 +44,16 @@ class Section(BaseModel):
     """A part of the configuration: immutable, and without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="after")
+    def _check(self) -> Section:
+        if faults := list(self._faults()):
+            raise Faults(faults)
+        return self
+
+    def _faults(self) -> Iterable[str]:
+        """Messages about fields that don't fit together."""
+        return ()
 
 
 class Faults(ValueError):
@@ -188,11 +198,9 @@ class ReplicaBounds(Section):
     min: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
     max: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
 
-    @model_validator(mode="after")
-    def _check_order(self) -> ReplicaBounds:
+    def _faults(self) -> Iterator[str]:
         if self.min > self.max:
-            raise ValueError(f"expected min <= max, got min {self.min} and max {self.max}")
-        return self
+            yield f"expected min <= max, got min {self.min} and max {self.max}"
 
     @property
     def is_fixed(self) -> bool:

@@ -100,11 +100,7 @@ class ControlServer:
         return [one.load[1] for one in self._workers if one.load is not None and one.load[0] >= oldest_s]
 
     def ping(self) -> dict[int, int]:
-        """Ping every worker.
-
-        Returns:
-            By process id, the number of earlier consecutive pings that are unanswered.
-        """
+        """Ping every worker. Returns the number of earlier consecutive unanswered pings, by process id."""
         found: dict[int, int] = {}
         for worker in self._workers:
             found[worker.pid] = worker.unanswered

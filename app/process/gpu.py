@@ -11,11 +11,9 @@ Answer = TypeVar("Answer")
 
 
 def gpu_name(device: str, visible: str | None) -> str | None:
-    """The name of a GPU in the memory budget; None for what is no GPU.
+    """The name of a GPU in the memory budget; None if a device (``cpu``, ``cuda``, ``cuda:N``) is none.
 
-    Args:
-        device: as the configuration or a replica says: ``cpu``, ``cuda``, ``cuda:N``.
-        visible: the replica's ``CUDA_VISIBLE_DEVICES``.
+    ``visible`` is the replica's ``CUDA_VISIBLE_DEVICES``.
     """
     if not device.startswith("cuda"):
         return None

@@ -55,10 +55,9 @@ class CallWatch:
         """Start times of the calls that were late at the last look."""
 
     def look(self, now_ns: int) -> str | None:
-        """Why the replica hangs; None if it doesn't. A call must be late twice: once may be due to the machine's pause.
+        """Why the replica hangs; None if it doesn't. The time is on the monotonic clock.
 
-        Args:
-            now_ns: on the monotonic clock.
+        A call must be late at two looks: once may be due to a pause of the machine.
         """
         slots = array("q")
         with contextlib.suppress(OSError):  # without the file, calls have no limit

@@ -86,9 +86,7 @@ def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> Interprete
 
     Results are not cached: a missing package may be installed between two starts without changing the interpreter.
 
-    Args:
-        path: the interpreter; a relative path starts in the working folder.
-        environ: the replica's environment; see `foreign_environment`.
+    A relative path starts in the working folder; for the environment see `foreign_environment`.
 
     Raises:
         InterpreterError: the interpreter is missing, is not CPython 3.10 to 3.12, doesn't answer, or lacks a package

@@ -15,6 +15,7 @@ import psutil
 
 from app.config.schema import Config, Deployment, Server
 from app.errors import ConfigError
+from app.process.machine import size_text
 from app.process.sweep import SHARED_MEMORY
 from app.security.keys_file import known_keys
 from app.security.tls import Certificate
@@ -117,10 +118,7 @@ def security_problems(config: Config) -> list[Problem]:
     """Whether the API keys and the certificate can be used, if there are any."""
     problems = []
     tls = config.server.tls
-    for attempt in (
-        lambda: known_keys(config.security.keys_file),
-        lambda: None if tls is None else Certificate(tls),
-    ):
+    for attempt in (lambda: known_keys(config.security.keys_file), lambda: None if tls is None else Certificate(tls)):
         try:
             attempt()
         except ConfigError as error:
@@ -168,8 +166,8 @@ def shared_memory_problems(needed_bytes: int, free_bytes: int, total_bytes: int)
     return [
         Problem(
             "shared memory",
-            f"the replicas need about {_mib(needed_bytes)} in {SHARED_MEMORY}, {_mib(free_bytes)} of "
-            f"{_mib(total_bytes)} are free (counted with {ASSUMED_DIMENSION} for a dimension that varies)",
+            f"the replicas need about {size_text(needed_bytes)} in {SHARED_MEMORY}, {size_text(free_bytes)} of "
+            f"{size_text(total_bytes)} are free (counted with {ASSUMED_DIMENSION} for a dimension that varies)",
             f"docker run --shm-size={size_mib}m (containers have 64 MB by default; in Kubernetes mount an emptyDir "
             f"with `medium: Memory` at {SHARED_MEMORY}), or lower max_batch_size, max_in_flight or replicas",
         )
@@ -204,10 +202,6 @@ def needed_shared_memory_bytes(deployments: Mapping[str, Deployment], signatures
 
 def _power_of_two(size_bytes: int) -> int:
     return 1 << max(size_bytes - 1, 0).bit_length()
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / MIB:,.0f} MiB" if size_bytes >= MIB else f"{size_bytes / 1024:,.0f} KiB"
 
 
 def _holder(port: int) -> str:

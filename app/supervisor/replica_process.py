@@ -48,10 +48,8 @@ class ReplicaProcess:
     """Starts a replica and follows it to its end. Everything happens in the supervisor's event loop.
 
     Args:
-        name: the deployment's name.
-        id: the replica's own, unique name.
-        deployment: its configuration, with one device.
-        directory: its folder, which is made.
+        deployment: the configuration, with one device.
+        directory: the replica's folder, which is made.
         user_paths: put first on its ``sys.path``.
         on_progress: called with each stage of the start.
     """

@@ -20,18 +20,11 @@ from app.errors import StartError
 from app.process.sweep import make_instance_folder, sweep_stale
 from app.security.keys_file import keys_are_wanted
 from app.security.operator import is_loopback
+from app.supervisor import preflight
 from app.supervisor.autoscaler import Autoscaler
 from app.supervisor.deployments import Deployments
 from app.supervisor.host import Host
 from app.supervisor.lifecycle import Lifecycle
-from app.supervisor.preflight import (
-    open_listener,
-    region_problems,
-    runtime_dir_problems,
-    security_problems,
-    shared_memory_warnings,
-    tracing_problems,
-)
 from app.supervisor.replica_memory import ReplicaMemory
 from app.supervisor.served import Served
 from app.supervisor.starter import REPLICA_END_TIMEOUT_S
@@ -133,7 +126,7 @@ class Supervisor:
     def _listen(self) -> socket.socket:
         server = self._config.server
         try:
-            return open_listener(server.host, server.port)
+            return preflight.open_listener(server.host, server.port)
         except OSError as error:
             raise StartError(
                 f"server.host, server.port: can't listen on {server.host}:{server.port}: {error.strerror}; "
@@ -143,9 +136,9 @@ class Supervisor:
     def _make_folder(self) -> int:
         # Without these checks some problems would show late: a socket's path that is too long only in a call.
         for problem in (
-            *security_problems(self._config),
-            *runtime_dir_problems(self._config.server, self._sets),
-            *tracing_problems(self._config.server),
+            *preflight.security_problems(self._config),
+            *preflight.runtime_dir_problems(self._config.server, self._sets),
+            *preflight.tracing_problems(self._config.server),
         ):
             raise StartError(str(problem))
         parent = self._config.server.runtime_dir
@@ -153,7 +146,7 @@ class Supervisor:
             for stale in sweep_stale(parent):
                 logger.warning("swept what an earlier instance left behind: %s", stale)
             # Triton's own message for it is a bus error.
-            for problem in region_problems(self._config.all_deployments().values()):
+            for problem in preflight.region_problems(self._config.all_deployments().values()):
                 raise StartError(str(problem))
             self._host.folder, lock = make_instance_folder(parent)
             self._observer = Observer(self._host.folder / "metrics" if self._config.server.metrics else None)
@@ -167,7 +160,7 @@ class Supervisor:
             self._is_announced = True
             self._on_serving(self._url, [(one.name, one.signature, one.reason) for one in self._served()])
             signatures = {name: one.signature for name, one in self._sets.items() if one.signature is not None}
-            for problem in shared_memory_warnings(self._config.all_deployments(), signatures):
+            for problem in preflight.shared_memory_warnings(self._config.all_deployments(), signatures):
                 logger.warning("%s", problem)
         # A server of which every deployment has failed ends, so that the operator notices.
         if all(map(self._has_given_up, self._deployments.config.deployments)) and not self._host.is_stopping:
