@@ -27,7 +27,7 @@ class SupervisorLink:
     """A worker's end.
 
     Args:
-        on_drain: does what a `Drain` says.
+        on_drain: carries out a `Drain`.
         on_quarantined: takes in what another worker found, the model and the fingerprint.
         on_cancel: cancels the streams here that have a request's id, and counts them.
     """

@@ -45,7 +45,7 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
-    """Answers a `Drain`: nothing is in flight any more."""
+    """Answers a `Drain`: nothing is in flight now."""
 
     drained: int = 0
     """Requests answered in the meantime."""

@@ -36,7 +36,7 @@ LOAD_FRESH_S: Final = 3.0
 DRAIN_GRACE_S: Final = 5.0
 """How much longer than a drain's timeout a worker's answer may take."""
 CANCEL_TIMEOUT_S: Final = 3.0
-"""How long a worker may take to say what it cancelled."""
+"""How long a worker may take to report what it cancelled."""
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
@@ -193,7 +193,7 @@ class ControlServer:
         forwarded = Cancel(next(self._numbers), order.request_id)
         answers, late = await self._ask(self._workers - {asking}, forwarded, CANCEL_TIMEOUT_S)
         if late:
-            logger.warning("%d gateway workers don't say what they cancelled", late)
+            logger.warning("%d gateway workers did not report in time what they cancelled", late)
         if asking in self._workers:
             asking.send(CancelCount(order.id, sum(answer.streams for answer in answers)))
 

@@ -162,8 +162,8 @@ def _ask(path: str, environ: Mapping[str, str]) -> dict[str, Any]:
         if line.startswith(_MARK):
             report: dict[str, Any] = json.loads(line[len(_MARK) :])
             return report
-    said = next((line.strip() for line in reversed(errors.decode(errors="replace").splitlines()) if line.strip()), "")
-    reason = f"it doesn't answer as Python does: {said[:300]}" if said else "it doesn't answer as Python does"
+    lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
+    reason = "it doesn't answer as Python does" + (f": {lines[-1][:300]}" if lines else "")
     fix = f"name a Python interpreter that works; try it: {path} -c 'print(1)'"
     raise InterpreterError(path, reason, fix, is_permanent=False)
 

@@ -50,7 +50,7 @@ class Deployments:
         fields = parse_overlay(text)
         check_allowed(self._first, name, fields)
         proposed = lay_over(self._first, self.config, name, fields)
-        # A name that makes a socket's path too long shows only when a model that says it is ready is called.
+        # Without this check, a name that makes a socket's path too long would show only in a call.
         for problem in runtime_dir_problems(proposed.server, proposed.all_deployments()):
             raise BadRequest(f"{FIELD}: {problem}", field=FIELD)
         return proposed.deployments[name]

@@ -53,7 +53,7 @@ class GraphState(Served):
         if state is self.state is State.READY and reason != self.reason:
             logger.warning("%s: still READY: %s", self.name, reason)
         if state is State.FAILED is not self.state:
-            logger.error("%s: FAILED; correct it, and then load it or restart the server: %s", self.name, reason)
+            logger.error("%s: FAILED; fix it, then load it or restart the server: %s", self.name, reason)
         super().enter(state, reason)
         self.failure = failure
 

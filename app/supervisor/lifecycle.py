@@ -50,7 +50,7 @@ class Lifecycle:
                 if config is not None:
                     config = self._deployments.proposed(name, config)
                     addition = f", with a configuration that sets {', '.join(sorted(config.model_fields_set))}"
-                logger.info("%s: %s, as an operator wants%s", name, command.action, addition)
+                logger.info("%s: %s, at an operator's request%s", name, command.action, addition)
                 if is_scale:
                     retired = await sets[0].scale(ReplicaBounds.model_validate(command.arguments))
                 else:
@@ -91,10 +91,8 @@ class Lifecycle:
             steps = ", ".join(f"`{one.name}`" for one in own)
             raise Conflict(f"model `{name}`: its steps have replicas, and it has none itself; expected one of {steps}")
         if graph is None and own[0].part_of is not None and not is_scale:
-            pipeline = own[0].part_of
-            raise Conflict(
-                f"model `{name}`: it is a step of the pipeline `{pipeline}`, and is loaded and unloaded with it"
-            )
+            text = f"it is a step of the pipeline `{own[0].part_of}`, and is loaded and unloaded with it"
+            raise Conflict(f"model `{name}`: {text}")
         return own, graph
 
     def is_busy(self, name: str) -> bool:
@@ -127,10 +125,8 @@ class Lifecycle:
         is_there = bool(sets) or graph is not None
         if is_there and (is_whole or (loaded and config is not None)):
             state = (graph or sets[0]).state.value
-            raise Conflict(
-                f"model `{name}` is {state}: it is loaded {'already' if is_whole else 'in part'}; expected reload, or "
-                "unload first"
-            )
+            loaded_text = "already loaded" if is_whole else "loaded in part"
+            raise Conflict(f"model `{name}` is {state}: it is {loaded_text}; expected reload, or unload first")
         await self._start_with(name, config)
 
     async def _start_with(self, name: str, config: Deployment | None) -> None:
@@ -152,7 +148,7 @@ class Lifecycle:
             await sets[0].load()
             return
         before = None if graph.is_loaded else (graph.state, graph.reason)
-        graph.hold(State.LOADING, "loading its steps, as an operator wants")
+        graph.hold(State.LOADING, "loading its steps, at an operator's request")
         self._host.on_change()
         outcomes = await asyncio.gather(*(one.load() for one in missing), return_exceptions=True)
         refused = [outcome for outcome in outcomes if isinstance(outcome, Conflict)]
@@ -169,9 +165,8 @@ class Lifecycle:
         self._host.on_change()
         _raise_first(outcomes)
         if graph.state is not State.READY:
-            raise CallableFailed(
-                f"model `{name}`: its own steps are loaded, but it is {graph.state.value}: {graph.reason}"
-            )
+            text = f"its own steps are loaded, but it is {graph.state.value}: {graph.reason}"
+            raise CallableFailed(f"model `{name}`: {text}")
 
     async def _unload(
         self, name: str, sets: list[ReplicaSet], graph: GraphState | None, config: Deployment | None

@@ -346,7 +346,7 @@ class ReplicaSet(Served):
         self._slots.remove(slot)
         slot.release()
         if self._slots:
-            logger.error("%s: goes on with %d replicas: %s", self.name, len(self._slots), shortage)
+            logger.error("%s: continues with %d replicas: %s", self.name, len(self._slots), shortage)
             if not self.bounds.is_fixed:  # load may require another later
                 self.wanted = len(self._slots)
                 self._no_growth_before_s = time.monotonic() + GROW_RETRY_S
@@ -354,7 +354,7 @@ class ReplicaSet(Served):
             self.host.on_change()
             return
         logger.error(
-            "%s: FAILED and not tried again; correct it, and then load it or restart the server: %s", self.name, reason
+            "%s: FAILED and not tried again; fix it, then load it or restart the server: %s", self.name, reason
         )
         self.set_state(State.FAILED, reason, has_given_up=True)
 

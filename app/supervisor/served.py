@@ -1,4 +1,4 @@
-"""The state of a deployment, be it a set of replicas or a pipeline of other deployments."""
+"""The state of a deployment, a set of replicas or a pipeline of other deployments."""
 
 from __future__ import annotations
 

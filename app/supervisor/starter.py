@@ -143,7 +143,7 @@ class ReplicaStarter:
                 if not places:
                     await self._host.wait_for_stop(FIRST_MEASURED_RETRY_S)
                 else:
-                    on_progress("loading, as an operator wants")
+                    on_progress("loading, at an operator's request")
                 starts = (self._start_one(place, config, on_progress) for place in places)
                 outcomes = await asyncio.gather(*starts)
                 fresh += [outcome for outcome in outcomes if not isinstance(outcome, str)]

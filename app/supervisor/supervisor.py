@@ -134,7 +134,7 @@ class Supervisor:
             ) from error
 
     def _make_folder(self) -> int:
-        # Without these checks some problems would show late: a socket's path that is too long only in a call.
+        # Without these checks some problems would show late; a socket's path that is too long, only in a call.
         for problem in (
             *preflight.security_problems(self._config),
             *preflight.runtime_dir_problems(self._config.server, self._sets),

@@ -295,7 +295,7 @@ def test_a_load_while_it_starts_by_itself_is_a_conflict() -> None:
         supervisor.auto_ready = False
         await supervisor.start()
         status, error = await supervisor.told("load", "a", {"timeout_s": 3})
-        assert (status, "is LOADING: it is loaded already" in error) == (409, True)
+        assert (status, "is LOADING: it is already loaded" in error) == (409, True)
         supervisor.launched[0].get_ready()
         await settle()
         assert (supervisor.sets["a"].state, len(supervisor.launched)) == (State.READY, 1)
