@@ -100,7 +100,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     # that uvicorn's own timeout.
     AppStatus.enable_automatic_graceful_drain = False
     link = SupervisorLink(models.drain, models.quarantine, models.cancel_streams)
-    models.on_quarantined = link.tell_quarantined
+    models.on_quarantined = link.report_quarantined
     models.cancel_elsewhere = link.cancel_elsewhere
     security = SecuritySection.model_validate(settings.security)
     tasks: list[Callable[[], Awaitable[None]]] = []
