@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from app.codecs.faults import PARSE_ERRORS, at, check_keys, check_size, colons, no_json_form, said, shown, unreadable
 from app.codecs.inputs import declared_input, element_count, take_binary
@@ -20,7 +21,7 @@ from app.errors import BadRequest
 from inference.datatypes import DATATYPES
 from inference.signature import Signature
 
-__all__ = ["RequestDecoder", "example_body"]
+__all__ = ["RequestDecoder", "example_body", "json_example"]
 
 _Parameters = dict[str, str | int | float | bool | None] | None
 _NO_DATA: Final = msgspec.Raw(b"")
@@ -28,7 +29,7 @@ _SIZE: Final = "binary_data_size"
 _LONG_BYTES: Final = 1024
 LIGHT_BYTES: Final = 64 * 1024
 LARGEST_EXAMPLE: Final = 1000
-"""Elements of an input at most; no example is made up for a larger one."""
+"""An input with more elements gets no made-up example."""
 
 
 class _Input(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -281,19 +282,17 @@ def _binary_size(tensor: _Input, index: int) -> int | None:
 
 def example_body(signature: Signature) -> dict[str, Any] | None:
     """A request in JSON that the model answers; None if an input has no JSON form, or is too large to read."""
-    if signature.example is None and any(math.prod(spec.shape) > LARGEST_EXAMPLE for spec in signature.inputs):
+    row = json_example(signature, LARGEST_EXAMPLE)
+    if row is None:
         return None
-    row = signature.example_row()
     inputs = []
     for spec in signature.inputs:
         if spec.name in row:
-            if not DATATYPES[spec.datatype].json:
-                return None
-            flat, shape = flat_values(row[spec.name])
-            inputs.append({"name": spec.name, "datatype": spec.datatype, "shape": [1, *shape], "data": flat})
+            value = np.array(row[spec.name], object)
+            entry = {"name": spec.name, "datatype": spec.datatype, "shape": [1, *value.shape]}
+            inputs.append({**entry, "data": value.ravel().tolist()})
     body: dict[str, Any] = {"inputs": inputs}
-    in_json = [spec.name for spec in signature.outputs if DATATYPES[spec.datatype].json]
-    if len(in_json) < len(signature.outputs):
+    if not all(DATATYPES[spec.datatype].json for spec in signature.outputs):
         body["outputs"] = [
             {"name": spec.name, "parameters": {"binary_data": not DATATYPES[spec.datatype].json}}
             for spec in signature.outputs
@@ -301,13 +300,9 @@ def example_body(signature: Signature) -> dict[str, Any] | None:
     return body
 
 
-def flat_values(value: Any) -> tuple[list[Any], list[int]]:
-    """A nested list's elements in C order, and its shape."""
-    shape = []
-    flat = [value]
-    while isinstance(flat[0], (list, tuple)):
-        shape.append(len(flat[0]))
-        flat = [item for part in flat for item in part]
-        if not flat:
-            break
-    return flat, shape
+def json_example(signature: Signature, most: int) -> dict[str, Any] | None:
+    """One row by input name; None if an input has no JSON form, or a made-up one would have over ``most`` elements."""
+    if signature.example is None and any(math.prod(spec.shape) > most for spec in signature.inputs):
+        return None
+    row = signature.example_row()
+    return row if all(DATATYPES[spec.datatype].json for spec in signature.inputs if spec.name in row) else None
