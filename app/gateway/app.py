@@ -19,7 +19,7 @@ from app.gateway.http.entry import INFER_PATH, EndpointRoute, Entry, HeadAsGet, 
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.http.replies import Reply, error_reply
 from app.gateway.models import Models
-from app.gateway.openapi.schema import openapi_schema, with_keys
+from app.gateway.openapi.schema import openapi_schema
 from app.gateway.routes.embeddings import EmbeddingsEndpoint
 from app.gateway.routes.generate import GenerateEndpoint, GenerateStreamEndpoint
 from app.gateway.routes.infer import InferEndpoint
@@ -98,8 +98,7 @@ def create_app(
 
     def openapi() -> dict[str, Any]:
         gateway.openapi_schema = None  # models come and go
-        schema = openapi_schema(generated(), models)
-        return schema if keys is None else with_keys(schema)
+        return openapi_schema(generated(), models, has_keys=keys is not None)
 
     gateway.openapi = openapi  # type: ignore[method-assign]
     cors = functools.partial(

@@ -8,16 +8,10 @@ from typing import Any
 from app.gateway.models import Models
 from app.gateway.openapi.operations import STRING, error_response, object_schema
 from app.gateway.openapi.tensors import tensor_operations
-from app.gateway.openapi.texts import (
-    body_schemas,
-    cancel_operation,
-    completion_operations,
-    embeddings_operation,
-    text_operations,
-)
+from app.gateway.openapi.texts import body_schemas, shared_paths, text_operations
 from app.security.keys import OPEN, scopes_for
 
-__all__ = ["openapi_schema", "with_keys"]
+__all__ = ["openapi_schema"]
 
 _ERRORS = {
     400: "The request's content is wrong; the message names the field",
@@ -39,10 +33,14 @@ _OPENAI_ERROR = {
     "param": {"type": ["string", "null"]},
     "code": {"type": ["integer", "null"]},
 }
+_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key of this server"},
+    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "The same in a header of its own"},
+}
 
 
-def openapi_schema(generated: dict[str, Any], models: Models) -> dict[str, Any]:
-    """Add the models' paths, and the documented errors of every path, to what FastAPI generated."""
+def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool) -> dict[str, Any]:
+    """Add the models' paths, and every path's errors and API keys, to what FastAPI generated."""
     schema = copy.deepcopy(generated)
     schema["info"]["description"] = "PyTorch models over HTTP: the Open Inference Protocol and OpenAI's API."
     paths = schema["paths"]
@@ -62,43 +60,27 @@ def openapi_schema(generated: dict[str, Any], models: Models) -> dict[str, Any]:
             operations = tensor_operations(signature)
         for route, operation in operations.items():
             paths[f"/v2/models/{signature.name}/{route}"] = {"post": operation}
-    if embedders:
-        paths["/v1/embeddings"] = {"post": embeddings_operation(embedders, bodies["EmbeddingsRequest"])}
-    if language_models:
-        for path, operation in completion_operations(language_models, bodies).items():
-            paths[path] = {"post": operation}
-        paths["/v2/requests/{request_id}/cancel"] = {"post": cancel_operation()}
+    for path, operation in shared_paths(embedders, language_models, bodies).items():
+        paths[path] = {"post": operation}
     for path, by_method in paths.items():
         kind = "OpenAIError" if path.startswith("/v1/") else "Error"
-        for operation in by_method.values():
-            operation["responses"].pop("422", None)
+        for method, operation in by_method.items():
+            responses = operation["responses"]
+            responses.pop("422", None)
             for status, description in _ERRORS.items():
-                operation["responses"].setdefault(str(status), error_response(description, kind))
-    schema.setdefault("components", {})["schemas"] = {
-        **components,
-        "Error": object_schema({"error": STRING}),
-        "OpenAIError": object_schema({"error": object_schema(_OPENAI_ERROR, "param", "code")}),
+                responses.setdefault(str(status), error_response(description, kind))
+            if has_keys:
+                scopes = scopes_for(method.upper(), path)
+                operation["security"] = [] if scopes == OPEN else [{"bearer": []}, {"header": []}]
+                if scopes != OPEN:
+                    responses["401"] = {"description": "No API key, or none that is good here"}
+                    responses.setdefault("403", {"description": f"The API key has no scope of {', '.join(scopes)}"})
+    schema["components"] = {
+        "schemas": {
+            **components,
+            "Error": object_schema({"error": STRING}),
+            "OpenAIError": object_schema({"error": object_schema(_OPENAI_ERROR, "param", "code")}),
+        },
+        **({"securitySchemes": _SCHEMES} if has_keys else {}),
     }
-    return schema
-
-
-_SCHEMES = {
-    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key of this server"},
-    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "The same in a header of its own"},
-}
-
-
-def with_keys(schema: dict[str, Any]) -> dict[str, Any]:
-    """Say of each operation which keys it takes; changes the schema, and returns it."""
-    schema.setdefault("components", {})["securitySchemes"] = _SCHEMES
-    for path, item in schema["paths"].items():
-        for method, operation in item.items():
-            if not isinstance(operation, dict):
-                continue
-            scopes = scopes_for(method.upper(), path)
-            operation["security"] = [] if scopes == OPEN else [{"bearer": []}, {"header": []}]
-            if scopes != OPEN:
-                responses = operation.setdefault("responses", {})
-                responses.setdefault("401", {"description": "No API key, or none that is good here"})
-                responses.setdefault("403", {"description": f"The API key has no scope of {', '.join(scopes)}"})
     return schema

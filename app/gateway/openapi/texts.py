@@ -25,14 +25,7 @@ from app.lm.generate import GenerateRequest
 from inference.engine import Sampling
 from inference.signature import Signature
 
-__all__ = [
-    "body_schemas",
-    "cancel_operation",
-    "completion_operations",
-    "embeddings_operation",
-    "of_models",
-    "text_operations",
-]
+__all__ = ["body_schemas", "of_models", "shared_paths", "text_operations"]
 
 _PROMPT: Final = "def add(a, b):\n    "
 _CANCELLED: Final = "The request was cancelled by its id"
@@ -71,45 +64,60 @@ def of_models(schema: dict[str, Any], models: list[str]) -> dict[str, Any]:
     return {**schema, "properties": {**schema["properties"], "model": {"type": "string", "enum": models}}}
 
 
-def embeddings_operation(models: list[str], schema: dict[str, Any]) -> dict[str, Any]:
-    """``/v1/embeddings``, for at least one model; ``schema`` is the body's."""
-    example = {"model": models[0], "input": ["The harbour lay still.", "Boats slept in the port."]}
-    return operation(
-        "openai",
-        "embeddings",
-        "Embeddings, as OpenAI's API has them",
-        {"schema": of_models(schema, models), "example": example},
-        response("One embedding a text, in order", {JSON: {"type": "object"}}),
-    )
-
-
-def completion_operations(models: list[str], schemas: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """OpenAI's operations on language models, by path.
+def shared_paths(
+    embedders: list[str], language_models: list[str], schemas: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The operations that several models share, by path.
 
     Args:
-        models: names of the language models; at least one.
+        embedders: names of the models with embeddings.
+        language_models: names of the language models.
         schemas: of the bodies, by the structs' names.
     """
-    return {
-        "/v1/chat/completions": _openai_operation(
+    paths = {}
+    if embedders:
+        texts = ["The harbour lay still.", "Boats slept in the port."]
+        paths["/v1/embeddings"] = operation(
+            "openai",
+            "embeddings",
+            "Embeddings, as OpenAI's API has them",
+            {
+                "schema": of_models(schemas["EmbeddingsRequest"], embedders),
+                "example": {"model": embedders[0], "input": texts},
+            },
+            response("One embedding a text, in order", {JSON: {"type": "object"}}),
+        )
+    if language_models:
+        messages = [{"role": "user", "content": "Write a Python function that adds two numbers."}]
+        paths["/v1/chat/completions"] = _openai_operation(
             "chat_completions",
             "Chat, as OpenAI's API has it",
-            of_models(schemas["ChatRequest"], models),
-            {
-                "model": models[0],
-                "messages": [{"role": "user", "content": "Write a Python function that adds two numbers."}],
-                "max_completion_tokens": 64,
-            },
+            of_models(schemas["ChatRequest"], language_models),
+            {"model": language_models[0], "messages": messages, "max_completion_tokens": 64},
             {"message": object_schema({"role": STRING, "content": STRING})},
-        ),
-        "/v1/completions": _openai_operation(
+        )
+        paths["/v1/completions"] = _openai_operation(
             "completions",
             "Continue texts, as OpenAI's API does",
-            of_models(schemas["CompletionRequest"], models),
-            {"model": models[0], "prompt": _PROMPT, "max_tokens": 64},
+            of_models(schemas["CompletionRequest"], language_models),
+            {"model": language_models[0], "prompt": _PROMPT, "max_tokens": 64},
             {"text": STRING},
-        ),
-    }
+        )
+        paths["/v2/requests/{request_id}/cancel"] = {
+            "tags": ["inference"],
+            "summary": "Cancel a stream, or a request to a language model",
+            "description": "Whoever knows a request's id, its `X-Request-Id`, can end it; it is answered with status "
+            "409.",
+            "operationId": "cancel_request",
+            "parameters": [{"name": "request_id", "in": "path", "required": True, "schema": STRING}],
+            "responses": {
+                "200": response(
+                    "How many sequences and streams were cancelled",
+                    {JSON: object_schema({"request_id": STRING, "cancelled": {"type": "integer", "minimum": 1}})},
+                )
+            },
+        }
+    return paths
 
 
 def _openai_operation(
@@ -168,21 +176,4 @@ def text_operations(signature: Signature, schema: dict[str, Any]) -> dict[str, d
             description=f"{description}\n\nThe last event has `final`; an error after the start is an event with "
             "`error` and `status`, before it.",
         ),
-    }
-
-
-def cancel_operation() -> dict[str, Any]:
-    """``/v2/requests/{request_id}/cancel``."""
-    return {
-        "tags": ["inference"],
-        "summary": "Cancel a stream, or a request to a language model",
-        "description": "Whoever knows a request's id, its `X-Request-Id`, can end it; it is answered with status 409.",
-        "operationId": "cancel_request",
-        "parameters": [{"name": "request_id", "in": "path", "required": True, "schema": STRING}],
-        "responses": {
-            "200": response(
-                "How many sequences and streams were cancelled",
-                {JSON: object_schema({"request_id": STRING, "cancelled": {"type": "integer", "minimum": 1}})},
-            )
-        },
     }
