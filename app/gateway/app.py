@@ -21,7 +21,7 @@ from app.gateway.http.replies import Reply, error_reply
 from app.gateway.models import Models
 from app.gateway.openapi.schema import openapi_schema
 from app.gateway.routes.embeddings import EmbeddingsEndpoint
-from app.gateway.routes.generate import GenerateEndpoint, GenerateStreamEndpoint
+from app.gateway.routes.generate import GenerateEndpoint
 from app.gateway.routes.infer import InferEndpoint
 from app.gateway.routes.metadata import health_routes, metadata_routes, openai_model_routes
 from app.gateway.routes.pages import docs_routes, page_routes
@@ -63,8 +63,8 @@ def create_app(
     if records is None:
         log = AccessLog(log_format=server.log_format, payloads=server.log_payloads) if server.access_log else None
         records = RequestRecords(log, StreamLimits(write_timeout_s=server.client_timeout_s))
-    generate = GenerateEndpoint(models, reader)
-    generate_stream = GenerateStreamEndpoint(models, reader)
+    generate = GenerateEndpoint(models, reader, streams=False)
+    generate_stream = GenerateEndpoint(models, reader, streams=True)
     routes = [
         EndpointRoute(INFER_PATH, infer),
         EndpointRoute("/v2/models/{model}/versions/{version}/infer", infer),
