@@ -190,7 +190,7 @@ def said(error: Exception) -> Said:
     )
 
 
-def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "") -> _Value:
+def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "", *, hint: str = "") -> _Value:
     """Decode JSON that has no tensors.
 
     Args:
@@ -198,18 +198,20 @@ def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "
         kind: the value's type. A struct's field of type None is part of the API but not supported here: only null is
             accepted. A bound has words of its own where its `msgspec.Meta` has `extra={"expected": words}`.
         path: the field whose value the JSON is; empty: the body.
+        hint: added to an error's message.
 
     Raises:
         BadRequest: the text isn't JSON, is too large, or has a duplicate key; or a field is unknown, missing,
             unsupported, of another type or out of bounds. The message names the field.
     """
     text = bytes(text)
-    check_size(text)
     try:
+        check_size(text)
         value: _Value = msgspec.json.decode(text, type=kind)
         check_keys(text)
-    except PARSE_ERRORS as error:
-        raise unreadable(error, text, kind, path) from None
+    except (BadRequest, *PARSE_ERRORS) as error:
+        fault = error if isinstance(error, BadRequest) else unreadable(error, text, kind, path)
+        raise (fault.again(f"{fault.message}; {hint}") if hint else fault) from None
     return value
 
 

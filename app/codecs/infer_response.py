@@ -16,7 +16,6 @@ from app.codecs.faults import at, no_json_form
 from app.codecs.tensors import HeadAnswer, InferRequest, RawTensor
 from app.errors import CallableFailed
 from inference.datatypes import DATATYPES, Datatype, unpack_bytes
-from inference.model import Scalar
 from inference.signature import Signature
 
 __all__ = ["ResponseEncoder", "checked_size", "flat_json", "omission_parameters"]
@@ -126,7 +125,6 @@ class ResponseEncoder:
         self,
         request: InferRequest,
         outputs: Mapping[str, RawTensor],
-        parameters: Mapping[str, Scalar] | None = None,
         omitted: Sequence[HeadAnswer] = (),
     ) -> tuple[list[bytes | memoryview], int | None]:
         """Encode one answer.
@@ -134,8 +132,7 @@ class ResponseEncoder:
         Args:
             request: the request; its ``outputs`` decide which outputs are written, in which order and form.
             outputs: the model's outputs by name; those not requested are left out.
-            parameters: the response's own parameters, if any.
-            omitted: heads whose outputs are left out; the parameters then say which, and why.
+            omitted: heads whose outputs are left out; ``parameters`` then say which, and why.
 
         Returns:
             The body in pieces, the first of which is the JSON; and, if any output is binary, the JSON's length for
@@ -147,15 +144,14 @@ class ResponseEncoder:
         """
         wishes = request.outputs
         if omitted:
-            parameters = {**(parameters or {}), **omission_parameters(omitted)}
             gone = {output for head in omitted for output in self._heads[head.head]}
             wishes = [wish for wish in wishes if wish.name not in gone]
         parts = [b"{"]
         if request.id:
             parts.append(b'"id":%b,' % orjson.dumps(request.id))
         parts.append(self._model)
-        if parameters:
-            parts.append(b'"parameters":%b,' % orjson.dumps(dict(parameters)))
+        if omitted:
+            parts.append(b'"parameters":%b,' % orjson.dumps(omission_parameters(omitted)))
         parts.append(b'"outputs":[')
         chunks: list[bytes | memoryview] = [b""]
         separator = b""
