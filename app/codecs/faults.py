@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -60,40 +61,28 @@ _BOUNDED: Final = {
     "array": inspect.ListType,
 }
 _UNITS: Final = {"str": " characters", "array": " entries"}
-_EXPECTED: Final = re.compile(r"Expected `([^`]*)`, got `([^`]*)`\Z")
-_BOUND: Final = re.compile(r"Expected `(int|float|str|array)` (?:of length )?[<>]=? \S+\Z")
-_FIELD: Final = re.compile(r"Object (contains unknown|missing required) field `(.*)`\Z", re.DOTALL)
-_ENUM: Final = re.compile(r"Invalid enum value (.*)\Z", re.DOTALL)
+_WORDING: Final = re.compile(
+    r"Expected `(?P<expected>[^`]*)`, got `(?P<got>[^`]*)`"
+    r"|Expected `(?P<bounded>int|float|str|array)` (?:of length )?[<>]=? \S+"
+    r"|Object contains unknown field `(?P<unknown>.*)`"
+    r"|Object missing required field `(?P<missing>.*)`"
+    r"|Invalid enum value (?P<value>.*)",
+    re.DOTALL,
+)
 _BYTE: Final = re.compile(r"\(byte (\d+)\)\Z")
+_ENTRY: Final = re.compile(r"\.(?:inputs|outputs)\[\d+\]")
 _PATH_PART: Final = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 _NOT_FINITE: Final = re.compile(rb"-?\b(?:NaN|Infinity)\b")
 _NOT_FINITE_HERE: Final = re.compile(rb"nan|inf", re.IGNORECASE)
 _HIGH_SURROGATE: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _BACKSLASHES: Final = re.compile(rb"\\*")
-# A longer body is not searched again for the tensor's name: errors must be cheap too.
+# A longer body is not parsed again for an error's words: errors must be cheap too.
 _LOOK_AGAIN_BYTES: Final = 1 << 20
 _PIECE_BYTES: Final = 1 << 16
 _FEW_BYTES: Final = 4096
 _FEW_COLONS: Final = 1000
 
 _Value = TypeVar("_Value")
-
-
-class _Entry(msgspec.Struct):
-    """The parts of a tensor that an error message needs."""
-
-    name: Any = None
-    data: msgspec.Raw = msgspec.Raw(b"")
-    parameters: Any = None
-
-
-class _Loose(msgspec.Struct):
-    inputs: list[_Entry] = []
-    outputs: list[_Entry] = []
-    parameters: Any = None
-
-
-_LOOSE: Final = msgspec.json.Decoder(_Loose)
 
 
 def at(path: str, tensor: str | None, message: str) -> BadRequest:
@@ -128,13 +117,9 @@ def shape_text(shape: Sequence[int]) -> str:
 
 def no_json_form(path: str, tensor: str, datatype: str) -> BadRequest:
     """The error for an output requested in JSON that has no JSON form."""
-    return at(
-        path,
-        tensor,
-        f"expected a datatype that has a JSON form, got {datatype}; ask for binary data: "
-        '"parameters": {"binary_data": true} on the output, or "parameters": {"binary_data_output": true} on the '
-        "request",
-    )
+    fix = 'ask for binary data: "parameters": {"binary_data": true} on the output, or "parameters": '
+    fix += '{"binary_data_output": true} on the request'
+    return at(path, tensor, f"expected a datatype that has a JSON form, got {datatype}; {fix}")
 
 
 def kind_of(name: str) -> str:
@@ -171,15 +156,9 @@ def said(error: Exception) -> Said:
     """Parse msgspec's wording."""
     text, found, path = str(error).rpartition(" - at `$")
     text, path = (text, path[:-1]) if found else (str(error), "")
-    if kinds := _EXPECTED.match(text):
-        return Said(text, path, expected=kinds[1], got=kinds[2])
-    if field := _FIELD.match(text):
-        is_unknown = field[1] == "contains unknown"
-        return Said(text, path, unknown=field[2] if is_unknown else None, missing=None if is_unknown else field[2])
-    if bound := _BOUND.match(text):
-        return Said(text, path, bounded=bound[1])
-    if value := _ENUM.match(text):
-        return Said(text, path, value=value[1])
+    if wording := _WORDING.fullmatch(text):
+        parts: dict[str, Any] = {name: part for name, part in wording.groupdict().items() if part is not None}
+        return Said(text, path, **parts)
     where = _BYTE.search(text)
     return Said(
         text.removeprefix("JSON is malformed: "),
@@ -229,10 +208,10 @@ def check_size(text: bytes, end: int | None = None, *, tensors: bool = False) ->
     end = len(text) if end is None else end
     if end <= MAX_CONTAINERS:
         return
-    counted = (b":",) if tensors else (b":", b"[", b"{")
-    brackets = 0 if tensors else text.count(b"[", 0, end) + text.count(b"{", 0, end)
-    if colons(text, end) + brackets > MAX_CONTAINERS:
-        _check_outside(text, end, counted, MAX_CONTAINERS, "keys" if tensors else "keys, objects and arrays")
+    brackets = () if tensors else (b"[", b"{")
+    if colons(text, end) + sum(text.count(one, 0, end) for one in brackets) > MAX_CONTAINERS:
+        what = "keys" if tensors else "keys, objects and arrays"
+        _check_outside(text, end, (b":", *brackets), MAX_CONTAINERS, what)
     if not tensors and text.count(b",", 0, end) > MAX_VALUES:
         _check_outside(text, end, (b",",), MAX_VALUES, "values")
 
@@ -283,12 +262,8 @@ def check_keys(text: bytes) -> None:
 
 def _unique(pairs: list[tuple[str, object]]) -> None:
     if len(pairs) != len(dict(pairs)):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                name = key_text(key)
-                raise at(name, None, "expected every key of an object once, got this one twice; leave one out")
-            seen.add(key)
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise at(key_text(key), None, "expected every key of an object once, got this one twice; leave one out")
 
 
 _PAIRS: Final = json.JSONDecoder(object_pairs_hook=_unique, strict=False, parse_int=len, parse_float=len)
@@ -314,17 +289,19 @@ def unreadable(
     fault = said(error)
     if not isinstance(error, msgspec.ValidationError):
         return _malformed(fault, text, whole, binary)
-    entry = _entry(fault.path, text)
-    tensor = entry.name if isinstance(entry, _Entry) and isinstance(entry.name, str) else None
+    tensor = _tensor(text, fault.path)
     expected = fault.expected
     inner = fault.path
     if inner.endswith("parameters[...]"):
-        inner = inner.removesuffix("[...]") + _guilty_parameter(entry, dict if fault.got == "object" else list)
+        inner = inner.removesuffix("[...]")
+        parameters = _value_at(text, inner)
+        if isinstance(parameters, dict):
+            wrong = dict if fault.got == "object" else list
+            inner += next((f".{key_text(name)}" for name, one in parameters.items() if isinstance(one, wrong)), "")
         expected = expected.replace(" | array", "").replace(" | null", "")  # only some of the parameters accept these
     place = (path + inner).lstrip(".")
-    if fault.unknown is not None or fault.missing is not None:
-        name = fault.unknown if fault.missing is None else fault.missing
-        assert name is not None
+    name = fault.missing if fault.unknown is None else fault.unknown
+    if name is not None:
         listed = ", ".join(_fields(_type_at(kind, fault.path)))
         field = f"{place}.{key_text(name)}" if place else key_text(name)
         if fault.missing is None:
@@ -345,9 +322,7 @@ def unreadable(
     return at(place, tensor, f"expected a valid value, got this: {fault.text[:200]}")
 
 
-@functools.cache
-def _type_info(kind: Any) -> inspect.Type:
-    return inspect.type_info(kind)
+_type_info: Final[Callable[[Any], inspect.Type]] = functools.cache(inspect.type_info)
 
 
 def _type_at(kind: Any, path: str) -> Sequence[inspect.Type]:
@@ -388,15 +363,9 @@ def _bounds(name: str, kinds: Sequence[inspect.Type]) -> str:
 
 
 def _got(fault: Said, text: bytes | memoryview) -> str:
-    """The value that is out of bounds; empty if it is not to be had."""
-    if len(text) > _LOOK_AGAIN_BYTES:
-        return ""
-    try:
-        value = msgspec.json.decode(text)
-        check_keys(bytes(text))
-        for part in _PATH_PART.finditer(fault.path):
-            value = value[int(part[2]) if part[1] is None else part[1]]
-    except (*PARSE_ERRORS, LookupError, ValueError):  # malformed further on, or within a dict of any keys
+    """The value that is out of bounds, for a message; empty if it can't be found."""
+    value = _value_at(text, fault.path, check=True)
+    if value is None:
         return ""
     if fault.bounded == "str":
         return f", got {len(value)} characters" if value else ", got an empty string"
@@ -420,33 +389,31 @@ def _choices(kinds: Sequence[inspect.Type]) -> str:
     return " or ".join(repr(value) for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values)
 
 
-def _loose(text: bytes | memoryview) -> _Loose | None:
+def _value_at(text: bytes | memoryview, path: str, *, check: bool = False) -> Any:
+    """The value at a path; None if the text is long or malformed, or the path leads into an object of any keys.
+
+    Raises:
+        BadRequest: ``check`` is set, and an object has a key twice.
+    """
     if len(text) > _LOOK_AGAIN_BYTES:
         return None
     try:
-        return _LOOSE.decode(text)
-    except PARSE_ERRORS:
+        value = msgspec.json.decode(text)
+        if check:
+            check_keys(bytes(text))
+        for part in _PATH_PART.finditer(path):
+            value = value[int(part[2]) if part[1] is None else part[1]]
+    except (*PARSE_ERRORS, LookupError, TypeError, ValueError):
         return None
+    return value
 
 
-def _entry(path: str, text: bytes | memoryview) -> _Entry | _Loose | None:
-    """The input or output that a path lies in, else the request; None if the text can't be parsed again."""
-    loose = _loose(text)
-    place = re.match(r"\.(inputs|outputs)\[(\d+)\]", path)
-    if loose is None or place is None:
-        return loose
-    entries: list[_Entry] = getattr(loose, place[1])
-    return entries[int(place[2])]
-
-
-def _guilty_parameter(entry: _Entry | _Loose | None, kind: type[Any]) -> str:
-    """The parameter of that type, which msgspec calls ``parameters[...]``."""
-    values = entry.parameters if entry is not None else None
-    if isinstance(values, dict):
-        for name, value in values.items():
-            if isinstance(value, kind):
-                return f".{key_text(name)}"
-    return ""
+def _tensor(text: bytes | memoryview, path: str) -> str | None:
+    """The name of the input or output that a path lies in."""
+    place = _ENTRY.match(path)
+    entry = None if place is None else _value_at(text, place[0])
+    name = entry.get("name") if isinstance(entry, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _malformed(fault: Said, text: bytes | memoryview, path: str, binary: str) -> BadRequest:
@@ -457,11 +424,8 @@ def _malformed(fault: Said, text: bytes | memoryview, path: str, binary: str) ->
     if _NOT_FINITE_HERE.match(here):
         field, tensor = _not_finite_tensor(text) if binary else (path, None)
         hint = f"; send the tensor as {binary}, which has both" if binary else ""
-        return at(
-            field,
-            tensor,
-            f"expected JSON numbers, got a NaN or Infinity at byte {position}: JSON has neither{hint}",
-        )
+        message = f"expected JSON numbers, got a NaN or Infinity at byte {position}: JSON has neither{hint}"
+        return at(field, tensor, message)
     # A high surrogate without a low one after it; msgspec reports it in some places only.
     before = text[-16:] if fault.byte is None else text[max(position - 6, 0) : position]
     if "surrogate" in fault.text or _HIGH_SURROGATE.search(bytes(before)):
@@ -472,8 +436,10 @@ def _malformed(fault: Said, text: bytes | memoryview, path: str, binary: str) ->
 
 def _not_finite_tensor(text: bytes | memoryview) -> tuple[str, str | None]:
     """The path and name of the first input whose data hold a NaN or an infinity."""
-    loose = _loose(_NOT_FINITE.sub(b"null", bytes(text))) if len(text) <= _LOOK_AGAIN_BYTES else None
-    for index, tensor in enumerate(loose.inputs if loose else ()):
-        if b"null" in bytes(tensor.data):
-            return f"inputs[{index}].data", tensor.name if isinstance(tensor.name, str) else None
+    if len(text) <= _LOOK_AGAIN_BYTES:
+        text = _NOT_FINITE.sub(b"null", bytes(text))
+        inputs = _value_at(text, ".inputs")
+        for index, entry in enumerate(inputs if isinstance(inputs, list) else ()):
+            if isinstance(entry, dict) and b"null" in msgspec.json.encode(entry.get("data", "")):
+                return f"inputs[{index}].data", _tensor(text, f".inputs[{index}]")
     return "body", None
