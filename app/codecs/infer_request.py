@@ -57,10 +57,6 @@ class _PipelineRequest(_Request, forbid_unknown_fields=True, gc=False):
     """``heads`` may be a list; other parameters are scalars."""
 
 
-_REQUEST: Final = msgspec.json.Decoder(_Request)
-_PIPELINE_REQUEST: Final = msgspec.json.Decoder(_PipelineRequest)
-
-
 class RequestDecoder:
     """Decodes requests to one model. Stateless, so any number of tasks may share it.
 
@@ -77,9 +73,7 @@ class RequestDecoder:
         self._heads = self._parameters.heads
         self._has_texts = any(spec.datatype == "BYTES" for spec in signature.inputs)  # whose lengths are checked
         self._kind = _PipelineRequest if signature.heads else _Request
-        self._parse: Callable[[bytes | memoryview], _Request] = (
-            _PIPELINE_REQUEST.decode if signature.heads else _REQUEST.decode
-        )
+        self._parse: Callable[[bytes | memoryview], _Request] = msgspec.json.Decoder(self._kind).decode
 
     def is_light(self, header_length: int) -> bool:
         """Whether decoding is fast, however long the binary tensors after ``header_length`` bytes of JSON are."""
@@ -103,11 +97,8 @@ class RequestDecoder:
         text: bytes | memoryview = body
         if header_length is not None:
             if not 0 <= header_length <= len(body):
-                raise BadRequest(
-                    "Inference-Header-Content-Length: expected the length of the JSON in bytes, 0 to the body's "
-                    f"{len(body)}, got {shown(header_length)}",
-                    field="Inference-Header-Content-Length",
-                )
+                expected = f"expected the length of the JSON in bytes, 0 to the body's {len(body)}"
+                raise at("Inference-Header-Content-Length", None, f"{expected}, got {shown(header_length)}")
             text = memoryview(body)[:header_length]
         check_size(body, len(text), tensors=True)
         try:
@@ -136,11 +127,9 @@ class RequestDecoder:
         offset = len(body) if header_length is None else header_length
         end = self._take_inputs(asked.inputs, body, offset, request)
         if end != len(body):
-            raise BadRequest(
-                f"body: expected the end after the last binary tensor, at byte {end}, got {len(body) - end} bytes "
-                f"more; compare Inference-Header-Content-Length ({header_length}) and the inputs' {_SIZE}",
-                field="body",
-            )
+            expected = f"expected the end after the last binary tensor, at byte {end}, got {len(body) - end} bytes more"
+            fix = f"compare Inference-Header-Content-Length ({header_length}) and the inputs' {_SIZE}"
+            raise at("body", None, f"{expected}; {fix}")
         return request
 
     def _unreadable(
@@ -195,33 +184,24 @@ class RequestDecoder:
                 request.rows = shape[0]
             elif shape[0] != request.rows:
                 first = next(iter(inputs))
-                raise at(
-                    f"inputs[{index}].shape",
-                    name,
-                    f"expected {request.rows} rows as in input {first!r}, got {shape[0]}",
-                )
+                expected = f"{request.rows} rows as in input {first!r}"
+                raise at(f"inputs[{index}].shape", name, f"expected {expected}, got {shape[0]}")
             size = _binary_size(tensor, index) if tensor.parameters else None
             data: bytes | memoryview
             if size is not None:
                 data = take_binary(body, offset, size, declared.spec, shape, count, index)
                 offset += size
             elif tensor.data is _NO_DATA:
-                raise at(
-                    f"inputs[{index}].data",
-                    name,
-                    f"expected an array, or binary data and parameters.{_SIZE}, got neither",
-                )
+                expected = f"expected an array, or binary data and parameters.{_SIZE}"
+                raise at(f"inputs[{index}].data", name, f"{expected}, got neither")
             else:
                 data = declared.data.pack(tensor.data, shape, count, index)
             inputs[name] = RawTensor(tensor.datatype, tuple(shape), data)
         missing = [name for name in self._required if name not in inputs]
         if missing:
+            required, lacking = ", ".join(map(repr, self._required)), ", ".join(map(repr, missing))
             got = f"only {', '.join(map(repr, inputs))}" if inputs else "none"
-            raise BadRequest(
-                f"inputs: expected the required inputs {', '.join(map(repr, self._required))}, got {got}; "
-                f"missing: {', '.join(map(repr, missing))}",
-                field="inputs",
-            )
+            raise at("inputs", None, f"expected the required inputs {required}, got {got}; missing: {lacking}")
         return offset
 
 
@@ -274,9 +254,8 @@ def _binary_size(tensor: _Input, index: int) -> int | None:
             raise unsupported(where, tensor.name, key, (_SIZE,))
     assert tensor.parameters is not None
     if tensor.data is not _NO_DATA:
-        raise at(
-            f"inputs[{index}].data", tensor.name, f"expected either data or parameters.{_SIZE}, got both; leave one out"
-        )
+        expected = f"expected either data or parameters.{_SIZE}"
+        raise at(f"inputs[{index}].data", tensor.name, f"{expected}, got both; leave one out")
     return integer(f"{where}.{_SIZE}", tensor.name, tensor.parameters[_SIZE], MAX_UINT64)
 
 

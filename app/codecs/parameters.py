@@ -33,6 +33,7 @@ class HeadChoice:
     def __init__(self, heads: Sequence[HeadSpec]) -> None:
         self.names = tuple(head.name for head in heads)
         """All heads, in the signature's order."""
+        self._listed = ", ".join(map(repr, self.names))
         self._owners = {output: head.name for head in heads for output in head.outputs}
 
     def read(self, value: object, path: str) -> tuple[str, ...]:
@@ -55,12 +56,12 @@ class HeadChoice:
         else:
             raise at(path, None, f"expected names of heads, as a list or separated by commas, got {shown(value)}")
         if not named:
-            raise at(path, None, f"expected at least one of {self._listed()}, got none")
+            raise at(path, None, f"expected at least one of {self._listed}, got none")
         seen = set()
         for index, name in enumerate(named):
             place = f"{path}[{index}]" if isinstance(value, list) else path
             if not isinstance(name, str) or name not in self.names:
-                raise at(place, None, f"expected one of the heads {self._listed()}, got {shown(name)}")
+                raise at(place, None, f"expected one of the heads {self._listed}, got {shown(name)}")
             if name in seen:
                 raise at(place, None, f"expected every head at most once, got {shown(name)} a second time")
             seen.add(name)
@@ -84,21 +85,11 @@ class HeadChoice:
         for index, output in enumerate(outputs):
             owner = self._owners[output]
             if heads and owner not in heads:
-                raise self._foreign(index, output, owner, heads)
+                expected = f"expected an output of the heads {', '.join(map(repr, heads))} (parameters.{HEADS})"
+                fix = "add the head there, or leave the output out"
+                raise at(f"outputs[{index}].name", output, f"{expected}, got one of head {owner!r}; {fix}")
             owners.add(owner)
         return tuple(name for name in self.names if name in owners)
-
-    def _foreign(self, index: int, output: str, owner: str, heads: Sequence[str]) -> BadRequest:
-        listed = ", ".join(map(repr, heads))
-        return at(
-            f"outputs[{index}].name",
-            output,
-            f"expected an output of the heads {listed} (parameters.{HEADS}), got one of head {owner!r}; add the head "
-            "there, or leave the output out",
-        )
-
-    def _listed(self) -> str:
-        return ", ".join(map(repr, self.names))
 
 
 MAX_UINT64: Final = 2**64 - 1
@@ -126,13 +117,9 @@ class RequestParameters:
         self.heads = HeadChoice(signature.heads) if signature.heads else None
         """None unless the model is a pipeline."""
         self._binary = binary
-        self._known = (
-            *self._declared,
-            *((_BINARY_OUTPUT,) if binary else ()),
-            "priority",
-            "timeout",
-            *((HEADS,) if signature.heads else ()),
-        )
+        own = ((_BINARY_OUTPUT,) if binary else ()) + ("priority", "timeout") + ((HEADS,) if signature.heads else ())
+        self.known = (*self._declared, *own)
+        """All names, for messages."""
 
     def request(self, id: str | None) -> InferRequest:
         """A request with an id and default parameters, still without inputs and outputs."""
@@ -174,16 +161,8 @@ class RequestParameters:
             elif name == HEADS and self.heads is not None:
                 request.heads = self.heads.read(value, _path(where, name))
             else:
-                raise unsupported(where, None, name, self._known)
+                raise unsupported(where, None, name, self.known)
         return binary_output
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._known
-
-    @property
-    def known(self) -> Sequence[str]:
-        """All names, for messages."""
-        return self._known
 
 
 def boolean(path: str, tensor: str | None, value: object) -> bool:
