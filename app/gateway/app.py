@@ -15,9 +15,9 @@ import app
 from app.config.schema import Server
 from app.errors import CallableFailed, HeadwaterError, MethodNotAllowed, NotFound
 from app.gateway.http.bodies import BodyReader
-from app.gateway.http.entry import INFER_PATH, EndpointRoute, Entry, HeadAsGet, RequestRecords, internal_error
+from app.gateway.http.entry import INFER_PATH, EndpointRoute, Entry, HeadAsGet, RequestRecords
 from app.gateway.http.event_stream import StreamLimits
-from app.gateway.http.replies import Reply, error_reply
+from app.gateway.http.replies import Reply, error_reply, internal_error
 from app.gateway.models import Models
 from app.gateway.openapi.schema import openapi_schema
 from app.gateway.routes.embeddings import EmbeddingsEndpoint

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
-from app.cli.bench.target import Body
 from app.cli.client import Metadata, Tensor
 from app.errors import CommandError
 from inference.datatypes import DATATYPES, float32_to_bf16, pack_bytes
 
-__all__ = ["SENTENCES", "Wishes", "infer_bodies", "read_bodies", "stream_bodies"]
+__all__ = ["Body", "Wishes", "infer_bodies", "read_bodies", "stream_bodies"]
 
 VARIETY: Final = 16
 """Number of different requests, sent in turn."""
@@ -38,6 +38,15 @@ SENTENCES: Final = (
     "She read the letter again, folded it, and put it back into the drawer without a word.",
     "Parliament will vote on the bill next week.",
 )
+
+
+@dataclass(frozen=True)
+class Body:
+    """One request's body."""
+
+    content: bytes
+    json_length: int | None = None
+    """The number of bytes that are JSON; None: all."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +90,13 @@ def infer_bodies(metadata: Metadata, heads: Sequence[str] | None, wishes: Wishes
 
 
 def stream_bodies(
-    kind: str, metadata: Metadata | None, model: str, heads: Sequence[str] | None, wishes: Wishes
+    mode: str, metadata: Metadata | None, model: str, heads: Sequence[str] | None, wishes: Wishes
 ) -> tuple[Body, ...]:
     """Bodies of requests for streams.
 
     Args:
-        kind: one of `app.cli.bench.target.KINDS` that streams.
-        metadata: the model's; needed for ``generate`` only.
+        mode: one of `app.cli.bench.job.PATHS` that streams.
+        metadata: the model's; needed for ``stream`` only.
         model: the model's name.
         heads: the heads to ask for; None: all.
         wishes: other properties.
@@ -100,9 +109,9 @@ def stream_bodies(
     if wishes.ignores_eos:
         limits["ignore_eos"] = True
     contents: list[dict[str, Any]] = []
-    if kind == "chat":
+    if mode == "chat":
         contents = [{"messages": [{"role": "user", "content": prompt}], **limits} for prompt in prompts]
-    elif kind == "completions":
+    elif mode == "completions":
         contents = [{"prompt": prompt, **limits} for prompt in prompts]
     elif metadata is not None and any(one.name == "text_input" for one in metadata.inputs):
         contents = [{"text_input": prompt, "parameters": limits} for prompt in prompts]
@@ -111,12 +120,11 @@ def stream_bodies(
         draw = np.random.default_rng(wishes.seed)
         chosen = {"parameters": {"heads": list(heads)}} if heads is not None else {}
         for _ in range(VARIETY):
-            fields = {one.name: _row(one, wishes, draw) for one in metadata.inputs}
-            contents.append({**fields, **chosen})
-    return tuple(_stream_body(kind, model, content) for content in contents)
+            contents.append({one.name: _row(one, wishes, draw) for one in metadata.inputs} | chosen)
+    return tuple(_json_body(mode, model, content) for content in contents)
 
 
-def read_bodies(path: Path, kind: str, model: str) -> tuple[Body, ...]:
+def read_bodies(path: Path, mode: str, model: str) -> tuple[Body, ...]:
     """Read bodies from a JSON file: one, or a list of them.
 
     Raises:
@@ -131,16 +139,13 @@ def read_bodies(path: Path, kind: str, model: str) -> tuple[Body, ...]:
     listed = content if isinstance(content, list) else [content]
     if not listed or not all(isinstance(one, dict) for one in listed):
         raise CommandError(f"--input: {path}: expected a request's body as a JSON object, or a list of them")
-    if kind == "infer":
-        return tuple(Body(orjson.dumps(one)) for one in listed)
-    return tuple(_stream_body(kind, model, one) for one in listed)
+    return tuple(_json_body(mode, model, one) for one in listed)
 
 
-def _stream_body(kind: str, model: str, content: Mapping[str, Any]) -> Body:
-    if kind in ("chat", "completions"):
+def _json_body(mode: str, model: str, content: Mapping[str, Any]) -> Body:
+    if mode in ("chat", "completions"):
         # Without usage, tokens could only be counted by their events.
-        asked = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
-        return Body(orjson.dumps({**asked, **content}))
+        content = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **content}
     return Body(orjson.dumps(content))
 
 
@@ -150,15 +155,14 @@ def _infer_body(values: Sequence[tuple[Tensor, Any]], parameters: Mapping[str, A
     for tensor, value in values:
         entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(value.shape)}
         if binary:
-            raw = pack_bytes(value.reshape(-1)) if tensor.datatype == "BYTES" else value.tobytes()
+            is_text = tensor.datatype == "BYTES"
+            raw = pack_bytes(text.encode() for text in value.flat) if is_text else value.tobytes()
             data.append(raw)
             entry["parameters"] = {"binary_data_size": len(raw)}
-        elif tensor.datatype == "BYTES":
-            entry["data"] = [element.decode() for element in value.reshape(-1)]
         else:
             entry["data"] = value.reshape(-1).tolist()
         inputs.append(entry)
-    head = orjson.dumps({"inputs": inputs, **({"parameters": parameters} if parameters else {})})
+    head = orjson.dumps({"inputs": inputs} | ({"parameters": parameters} if parameters else {}))
     return Body(b"".join((head, *data)), len(head) if binary else None)
 
 
@@ -166,11 +170,7 @@ def _row(tensor: Tensor, wishes: Wishes, draw: np.random.Generator) -> Any:
     """One row in the form of the generate routes."""
     if not DATATYPES[tensor.datatype].json:
         raise CommandError(f"--mode: input {tensor.name!r} is {tensor.datatype}, which has no JSON form; use infer")
-    value = _values(tensor, [1, *_shape(tensor, wishes)[1:]], draw)[0]
-    if tensor.datatype != "BYTES":
-        return value.tolist()
-    text = np.vectorize(bytes.decode, otypes=[object])(value) if getattr(value, "shape", ()) else value
-    return text.tolist() if isinstance(text, np.ndarray) else text.decode()
+    return _values(tensor, [1, *_shape(tensor, wishes)[1:]], draw).tolist()[0]
 
 
 def _check_shapes(metadata: Metadata, wishes: Wishes) -> None:
@@ -179,10 +179,7 @@ def _check_shapes(metadata: Metadata, wishes: Wishes) -> None:
         if name not in inputs:
             raise CommandError(f"--shape: expected one of the inputs {', '.join(inputs)}, got {name!r}")
         declared = inputs[name].shape[1:]
-        fits = len(shape) == len(declared) and all(
-            want < 0 or want == got for want, got in zip(declared, shape, strict=False)
-        )
-        if not fits:
+        if len(shape) != len(declared) or any(dim not in (-1, got) for dim, got in zip(declared, shape, strict=True)):
             expected = ",".join("any" if dim < 0 else str(dim) for dim in declared)
             raise CommandError(f"--shape: {name}: expected a row of {expected}, got {','.join(map(str, shape))}")
     for one in metadata.inputs:
@@ -197,19 +194,17 @@ def _shape(tensor: Tensor, wishes: Wishes) -> list[int]:
     return [wishes.rows if first == [-1] else dim for dim in first] + list(row)
 
 
-def _values(tensor: Tensor, shape: Sequence[int], draw: np.random.Generator) -> Any:
-    datatype = DATATYPES[tensor.datatype]
+def _values(tensor: Tensor, shape: Sequence[int], draw: np.random.Generator) -> npt.NDArray[Any]:
+    """Random values; those of a ``BYTES`` tensor are of type str."""
     if tensor.datatype == "BYTES":
         texts = random.Random(int(draw.integers(1 << 62)))
         value = np.empty(tuple(shape), dtype=object)
-        value.reshape(-1)[:] = [
-            " ".join(texts.sample(SENTENCES, texts.randint(1, 3))).encode() for _ in range(value.size)
-        ]
+        value.reshape(-1)[:] = [" ".join(texts.sample(SENTENCES, texts.randint(1, 3))) for _ in range(value.size)]
         return value
     if tensor.datatype == "BOOL":
         return draw.random(shape) < 0.5
     if tensor.datatype == "BF16":
         return float32_to_bf16(draw.random(shape, dtype=np.float32))
-    if datatype.numpy.kind == "f":
-        return draw.random(shape).astype(datatype.numpy)
-    return draw.integers(0, 100, shape).astype(datatype.numpy)
+    datatype = DATATYPES[tensor.datatype].numpy
+    values = draw.random(shape) if datatype.kind == "f" else draw.integers(0, 100, shape)
+    return values.astype(datatype)

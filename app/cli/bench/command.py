@@ -8,26 +8,27 @@ import contextlib
 import json
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
+from app.cli.bench.bodies import Wishes
 from app.cli.bench.closed_loop import STOPPED
-from app.cli.bench.load import Generator, generator
+from app.cli.bench.generator import Generator, generator
+from app.cli.bench.job import PATHS, Load
 from app.cli.bench.outcomes import OF_REQUESTS, OF_RUNS, read_limits
 from app.cli.bench.plan import Plan, check_answers, points_of
 from app.cli.bench.results import Results
-from app.cli.bench.table import table_text
-from app.cli.client import ServerClient
+from app.cli.bench.table import page_html, table_text
+from app.cli.client import ServerClient, api_key
 from app.cli.options import add_report_options, check_writable, checked, listed, number, whole, write_file
 from app.cli.report.plots import check_plots
 from app.errors import CommandError
 
-__all__ = ["Progress", "add_bench_command", "bench"]
+__all__ = ["add_bench_command", "bench"]
 
 MOST_CONNECTIONS = 20_000
 MOST_PROCESSES = 64
@@ -48,7 +49,7 @@ def add_bench_command(commands: Any) -> None:
     bench.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
     bench.add_argument("--model", metavar="NAME", help="the model; default: the server's only model")
     bench.add_argument(
-        "--mode", choices=("infer", "stream", "chat", "completions"), default="infer",
+        "--mode", choices=tuple(PATHS), default="infer",
         help="infer: whole answers; stream: /v2/.../generate_stream; chat, completions: OpenAI's streams; "
         "default: %(default)s",
     )  # fmt: skip
@@ -124,13 +125,9 @@ def add_bench_command(commands: Any) -> None:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from app.cli.bench.bodies import Wishes
-    from app.cli.bench.load import Load
-    from app.cli.bench.plan import Plan
-
     _check_together(options)
     loads = (
-        [Load(None, rate) for rate in options.rate]
+        [Load(rate_per_s=rate) for rate in options.rate]
         if options.rate
         else [Load(connections) for connections in options.connections or (1, 16)]
     )
@@ -170,8 +167,6 @@ def _check_together(options: argparse.Namespace) -> None:
 
 
 def _key(path: Path | None) -> str:
-    from app.cli.client import api_key
-
     if path is None:
         return api_key()
     try:
@@ -203,56 +198,6 @@ def _heads(text: str) -> tuple[str, ...] | None:
     return heads
 
 
-class Progress:
-    """A progress bar on standard error, if that is a terminal, for consecutive runs of known length.
-
-    Args:
-        total_s: the length of all runs together.
-    """
-
-    def __init__(self, total_s: float) -> None:
-        self._total_s = total_s
-        self._done_s = 0.0
-
-    @contextlib.asynccontextmanager
-    async def shown(self) -> AsyncIterator[Progress]:
-        """Show the bar while the block runs."""
-        if not sys.stderr.isatty():
-            yield self
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        # No refresh thread: it would take the generator's time in steps of five milliseconds.
-        with Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as self._bar:
-            self._task = self._bar.add_task("", total=self._total_s)
-            yield self
-
-    @contextlib.asynccontextmanager
-    async def run(self, what: str, seconds: float) -> AsyncIterator[None]:
-        """Advance the bar while the block makes one run."""
-        bar = getattr(self, "_bar", None)
-        if bar is None:
-            yield
-            return
-        began_s = time.perf_counter()
-
-        async def move() -> None:
-            while True:
-                passed_s = min(time.perf_counter() - began_s, seconds)
-                bar.update(self._task, description=what, completed=self._done_s + passed_s, refresh=True)
-                await asyncio.sleep(STEP_S)
-
-        moving = asyncio.ensure_future(move())
-        try:
-            yield
-        finally:
-            moving.cancel()
-            self._done_s += seconds
-
-
 def bench(plan: Plan) -> int:
     """Measure, print the table, write the files.
 
@@ -271,17 +216,15 @@ def bench(plan: Plan) -> int:
     model = plan.model or server.only_model()
     points = points_of(plan, server, model)
     started = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
-    results = Results(plan, model, about, points, started)
+    results = Results(plan, model, about, points, started, [[] for _ in points])
     with generator(plan.processes) as load:
         uvloop.run(_measure(results, load))
-    told = results.told()
-    print(table_text(told))
-    write_file("--json", plan.json, json.dumps(told, indent=1) + "\n")
+    report = results.report()
+    print(table_text(points, report))
+    write_file("--json", plan.json, json.dumps(report, indent=1) + "\n")
     if plan.html is not None:
-        from app.cli.bench.table import page_html
-
-        write_file("--html", plan.html, page_html(results))
-    return 0 if told["valid"] else 1
+        write_file("--html", plan.html, page_html(results, report))
+    return 0 if report["valid"] else 1
 
 
 async def _measure(results: Results, load: Generator) -> None:
@@ -289,22 +232,47 @@ async def _measure(results: Results, load: Generator) -> None:
     plan = results.plan
     loop = asyncio.get_running_loop()
     await check_answers(results.points)
-    total_s = plan.run_s * plan.repeats * len(results.points)
-    loop.add_signal_handler(signal.SIGINT, load.stop)
+    order = [(repeat, place) for repeat in range(plan.repeats) for place in range(len(results.points))]
+    loop.add_signal_handler(signal.SIGINT, load.stop.set)
     try:
-        async with Progress(total_s).shown() as progress:
-            for repeat in range(plan.repeats):
-                for point, runs in zip(results.points, results.runs, strict=True):
-                    what = f"{point}, repeat {repeat + 1} of {plan.repeats}"
-                    async with progress.run(what, plan.run_s):
-                        outcomes = await load.run(plan.job(point, repeat))
-                    if outcomes.requests:
-                        runs.append(outcomes)
-                    if outcomes.ended:
-                        results.ended = outcomes.ended
-                        return
-                    if load.is_stopped:
-                        results.ended = STOPPED
-                        return
+        async with _progress(plan.run_s * len(order)) as show:
+            for done, (repeat, place) in enumerate(order):
+                point = results.points[place]
+                show(f"{point}, repeat {repeat + 1} of {plan.repeats}", plan.run_s * done)
+                outcomes = await load.run(plan.job(point, repeat))
+                if outcomes.requests:
+                    results.runs[place].append(outcomes)
+                if outcomes.ended or load.stop.is_set():
+                    results.ended = outcomes.ended or STOPPED
+                    return
     finally:
         loop.remove_signal_handler(signal.SIGINT)
+
+
+@contextlib.asynccontextmanager
+async def _progress(total_s: float) -> AsyncIterator[Callable[[str, float], None]]:
+    """Show a bar on standard error, if that is a terminal, while the block runs.
+
+    Gives a function to call at the start of each run, with the run's name and the seconds of those before it.
+    """
+    if not sys.stderr.isatty():
+        yield lambda what, done_s: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    # No refresh thread: it would take the generator's time in steps of five milliseconds.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("", total=total_s)
+
+        async def advance() -> None:
+            while True:
+                await asyncio.sleep(STEP_S)
+                bar.update(task, advance=STEP_S, refresh=True)
+
+        advancing = asyncio.ensure_future(advance())
+        try:
+            yield lambda what, done_s: bar.update(task, description=what, completed=done_s, refresh=True)
+        finally:
+            advancing.cancel()

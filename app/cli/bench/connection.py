@@ -6,42 +6,24 @@ A client with pools, redirects and cookies takes several times a gateway's time,
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
-from typing import NamedTuple, Protocol, cast
+from typing import cast
+from urllib.parse import urlsplit
 
 import httptools
 
-from app.cli.bench.faults import AskFailed, Fault, os_reason
-from app.cli.bench.target import Target
+from app.cli.bench.answers import LONGEST_REASON, Fault, Sample, TokenReader, answer_fault, failed_status
 from app.cli.client import CONNECT_TIMEOUT_S, tls_context
 
-__all__ = ["Connection", "Dialler", "EventReader", "Reply"]
+__all__ = ["ConnectFailed", "Connection", "Dialler"]
 
 
-class Reply(NamedTuple):
-    """One answer; times are `time.perf_counter`'s."""
+class ConnectFailed(Exception):
+    """No connection could be made."""
 
-    status: int
-    json_length: int | None
-    """The value of the header ``Inference-Header-Content-Length``."""
-    body: bytes
-    sent_s: float
-    ended_s: float
-    """When its last byte arrived."""
-
-
-class EventReader(Protocol):
-    """Reads a stream while it comes."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the stream's last event has come."""
-        ...
-
-    def feed(self, data: bytes, now_s: float) -> None:
-        """Read data that arrived at this time."""
-        ...
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.fault = Fault("connect", None, reason)
 
 
 class Connection(asyncio.Protocol):
@@ -49,44 +31,43 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._waiter: asyncio.Future[Reply] | None = None
+        self._waiter: asyncio.Future[Sample] | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self._reader: EventReader | None = None
+        self._reader: TokenReader | None = None
         self._body: list[bytes] = []
         self._json_length: int | None = None
         self._sent_s = 0.0
         self._now_s = 0.0
+        self._expires_s = 0.0
         self.lost = False
-        self.expires_s: float | None = None
-        """When the pending request expires; None: no request is pending."""
         self.idle_since_s = 0.0
 
-    def exchange(self, request: bytes, expires_s: float, reader: EventReader | None = None) -> asyncio.Future[Reply]:
-        """Send a request; the connection must not be `lost`.
+    def ask(self, request: bytes, mode: str, expires_s: float) -> asyncio.Future[Sample]:
+        """Send a request; the connection must not be `lost`, and no other request may be pending.
 
         Args:
             request: all of it, encoded.
-            expires_s: when `expire` ends the request.
-            reader: reads the body of an answer with status 200 while it comes; it is then not in the reply.
+            mode: one of `app.cli.bench.job.PATHS`.
+            expires_s: when `expire` fails the request.
 
         Returns:
-            A future of the answer, which may raise `AskFailed`.
+            A future of the whole answer or the fault.
         """
         assert self._transport is not None
         self._waiter = waiter = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
-        self._reader = reader
+        self._reader = None if mode == "infer" else TokenReader(mode)
         self._body = []
         self._json_length = None
-        self.expires_s = expires_s
+        self._expires_s = expires_s
         self._sent_s = time.perf_counter()
         self._transport.write(request)
         return waiter
 
     def expire(self, now_s: float) -> None:
         """Fail a request that has taken too long, and close the connection."""
-        if self.expires_s is not None and now_s > self.expires_s:
-            self._fail(Fault("timeout", None, "no whole answer in time"))
+        if self._waiter is not None and now_s > self._expires_s:
+            self._fail("timeout", "no whole answer in time")
             self.close()
 
     def close(self) -> None:
@@ -102,10 +83,10 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
-        if self._reader is not None and self._reader.is_done and self._parser is not None:
-            self._end(self._parser.get_status_code())  # a server that ends its streams by disconnecting
-            return
-        self._fail(Fault("reset", None, os_reason(exc) if exc else "the connection ended before the answer did"))
+        if self._reader is not None and self._reader.is_done:
+            self._end()  # a server that ends its streams by disconnecting
+        else:
+            self._fail("reset", _reason(exc) if exc else "the connection ended before the answer did")
 
     def data_received(self, data: bytes) -> None:
         if self._waiter is None or self._parser is None:  # data that no request asked for
@@ -115,7 +96,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(Fault("bad answer", None, f"not HTTP: {error}"[:160]))
+            self._fail("bad answer", f"not HTTP: {error}"[:LONGEST_REASON])
             self.close()
 
     # httptools
@@ -131,36 +112,43 @@ class Connection(asyncio.Protocol):
             self._body.append(body)
 
     def on_message_complete(self) -> None:
-        assert self._parser is not None
-        if not self._parser.should_keep_alive():
+        if self._parser is not None and not self._parser.should_keep_alive():
             self.close()
-        self._end(self._parser.get_status_code())
+        self._end()
 
-    def _end(self, status: int) -> None:
-        waiter, self._waiter, self.expires_s = self._waiter, None, None
+    def _end(self) -> None:
+        assert self._parser is not None
+        status = self._parser.get_status_code()
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        if status != 200:
+            fault: Fault | None = failed_status(status, body)
+        else:
+            fault = answer_fault(body, self._json_length) if self._reader is None else self._reader.end()
+        self._settle(Sample(fault, self._sent_s, self._now_s, self._reader))
+
+    def _fail(self, kind: str, reason: str) -> None:
+        self._settle(Sample(Fault(kind, None, reason), self._sent_s))
+
+    def _settle(self, sample: Sample) -> None:
+        waiter, self._waiter = self._waiter, None
         self.idle_since_s = self._now_s
         if waiter is not None and not waiter.done():
-            body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-            waiter.set_result(Reply(status, self._json_length, body, self._sent_s, self._now_s))
-
-    def _fail(self, fault: Fault) -> None:
-        waiter, self._waiter, self.expires_s = self._waiter, None, None
-        if waiter is not None and not waiter.done():
-            waiter.set_exception(AskFailed(fault))
+            waiter.set_result(sample)
 
 
 class Dialler:
-    """Opens connections to a target.
+    """Opens connections to a server.
 
     Args:
-        target: gives host and port.
+        url: the server's base.
     """
 
-    def __init__(self, target: Target) -> None:
-        self._host, self._port = target.host, target.port
-        self._tls: ssl.SSLContext | None = tls_context(target.url) if target.is_tls else None
-        self.open: set[Connection] = set()
-        """Connections that are not known to be lost."""
+    def __init__(self, url: str) -> None:
+        server = urlsplit(url)
+        is_tls = server.scheme == "https"
+        self._host, self._port = server.hostname or "", server.port or (443 if is_tls else 80)
+        self._tls = tls_context(url) if is_tls else None
+        self._open: set[Connection] = set()
         self.failing_since_s: float | None = None
         """Since when connecting fails; None: the last attempt succeeded."""
         self.last_reason = ""
@@ -169,7 +157,7 @@ class Dialler:
         """Open a connection.
 
         Raises:
-            AskFailed: connecting failed.
+            ConnectFailed: connecting failed.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -177,26 +165,31 @@ class Dialler:
                 loop.create_connection(Connection, self._host, self._port, ssl=self._tls), CONNECT_TIMEOUT_S
             )
         except (OSError, asyncio.TimeoutError) as error:  # ssl's errors are among the first
-            reason = "no connection in time" if isinstance(error, asyncio.TimeoutError) else os_reason(error)
             if self.failing_since_s is None:
                 self.failing_since_s = time.perf_counter()
-            self.last_reason = reason
-            raise AskFailed(Fault("connect", None, reason)) from error
+            self.last_reason = "no connection in time" if isinstance(error, asyncio.TimeoutError) else _reason(error)
+            raise ConnectFailed(self.last_reason) from error
         self.failing_since_s = None
-        self.open.add(connection)
+        self._open.add(connection)
         return connection
 
     def expire(self) -> None:
-        """End every request that has taken too long, and forget lost connections."""
+        """Fail every request that has taken too long, and forget lost connections."""
         now_s = time.perf_counter()
-        for connection in list(self.open):
+        for connection in list(self._open):
             if connection.lost:
-                self.open.discard(connection)
+                self._open.discard(connection)
             else:
                 connection.expire(now_s)
 
     def close(self) -> None:
         """Close all connections."""
-        for connection in self.open:
+        for connection in self._open:
             connection.close()
-        self.open.clear()
+        self._open.clear()
+
+
+def _reason(error: BaseException) -> str:
+    """A system error's message, without addresses."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text)[:LONGEST_REASON]

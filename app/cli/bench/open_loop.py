@@ -18,33 +18,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
+from app.cli.bench.answers import Fault, Sample
 from app.cli.bench.closed_loop import Stop, until_gone
-from app.cli.bench.connection import Connection, Dialler
-from app.cli.bench.events import Sample, ask
-from app.cli.bench.faults import AskFailed, Fault
-from app.cli.bench.outcomes import NO_LIMITS, Limits, Outcomes
-from app.cli.bench.target import Target
+from app.cli.bench.connection import ConnectFailed, Connection, Dialler
+from app.cli.bench.job import Job
+from app.cli.bench.outcomes import Outcomes
 
-__all__ = ["ARRIVALS", "PreciseTimer", "arrival_times", "open_loop"]
+__all__ = ["PreciseTimer", "arrival_times", "open_loop"]
 
-ARRIVALS: Final = ("poisson", "constant")
 IDLE_S: Final = 3.0
 """A connection that was idle for longer is not reused: servers close idle connections, some after five seconds, and a
 request sent at that moment would fail through nobody's fault."""
 _WAITED: Final = Fault("timeout", None, "no connection was free in time")
 _CLOCK_MONOTONIC: Final = 1  # the clock of time.perf_counter
-_TFD_NONBLOCK_CLOEXEC: Final = os.O_NONBLOCK | os.O_CLOEXEC
-
-
-class _Itimerspec(ctypes.Structure):
-    _fields_ = (
-        ("interval_s", ctypes.c_long),
-        ("interval_ns", ctypes.c_long),
-        ("value_s", ctypes.c_long),
-        ("value_ns", ctypes.c_long),
-    )
-
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -62,18 +48,15 @@ class PreciseTimer:
 
     def __init__(self, on_time: Callable[[], None]) -> None:
         self._on_time = on_time
-        self._fd = _libc.timerfd_create(_CLOCK_MONOTONIC, _TFD_NONBLOCK_CLOEXEC)
-        if self._fd < 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._fd = _checked(_libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._ring)
 
     def set(self, when_s: float) -> None:
         """Fire at this time of `time.perf_counter`, or at once if it has passed."""
         ahead_ns = max(1, int((when_s - time.perf_counter()) * 1e9))
-        value = _Itimerspec(0, 0, *divmod(ahead_ns, 1_000_000_000))
-        if _libc.timerfd_settime(self._fd, 0, ctypes.byref(value), None) < 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        itimerspec = (ctypes.c_long * 4)(0, 0, *divmod(ahead_ns, 1_000_000_000))  # the interval, then the time
+        _checked(_libc.timerfd_settime(self._fd, 0, itimerspec, None))
 
     def close(self) -> None:
         """Never fire again."""
@@ -84,6 +67,12 @@ class PreciseTimer:
         with contextlib.suppress(BlockingIOError):  # it was set again in the meantime
             os.read(self._fd, 8)
             self._on_time()
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
 
 
 def arrival_times(rate_per_s: float, arrivals: str, seed: int) -> Iterator[float]:
@@ -100,56 +89,24 @@ def arrival_times(rate_per_s: float, arrivals: str, seed: int) -> Iterator[float
     return itertools.accumulate(draw(rate_per_s) for _ in itertools.count())
 
 
-async def open_loop(
-    target: Target,
-    rate_per_s: float,
-    seconds: float,
-    warmup_s: float = 1.0,
-    *,
-    arrivals: str = "poisson",
-    max_connections: int = 1024,
-    seed: int = 0,
-    limits: Limits = NO_LIMITS,
-    begin_s: float | None = None,
-    stop: Stop | None = None,
-) -> Outcomes:
+async def open_loop(job: Job, stop: Stop | None = None) -> Outcomes:
     """Put load on a server.
 
-    Requests due in the ``seconds`` after the warm-up count, and each is awaited for ``target.timeout_s`` from its due
-    time. A rate is the number of answers divided by the time from the end of the warm-up to the last answer, but at
-    least ``seconds``.
+    Requests due in ``job.seconds`` after the warm-up count, and each is awaited for ``job.target.timeout_s`` from its
+    due time. A rate is the number of answers divided by the time from the end of the warm-up to the last answer, but at
+    least ``job.seconds``.
 
     Args:
-        target: what to send, its bodies in turn.
-        rate_per_s: above 0.
-        seconds: how long to send requests that count.
-        warmup_s: how long to send requests before those.
-        arrivals: one of `ARRIVALS`.
-        max_connections: when all are busy, a request waits for one; its latency still counts from its due time.
-        seed: for the due times.
-        limits: for `Outcomes.met`.
-        begin_s: see `closed_loop`.
+        job: its load has a rate above 0.
         stop: see `closed_loop`.
     """
-    outcomes = Outcomes()
-    now = time.perf_counter()
-    if begin_s is not None and begin_s > now:
-        await asyncio.sleep(begin_s - now)
-    counts_from = time.perf_counter() + warmup_s
-    arrival = arrival_times(rate_per_s, arrivals, seed)
-    senders = _Senders(target, outcomes, limits, max_connections, counts_from)
-    cpu_s, since_s = time.thread_time(), time.perf_counter()
-    async with until_gone(senders.dialler, outcomes, stop) as tasks:
-        tasks.append(asyncio.ensure_future(senders.run(arrival, since_s, counts_from + seconds)))
-        await asyncio.wait(tasks)
-    now = time.perf_counter()
-    outcomes.cpu_share = (time.thread_time() - cpu_s) / (now - since_s)
+    await asyncio.sleep(job.begin_s - time.perf_counter())
+    senders = _Senders(job)
+    outcomes, counts_from = senders.outcomes, senders.counts_from
+    await until_gone([asyncio.ensure_future(senders.run())], senders.dialler, outcomes, stop)
     # For a run that ended early, the time it had.
-    wanted_s = seconds if not outcomes.ended else max(min(seconds, now - counts_from), 1e-9)
-    outcomes.elapsed_s = max(wanted_s, senders.last_s - counts_from)
-    outcomes.requests_per_s = outcomes.answers / outcomes.elapsed_s
-    outcomes.met_per_s = outcomes.met / outcomes.elapsed_s
-    outcomes.tokens_per_s = outcomes.tokens / outcomes.elapsed_s
+    had_s = max(min(job.seconds, time.perf_counter() - counts_from), 1e-9) if outcomes.ended else job.seconds
+    outcomes.set_rates(max(had_s, senders.last_s - counts_from))
     return outcomes
 
 
@@ -163,37 +120,34 @@ class _Due(NamedTuple):
 class _Senders:
     """The connections of one run, and the requests that wait for one."""
 
-    def __init__(
-        self, target: Target, outcomes: Outcomes, limits: Limits, max_connections: int, counts_from: float
-    ) -> None:
-        self.dialler = Dialler(target)
-        self.last_s = counts_from
-        """When the last answer that counts arrived."""
-        self._target = target
-        self._requests = itertools.cycle(target.requests())
-        self._outcomes = outcomes
-        self._limits = limits
-        self._most = max_connections
-        self._counts_from = counts_from
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._requests = itertools.cycle(job.target.requests())
         self._waiting: deque[_Due] = deque()
         self._idle: list[Connection] = []
         self._busy: set[asyncio.Task[None]] = set()
-        self._mistake: BaseException | None = None
-        """A bug of the bench, raised in a task."""
+        self._bug: BaseException | None = None
+        """Raised by a task."""
+        self.dialler = Dialler(job.target.url)
+        self.outcomes = Outcomes()
+        self.last_s = 0.0
+        """When the last answer that counts arrived."""
+        self.counts_from = time.perf_counter() + job.warmup_s
 
-    async def run(self, arrival: Iterator[float], since_s: float, until: float) -> None:
-        """Send until this time, and wait for the answers."""
+    async def run(self) -> None:
+        """Send for the whole time, and wait for the answers."""
+        job = self._job
+        since_s, until = self.counts_from - job.warmup_s, self.counts_from + job.seconds
+        due_s = (since_s + after_s for after_s in arrival_times(job.load.rate_per_s, job.arrivals, job.seed))
+        following = next(due_s)
         over = asyncio.Event()
-        following = since_s + next(arrival)
 
         def send_due() -> None:
             nonlocal following
             now = time.perf_counter()
-            while following <= now:
-                if following >= until:
-                    break
+            while following <= now and following < until:
                 self._begin(_Due(following, next(self._requests)), now)
-                following = since_s + next(arrival)
+                following = next(due_s)
             if following >= until:
                 over.set()
             else:
@@ -211,15 +165,15 @@ class _Senders:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if self._mistake is not None:
-            raise self._mistake
+        if self._bug is not None:
+            raise self._bug
 
     def _begin(self, due: _Due, now: float) -> None:
-        if due.at_s >= self._counts_from:
-            self._outcomes.behind_s.append(now - due.at_s)
-        if len(self._busy) >= self._most:
-            if due.at_s >= self._counts_from:
-                self._outcomes.waited += 1
+        is_full = len(self._busy) >= self._job.max_connections
+        if due.at_s >= self.counts_from:
+            self.outcomes.behind_s.append(now - due.at_s)
+            self.outcomes.waited += is_full
+        if is_full:
             self._waiting.append(due)
             return
         task = asyncio.ensure_future(self._serve(due))
@@ -229,36 +183,28 @@ class _Senders:
     def _end(self, task: asyncio.Task[None]) -> None:
         self._busy.discard(task)
         if not task.cancelled():
-            self._mistake = self._mistake or task.exception()
+            self._bug = self._bug or task.exception()
 
     async def _serve(self, due: _Due) -> None:
-        """Send a request and then, on the same connection, those that wait."""
-        connection: Connection | None = None
-        while True:
-            connection = await self._send(due, connection)
-            if not self._waiting:
-                break
-            due = self._waiting.popleft()
-        if connection is not None and not connection.lost:
-            self._idle.append(connection)
+        """Send a request and then those that wait."""
+        await self._send(due)
+        while self._waiting:
+            await self._send(self._waiting.popleft())
 
-    async def _send(self, due: _Due, connection: Connection | None) -> Connection | None:
-        """Send one request. Returns the connection, if it can be reused."""
-        expires_s = due.at_s + self._target.timeout_s
+    async def _send(self, due: _Due) -> None:
+        target = self._job.target
+        expires_s = due.at_s + target.timeout_s
         if time.perf_counter() > expires_s:
-            self._note(due, Sample(_WAITED, due.at_s, due.at_s))
-            return connection
-        if connection is None or connection.lost:
-            connection = self._take_idle()
+            self._note(due, Sample(_WAITED))
+            return
         try:
-            if connection is None:
-                connection = await self.dialler.dial()
-        except AskFailed as failed:
-            self._note(due, Sample(failed.fault, due.at_s, due.at_s))
-            return None
-        sample = await ask(connection, due.request, self._target.kind, due.at_s, expires_s)
-        self._note(due, sample)
-        return None if connection.lost else connection
+            connection = self._take_idle() or await self.dialler.dial()
+        except ConnectFailed as failed:
+            self._note(due, Sample(failed.fault))
+            return
+        self._note(due, await connection.ask(due.request, target.mode, expires_s))
+        if not connection.lost:
+            self._idle.append(connection)
 
     def _take_idle(self) -> Connection | None:
         while self._idle:
@@ -271,9 +217,9 @@ class _Senders:
         return None
 
     def _note(self, due: _Due, sample: Sample) -> None:
-        if due.at_s < self._counts_from:
+        if due.at_s < self.counts_from:
             return
-        self._outcomes.note(sample, due.at_s, self._limits)
-        if sample.ended_s > due.at_s:  # otherwise it was not sent, or has no answer
-            self._outcomes.lateness_s.append(max(0.0, sample.sent_s - due.at_s))
+        self.outcomes.note(sample, due.at_s, self._job.limits)
+        if sample.ended_s:
+            self.outcomes.lateness_s.append(max(0.0, sample.sent_s - due.at_s))
             self.last_s = max(self.last_s, sample.ended_s)

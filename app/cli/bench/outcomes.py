@@ -5,30 +5,20 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from app.cli.bench.events import Sample
-from app.cli.bench.faults import Fault
+from app.cli.bench.answers import Fault, Sample
 from app.cli.options import named, number
 
 __all__ = [
-    "NO_LIMITS",
-    "OF_REQUESTS",
-    "OF_RUNS",
-    "Limits",
-    "Outcomes",
-    "distribution",
-    "merged",
-    "percentile",
-    "read_limits",
+    "OF_REQUESTS", "OF_RUNS", "Limits", "Outcomes", "distribution_ms", "merged", "percentile", "read_limits",
     "request_limits",
-]
+]  # fmt: skip
 
 OF_REQUESTS: Final = ("latency_ms", "ttft_ms", "itl_ms", "tpot_ms")
 """Limits for each request."""
@@ -38,6 +28,10 @@ MOST_REASONS: Final = 50
 """Kinds of errors that are counted apart; beyond this, errors are counted by status."""
 _ENOUGH: Final = {"p50": (50.0, 1), "p90": (90.0, 10), "p99": (99.0, 100), "p99.9": (99.9, 1000)}
 """The reported percentiles, and the number of values from which each is more than the maximum repeated."""
+
+
+def _floats() -> array[float]:
+    return array("d")
 
 
 class Limits(NamedTuple):
@@ -70,9 +64,6 @@ class Limits(NamedTuple):
         return True
 
 
-NO_LIMITS: Final = Limits()
-
-
 def read_limits(text: str) -> dict[str, float]:
     """Read the value of ``--slo``: limits by name, in milliseconds.
 
@@ -82,9 +73,9 @@ def read_limits(text: str) -> dict[str, float]:
     return named(text, (*OF_REQUESTS, *OF_RUNS), number(lambda ms: ms > 0, "milliseconds above 0, such as 200"))
 
 
-def request_limits(told: Mapping[str, float]) -> Limits:
+def request_limits(slo: Mapping[str, float]) -> Limits:
     """The limits for single requests."""
-    return Limits(*(told[name] / 1000 if name in told else None for name in OF_REQUESTS))
+    return Limits(*(slo[name] / 1000 if name in slo else None for name in OF_REQUESTS))
 
 
 def percentile(values: Sequence[float] | npt.NDArray[Any], percent: float) -> float:
@@ -97,27 +88,19 @@ def percentile(values: Sequence[float] | npt.NDArray[Any], percent: float) -> fl
     return float(np.percentile(values, percent, method="inverted_cdf"))
 
 
-def distribution(values: Sequence[float], scale: float = 1.0) -> dict[str, float | int | None]:
-    """Count, mean, minimum, maximum and percentiles.
+def distribution_ms(values_s: Sequence[float]) -> dict[str, float | int | None]:
+    """Count, mean, minimum, maximum and percentiles of times in seconds, which become milliseconds.
 
     A percentile is None if there are too few values: p90 needs 10, p99 100, p99.9 1,000.
-
-    Args:
-        values: in any order.
-        scale: a factor for the values, such as 1000 for milliseconds.
     """
-    scaled = np.asarray(values, float) * scale
-    count = len(scaled)
-    told: dict[str, float | int | None] = {"count": count, "mean": None, "min": None, "max": None}
+    values = np.asarray(values_s, float) * 1000
+    count = len(values)
+    found: dict[str, float | int | None] = {"count": count, "mean": None, "min": None, "max": None}
     if count:
-        told |= {"mean": float(scaled.mean()), "min": float(scaled.min()), "max": float(scaled.max())}
+        found |= {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
     for name, (percent, least) in _ENOUGH.items():
-        told[name] = percentile(scaled, percent) if count >= least else None
-    return told
-
-
-def _floats() -> array[float]:
-    return array("d")
+        found[name] = percentile(values, percent) if count >= least else None
+    return found
 
 
 @dataclass
@@ -183,26 +166,22 @@ class Outcomes:
             raise ValueError("no request had a good answer")
         return percentile(self.latencies_s, percent) * 1000
 
-    def note(self, sample: Sample, begin_s: float, limits: Limits) -> tuple[bool, bool, int]:
+    def note(self, sample: Sample, begin_s: float, limits: Limits) -> None:
         """Count a request.
 
         Args:
             sample: the request.
             begin_s: when its latency begins: when it was sent, or should have been.
             limits: the limits it should meet.
-
-        Returns:
-            Whether its answer was good, whether it met the limits, and its number of tokens.
         """
         if sample.fault is not None:
-            self._note_fault(sample.fault)
-            return False, False, 0
+            self.note_fault(sample.fault)
+            return
         self.latencies_s.append(sample.ended_s - begin_s)
-        met = limits.are_met(sample, begin_s)
-        self.met += met
+        self.met += limits.are_met(sample, begin_s)
         stream = sample.stream
         if stream is None:
-            return True, met, 0
+            return
         times, tokens = stream.times_s, stream.tokens
         self.tokens += tokens
         if times:
@@ -210,35 +189,36 @@ class Outcomes:
             self.gaps_s.extend(after - before for before, after in itertools.pairwise(times))
             if tokens > 1:
                 self.per_token_s.append((times[-1] - times[0]) / (tokens - 1))
-        return True, met, tokens
 
-    def _note_fault(self, fault: Fault) -> None:
+    def note_fault(self, fault: Fault, count: int = 1) -> None:
+        """Count requests that failed."""
         if fault not in self.errors and len(self.errors) >= MOST_REASONS:
             fault = fault._replace(reason="other reasons")
-        self.errors[fault] += 1
+        self.errors[fault] += count
+
+    def set_rates(self, elapsed_s: float) -> None:
+        """Derive the rates from the counts, once all requests are counted."""
+        self.elapsed_s = elapsed_s
+        self.requests_per_s = self.answers / elapsed_s
+        self.met_per_s = self.met / elapsed_s
+        self.tokens_per_s = self.tokens / elapsed_s
 
 
-def merged(parts: list[Outcomes]) -> Outcomes:
-    """Merge the outcomes of several generators that ran at the same time."""
-    return reduce(_merge, parts)
-
-
-def _merge(a: Outcomes, b: Outcomes) -> Outcomes:
-    return Outcomes(
-        latencies_s=a.latencies_s + b.latencies_s,
-        first_token_s=a.first_token_s + b.first_token_s,
-        gaps_s=a.gaps_s + b.gaps_s,
-        per_token_s=a.per_token_s + b.per_token_s,
-        errors=a.errors + b.errors,
-        met=a.met + b.met,
-        tokens=a.tokens + b.tokens,
-        requests_per_s=a.requests_per_s + b.requests_per_s,
-        met_per_s=a.met_per_s + b.met_per_s,
-        tokens_per_s=a.tokens_per_s + b.tokens_per_s,
-        elapsed_s=max(a.elapsed_s, b.elapsed_s),
-        lateness_s=a.lateness_s + b.lateness_s,
-        behind_s=a.behind_s + b.behind_s,
-        waited=a.waited + b.waited,
-        cpu_share=max(a.cpu_share, b.cpu_share),
-        ended=a.ended or b.ended,
-    )
+def merged(parts: Iterable[Outcomes]) -> Outcomes:
+    """Merge the outcomes of several connections or generators that sent requests at the same time."""
+    whole = Outcomes()
+    for part in parts:
+        for times in ("latencies_s", "first_token_s", "gaps_s", "per_token_s", "lateness_s", "behind_s"):
+            getattr(whole, times).extend(getattr(part, times))
+        for fault, count in part.errors.items():
+            whole.note_fault(fault, count)
+        whole.met += part.met
+        whole.tokens += part.tokens
+        whole.requests_per_s += part.requests_per_s
+        whole.met_per_s += part.met_per_s
+        whole.tokens_per_s += part.tokens_per_s
+        whole.waited += part.waited
+        whole.elapsed_s = max(whole.elapsed_s, part.elapsed_s)
+        whole.cpu_share = max(whole.cpu_share, part.cpu_share)
+        whole.ended = whole.ended or part.ended
+    return whole

@@ -6,13 +6,15 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import app
+from app.cli.bench.answers import Fault
 from app.cli.bench.closed_loop import STOPPED
-from app.cli.bench.outcomes import Outcomes, distribution
+from app.cli.bench.outcomes import OF_REQUESTS, OF_RUNS, Outcomes, distribution_ms
 from app.cli.bench.plan import Plan, Point
 
 __all__ = ["SCHEMA", "Results"]
@@ -25,17 +27,7 @@ BEHIND_S: Final = 0.005
 LATE_S: Final = 0.001
 LATE_SHARE: Final = 0.01
 KEPT_UP: Final = 0.95
-_SUMMED: Final[tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...]] = (
-    ("requests_per_s", lambda run: run["requests_per_s"]),
-    ("goodput_per_s", lambda run: run["goodput_per_s"]),
-    ("tokens_per_s", lambda run: run["tokens_per_s"]),
-    ("error_share", lambda run: run["error_share"]),
-    *(
-        (f"{figure}_{percentile}", lambda run, figure=figure, percentile=percentile: run[figure][percentile])
-        for figure in ("latency_ms", "ttft_ms", "itl_ms", "tpot_ms")
-        for percentile in ("mean", "p50", "p90", "p99", "p99.9")
-    ),
-)
+_RATES: Final = ("requests_per_s", "goodput_per_s", "tokens_per_s", "error_share")
 
 
 @dataclass
@@ -49,17 +41,14 @@ class Results:
     points: Sequence[Point]
     started: str
     """ISO 8601, UTC."""
-    runs: list[list[Outcomes]] = field(default_factory=list)
+    runs: list[list[Outcomes]]
     """By point, in the order of the repeats."""
     ended: str = ""
     """Why the bench ended early; empty: it did not."""
 
-    def __post_init__(self) -> None:
-        self.runs = [[] for _ in self.points]
-
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """All results in `SCHEMA`; see docs/bench.md."""
-        plan = self.plan
+        plan, bodies = self.plan, self.points[0].target.bodies
         points = [self._point(point, runs) for point, runs in zip(self.points, self.runs, strict=True)]
         name, version = self.server
         return {
@@ -87,36 +76,35 @@ class Results:
                 "max_connections": plan.max_connections,
                 "seed": plan.wishes.seed,
                 "input": str(plan.input) if plan.input is not None else None,
-                "bodies": len(self.points[0].target.bodies),
-                "body_bytes": statistics.mean(len(one.content) for one in self.points[0].target.bodies),
-                "binary": self.points[0].target.bodies[0].json_length is not None,
+                "bodies": len(bodies),
+                "body_bytes": statistics.mean(len(one.content) for one in bodies),
+                "binary": bodies[0].json_length is not None,
                 "limits_ms": plan.slo,
             },
             "points": points,
         }
 
     def _point(self, point: Point, runs: Sequence[Outcomes]) -> dict[str, Any]:
-        plan = self.plan
-        told = [self._run(run) for run in runs]
-        errors: dict[Any, int] = {}
-        for run in runs:
-            for fault, count in run.errors.items():
-                errors[fault] = errors.get(fault, 0) + count
-        kind = "closed" if point.load.connections is not None else "open"
-        warnings = [*self._warnings(point, runs)]
+        repeats = [self._run(run) for run in runs]
+        errors = sum((run.errors for run in runs), Counter[Fault]())
+        connections, rate = (value or None for value in point.load)
         return {
-            "load": {"kind": kind, "connections": point.load.connections, "rate_per_s": point.load.rate_per_s},
+            "load": {"kind": "closed" if connections else "open", "connections": connections, "rate_per_s": rate},
             "heads": list(point.heads) if point.heads is not None else None,
-            "valid": len(runs) == plan.repeats and all(run["valid"] for run in told),
-            "warnings": warnings,
+            "valid": len(runs) == self.plan.repeats and all(run["valid"] for run in repeats),
+            "warnings": self._warnings(point, runs, errors),
             "errors": _errors(errors),
-            "summary": {name: _spread([figure(run) for run in told]) for name, figure in _SUMMED},
-            "limits_met": self._limits_met(told),
-            "repeats": told,
+            "summary": {name: _spread([run[name] for run in repeats]) for name in _RATES}
+            | {
+                f"{name}_{percentile}": _spread([run[name][percentile] for run in repeats])
+                for name in OF_REQUESTS
+                for percentile in ("mean", *OF_RUNS.values())
+            },
+            "limits_met": self._limits_met(repeats),
+            "repeats": repeats,
         }
 
     def _run(self, run: Outcomes) -> dict[str, Any]:
-        late = [value for value in run.lateness_s if value > LATE_S]
         return {
             "valid": not run.errors and not run.ended and run.answers > 0,
             "ended_early": run.ended or None,
@@ -129,75 +117,70 @@ class Results:
             "requests_per_s": run.requests_per_s,
             "goodput_per_s": run.met_per_s if self.plan.slo else None,
             "tokens": run.tokens,
-            "tokens_per_s": run.tokens_per_s if self._streams else None,
-            "latency_ms": distribution(run.latencies_s, 1000),
-            "ttft_ms": distribution(run.first_token_s, 1000),
-            "itl_ms": distribution(run.gaps_s, 1000),
-            "tpot_ms": distribution(run.per_token_s, 1000),
-            "sent_late": {"count": len(late), "waited_for_connection": run.waited,
-                          "lateness_ms": distribution(run.lateness_s, 1000)},
-            "generator_behind_ms": distribution(run.behind_s, 1000),
+            "tokens_per_s": run.tokens_per_s if self.plan.mode != "infer" else None,
+            "latency_ms": distribution_ms(run.latencies_s),
+            "ttft_ms": distribution_ms(run.first_token_s),
+            "itl_ms": distribution_ms(run.gaps_s),
+            "tpot_ms": distribution_ms(run.per_token_s),
+            "sent_late": {
+                "count": sum(value > LATE_S for value in run.lateness_s),
+                "waited_for_connection": run.waited,
+                "lateness_ms": distribution_ms(run.lateness_s),
+            },
+            "generator_behind_ms": distribution_ms(run.behind_s),
             "generator_cpu_share": run.cpu_share,
-        }  # fmt: skip
+        }
 
-    @property
-    def _streams(self) -> bool:
-        return self.points[0].target.is_stream
-
-    def _limits_met(self, told: Sequence[dict[str, Any]]) -> bool | None:
+    def _limits_met(self, repeats: Sequence[dict[str, Any]]) -> bool | None:
         """Whether the median percentiles meet the limits for runs; None: there are no such limits, or no figures."""
         met = []
-        for percentile, limit in self.plan.run_limits.items():
-            spread = _spread([run["latency_ms"][percentile] for run in told])
+        for name in self.plan.slo.keys() & OF_RUNS:
+            spread = _spread([run["latency_ms"][OF_RUNS[name]] for run in repeats])
             if spread is None:
                 return None
-            met.append(spread["median"] <= limit)
+            met.append(spread["median"] <= self.plan.slo[name])
         return all(met) if met else None
 
-    def _warnings(self, point: Point, runs: Sequence[Outcomes]) -> list[str]:
-        told = []
-        requests, failures = sum(run.requests for run in runs), sum(run.failures for run in runs)
+    def _warnings(self, point: Point, runs: Sequence[Outcomes], errors: Counter[Fault]) -> list[str]:
+        warnings = []
+        requests, failures = sum(run.requests for run in runs), sum(errors.values())
         if failures:
-            worst = max(((run.errors[fault], fault) for run in runs for fault in run.errors), key=lambda one: one[0])[1]
-            told.append(
+            worst = errors.most_common(1)[0][0]
+            warnings.append(
                 f"{failures:,} of {requests:,} requests failed ({failures / requests:.2%}), most with {worst}; the "
                 "other figures cover the rest only"
             )
         elif runs and not requests:
-            told.append("no request was answered")
-        for run in runs:
-            if run.ended and run.ended != STOPPED:
-                told.append(f"ended early: {run.ended}")
-        if len(runs) < self.plan.repeats or any(run.ended for run in runs):
-            told.append(f"only {sum(not run.ended for run in runs)} of {self.plan.repeats} repeats were completed")
+            warnings.append("no request was answered")
+        warnings += [f"ended early: {run.ended}" for run in runs if run.ended not in ("", STOPPED)]
+        completed = sum(not run.ended for run in runs)
+        if completed < self.plan.repeats:
+            warnings.append(f"only {completed} of {self.plan.repeats} repeats were completed")
         busiest = max((run.cpu_share for run in runs), default=0.0)
         if busiest > BUSY_SHARE:
-            told.append(f"the generator used {busiest:.0%} of a core and may be the bottleneck; see --processes")
+            warnings.append(f"the generator used {busiest:.0%} of a core and may be the bottleneck; see --processes")
         sent = sum(len(run.behind_s) for run in runs)
         behind = sum(value > BEHIND_S for run in runs for value in run.behind_s)
-        if sent and behind / sent > LATE_SHARE:
-            told.append(f"the generator itself was late with {behind / sent:.1%} of the requests, by more than 5 ms")
+        if sent and (share := behind / sent) > LATE_SHARE:
+            warnings.append(f"the generator itself was late with {share:.1%} of the requests, by more than 5 ms")
         waited = sum(run.waited for run in runs)
         if waited:
-            told.append(
+            warnings.append(
                 f"{waited:,} requests had to wait for one of {self.plan.max_connections:,} connections "
                 "(--max-connections); their latency still counts from when they were due"
             )
         wanted = point.load.rate_per_s
-        if wanted is not None and runs and not failures:
+        if wanted and runs and not failures:
             got = statistics.median(run.requests_per_s for run in runs)
             if got < KEPT_UP * wanted:
-                told.append(
+                warnings.append(
                     f"the server answered {got:,.1f} of {wanted:g} requests/s: latency grows with the run's length"
                 )
-        return told
+        return warnings
 
 
-def _errors(errors: Any) -> list[dict[str, Any]]:
-    return [
-        {"kind": fault.kind, "status": fault.status, "reason": fault.reason, "count": count}
-        for fault, count in sorted(errors.items(), key=lambda one: -one[1])
-    ]
+def _errors(errors: Counter[Fault]) -> list[dict[str, Any]]:
+    return [{**fault._asdict(), "count": count} for fault, count in errors.most_common()]
 
 
 def _spread(values: Sequence[float | None]) -> dict[str, float] | None:

@@ -12,6 +12,7 @@ import msgspec
 import uvloop
 
 from app.cli.bench.closed_loop import closed_loop
+from app.cli.bench.job import Job, Load
 from app.cli.bench.outcomes import Outcomes
 from app.cli.plan.memory_model import MeasuredMemory
 from app.cli.plan.point import Point, section_of
@@ -84,8 +85,8 @@ def measure_server_under_load(subject: Subject, point: Point, what: str, fields:
         started = measure_server(server.pid, server.runtime_dir)
         mark_peaks(descendants(server.pid))
         connections = subject.connections(point)
-        target = subject.target(server.url)
-        outcomes = uvloop.run(closed_loop(target, connections, subject.seconds, WARMUP_S))
+        job = Job(subject.target(server.url), Load(connections), subject.seconds, WARMUP_S)
+        outcomes = uvloop.run(closed_loop(job))
         memory = measure_server(server.pid, server.runtime_dir)
         device = _device_bytes(server, before)
         mean_rows = _mean_rows(subject, server)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from app.cli.bench.bodies import Wishes, infer_bodies, read_bodies, stream_bodies
-from app.cli.bench.target import Body, Target
+from app.cli.bench.bodies import Body, Wishes, infer_bodies, read_bodies, stream_bodies
+from app.cli.bench.job import Target
 from app.cli.client import ServerClient
 from app.cli.plan.memory_model import CacheShape, cache_shape
 from app.cli.plan.point import Point
@@ -85,9 +85,9 @@ class Subject:
         if self.is_language_model:
             wishes = Wishes(max_tokens=self.tokens, ignores_eos=True)
             bodies = self._bodies("completions") or stream_bodies("completions", None, self.name, None, wishes)
-            return Target(url, "/v1/completions", bodies, "completions", timeout_s=timeout_s)
+            return Target(url, self.name, bodies, "completions", timeout_s=timeout_s)
         bodies = self._bodies("infer") or infer_bodies(ServerClient(url, key="").metadata(self.name), None, Wishes())
-        return Target.infer(url, self.name, bodies, timeout_s=timeout_s)
+        return Target(url, self.name, bodies, timeout_s=timeout_s)
 
     def bench_arguments(self, url: str, point: Point) -> list[str]:
         """Of ``headwater bench``, with which it puts the same load on a server."""

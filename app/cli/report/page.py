@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Final
+from dataclasses import dataclass
+from typing import ClassVar, Final
 
 import jinja2
-from markupsafe import Markup
 
 __all__ = ["Code", "Figure", "Paragraph", "Part", "Section", "Table", "Warn", "render_page"]
 
@@ -18,23 +16,19 @@ class Paragraph:
     """Text."""
 
     text: str
-    template: Final = "paragraph"
+    template: ClassVar = "paragraph"
 
 
-@dataclass(frozen=True)
-class Warn:
+class Warn(Paragraph):
     """Text that must not be missed."""
 
-    text: str
-    template: Final = "warn"
+    template = "warn"
 
 
-@dataclass(frozen=True)
-class Code:
+class Code(Paragraph):
     """Preformatted text, such as a command line or YAML."""
 
-    text: str
-    template: Final = "code"
+    template = "code"
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ class Table:
     caption: str = ""
     flagged: frozenset[int] = frozenset()
     """Rows that are marked as unreliable."""
-    template: Final = "table"
+    template: ClassVar = "table"
 
 
 @dataclass(frozen=True)
@@ -56,15 +50,10 @@ class Figure:
     svg: str
     """From `app.cli.report.plots`; inserted without escaping."""
     caption: str = ""
-    template: Final = "figure"
-
-    @property
-    def markup(self) -> Markup:
-        """The drawing as HTML."""
-        return Markup(self.svg)
+    template: ClassVar = "figure"
 
 
-Part = Paragraph | Warn | Code | Table | Figure
+Part = Paragraph | Table | Figure
 
 
 @dataclass(frozen=True)
@@ -72,7 +61,7 @@ class Section:
     """Parts under a title."""
 
     title: str
-    parts: Sequence[Part] = field(default_factory=tuple)
+    parts: Sequence[Part] = ()
 
 
 def render_page(title: str, lead: str, sections: Sequence[Section]) -> str:
@@ -83,15 +72,10 @@ def render_page(title: str, lead: str, sections: Sequence[Section]) -> str:
         lead: a sentence or two below the title.
         sections: the rest of the page.
     """
-    return _template().render(title=title, lead=lead, sections=sections)
-
-
-@cache
-def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    return environment.from_string(_PAGE)
+    return environment.from_string(_PAGE).render(title=title, lead=lead, sections=sections)
 
 
 # The colours and variables are those of app/gateway/static/style.css, which a self-contained page can't load.
@@ -179,7 +163,7 @@ figcaption { font-size: .85rem; padding: .3rem .3rem 0; }
 {% if loop.first or loop.previtem.template != "figure" %}
 <div class="figures">
 {% endif %}
-<figure>{{ part.markup }}<figcaption>{{ part.caption }}</figcaption></figure>
+<figure>{{ part.svg|safe }}<figcaption>{{ part.caption }}</figcaption></figure>
 {% if loop.last or loop.nextitem.template != "figure" %}
 </div>
 {% endif %}

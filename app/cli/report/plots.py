@@ -5,20 +5,22 @@ Needs the extra ``reports``: matplotlib.
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import io
 import itertools
-import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from app.errors import CommandError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["Curve", "cdf", "check_plots", "line_chart"]
 
@@ -65,8 +67,9 @@ class Curve:
     label: str
     x: Sequence[float]
     y: Sequence[float]
+    """NaN: no value at this point."""
     low: Sequence[float] | None = None
-    """The minimum at each point, for points that were measured several times."""
+    """The minimum at each point, for points that were measured several times; None: ``y``."""
     high: Sequence[float] | None = None
     """The maximum, likewise."""
     dashed: bool = False
@@ -83,23 +86,18 @@ def check_plots() -> None:
         raise CommandError("--html: expected matplotlib for the plots, got none: pip install 'headwater[reports]'")
 
 
-def line_chart(
-    title: str, x_label: str, y_label: str, curves: Sequence[Curve], *, log_x: bool = False, log_y: bool = False
-) -> str:
-    """A chart of lines with a mark at each point, and bars from its minimum to its maximum.
-
-    The y axis begins at 0 unless it is logarithmic.
-    """
+def line_chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve], *, log_x: bool = False) -> str:
+    """A chart of lines with a mark at each point, and bars from its minimum to its maximum; the y axis begins at 0."""
 
     def draw(axes: Axes) -> None:
         for place, curve in enumerate(curves):
-            points = [(x, y, *_bar(curve, at, y)) for at, (x, y) in enumerate(zip(curve.x, curve.y, strict=True))
-                      if math.isfinite(y)]  # fmt: skip
-            if not points:
+            low, high = curve.low or curve.y, curve.high or curve.y
+            points = np.array([curve.x, curve.y, np.subtract(curve.y, low), np.subtract(high, curve.y)], float)
+            points = points[:, np.isfinite(points[1])]
+            if not points.size:
                 continue
-            x, y, below, above = zip(*points, strict=True)
             axes.errorbar(
-                x, y, yerr=(below, above), label=curve.label, color=_SERIES_COLOURS[place % SERIES],
+                points[0], points[1], yerr=points[2:].clip(0), label=curve.label, color=_SERIES_COLOURS[place % SERIES],
                 marker="o", markersize=4, linewidth=1.6, elinewidth=1, capsize=3,
                 linestyle="--" if curve.dashed or place >= SERIES else "-",
             )  # fmt: skip
@@ -109,10 +107,7 @@ def line_chart(
         if log_x and len(values) <= 12:
             axes.set_xticks(values, [f"{value:g}" for value in values])
             axes.minorticks_off()
-        if log_y:
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0)
 
     return _svg(title, x_label, y_label, draw, len(curves))
 
@@ -123,9 +118,8 @@ def cdf(title: str, x_label: str, samples: Sequence[tuple[str, Sequence[float]]]
     def draw(axes: Axes) -> None:
         for place, (label, values) in enumerate(samples):
             if len(values):
-                x, y = _steps(sorted(values))
                 axes.plot(
-                    x, y, label=label, color=_SERIES_COLOURS[place % SERIES], linewidth=1.6,
+                    *_steps(values), label=label, color=_SERIES_COLOURS[place % SERIES], linewidth=1.6,
                     linestyle="--" if place >= SERIES else "-",
                 )  # fmt: skip
         axes.set_ylim(0, 1.02)
@@ -135,21 +129,14 @@ def cdf(title: str, x_label: str, samples: Sequence[tuple[str, Sequence[float]]]
     return _svg(title, x_label, "part of all", draw, len(samples))
 
 
-def _bar(curve: Curve, at: int, y: float) -> tuple[float, float]:
-    if curve.low is None or curve.high is None:
-        return 0.0, 0.0
-    return max(0.0, y - curve.low[at]), max(0.0, curve.high[at] - y)
-
-
-def _steps(ordered: Sequence[float]) -> tuple[list[float], list[float]]:
+def _steps(values: Sequence[float]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Points of the curve, including those of the largest values."""
-    count = len(ordered)
-    step = max(1, count // MOST_POINTS)
-    places = sorted({*range(0, count, step), *range(max(0, count - 20), count)})
-    return [ordered[place] for place in places], [(place + 1) / count for place in places]
+    count = len(values)
+    places = np.union1d(np.arange(0, count, max(1, count // MOST_POINTS)), np.arange(max(0, count - 20), count))
+    return np.sort(values)[places], (places + 1) / count
 
 
-def _svg(title: str, x_label: str, y_label: str, draw: Any, labels: int) -> str:
+def _svg(title: str, x_label: str, y_label: str, draw: Callable[[Axes], None], labels: int) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -164,16 +151,11 @@ def _svg(title: str, x_label: str, y_label: str, draw: Any, labels: int) -> str:
         draw(axes)
         if labels > 1 and axes.get_legend_handles_labels()[0]:
             axes.legend()
-        return _as_markup(figure, title)
-
-
-def _as_markup(figure: Figure, title: str) -> str:
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = drawn.getvalue()
     svg = svg[svg.index("<svg") :]  # no XML declaration within HTML
-    label = title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     # Use the page's font, and drop ids that other figures have too.
     svg = re.sub(r"font: ([0-9.]+px) [^;\"]*", r"font-size: \1", svg)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final, TypeVar
 
+import anyio
 from starlette.types import Receive, Scope
 
 from app.errors import BadRequest, BodyTooLarge, BodyTooSlow, ClientGone, UnsupportedMediaType
@@ -16,7 +16,7 @@ from app.gateway.http.exchange import exchange_of
 __all__ = ["LARGE_BYTES", "BodyReader", "decoded"]
 
 LARGE_BYTES: Final = 256 * 1024
-"""From here on coding takes milliseconds and is left to a thread, so that other requests don't wait for it."""
+"""From this size on, decoding takes milliseconds and is left to a thread so that other requests don't wait for it."""
 
 _PIECE_BYTES = 64 * 1024
 _JSON_TYPES = (b"application/json", b"application/octet-stream", b"application/vnd.sagemaker-triton")
@@ -28,7 +28,7 @@ _Request = TypeVar("_Request")
 
 
 async def decoded(decode: Callable[[bytes], _Request], body: bytes) -> _Request:
-    """What a body says, decoded in a thread if it is large."""
+    """Decode a body, in a thread if it is large."""
     return decode(body) if len(body) < LARGE_BYTES else await asyncio.to_thread(decode, body)
 
 
@@ -36,7 +36,7 @@ class BodyReader:
     """Reads bodies.
 
     Args:
-        max_bytes: of a body, and of what it unpacks to.
+        max_bytes: the limit of a body, and of what it unpacks to.
         timeout_s: how long a body may take to arrive.
     """
 
@@ -49,9 +49,9 @@ class BodyReader:
 
         Raises:
             UnsupportedMediaType: the content type isn't JSON or octets, or the encoding isn't gzip or deflate.
-            BodyTooLarge: it is over the limit; known from its length before any of it is read, where it has one.
-            BodyTooSlow: it did not arrive in time.
-            BadRequest: its compressed form is damaged.
+            BodyTooLarge: the body is over the limit; raised before any of it is read if it has a Content-Length.
+            BodyTooSlow: the body did not arrive in time.
+            BadRequest: the compressed body is damaged.
             ClientGone: the client went away.
         """
         headers = dict(scope["headers"])
@@ -69,51 +69,31 @@ class BodyReader:
         exchange = exchange_of(scope)
         body = None if exchange is None else exchange.take_body()
         if body is None:
-            # Of a length that was said and is bearable, pieces needn't be counted.
+            # With a Content-Length within the limit the pieces need not be counted.
             is_sized = length is not None and b"transfer-encoding" not in headers
-            gather = exchange.gather_body if exchange is not None and is_sized else None
-            body = await self._read_in_time(receive, gather)
+            try:
+                with anyio.fail_after(self._timeout_s):
+                    if exchange is not None and is_sized:
+                        body = await exchange.gather_body()
+                    else:
+                        body = await self._read_all(receive)
+            except TimeoutError:
+                raise BodyTooSlow(f"body: expected all of it within {self._timeout_s:g} s") from None
+            if body is None:
+                raise ClientGone("the client went away before its body had arrived")
         elif len(body) > self._max_bytes:
             raise self._too_large(len(body))
         if encoding != b"identity":
             body = await asyncio.to_thread(self._unpack, body, _WINDOW_BITS[encoding], encoding)
         return body, headers
 
-    async def _read_in_time(self, receive: Receive, gather: Callable[[], Awaitable[bytes | None]] | None) -> bytes:
-        # Not `asyncio.wait_for`, which makes a task of its own: most bodies are there already.
-        task = asyncio.current_task()
-        assert task is not None
-        is_late = False
-
-        def stop() -> None:
-            nonlocal is_late
-            is_late = True
-            task.cancel()
-
-        timer = asyncio.get_running_loop().call_later(self._timeout_s, stop)
-        try:
-            if gather is None:
-                return await self._read_all(receive)
-            body = await gather()
-            if body is None:
-                raise _client_gone()
-            return body
-        except asyncio.CancelledError:
-            if not is_late:
-                raise
-            if sys.version_info >= (3, 11):
-                task.uncancel()
-            raise BodyTooSlow(f"body: expected all of it within {self._timeout_s:g} s") from None
-        finally:
-            timer.cancel()
-
-    async def _read_all(self, receive: Receive) -> bytes:
+    async def _read_all(self, receive: Receive) -> bytes | None:
         chunks: list[bytes] = []
         size = 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise _client_gone()
+                return None
             chunk: bytes = message.get("body", b"")
             size += len(chunk)
             if size > self._max_bytes:
@@ -125,8 +105,7 @@ class BodyReader:
     def _unpack(self, packed: bytes, window_bits: int, encoding: bytes) -> bytes:
         unpacker = zlib.decompressobj(window_bits)
         pieces: list[bytes] = []
-        size = 0
-        rest = packed
+        size, rest = 0, packed
         try:
             while rest and not unpacker.eof:
                 piece = unpacker.decompress(rest, _PIECE_BYTES)
@@ -156,10 +135,6 @@ class BodyReader:
 
     def _too_large(self, size: int) -> BodyTooLarge:
         return BodyTooLarge(f"body: expected at most {self._max_bytes} bytes (server.max_body_bytes), got {size}")
-
-
-def _client_gone() -> ClientGone:
-    return ClientGone("the client went away before its body had arrived")
 
 
 def _shown(value: bytes) -> str:

@@ -1,10 +1,9 @@
-"""A client's connection, which is uvicorn's with bounds on what the application doesn't see, and how many there may be.
+"""A client's connection: uvicorn's, with bounds on what the application does not see, and on the number of connections.
 
-The bounds are on the size of a request's head and the time it may take, since the application sees a request only once
-its head is complete; on the time that the rest of a body may take after the answer; and on an answer that the client
-doesn't read. A client that pipelines is read no further while its requests wait. What is refused without the
-application is refused in its turn, after the answers to the requests before it. One connection too many replaces the
-one that has been idle longest.
+Bounded are the size of a request's head and the time it may take to arrive, the time for the rest of a body after its
+answer, and the time that a client reads nothing of an answer. A client that pipelines is not read from while its
+requests wait. What is refused without the application is refused in order, after the answers to earlier requests. One
+connection too many replaces the one that has been idle longest.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ __all__ = ["BoundedConnection", "Closable", "Connections", "allow_open_files"]
 logger = logging.getLogger("headwater")
 
 OTHER_FILES: Final = 512
-"""Open files of a worker besides its clients' connections: of replicas, the event loop, logs, limits of keys."""
+"""Open files of a worker besides its clients' connections: replicas, event loop, logs, limits of keys."""
 
 
 class Closable(Protocol):
@@ -49,9 +48,9 @@ class Closable(Protocol):
 
 
 class Connections:
-    """Knows the connections, and makes room for a new one by ending the one that has been idle longest.
+    """Tracks connections, and ends the one that has been idle longest where a new one would exceed the limit.
 
-    So nobody can keep others out by holding connections on which he asks nothing.
+    Idle connections therefore cannot lock other clients out.
 
     Args:
         limit: how many there may be.
@@ -61,10 +60,10 @@ class Connections:
         self._limit = limit
         self._busy: set[Closable] = set()
         self._idle: dict[Closable, None] = {}
-        """Without a request under way, the longest so first."""
+        """Connections without a request under way, longest idle first."""
 
     def add(self, connection: Closable) -> bool:
-        """A connection was made. False: there is no room, since a request is under way on each of the others."""
+        """Add a connection. Returns False at the limit if every connection has a request under way."""
         if len(self._busy) + len(self._idle) >= self._limit:
             oldest = next(iter(self._idle), None)
             if oldest is None:
@@ -75,25 +74,25 @@ class Connections:
         return True
 
     def remove(self, connection: Closable) -> None:
-        """A connection has ended. One that had to go, or found no room, is forgotten already."""
+        """Remove a connection that has ended; no error if it is not tracked."""
         self._idle.pop(connection, None)
         self._busy.discard(connection)
 
     def begin(self, connection: Closable) -> None:
-        """A request has come, its head complete."""
+        """A request's head is complete."""
         if connection in self._idle:
             del self._idle[connection]
             self._busy.add(connection)
 
     def end(self, connection: Closable) -> None:
-        """All that was asked is answered."""
+        """All requests of a connection are answered."""
         if connection in self._busy:
             self._busy.discard(connection)
             self._idle[connection] = None
 
 
 def allow_open_files(connections: int) -> int:
-    """Have this process open as many files as so many connections take. Returns how many connections it can have."""
+    """Raise this process's limit of open files for that many connections. Returns how many it can have."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_FILES
     if most != resource.RLIM_INFINITY and wanted > most:
@@ -113,21 +112,21 @@ _SLASH: Final = ord("/")
 _ESCAPED_SLASH: Final = re.compile("%2f", re.IGNORECASE)
 
 _PIECE_BYTES: Final = 16 * 1024
-"""How much is parsed at once: as many requests as fit into this may wait behind the one under way."""
+"""Bytes parsed at once. As many requests as fit into them may wait behind the one under way."""
 
 
 class BoundedConnection(HttpToolsProtocol):
     """One connection.
 
     Args:
-        head_timeout_s: how long a request's line and headers may take from their first byte, what of its body comes
-            after its answer, and a client that reads nothing of an answer.
-        others: of this worker.
-        records: log and count what is refused without the application.
+        head_timeout_s: how long a request's line and headers may take from their first byte, how long the rest of a
+            body may take after the answer, and how long a client may read nothing of an answer.
+        others: the connections of this worker.
+        records: logs and counts what is refused without the application.
         arguments: uvicorn's.
     """
 
-    # With these in its dict, too, it had more names than objects of a class share: 1 KB more for each connection.
+    # Without slots the instance has more attributes than a shared-key dict holds: 1 KB more per connection.
     __slots__ = (
         "_head_bytes", "_head_timeout_s", "_head_timer", "_idle_since_s", "_idle_timer", "_in_head", "_others",
         "_records", "_refusal", "_rest_timer", "_running", "_unparsed", "_unread_timer",
@@ -146,17 +145,17 @@ class BoundedConnection(HttpToolsProtocol):
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_since_s: float | None = None
         self._running: Exchange | None = None
-        """Of the request that the application has; others may wait behind it."""
+        """The exchange of the request that the application handles; others may wait behind it."""
         self._head_bytes = 0
-        """Of what is being parsed, since the last byte of a body or the last end of a message."""
+        """Bytes of head parsed since the last byte of a body or the last end of a message."""
         self._in_head = False
         self._unparsed: bytes | memoryview = b""
-        """What came behind requests that wait."""
+        """Bytes received behind requests that wait."""
         self._refusal: HeadwaterError | None = None
-        """Ends the connection after the answers under way; nothing more is parsed."""
+        """The error that ends the connection after the answers under way; nothing more is parsed."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Give it the time of an idle connection for its first byte; requests find ``abort`` in their state."""
+        """Start the idle timer for the first byte, and put ``abort`` into the state of requests."""
         super().connection_made(transport)
         self.flow = _PipelineFlow(transport, self.pipeline)
         self.app_state = {**self.app_state, "abort": transport.abort}
@@ -165,7 +164,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._refuse(Unavailable("the server has as many connections as it takes (server.max_connections)"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the head that was under way."""
+        """Cancel all timers and the request under way."""
         self._end_head()
         self._end_rest()
         for timer in (self._unread_timer, self._idle_timer):
@@ -179,12 +178,12 @@ class BoundedConnection(HttpToolsProtocol):
             self._running = None
 
     def data_received(self, data: bytes) -> None:
-        """Parse it, unless requests wait already."""
+        """Parse the data, unless requests wait already."""
         if self._refusal is None:
             self._parse(data if not self._unparsed else bytes(self._unparsed) + data)
 
     def _parse(self, data: bytes | memoryview) -> None:
-        """Parse piece by piece as long as no request waits; then see whether a head is still incomplete."""
+        """Parse piece by piece as long as no request waits; start the timer of a head that is still incomplete."""
         self._unparsed = b""
         if len(data) > _PIECE_BYTES:
             data = memoryview(data)
@@ -213,9 +212,9 @@ class BoundedConnection(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(self._head_timeout_s, self._refuse, late)
 
     def _ignore_upgrade(self) -> None:
-        """Take the request's head as if it asked for no other protocol (RFC 9110, 7.8).
+        """Treat the request as if it asked for no other protocol (RFC 9110, 7.8).
 
-        The parser stops behind such a head and says nothing of its body: another one reads the head without the
+        The parser stops behind such a head and does not read the body: a new parser reads the head without the
         ``Upgrade`` header, and then what follows.
         """
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
@@ -236,14 +235,14 @@ class BoundedConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 raise httptools.HttpParserInvalidMethodError
-            return  # they come again, see `_ignore_upgrade`
+            return  # parsed again, see `_ignore_upgrade`
         self._end_head()
         if self.url[0] != _SLASH and httptools.parse_url(self.url).path is None:
             raise httptools.HttpParserInvalidURLError("a target without a path")
         self._others.begin(self)
         super().on_headers_complete()
         if b"%" in self.url:
-            # An escaped slash is a part of a name (RFC 3986, 2.2); decoded, it would pass for a separator.
+            # An escaped slash is part of a name (RFC 3986, 2.2); decoded, it would be a separator.
             kept = _ESCAPED_SLASH.sub("%252F", self.scope["raw_path"].decode("ascii"))
             self.scope["path"] = unquote(kept)
 
@@ -262,16 +261,16 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The parser is behind a request's body."""
-        if self._in_head:  # of one that would upgrade
+        if self._in_head:  # the head of a request that asks for an upgrade
             return
         self._end_rest()
         self._head_bytes = 0
-        # uvicorn says neither where the answer came first.
+        # uvicorn does neither if the answer came before the end of the body.
         self.cycle.more_body = False
         self.cycle.message_event.set()
 
     def on_response_complete(self) -> None:
-        """An answer is complete, if perhaps not its request's body."""
+        """An answer is complete; its request's body may not be."""
         self.server_state.total_requests += 1
         if self._running is not None:
             self._running.end()
@@ -285,10 +284,10 @@ class BoundedConnection(HttpToolsProtocol):
                 self._note_idle()
         if self._unread_timer is None and self.transport.get_write_buffer_size():
             self._watch_reading(None)
-        if self.cycle.response_complete:  # there is no other request behind it
+        if self.cycle.response_complete:  # the last request read is answered
             self._others.end(self)
             if self.cycle.more_body and not self.transport.is_closing():
-                # Not at once: the client would lose the answer if it is still sending.
+                # Not at once: a client that is still sending would lose the answer.
                 self._end_rest()
                 self._rest_timer = self.loop.call_later(self._head_timeout_s, self.abort)
         if not self.pipeline and not self.transport.is_closing():
@@ -312,7 +311,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._rest_timer = None
 
     def _watch_reading(self, unread_before: int | None) -> None:
-        """End a connection whose client takes nothing of what is ready for it: a closed one, too, would wait for it."""
+        """Abort a connection whose client reads nothing: closing it would wait for the client, too."""
         self._unread_timer = None
         waiting = self.transport.get_write_buffer_size()
         unread = waiting + _unacknowledged(self.transport)
@@ -321,8 +320,8 @@ class BoundedConnection(HttpToolsProtocol):
         elif waiting:
             self._unread_timer = self.loop.call_later(self._head_timeout_s, self._watch_reading, unread)
 
-    # uvicorn makes a timer after each answer and cancels it with the next request. Here one goes on as long as there
-    # are answers, and looks when it is due how long the connection has been idle.
+    # uvicorn makes a timer after each answer and cancels it with the next request. Here one timer keeps running and
+    # checks when it is due how long the connection has been idle.
 
     def _note_idle(self) -> None:
         self._idle_since_s = self.loop.time()
@@ -331,7 +330,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _end_if_idle(self) -> None:
         self._idle_timer = None
-        if self._idle_since_s is None:  # a request is under way, and its answer makes the next timer
+        if self._idle_since_s is None:  # a request is under way; its answer starts the next timer
             return
         left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
         if left_s < TIMER_RESOLUTION_S:
@@ -340,7 +339,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._idle_timer = self.loop.call_later(left_s, self._end_if_idle)
 
     def _refuse(self, error: HeadwaterError) -> None:
-        """Answer what is being parsed without the application, in its turn, and close the connection."""
+        """Refuse what is being parsed, after the answers to earlier requests, and close the connection."""
         self._end_head()
         if self.transport.is_closing():
             return
@@ -351,7 +350,7 @@ class BoundedConnection(HttpToolsProtocol):
         if in_body and self.pipeline:
             self.pipeline.popleft()  # the request whose body it is
         elif in_body and (running is None or self.cycle.response_started):
-            self.transport.close()  # it has its answer, or a part of one
+            self.transport.close()  # the request has its answer, or a part of it
         elif in_body and running is not None:
             running.lose()
             self._write_refusal(error)
@@ -359,7 +358,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._write_refusal(error)
 
     def _write_refusal(self, error: HeadwaterError) -> None:
-        """With an id and a line of the access log, as every answer. Nothing else of its request is sure."""
+        """Answer with a request id and a line in the access log; nothing else of the request is known for certain."""
         scope: dict[str, Any] = {
             "type": "http", "method": "-", "path": "-", "query_string": b"", "headers": [], "client": self.client,
             "state": {"error": error},
@@ -374,7 +373,7 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 class _PipelineFlow(FlowControl):
-    """Resumes reading only where no request waits in the pipeline, whoever asks for it."""
+    """Resumes reading only while no request waits in the pipeline."""
 
     def __init__(self, transport: asyncio.Transport, pipeline: deque[Any]) -> None:
         super().__init__(transport)
@@ -387,7 +386,7 @@ class _PipelineFlow(FlowControl):
 
 
 def _unparsable(error: httptools.HttpParserError) -> BadRequest:
-    """What the client is told of bytes that the parser, or the one of targets, refuses."""
+    """The client's error for bytes that the parser of requests or of targets refuses."""
     if isinstance(error, httptools.HttpParserCallbackError):
         cause = error.__context__
         if isinstance(cause, httptools.HttpParserInvalidMethodError):
@@ -395,13 +394,15 @@ def _unparsable(error: httptools.HttpParserError) -> BadRequest:
         if isinstance(cause, httptools.HttpParserInvalidURLError):
             return BadRequest("request: expected a target with a path, such as /v2")
         if cause is not None:
-            raise cause  # a fault of ours: the event loop logs it and closes the connection
+            raise cause  # a bug of the gateway: the event loop logs it and closes the connection
     return BadRequest(f"request: expected HTTP/1.1, but its parser says: {error}")
 
 
 def _unacknowledged(transport: asyncio.Transport) -> int:
-    """How many bytes the kernel holds that the client hasn't taken: to see that it reads, if slowly, where the kernel
-    takes more from us in large steps only."""
+    """How many bytes in the kernel the client has not acknowledged.
+
+    They show that a slow client reads, because the kernel takes more data from the process in large steps only.
+    """
     try:
         found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, b"\0" * 4)
     except OSError:

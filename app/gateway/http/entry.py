@@ -1,4 +1,4 @@
-"""Where every request comes in: it is recorded and checked, its key admitted, and any error becomes its answer."""
+"""The entry of every request: it is recorded and checked, its key is admitted, and any error becomes its answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -15,9 +15,9 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from app.errors import BadRequest, CallableFailed, ClientGone, HeadersTooLarge, HeadwaterError
+from app.errors import BadRequest, ClientGone, HeadersTooLarge, HeadwaterError
 from app.gateway.http.event_stream import StreamLimits
-from app.gateway.http.replies import Reply, error_reply
+from app.gateway.http.replies import Reply, error_reply, internal_error
 from app.security.key_check import KeyCheck
 from app.security.limits import KeyLimits
 from app.telemetry.logs import AccessLog
@@ -33,11 +33,10 @@ __all__ = [
     "HeadAsGet",
     "RequestRecord",
     "RequestRecords",
-    "internal_error",
 ]
 
 MAX_HEADER_BYTES: Final = 32 * 1024
-"""Of a request's headers and its path together."""
+"""The limit of a request's headers and path together."""
 
 INFER_PATH: Final = "/v2/models/{model}/infer"
 _INFER_START, _INFER_END = INFER_PATH.split("{model}")
@@ -47,7 +46,7 @@ _FORWARDED: Final = (b"x-forwarded-for", b"x-forwarded-proto")
 logger = logging.getLogger("headwater")
 
 _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[\w.:~!$&'()*+,;=-]+\])(?::[0-9]*)?[ \t]*\Z")
-"""RFC 9112, 3.2: of the URI's grammar (RFC 3986, 3.2.2), without a look at what an address or escape means."""
+"""RFC 9112, 3.2: the grammar of RFC 3986, 3.2.2, without a check of what an address or an escape means."""
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}\Z")
 
@@ -58,7 +57,7 @@ _IDS_AT_ONCE: Final = 128
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, from its head to its end."""
+    """One request, from its head to the end of its answer."""
 
     started_ns: int
     head_bytes: int
@@ -66,25 +65,30 @@ class RequestRecord:
     request_id: bytes
     trace: Trace | None
     status: int = 0
-    """Of its answer, once that has begun."""
+    """The answer's; 0 until the answer has begun."""
     is_answered: bool = False
-    """Whether the whole answer is sent."""
+    """Whether the whole answer has been sent."""
 
     def check(self) -> None:
-        """Raises `HeadersTooLarge`, or `BadRequest` for the header Host."""
+        """Check the head.
+
+        Raises:
+            HeadersTooLarge: headers and path exceed `MAX_HEADER_BYTES`.
+            BadRequest: the header ``Host`` is missing, doubled or invalid.
+        """
         if self.head_bytes > MAX_HEADER_BYTES:
             raise HeadersTooLarge(f"headers: expected at most {MAX_HEADER_BYTES} bytes, got {self.head_bytes}")
         if self.host_fault:
             raise BadRequest(f"header Host: expected a host name or address, and maybe a port, got {self.host_fault}")
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """That every answer has."""
+        """The headers that every answer has."""
         if self.trace is None:
             return [(b"x-request-id", self.request_id)]
         return [(b"x-request-id", self.request_id), (b"traceresponse", self.trace.header)]
 
     def noting(self, send: Send) -> Send:
-        """``send`` for an answer in pieces: it adds the headers that every answer has, and notes how far it is."""
+        """Wrap ``send`` for an answer in pieces: adds the headers that every answer has, and tracks its progress."""
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -100,22 +104,21 @@ class RequestRecord:
 class RequestRecords:
     """Gives each request an id (the client's own, if it sent a sound ``X-Request-Id``), logs and counts each answer.
 
-    ``scope["state"]["request_id"]`` has the id, which nobody can guess who wasn't told: it is enough to cancel the
-    request. ``scope["state"]["note"]`` may be set to what the log should add, ``is_routine`` to have it say nothing if
-    all went well.
+    ``scope["state"]["request_id"]`` is the id. Others cannot guess it, since whoever knows it may cancel the request.
+    ``scope["state"]["note"]`` is added to the log's line; with ``is_routine`` only failures are logged.
     """
 
     def __init__(self, access_log: AccessLog | None, stream_limits: StreamLimits) -> None:
         self.log = access_log
         self.stream_limits = stream_limits
         self._ids = ""
-        """Not used yet: the system is asked for many at once."""
+        """Generated many at once; used from `_ids_at` on."""
         self._ids_at = 0
         self._sound_host: bytes | None = None
-        """The last one: most requests name the same."""
+        """The last valid one: most requests name the same host."""
 
     def begin(self, scope: Scope) -> RequestRecord:
-        """A request's head is here."""
+        """Record a request whose head has arrived."""
         started_ns = time.perf_counter_ns()
         request_id = b""
         host: bytes | None = None
@@ -151,12 +154,12 @@ class RequestRecords:
         return RequestRecord(started_ns, size_bytes, host_fault, request_id, trace)
 
     def end(self, record: RequestRecord, scope: Scope, status: int) -> None:
-        """A request is over.
+        """Count and log a request that has ended.
 
         Args:
-            record: what `begin` gave.
+            record: from `begin`.
             scope: the request's.
-            status: that it was answered with, unless its state has another; 499: its client went away.
+            status: of its answer, or 499 if the client went away; the request's state may overrule it.
         """
         state: dict[str, Any] = scope["state"]
         seen = state.get("status", status)
@@ -166,7 +169,7 @@ class RequestRecords:
             record.trace.end(scope, seen, state.get("error"))
         if self.log is not None and not (seen < 400 and state.get("is_routine")):
             self.log.write(scope, seen, took_ns / 1e9, state)
-        # Its traceback knows the state: both, and the request's body, would wait for the garbage collector.
+        # The error's traceback references the state: without this, both and the body would wait for the collector.
         state.pop("error", None)
 
     def _new_id(self) -> str:
@@ -176,13 +179,6 @@ class RequestRecords:
             at = 0
         self._ids_at = end = at + _ID_CHARACTERS
         return self._ids[at:end]
-
-
-def internal_error(state: Mapping[str, Any], error: Exception) -> CallableFailed:
-    """Log a fault of ours. Returns what its client is told."""
-    request_id = state.get("request_id", "?")
-    logger.error("request %s failed in the gateway", request_id, exc_info=error, extra={"request_id": request_id})
-    return CallableFailed(f"internal error; the log has more under request id {request_id}")
 
 
 class Endpoint(ABC):
@@ -209,16 +205,15 @@ class EndpointRoute(Route):
 class Entry:
     """The application: begins, checks, admits and ends every request. A pure ASGI class.
 
-    It calls endpoints itself: FastAPI's layers cost time, and would stay in memory as long as a
-    stream is open. It believes what the proxies on this machine, or those that the environment's
-    ``FORWARDED_ALLOW_IPS`` names, say of their clients.
+    Endpoints are called directly: FastAPI's layers cost time, and would stay in memory as long as a stream is open.
+    Forwarding headers are believed from proxies on this machine, or those that ``FORWARDED_ALLOW_IPS`` names instead.
 
     Args:
-        framework: answers what is no endpoint's.
-        routes: of endpoints, ``INFER_PATH`` among them.
-        records: of requests.
-        keys: admits requests; None: all are.
-        cors: wraps the application for requests that come with an ``Origin``; None: those are like any other.
+        framework: answers all routes that have no endpoint.
+        routes: those of endpoints; one has the path `INFER_PATH`.
+        records: begins and ends each request.
+        keys: admits requests; None: every request is admitted.
+        cors: wraps the application for requests with an ``Origin``; None: these are treated like any other.
     """
 
     def __init__(
@@ -282,7 +277,7 @@ class Entry:
             self.records.end(record, scope, record.status if record.is_answered else 499)
 
     def _match(self, scope: Scope) -> EndpointRoute | None:
-        """Find the route of the endpoint that answers a request, and note it in the scope. None: FastAPI answers."""
+        """Find the endpoint's route for a request and note it in the scope. None: FastAPI answers."""
         if scope["method"] != "POST":
             return None
         path = scope["path"]
@@ -301,7 +296,7 @@ class Entry:
         return None
 
     async def _reply(self, scope: Scope, receive: Receive) -> ASGIApp | None:
-        """Admit a request and compute its answer, or open it; an error is one, too. None: its client has gone."""
+        """Admit a request and compute or open its answer; errors become answers. None: the client has gone."""
         state: dict[str, Any] = scope["state"]
         try:
             if self._keys is not None:
@@ -313,28 +308,28 @@ class Entry:
             return None
         except HeadwaterError as error:
             note_error(state, error)
-            # A failed call's future has the error, whose traceback has the future: nobody reads it any more.
+            # A failed call's future references the error, and the error's traceback the future: break the cycle.
             state["error"] = error.with_traceback(None)
             return error_reply(error, scope["path"])
         except Exception as error:
             return error_reply(internal_error(state, error), scope["path"])
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Behind CORS, which wraps ``send``."""
+        """The application that the CORS middleware wraps."""
         reply = await self._reply(scope, receive)
         if reply is not None:
             await reply(scope, receive, send)
 
 
 async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
-    """Behind uvicorn's middleware, of which only what it writes into the scope is wanted."""
+    """The application behind uvicorn's middleware, which is called only for what it writes into the scope."""
 
 
 class HeadAsGet:
-    """Has HEAD answered as GET is, by whatever answers that; the server leaves the body out.
+    """Answers HEAD as the application answers GET; the server leaves the body out.
 
     Args:
-        app: the framework's.
+        app: answers GET.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -350,4 +345,4 @@ class HeadAsGet:
             await self._app(asked, receive, send)
         finally:
             if "route" in asked:
-                scope["route"] = asked["route"]  # by which it is counted
+                scope["route"] = asked["route"]  # requests are counted by route

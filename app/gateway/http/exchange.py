@@ -1,9 +1,7 @@
-"""What a connection knows of a request beyond ASGI, and does at once where ASGI takes several messages.
+"""An extension of ASGI: reads a body and writes an answer in one step each, and reports a lost client by a callback.
 
-`app.gateway.http.connection.BoundedConnection` puts an `Exchange` into each request's scope, as an extension of ASGI.
-Who finds none (under another server, or in tests) does the same by ``receive`` and ``send``.
-
-Notices that a client went away while its answer is computed.
+`app.gateway.http.connection.BoundedConnection` puts an `Exchange` into each request's scope. Code that finds none
+(under another server, or in tests) uses ``receive`` and ``send`` instead.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ __all__ = ["EXTENSION", "DisconnectWatch", "Exchange", "exchange_of"]
 EXTENSION: Final = "headwater.exchange"
 
 _JOIN_BYTES: Final = 64 * 1024
-"""Up to here it costs less to join an answer's pieces than to write each."""
+"""Up to this size, joining an answer's pieces costs less than writing each."""
 
 
 class Exchange:
     """A request and its answer, on their connection.
 
     Args:
-        cycle: uvicorn's, of the same.
+        cycle: uvicorn's object for the same request and answer.
     """
 
     __slots__ = ("_cycle", "_pieces", "on_gone", "task")
@@ -40,18 +38,18 @@ class Exchange:
         self._cycle = cycle
         cast("dict[str, Any]", cycle.scope)["extensions"] = {EXTENSION: self}
         self.task: asyncio.Task[None] | None = None
-        """That runs the application."""
+        """Runs the application."""
         self.on_gone: Callable[[], None] | None = None
-        """Called when the client has gone before its answer."""
+        """Called when the client leaves before its answer is complete."""
         self._pieces: list[bytes] | None = None
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        """Have it called when the client goes before its answer; at once if it has gone."""
+        """Call ``on_gone`` when the client leaves before its answer is complete; at once if it has left."""
         self.on_gone = on_gone
         if self._cycle.disconnected:
             on_gone()
         else:
-            # Reading stops at 64 KiB of a body, and only who reads learns that the connection has ended.
+            # uvicorn stops reading at 64 KiB of a body, and only a read shows that the connection has ended.
             self._cycle.flow.resume_reading()
 
     def lose(self) -> None:
@@ -62,12 +60,12 @@ class Exchange:
             self.on_gone()
 
     def end(self) -> None:
-        """The answer is complete. It and the scope know each other, and would wait for the garbage collector."""
+        """The answer is complete. Breaks the cycle between this object and the scope, so that both are freed."""
         self.task = self.on_gone = None
         self._cycle.scope.pop("extensions", None)
 
     def take_body(self) -> bytes | None:
-        """The body, if all of it is here already. Once: then ``receive`` tells no more but that the client left."""
+        """The body, if all of it has arrived. May be called once: afterwards ``receive`` only reports a lost client."""
         cycle = self._cycle
         if cycle.more_body or cycle.disconnected:
             return None
@@ -77,9 +75,9 @@ class Exchange:
         return body
 
     async def gather_body(self) -> bytes | None:
-        """The body, once all of it is here; None: the client has gone. Its length must be known to be bearable.
+        """Wait for the whole body, whose length must have been checked. None: the client has gone.
 
-        ``receive`` stops reading at 64 KiB, wakes the application for each piece, and copies it twice.
+        ``receive`` would stop reading at 64 KiB, wake the application for each piece, and copy it twice.
         """
         cycle = self._cycle
         pieces = self._pieces = [bytes(cycle.body)]
@@ -99,8 +97,8 @@ class Exchange:
         return None if cycle.disconnected else b"".join(pieces)
 
     def takes_piece(self, piece: bytes) -> bool:
-        """Take the next piece of the body, if `gather_body` waits for it."""
-        if self._pieces is None or not self._cycle.more_body:  # it may be the next request's
+        """Take the next piece of the body if `gather_body` waits for it. Returns whether it was taken."""
+        if self._pieces is None or not self._cycle.more_body:  # the piece may belong to the next request
             return False
         self._pieces.append(piece)
         return True
@@ -109,12 +107,12 @@ class Exchange:
         """Write a whole answer at once.
 
         Args:
-            status: its status.
-            headers: without its length.
-            body: in pieces, of bytes each.
+            status: of the answer.
+            headers: without Content-Length.
+            body: in pieces.
 
         Returns:
-            False: the client has yet to read what is before it; ``send`` waits for that.
+            False: the client has not read the previous answer yet; ``send`` waits for that.
         """
         cycle = self._cycle
         if cycle.flow.write_paused:
@@ -134,7 +132,7 @@ class Exchange:
             lines += 1
         lines += 1
         head = b"".join(pieces)
-        # Nothing in a header may pass for another one.
+        # A line end inside a value would start another header.
         if head.count(b"\n") != lines or head.count(b"\r") != lines:
             raise RuntimeError("an answer's headers: expected no line ends in them")
         if length <= _JOIN_BYTES:
@@ -149,37 +147,22 @@ class Exchange:
         cycle.on_response()
         return True
 
-    def write_piece(self, piece: bytes) -> bool:
-        """Write a piece of an answer that has begun and has no length.
-
-        Returns:
-            False: the client has yet to read what is before it; ``send`` waits for that.
-        """
-        cycle = self._cycle
-        if cycle.flow.write_paused or not cycle.chunked_encoding:
-            return False
-        if not cycle.disconnected and not cycle.response_complete:
-            cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-        return True
-
 
 def exchange_of(scope: Mapping[str, Any]) -> Exchange | None:
-    """A request's, where there is one."""
+    """The exchange of a request; None under another server."""
     extensions = scope.get("extensions")
     found: Exchange | None = extensions.get(EXTENSION) if extensions else None
     return found
 
 
 WATCH_AFTER_S: Final = 0.02
-"""Where only ``receive`` tells. Most answers are sooner than this, and a task for each of them would cost more than it
-saves."""
+"""Delay before a task waits in ``receive``, where there is no exchange: most answers are ready sooner."""
 
 
 class DisconnectWatch:
     """A context whose body is cancelled when the client goes away; `ClientGone` comes out of it then.
 
-    To be entered by the request's own task, when the request's body has been read: from then on the server has nothing
-    else to say.
+    The request's own task must enter it, after the body has been read: from then on ``receive`` only reports the loss.
     """
 
     __slots__ = ("_exchange", "_is_gone", "_receive", "_task", "_timer", "_watcher")

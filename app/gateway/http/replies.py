@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from app.errors import HeadwaterError, openai_error
+from app.errors import CallableFailed, HeadwaterError, openai_error
 from app.gateway.http.exchange import exchange_of
 
-__all__ = ["Reply", "error_reply", "json_reply"]
+__all__ = ["Reply", "error_reply", "internal_error", "json_reply"]
+
+logger = logging.getLogger("headwater")
 
 RETRY_AFTER_S = 2
-"""What a 503 says that has no better figure."""
+"""The ``Retry-After`` of a 503 whose error names no time."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -21,12 +25,7 @@ Headers = list[tuple[bytes, bytes]]
 class Reply:
     """An ASGI response whose body is ready, in pieces."""
 
-    def __init__(
-        self,
-        status: int,
-        body: Sequence[bytes | memoryview],
-        headers: Headers,
-    ) -> None:
+    def __init__(self, status: int, body: Sequence[bytes | memoryview], headers: Headers) -> None:
         self.status = status
         self._body = body
         self._headers = headers
@@ -43,7 +42,7 @@ class Reply:
         await send({"type": "http.response.body", "body": body})
 
     async def send(self, scope: Scope, send: Send, more_headers: Headers) -> None:
-        """Send it with some headers more: at once, where the connection takes it so, and nothing between has a say."""
+        """Send it with additional headers: as one write where the connection can, past any middleware."""
         exchange = exchange_of(scope)
         headers = [*self._headers, *more_headers]
         if exchange is None or not exchange.answer(self.status, headers, self._body):
@@ -72,3 +71,10 @@ def error_reply(error: HeadwaterError, path: str) -> Reply:
     if retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % retry_after_s))
     return json_reply(content, error.status, headers)
+
+
+def internal_error(state: Mapping[str, Any], error: Exception) -> CallableFailed:
+    """Log a bug of the gateway. Returns the error for the client, which names the request id only."""
+    request_id = state.get("request_id", "?")
+    logger.error("request %s failed in the gateway", request_id, exc_info=error, extra={"request_id": request_id})
+    return CallableFailed(f"internal error; the log has more under request id {request_id}")

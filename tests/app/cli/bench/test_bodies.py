@@ -47,7 +47,7 @@ def test_every_datatype_is_taken(datatype: str, binary: bool) -> None:
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3), (-1,)])
 def test_generate_takes_a_row_of_it(datatype: str, shape: tuple[int, ...]) -> None:
     one = tensor(datatype, *shape)
-    for body in stream_bodies("generate", metadata(one), "m", None, Wishes()):
+    for body in stream_bodies("stream", metadata(one), "m", None, Wishes()):
         GenerateDecoder(signature(one)).decode(body.content)
 
 
@@ -68,21 +68,21 @@ def test_heads_shapes_and_binary_outputs_are_asked_for() -> None:
     head = json.loads(body.content[: body.json_length])
     assert head["parameters"] == {"heads": ["a", "b"], "binary_data_output": True}
     assert head["inputs"][0]["shape"] == [1, 5]
-    (body, *_) = stream_bodies("generate", metadata(tensor("FP32", -1)), "m", ("a",), Wishes())
+    (body, *_) = stream_bodies("stream", metadata(tensor("FP32", -1)), "m", ("a",), Wishes())
     assert json.loads(body.content)["parameters"] == {"heads": ["a"]}
 
 
 def test_language_models_are_asked_in_each_form() -> None:
     wishes = Wishes(prompts=["Once"], max_tokens=7, ignores_eos=True)
     described = metadata(tensor("BYTES", 1, name="text_input"))
-    asked = {kind: json.loads(stream_bodies(kind, described, "m", None, wishes)[0].content)
-             for kind in ("chat", "completions", "generate")}  # fmt: skip
+    asked = {mode: json.loads(stream_bodies(mode, described, "m", None, wishes)[0].content)
+             for mode in ("chat", "completions", "stream")}  # fmt: skip
     shared = {"model": "m", "stream": True, "stream_options": {"include_usage": True}}
     limits = {"max_tokens": 7, "ignore_eos": True}
     assert asked == {
         "chat": {**shared, **limits, "messages": [{"role": "user", "content": "Once"}]},
         "completions": {**shared, **limits, "prompt": "Once"},
-        "generate": {"text_input": "Once", "parameters": limits},
+        "stream": {"text_input": "Once", "parameters": limits},
     }
 
 
@@ -122,4 +122,4 @@ def test_a_shape_must_be_the_inputs(shapes: dict[str, tuple[int, ...]], told: st
 
 def test_what_has_no_json_form_can_not_be_streamed() -> None:
     with pytest.raises(CommandError, match="FP16, which has no JSON form"):
-        stream_bodies("generate", metadata(tensor("FP16", 1)), "m", None, Wishes())
+        stream_bodies("stream", metadata(tensor("FP16", 1)), "m", None, Wishes())

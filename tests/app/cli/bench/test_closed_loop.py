@@ -11,18 +11,24 @@ from pathlib import Path
 
 import pytest
 
+from app.cli.bench.answers import Fault
+from app.cli.bench.bodies import Body
 from app.cli.bench.closed_loop import STOPPED, closed_loop
-from app.cli.bench.faults import Fault
+from app.cli.bench.job import Job, Load, Target
 from app.cli.bench.outcomes import Limits, Outcomes
-from app.cli.bench.target import Target
 from tests.load_target import Answer, Asked, LoadTarget, events, load_target
 from tests.running import wait_for
 
 REPOSITORY = Path(__file__).parents[4]
+BODY = Body(b"{}")
 
 
 def unary(target: LoadTarget, **options: float) -> Target:
-    return Target.infer(target.url, "m", [b"{}"], **options)  # type: ignore[arg-type]
+    return Target(target.url, "m", (BODY,), **options)  # type: ignore[arg-type]
+
+
+def run(target: Target, connections: int, seconds: float, warmup_s: float, limits: Limits | None = None) -> Outcomes:
+    return asyncio.run(closed_loop(Job(target, Load(connections), seconds, warmup_s, limits=limits or Limits())))
 
 
 def test_it_reports_a_delay_and_a_share_of_failures_within_two_percent() -> None:
@@ -33,7 +39,7 @@ def test_it_reports_a_delay_and_a_share_of_failures_within_two_percent() -> None
             assert server.stdout is not None
             url = server.stdout.readline().strip()
             for _ in range(3):  # what else the machine does can only add to a latency
-                outcomes = asyncio.run(closed_loop(Target.infer(url, "m", [b"{}"]), 40, 3.5, 0.1))
+                outcomes = run(Target(url, "m", (BODY,)), 40, 3.5, 0.1)
                 if outcomes.latency_ms(50) <= 306:
                     break
         finally:
@@ -47,7 +53,7 @@ def test_it_reports_a_delay_and_a_share_of_failures_within_two_percent() -> None
 
 def test_what_is_asked_in_the_warm_up_does_not_count() -> None:
     with load_target(lambda asked: Answer(delay_s=0.02)) as target:
-        outcomes = asyncio.run(closed_loop(unary(target), 2, 0.3, 0.3))
+        outcomes = run(unary(target), 2, 0.3, 0.3)
         asked = target.asked["POST /v2/models/m/infer"]
     assert 0 < outcomes.requests < asked
     assert outcomes.tokens == 0
@@ -62,7 +68,7 @@ def test_bodies_are_sent_in_turn() -> None:
 
     with load_target(note) as target:
         bodies = [b'{"a":1}', b'{"b":2}', b'{"c":3}']
-        asyncio.run(closed_loop(Target.infer(target.url, "m", bodies), 1, 0.3, 0))
+        run(Target(target.url, "m", tuple(map(Body, bodies))), 1, 0.3, 0)
     assert sorted(got) == bodies
     assert max(got.values()) - min(got.values()) <= 1
 
@@ -75,7 +81,7 @@ def test_the_key_is_shown() -> None:
         return Answer(delay_s=0.02)
 
     with load_target(note) as target:
-        asyncio.run(closed_loop(Target.infer(target.url, "m", [b"{}"], key="secret"), 1, 0.1, 0))
+        run(Target(target.url, "m", (BODY,), key="secret"), 1, 0.1, 0)
     assert set(seen) == {"Bearer secret"}
 
 
@@ -95,7 +101,7 @@ def test_the_key_is_shown() -> None:
 )
 def test_errors_are_counted_by_kind(answer: Answer, fault: Fault) -> None:
     with load_target(lambda asked: answer._replace(delay_s=0.01)) as target:
-        outcomes = asyncio.run(closed_loop(unary(target, timeout_s=0.2), 2, 0.2, 0))
+        outcomes = run(unary(target, timeout_s=0.2), 2, 0.2, 0)
     assert set(outcomes.errors) == {fault}
     assert outcomes.answers == 0
     assert outcomes.error_share == 1
@@ -107,7 +113,7 @@ def test_errors_are_counted_by_kind(answer: Answer, fault: Fault) -> None:
 @pytest.mark.parametrize("body", [b"[]", b"{", b'{"model_name": "m"}', b"\xff"])
 def test_an_answer_that_is_none_is_an_error(body: bytes) -> None:
     with load_target(lambda asked: Answer(body, delay_s=0.01)) as target:
-        outcomes = asyncio.run(closed_loop(unary(target), 1, 0.1, 0))
+        outcomes = run(unary(target), 1, 0.1, 0)
     assert {fault.kind for fault in outcomes.errors} == {"bad answer"}
 
 
@@ -117,8 +123,7 @@ def test_streams_are_told_by_their_tokens() -> None:
         gap_s=0.02,
     )  # fmt: skip
     with load_target(lambda asked: Answer(pieces=stream, delay_s=0.05)) as target:
-        target_ = Target(target.url, "/v1/chat/completions", Target.infer("http://x", "m", [b"{}"]).bodies, "chat")
-        outcomes = asyncio.run(closed_loop(target_, 2, 0.4, 0, limits=Limits(ttft_s=0.0001)))
+        outcomes = run(Target(target.url, "m", (BODY,), "chat"), 2, 0.4, 0, Limits(ttft_s=0.0001))
     assert outcomes.answers >= 2
     assert not outcomes.errors
     assert outcomes.tokens == 9 * outcomes.answers
@@ -141,7 +146,7 @@ def test_a_server_that_goes_away_leaves_what_was_measured(monkeypatch: pytest.Mo
 
         thread = threading.Thread(target=stop_soon)
         thread.start()
-        outcomes = asyncio.run(closed_loop(unary(target), 2, 60, 0))
+        outcomes = run(unary(target), 2, 60, 0)
         thread.join()
     assert outcomes.answers >= 40
     assert outcomes.ended.startswith("no connection could be made for 0.3 s: ")
@@ -153,7 +158,7 @@ def test_it_can_be_stopped() -> None:
     async def stopped(target: Target) -> Outcomes:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(0.3, stop.set)
-        return await closed_loop(target, 2, 60, 0, stop=stop)
+        return await closed_loop(Job(target, Load(2), 60, 0), stop)
 
     with load_target(lambda asked: Answer(delay_s=0.01)) as target:
         outcomes = asyncio.run(stopped(unary(target)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.cli.bench.events import Sample, TokenReader
+from app.cli.bench.answers import Sample, TokenReader
 from app.cli.bench.outcomes import Limits, Outcomes, merged, read_limits, request_limits
 
 
@@ -63,7 +63,8 @@ def test_nonsense_is_told(text: str, told: str) -> None:
 
 def test_a_stream_is_counted_by_its_tokens() -> None:
     outcomes = Outcomes()
-    assert outcomes.note(sample(1.0, 3.0, 7.0, tokens=7), 0.5, Limits()) == (True, True, 7)
+    outcomes.note(sample(1.0, 3.0, 7.0, tokens=7), 0.5, Limits())
+    assert (outcomes.answers, outcomes.met, outcomes.tokens) == (1, 1, 7)
     assert list(outcomes.first_token_s) == [0.5]
     assert list(outcomes.gaps_s) == [2.0, 4.0]
     assert list(outcomes.per_token_s) == [1.0]

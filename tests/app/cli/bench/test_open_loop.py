@@ -9,16 +9,18 @@ import time
 
 import pytest
 
-from app.cli.bench.faults import Fault
+from app.cli.bench.answers import Fault
+from app.cli.bench.bodies import Body
+from app.cli.bench.job import Job, Load, Target
 from app.cli.bench.open_loop import PreciseTimer, arrival_times, open_loop
 from app.cli.bench.outcomes import Outcomes
-from app.cli.bench.target import Target
 from tests.load_target import Answer, Asked, load_target
 
 
 def run(url: str, rate_per_s: float, seconds: float, *, timeout_s: float = 30.0, **options: object) -> Outcomes:
-    target = Target.infer(url, "m", [b"{}"], timeout_s=timeout_s)
-    return asyncio.run(open_loop(target, rate_per_s, seconds, 0, **options))  # type: ignore[arg-type]
+    target = Target(url, "m", (Body(b"{}"),), timeout_s=timeout_s)
+    job = Job(target, Load(rate_per_s=rate_per_s), seconds, 0, **options)  # type: ignore[arg-type]
+    return asyncio.run(open_loop(job))
 
 
 def test_constant_arrivals_are_at_equal_distances() -> None:
@@ -101,7 +103,7 @@ def test_a_stopped_run_has_what_was_measured_until_then() -> None:
     async def stopped(url: str) -> Outcomes:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(0.4, stop.set)
-        return await open_loop(Target.infer(url, "m", [b"{}"]), 100, 60, 0, stop=stop)
+        return await open_loop(Job(Target(url, "m", (Body(b"{}"),)), Load(rate_per_s=100), 60, 0), stop)
 
     with load_target(lambda asked: Answer(delay_s=0.01)) as target:
         outcomes = asyncio.run(stopped(target.url))

@@ -18,7 +18,7 @@ def plots() -> list[str]:
     curves = [Curve(HOSTILE, [1, 2, 4], [3.0, 2.0, 1.0], [2, 1, 0.5], [4, 3, 1.5]), Curve("b", [1, 4], [1.0, 2.0])]
     return [
         line_chart(HOSTILE, "x", "y", curves, log_x=True),
-        line_chart("empty", "x", "y", [Curve("none", [], [])], log_y=True),
+        line_chart("empty", "x", "y", [Curve("none", [], [])]),
         line_chart("missing", "x", "y", [Curve("one", [1.0, 2.0], [float("nan"), 1.0])]),
         cdf("parts", "ms", [(HOSTILE, [0.1 * place for place in range(5000)]), ("none", [])], log_x=True),
     ]

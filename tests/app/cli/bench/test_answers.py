@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.cli.bench.events import EventParser, TokenReader
-from app.cli.bench.faults import Fault
+from app.cli.bench.answers import EventParser, Fault, TokenReader
 
 TEXTS = st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), min_size=1, max_size=20)
 
@@ -20,9 +19,9 @@ def lines(*events: dict[str, Any] | str) -> bytes:
     return "".join(f"data: {text}\n\n" for text in texts).encode()
 
 
-def read(kind: str, *events: dict[str, Any] | str) -> TokenReader:
+def read(mode: str, *events: dict[str, Any] | str) -> TokenReader:
     """A reader that got an event a second."""
-    reader = TokenReader(kind)
+    reader = TokenReader(mode)
     for when, event in enumerate(events):
         reader.feed(lines(event), float(when))
     return reader
@@ -64,26 +63,26 @@ def test_without_usage_tokens_are_the_events_with_text() -> None:
 
 
 def test_a_language_model_tells_its_tokens_in_the_last_event_of_generate() -> None:
-    reader = read("generate", {"text_output": "a"}, {"text_output": "bc"}, {"final": True, "completion_tokens": 3})
+    reader = read("stream", {"text_output": "a"}, {"text_output": "bc"}, {"final": True, "completion_tokens": 3})
     assert (reader.tokens, reader.times_s, reader.end()) == (3, [0.0, 1.0], None)
 
 
 def test_results_of_heads_count_like_tokens() -> None:
-    reader = read("generate", {"head": "a", "status": "ok", "y": 1}, {"final": True, "heads": {"a": "ok"}})
+    reader = read("stream", {"head": "a", "status": "ok", "y": 1}, {"final": True, "heads": {"a": "ok"}})
     assert (reader.tokens, reader.end()) == (1, None)
 
 
 @pytest.mark.parametrize(
-    ("kind", "events", "fault"),
+    ("mode", "events", "fault"),
     [
         ("chat", [{"choices": [{"delta": {"content": "a"}}]}],
          Fault("bad answer", None, "the stream ended without its last event")),
         ("chat", [{"error": {"message": "it broke", "code": 500}}, "[DONE]"], Fault("stream", None, "it broke")),
-        ("generate", [{"error": "it broke", "status": 503}, {"final": True}], Fault("stream", 503, "it broke")),
-        ("generate", [{"head": "a", "status": "failed", "error": "no"}, {"final": True}],
+        ("stream", [{"error": "it broke", "status": 503}, {"final": True}], Fault("stream", 503, "it broke")),
+        ("stream", [{"head": "a", "status": "failed", "error": "no"}, {"final": True}],
          Fault("stream", None, "head a: failed")),
-        ("generate", ["{"], Fault("bad answer", None, "invalid event: {")),
+        ("stream", ["{"], Fault("bad answer", None, "invalid event: {")),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told(kind: str, events: list[dict[str, Any] | str], fault: Fault) -> None:
-    assert read(kind, *events).end() == fault
+def test_what_is_wrong_is_told(mode: str, events: list[dict[str, Any] | str], fault: Fault) -> None:
+    assert read(mode, *events).end() == fault

@@ -1,4 +1,4 @@
-"""Sends one request and reads its answer, whole or as a stream of server-sent events.
+"""Reads answers, whole ones and streams of server-sent events, and tells what is wrong with them.
 
 Sources: the HTML standard's section on server-sent events; OpenAI's chat and text completions; Triton's generate
 extension.
@@ -6,16 +6,67 @@ extension.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from app.cli.bench.connection import Connection, Reply
-from app.cli.bench.faults import AskFailed, Fault, failed_status
+__all__ = ["LONGEST_REASON", "EventParser", "Fault", "Sample", "TokenReader", "answer_fault", "failed_status"]
 
-__all__ = ["EventParser", "Sample", "TokenReader", "ask"]
+LONGEST_REASON: Final = 160
+_ID: Final = re.compile(r"\b[0-9a-f]{16,}\b")
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
-_DONE: Final = b"[DONE]"
+
+class Fault(NamedTuple):
+    """One kind of error; equal faults are counted together."""
+
+    kind: str
+    """``status``: an answer other than 200; ``connect``: no connection; ``reset``: the connection ended before the
+    answer; ``timeout``: no whole answer in time; ``bad answer``: status 200, but against the protocol; ``stream``: an
+    error among the events of a stream."""
+    status: int | None
+    """The answer's status, or the one in a stream's error event."""
+    reason: str
+
+    def __str__(self) -> str:
+        kind = self.kind if self.status is None else f"{self.kind} {self.status}"
+        return f"{kind}: {self.reason}" if self.reason else kind
+
+
+def failed_status(status: int | None, body: bytes, kind: str = "status") -> Fault:
+    """The fault of an error answer. Ids in its reason are masked, so that equal faults are counted together."""
+    reason = body.decode(errors="replace")
+    try:
+        content = msgspec.json.decode(body)
+    except _UNREADABLE:
+        content = None
+    if isinstance(content, dict):
+        error = content.get("error", content.get("detail", ""))
+        reason = str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    lines = reason.splitlines()
+    return Fault(kind, status, _ID.sub("…", lines[0])[:LONGEST_REASON] if lines else "")
+
+
+class _Answer(msgspec.Struct):
+    outputs: msgspec.Raw
+
+
+_answer: Final = msgspec.json.Decoder(_Answer)
+
+
+def answer_fault(body: bytes, json_length: int | None) -> Fault | None:
+    """The fault of an inference answer. Its tensors are not decoded, which would cost as much as the request.
+
+    Args:
+        body: the answer.
+        json_length: the number of bytes that are JSON; None: all.
+    """
+    try:
+        _answer.decode(body if json_length is None else memoryview(body)[:json_length])
+    except _UNREADABLE as error:
+        return Fault("bad answer", None, f"not an inference answer: {error}"[:LONGEST_REASON])
+    return None
 
 
 class EventParser:
@@ -67,7 +118,6 @@ class _GenerateEvent(msgspec.Struct):
     head: str | None = None
     text_output: str | None = None
     completion_tokens: int | None = None
-    model_name: str | None = None
 
 
 _openai_event: Final = msgspec.json.Decoder(_OpenAiEvent)
@@ -75,18 +125,19 @@ _generate_event: Final = msgspec.json.Decoder(_GenerateEvent)
 
 
 class TokenReader:
-    """Reads one stream: the times and number of its tokens, and its fault. An `app.cli.bench.connection.EventReader`.
+    """Reads one stream: the times and number of its tokens, and its fault.
 
     Args:
-        kind: one of `app.cli.bench.target.KINDS` that streams.
+        mode: one of `app.cli.bench.job.PATHS` that streams.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, mode: str) -> None:
         self._parser = EventParser()
-        self._read = self._generate if kind == "generate" else self._openai
+        self._read = self._generate if mode == "stream" else self._openai
         self._now_s = 0.0
+        self._fault: Fault | None = None
         self.is_done = False
-        self.fault: Fault | None = None
+        """Whether the stream's last event has come."""
         self.times_s: list[float] = []
         """The arrival of each event with text or with a result."""
         self.reported_tokens: int | None = None
@@ -98,30 +149,30 @@ class TokenReader:
         return self.reported_tokens if self.reported_tokens is not None else len(self.times_s)
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """See `EventReader`."""
+        """Read data that arrived at this time."""
         self._now_s = now_s
         for event in self._parser.feed(data):
             try:
                 self._read(event)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
+            except _UNREADABLE:
                 self._note(Fault("bad answer", None, f"invalid event: {event[:60].decode('latin-1')}"))
 
     def end(self) -> Fault | None:
         """The stream's fault, once it has ended."""
-        if self.fault is None and not self.is_done:
+        if self._fault is None and not self.is_done:
             return Fault("bad answer", None, "the stream ended without its last event")
-        return self.fault
+        return self._fault
 
     def _note(self, fault: Fault) -> None:
-        self.fault = self.fault or fault
+        self._fault = self._fault or fault
 
     def _openai(self, data: bytes) -> None:
-        if data == _DONE:
+        if data == b"[DONE]":
             self.is_done = True
             return
         event = _openai_event.decode(data)
         if event.error is not None:
-            self._note(_stream_fault(data))
+            self._note(failed_status(None, data, "stream"))
         if event.usage is not None:
             self.reported_tokens = event.usage.completion_tokens
         for choice in event.choices:
@@ -136,18 +187,12 @@ class TokenReader:
             self.reported_tokens = event.completion_tokens
         if event.final:
             self.is_done = True
+        elif event.error is not None and event.head is not None:
+            self._note(Fault("stream", None, f"head {event.head}: {event.status}"))
         elif event.error is not None:
-            if event.head is None:
-                self._note(_stream_fault(data, event.status if isinstance(event.status, int) else None))
-            else:
-                self._note(Fault("stream", None, f"head {event.head}: {event.status}"))
+            self._note(failed_status(event.status if isinstance(event.status, int) else None, data, "stream"))
         elif event.text_output != "":
             self.times_s.append(self._now_s)
-
-
-def _stream_fault(data: bytes, status: int | None = None) -> Fault:
-    fault = failed_status(status or 0, data, "stream")
-    return fault._replace(status=status)
 
 
 class Sample(NamedTuple):
@@ -155,44 +200,8 @@ class Sample(NamedTuple):
 
     fault: Fault | None
     """None: the answer is good."""
-    sent_s: float
-    ended_s: float
+    sent_s: float = 0.0
+    """0: it was not sent."""
+    ended_s: float = 0.0
+    """When the last byte of its answer arrived; 0: it has no answer."""
     stream: TokenReader | None = None
-
-
-class _Answer(msgspec.Struct):
-    outputs: msgspec.Raw
-
-
-_answer: Final = msgspec.json.Decoder(_Answer)
-
-
-async def ask(connection: Connection, request: bytes, kind: str, begin_s: float, expires_s: float) -> Sample:
-    """Send a request and wait for its whole answer.
-
-    Args:
-        connection: not lost, and without a pending request.
-        request: the whole request, encoded.
-        kind: one of `app.cli.bench.target.KINDS`.
-        begin_s: now, or when it should have been sent.
-        expires_s: when the request fails.
-    """
-    reader = None if kind == "infer" else TokenReader(kind)
-    try:
-        reply = await connection.exchange(request, expires_s, reader)
-    except AskFailed as failed:
-        return Sample(failed.fault, begin_s, begin_s)
-    if reply.status != 200:
-        return Sample(failed_status(reply.status, reply.body), reply.sent_s, reply.ended_s)
-    fault = _whole_fault(reply) if reader is None else reader.end()
-    return Sample(fault, reply.sent_s, reply.ended_s, reader)
-
-
-def _whole_fault(reply: Reply) -> Fault | None:
-    """The fault of an inference answer. Its tensors are not decoded, which would cost as much as the request."""
-    raw = reply.body if reply.json_length is None else memoryview(reply.body)[: reply.json_length]
-    try:
-        _answer.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        return Fault("bad answer", None, f"not an inference answer: {error}"[:160])
-    return None
