@@ -107,10 +107,7 @@ class ResponseEncoder:
         self._heads = {head.name: head.outputs for head in signature.heads}
 
     def encode(
-        self,
-        request: InferRequest,
-        outputs: Mapping[str, RawTensor],
-        omitted: Sequence[HeadAnswer] = (),
+        self, request: InferRequest, outputs: Mapping[str, RawTensor], omitted: Sequence[HeadAnswer] = ()
     ) -> tuple[list[bytes | memoryview], int | None]:
         """Encode one answer.
 

@@ -58,9 +58,7 @@ LAST_ANSWERS_TIMEOUT_S = 2
 
 
 async def serve_beside(
-    serve: Callable[[], Awaitable[None]],
-    tasks: Sequence[Callable[[], Awaitable[None]]],
-    stop: Callable[[], None],
+    serve: Callable[[], Awaitable[None]], tasks: Sequence[Callable[[], Awaitable[None]]], stop: Callable[[], None]
 ) -> bool:
     """Serve, and run background tasks meanwhile. A task that fails is logged, and ends the worker.
 
@@ -97,8 +95,8 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     models = Models(
         room=QueueBudget(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
     )
-    # It would cut off every stream as soon as the server is told to exit. `drain` below ends streams, and after it
-    # uvicorn's own timeout.
+    # It would cut every stream off as soon as the server is told to exit. What ends them is `drain` below, and behind
+    # that uvicorn's own timeout.
     AppStatus.enable_automatic_graceful_drain = False
     link = SupervisorLink(models.drain, models.quarantine, models.cancel_streams)
     models.on_quarantined = link.tell_quarantined

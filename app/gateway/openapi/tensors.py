@@ -73,10 +73,7 @@ def _infer_schema(signature: Signature) -> dict[str, Any]:
             "minItems": needed,
             "maxItems": len(inputs),
         },
-        "outputs": {
-            **_array(object_schema(output, "parameters", closed=True)),
-            "maxItems": len(signature.outputs),
-        },
+        "outputs": {**_array(object_schema(output, "parameters", closed=True)), "maxItems": len(signature.outputs)},
         "parameters": object_schema(parameters, *parameters, closed=True),
     }
     return object_schema(fields, "id", "outputs", "parameters", closed=True)
