@@ -89,7 +89,9 @@ def _read(raw: bytes) -> tuple[EmbeddingsRequest, list[str]]:
 
 
 def _request(signature: Signature, spec: EmbeddingSpec, texts: list[str], dimensions: int | None) -> InferRequest:
-    row_parameters: dict[str, Scalar] = {item.name: item.default for item in signature.parameters if item.per == "row"}
+    row_parameters: dict[str, Scalar] = {
+        parameter.name: parameter.default for parameter in signature.parameters if parameter.per == "row"
+    }
     if dimensions is not None:
         chosen = next((item for item in signature.parameters if item.name == spec.dimensions), None)
         if chosen is None:
