@@ -1,6 +1,6 @@
 """Reads a request's JSON and reports its faults: the field, what was expected, and what the client sent.
 
-Every route reports a fault in the same words. Only `said` reads msgspec's own wording.
+Every route reports a fault in the same words. Only `parsed` reads msgspec's own wording.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
     "MAX_CONTAINERS",
     "MAX_VALUES",
     "PARSE_ERRORS",
-    "Said",
+    "ParsedError",
     "at",
     "check_keys",
     "check_size",
@@ -29,8 +29,8 @@ __all__ = [
     "key_text",
     "kind_of",
     "no_json_form",
+    "parsed",
     "read_json",
-    "said",
     "shape_text",
     "shown",
     "unreadable",
@@ -46,20 +46,12 @@ MAX_VALUES: Final = 1_000_000
 """Values in a body without tensors; a plain value costs a tenth of a key or an object."""
 
 _KINDS: Final = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "a boolean",
-    "array": "an array",
-    "object": "an object",
-    "null": "null",
-}
+    "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean",
+    "array": "an array", "object": "an object", "null": "null",
+}  # fmt: skip
 _BOUNDED: Final = {
-    "int": inspect.IntType,
-    "float": inspect.FloatType,
-    "str": inspect.StrType,
-    "array": inspect.ListType,
-}
+    "int": inspect.IntType, "float": inspect.FloatType, "str": inspect.StrType, "array": inspect.ListType,
+}  # fmt: skip
 _UNITS: Final = {"str": " characters", "array": " entries"}
 _WORDING: Final = re.compile(
     r"Expected `(?P<expected>[^`]*)`, got `(?P<got>[^`]*)`"
@@ -127,7 +119,7 @@ def kind_of(name: str) -> str:
     return " or ".join(_KINDS.get(part, part) for part in name.split(" | ") if part != "null" or name == "null")
 
 
-class Said(NamedTuple):
+class ParsedError(NamedTuple):
     """The parts of an error message of msgspec."""
 
     text: str
@@ -152,15 +144,15 @@ class Said(NamedTuple):
     """Whether more follows valid JSON."""
 
 
-def said(error: Exception) -> Said:
-    """Parse msgspec's wording."""
+def parsed(error: Exception) -> ParsedError:
+    """Parse the wording of an error of msgspec."""
     text, found, path = str(error).rpartition(" - at `$")
     text, path = (text, path[:-1]) if found else (str(error), "")
     if wording := _WORDING.fullmatch(text):
         parts: dict[str, Any] = {name: part for name, part in wording.groupdict().items() if part is not None}
-        return Said(text, path, **parts)
+        return ParsedError(text, path, **parts)
     where = _BYTE.search(text)
-    return Said(
+    return ParsedError(
         text.removeprefix("JSON is malformed: "),
         path,
         is_out_of_range=text.endswith("out of range"),
@@ -286,7 +278,7 @@ def unreadable(
         return at(whole, None, "expected JSON, got arrays or objects nested too deeply")
     if isinstance(error, UnicodeDecodeError):
         return at(whole, None, f"expected JSON in UTF-8, got byte 0x{error.object[error.start]:02x} in a string")
-    fault = said(error)
+    fault = parsed(error)
     if not isinstance(error, msgspec.ValidationError):
         return _malformed(fault, text, whole, binary)
     tensor = _tensor(text, fault.path)
@@ -362,7 +354,7 @@ def _bounds(name: str, kinds: Sequence[inspect.Type]) -> str:
     return f"{low} to {high}{unit}" if unit else f"{_KINDS[name]} from {low} to {high}"
 
 
-def _got(fault: Said, text: bytes | memoryview) -> str:
+def _got(fault: ParsedError, text: bytes | memoryview) -> str:
     """The value that is out of bounds, for a message; empty if it can't be found."""
     value = _value_at(text, fault.path, check=True)
     if value is None:
@@ -416,7 +408,7 @@ def _tensor(text: bytes | memoryview, path: str) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _malformed(fault: Said, text: bytes | memoryview, path: str, binary: str) -> BadRequest:
+def _malformed(fault: ParsedError, text: bytes | memoryview, path: str, binary: str) -> BadRequest:
     position = len(text) if fault.byte is None else fault.byte
     here = bytes(text[position : position + 3])
     if not len(text) or bytes(text).isspace():

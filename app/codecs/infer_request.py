@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from app.codecs.faults import PARSE_ERRORS, at, check_keys, check_size, colons, no_json_form, said, shown, unreadable
+from app.codecs.faults import PARSE_ERRORS, at, check_keys, check_size, colons, no_json_form, parsed, shown, unreadable
 from app.codecs.inputs import declared_input, element_count, take_binary
 from app.codecs.parameters import MAX_UINT64, RequestId, RequestParameters, boolean, integer, unsupported
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
@@ -139,7 +139,7 @@ class RequestDecoder:
         if fault.field != "body":
             return fault
         hint = ""
-        if header_length is None and said(error).is_followed:
+        if header_length is None and parsed(error).is_followed:
             hint = "; if binary tensors follow, the header Inference-Header-Content-Length must say where"
         elif header_length is not None and header_length < len(body):
             hint = f" (in the first {header_length} bytes, as Inference-Header-Content-Length says)"

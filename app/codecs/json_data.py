@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from app.codecs.faults import PARSE_ERRORS, at, key_text, kind_of, said, shape_text, shown
+from app.codecs.faults import PARSE_ERRORS, at, key_text, kind_of, parsed, shape_text, shown
 from app.errors import BadRequest
 from inference.datatypes import DATATYPES
 from inference.signature import TensorSpec
@@ -80,7 +80,7 @@ class JsonData:
         try:
             values = self._flat.decode(text)
         except PARSE_ERRORS as error:
-            fault = said(error)
+            fault = parsed(error)
             if (fault.got, fault.path) != ("array", "[0]"):
                 raise self._unreadable(error, index, 0) from None
             values = self._flatten(text, shape, index)
@@ -173,7 +173,7 @@ class JsonData:
             return self._bad(index, "", f"expected JSON in UTF-8, got byte 0x{byte:02x} in a string; {self._fix}")
         if isinstance(error, RecursionError):
             return self._bad(index, "", "expected JSON, got arrays or objects nested too deeply")
-        fault = said(error)
+        fault = parsed(error)
         subscript = fault.path
         if not isinstance(error, msgspec.ValidationError):
             return self._bad(index, f"[{start}:]", f"expected a flat array of {wanted}, got another element among them")

@@ -17,13 +17,18 @@ from inference.errors import DeclarationError
 from inference.model import Parameter, Scalar
 from inference.signature import HeadSpec, Signature
 
-__all__ = ["HEADS", "MAX_UINT64", "HeadChoice", "RequestId", "RequestParameters", "boolean", "integer", "unsupported"]
+__all__ = ["MAX_UINT64", "RequestId", "RequestParameters", "boolean", "integer", "unsupported"]
 
-HEADS = "heads"
-"""The request parameter's name."""
+MAX_UINT64: Final = 2**64 - 1
+_MAX_PRIORITY: Final = 2**32 - 1
+_INT64: Final = range(-(2**63), 2**63)
+_BINARY_OUTPUT: Final = "binary_data_output"
+_HEADS: Final = "heads"
+RequestId: TypeAlias = Annotated[str, Meta(max_length=1000)]
+"""The client's own id of a request."""
 
 
-class HeadChoice:
+class _HeadChoice:
     """Resolves which heads of a pipeline a request wants, by ``parameters.heads``, by its ``outputs``, or by both.
 
     Args:
@@ -85,19 +90,11 @@ class HeadChoice:
         for index, output in enumerate(outputs):
             owner = self._owners[output]
             if heads and owner not in heads:
-                expected = f"expected an output of the heads {', '.join(map(repr, heads))} (parameters.{HEADS})"
+                expected = f"expected an output of the heads {', '.join(map(repr, heads))} (parameters.{_HEADS})"
                 fix = "add the head there, or leave the output out"
                 raise at(f"outputs[{index}].name", output, f"{expected}, got one of head {owner!r}; {fix}")
             owners.add(owner)
         return tuple(name for name in self.names if name in owners)
-
-
-MAX_UINT64: Final = 2**64 - 1
-_MAX_PRIORITY: Final = 2**32 - 1
-RequestId: TypeAlias = Annotated[str, Meta(max_length=1000)]
-"""The client's own id of a request."""
-_INT64: Final = range(-(2**63), 2**63)
-_BINARY_OUTPUT: Final = "binary_data_output"
 
 
 class RequestParameters:
@@ -114,10 +111,10 @@ class RequestParameters:
         self._defaults: dict[str, dict[str, Scalar]] = {"batch": {}, "row": {}}
         for name, parameter in self._declared.items():
             self._defaults[parameter.per][name] = parameter.default
-        self.heads = HeadChoice(signature.heads) if signature.heads else None
+        self.heads = _HeadChoice(signature.heads) if signature.heads else None
         """None unless the model is a pipeline."""
         self._binary = binary
-        own = ((_BINARY_OUTPUT,) if binary else ()) + ("priority", "timeout") + ((HEADS,) if signature.heads else ())
+        own = ((_BINARY_OUTPUT,) if binary else ()) + ("priority", "timeout") + ((_HEADS,) if signature.heads else ())
         self.known = (*self._declared, *own)
         """All names, for messages."""
 
@@ -158,7 +155,7 @@ class RequestParameters:
                 request.priority = integer(_path(where, name), None, value, _MAX_PRIORITY)
             elif name == "timeout":
                 request.timeout_us = integer(_path(where, name), None, value, MAX_UINT64)
-            elif name == HEADS and self.heads is not None:
+            elif name == _HEADS and self.heads is not None:
                 request.heads = self.heads.read(value, _path(where, name))
             else:
                 raise unsupported(where, None, name, self.known)

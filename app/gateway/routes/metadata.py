@@ -57,14 +57,9 @@ def health_routes(models: Models) -> APIRouter:
 
 
 EXTENSIONS = [
-    "binary_tensor_data",
-    "generate",
-    "model_configuration",
-    "model_repository",
-    "parameters",
-    "schedule_policy",
+    "binary_tensor_data", "generate", "model_configuration", "model_repository", "parameters", "schedule_policy",
     "statistics",
-]
+]  # fmt: skip
 
 
 class _IndexRequest(msgspec.Struct, forbid_unknown_fields=True):
