@@ -48,8 +48,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Modules that start servers first: they take long, and at the end both workers should have work."""
+    if config.getoption("--fast"):
+        items[:] = [item for item in items if item.get_closest_marker("torch") is None]
     items.sort(key=lambda item: HERE / "end_to_end" not in item.path.parents)
 
 

@@ -16,7 +16,7 @@ def count_from_zero() -> None:
 
 def counts_of(name: str) -> Counts:
     """The counts of a deployment."""
-    return counts_by_deployment(merged([recorders.recorder().snapshot().records]))[name]
+    return counts_by_deployment(merged([recorders.recorder().store.snapshot().records]))[name]
 
 
 def requests_of(name: str) -> tuple[int, int, int, int]:

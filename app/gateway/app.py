@@ -28,7 +28,7 @@ from app.gateway.routes.pages import docs_routes, page_routes
 from app.gateway.routes.texts import CancelEndpoint, OpenAITextEndpoint
 from app.lm.chat import ChatRequest
 from app.lm.completion import CompletionRequest
-from app.security.key_check import KeyCheck, KeyRing
+from app.security.key_check import KeyRing
 from app.telemetry.logs import AccessLog
 
 __all__ = ["create_app"]
@@ -109,8 +109,7 @@ def create_app(
         allow_headers=CORS_REQUEST_HEADERS,
         expose_headers=CORS_ANSWER_HEADERS,
     )
-    check = None if keys is None else KeyCheck(keys)
-    return Entry(gateway, routes, records, check, cors if cors_origins else None)
+    return Entry(gateway, routes, records, keys, cors if cors_origins else None)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

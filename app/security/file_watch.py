@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-__all__ = ["LOOK_EVERY_S", "FileWatch"]
+__all__ = ["FileWatch"]
 
-LOOK_EVERY_S: Final = 0.25
+POLL_S: Final = 0.25
 
 
 class FileWatch:
@@ -23,25 +23,22 @@ class FileWatch:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        self._seen = self._fingerprints()
+        self._seen = list(map(_state, paths))
 
     def has_changed(self) -> bool:
         """Whether any file was changed, created or removed since the last call."""
-        before, self._seen = self._seen, self._fingerprints()
+        before, self._seen = self._seen, list(map(_state, self._paths))
         return self._seen != before
 
     async def run(self, on_change: Callable[[], None]) -> None:
         """Poll until cancelled, and call ``on_change`` after each change."""
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_S)
             if self.has_changed():
                 on_change()
 
-    def _fingerprints(self) -> list[tuple[int, ...]]:
-        return [_fingerprint(path) for path in self._paths]
 
-
-def _fingerprint(path: Path) -> tuple[int, ...]:
+def _state(path: Path) -> tuple[int, ...]:
     try:
         found = os.stat(path)
     except OSError as error:

@@ -12,7 +12,7 @@ from app.errors import ConfigError, ScopeMissing, Unauthorized
 from app.security.keys import Key, Keys, scopes_for
 from app.security.limits import KeyLimits, LimitFiles
 
-__all__ = ["KeyCheck", "KeyRing", "owned_id", "shown_key"]
+__all__ = ["KeyRing", "owned_id", "shown_key"]
 
 logger = logging.getLogger("headwater")
 
@@ -35,45 +35,32 @@ class KeyRing:
         self._read = read
         self._limits = limits
         self._keys = Keys()
-        self._limits_of: dict[str, KeyLimits] = {}
+        self._limits_of: dict[str, KeyLimits | None] = {}
         try:
-            self._take(read())
+            self._take()
         except (ConfigError, OSError) as error:  # they were valid when the server started
             logger.error("no API key is valid until this is fixed: %s", error)
 
     def renew(self) -> None:
-        """Read the keys again; if that fails, keep those there are."""
+        """Read the keys again; if that fails, keep the present ones."""
         try:
-            self._take(self._read())
+            names = self._take()
         except (ConfigError, OSError) as error:
             logger.error("can't reload the API keys, keeping the previous ones: %s", error)
         else:
-            logger.info("reloaded the API keys: %s", ", ".join(key.name for key in self._keys) or "none")
+            logger.info("reloaded the API keys: %s", ", ".join(names) or "none")
 
-    def find(self, text: bytes) -> tuple[Key, KeyLimits | None] | None:
-        """The key with this text and its limits, if any; None: no valid key has this text."""
-        key = self._keys.find(text)
-        return None if key is None else (key, self._limits_of.get(key.sha256))
-
-    def _take(self, keys: Iterable[Key]) -> None:
-        found = Keys(keys)
-        limits = {key.sha256: self._limits.of(key) for key in found}
-        self._keys = found
-        self._limits_of = {digest: one for digest, one in limits.items() if one is not None}
-
-
-class KeyCheck:
-    """Refuses a request without a key of the right scope, or beyond its key's limits.
-
-    ``scope["state"]["key"]`` is then the key's name, which the access log shows, and ``scope["state"]["key_limits"]``
-    its limits, if any.
-    """
-
-    def __init__(self, ring: KeyRing) -> None:
-        self._ring = ring
+    def _take(self) -> list[str]:
+        keys = tuple(self._read())
+        self._limits_of = {key.sha256: self._limits.of(key) for key in keys}
+        self._keys = Keys(keys)
+        return [key.name for key in keys]
 
     def admit(self, scope: Scope) -> None:
-        """Find a request's key, and admit the request. Whoever ends the request leaves the limits in its state.
+        """Find a request's key, and admit the request if the key has the right scope and is within its limits.
+
+        ``scope["state"]`` then has ``key``, the key's name, which the access log shows, and ``key_limits``, its limits
+        if it has some, which the caller leaves when the request ends.
 
         Raises:
             Unauthorized, ScopeMissing, RateLimited: the request isn't admitted.
@@ -83,16 +70,16 @@ class KeyCheck:
             return
         state: dict[str, Any] = scope["state"]
         text = shown_key(scope["headers"])
-        found = None if text is None else self._ring.find(text)
-        if found is None:
+        key = None if text is None else self._keys.find(text)
+        if key is None:
             raise Unauthorized(UNKNOWN)
-        key, limits = found
         state["key"] = key.name
         state["log_fields"] = {**state.get("log_fields", {}), "key": key.name}
         if not any(one in key.scopes for one in scopes):
             raise ScopeMissing(
                 f"API key: expected one with scope {' or '.join(scopes)}, got `{key.name}` with {', '.join(key.scopes)}"
             )
+        limits = self._limits_of[key.sha256]
         if limits is not None:
             limits.enter()
             state["key_limits"] = limits

@@ -10,26 +10,14 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 
 from app.errors import ConfigError
 
-__all__ = [
-    "ANY",
-    "MAX_KEYS",
-    "MAX_KEY_BYTES",
-    "OPEN",
-    "SCOPES",
-    "Key",
-    "Keys",
-    "Scope",
-    "make_key",
-    "read_keys",
-    "scopes_for",
-]
+__all__ = ["OPEN", "SCOPES", "Key", "Keys", "Scope", "make_key", "read_keys", "scopes_for"]
 
 Scope = Literal["infer", "metrics", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
@@ -42,11 +30,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}\Z")
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 OPEN: Final[tuple[Scope, ...]] = ()
 """No key is required."""
-ANY: Final = SCOPES
-"""A key of any scope will do."""
-_INFER: Final[tuple[Scope, ...]] = ("infer",)
-_METRICS: Final[tuple[Scope, ...]] = ("metrics",)
-_ADMIN: Final[tuple[Scope, ...]] = ("admin",)
 _HEALTH: Final = re.compile(r"/v2/(health/(live|ready)|models/[^/]+(/versions/[^/]+)?/ready)\Z")
 _PAGES: Final = ("/", "/docs")
 """Pages that fetch what they show with the reader's key."""
@@ -136,15 +119,11 @@ class Keys:
     """
 
     def __init__(self, keys: Iterable[Key] = ()) -> None:
-        self._all = tuple(keys)
         self._by_start: dict[bytes, tuple[bytes, Key | None]] = {}
-        for key in self._all:
+        for key in keys:
             digest = bytes.fromhex(key.sha256)
             self._by_start[digest[:8]] = digest, key
-        self._nobody: tuple[bytes, Key | None] = secrets.token_bytes(32), None
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._all)
+        self._nobody = secrets.token_bytes(32), None
 
     def find(self, text: bytes) -> Key | None:
         """The key with this text, if any."""
@@ -165,11 +144,11 @@ def scopes_for(method: str, path: str) -> tuple[Scope, ...]:
     """
     if method == "POST":
         if path.startswith(("/v2/models/", "/v1/", "/v2/requests/")):
-            return _INFER
+            return ("infer",)
         if path.startswith("/v2/repository/models/"):
-            return _ADMIN
+            return ("admin",)
     elif path == "/metrics":
-        return _METRICS
+        return ("metrics",)
     elif method in ("GET", "HEAD") and (path in _PAGES or path.startswith(_FILES) or _HEALTH.match(path)):
         return OPEN
-    return ANY
+    return SCOPES

@@ -29,26 +29,22 @@ def keys_are_wanted(path: Path | None, environment: Mapping[str, str] = os.envir
 
 
 def known_keys(path: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[Key, ...]:
-    """The keys of a server, from its file and its environment.
-
-    Args:
-        path: the file, if any.
-        environment: may have `ENVIRONMENT_NAME`.
+    """The keys of a server, from its file, if any, and its environment.
 
     Raises:
         ConfigError: the keys can't be read, or are invalid.
     """
     text = environment.get(ENVIRONMENT_NAME)
-    content: list[object] = []
+    keys: list[Key] = []
     sources = []
-    for source, keys in (
-        (f"environment variable {ENVIRONMENT_NAME}", None if text is None else _parsed(text, ENVIRONMENT_NAME)),
-        (f"security.keys_file: {path}", None if path is None else read_file(path)),
-    ):
-        if keys is not None:
-            content += msgspec.to_builtins(keys)
-            sources.append(source)
-    return read_keys({"keys": content}, " and ".join(sources))  # together, to find names that are in both
+    if text is not None:
+        keys += _parsed(text, ENVIRONMENT_NAME)
+        sources.append(f"environment variable {ENVIRONMENT_NAME}")
+    if path is not None:
+        keys += read_file(path)
+        sources.append(f"security.keys_file: {path}")
+    # Together, to find names that are in both.
+    return read_keys({"keys": msgspec.to_builtins(keys)}, " and ".join(sources))
 
 
 def read_file(path: Path) -> tuple[Key, ...]:
@@ -88,7 +84,7 @@ def change_file(path: Path, change: Callable[[Sequence[Key]], Sequence[Key]]) ->
         ConfigError: the file can't be read or written, or is invalid before or after the change.
     """
     try:
-        with _alone(path.parent):
+        with _locked(path.parent):
             before = read_file(path) if path.exists() else ()
             content = {"keys": msgspec.to_builtins(tuple(change(before)))}
             read_keys(content, str(path))
@@ -106,8 +102,8 @@ def _parsed(text: str, source: str) -> tuple[Key, ...]:
         content = yaml.load(text, yaml.BaseLoader)
     except yaml.YAMLError as error:
         # The error's text is left out: it quotes the line.
-        mark = getattr(error, "problem_mark", None)
-        place = "" if mark is None else f" at line {mark.line + 1}"
+        position = getattr(error, "problem_mark", None)
+        place = "" if position is None else f" at line {position.line + 1}"
         raise ConfigError(f"{source}: expected JSON or YAML, got something else{place}") from None
     except RecursionError:
         raise ConfigError(f"{source}: expected JSON or YAML, got something nested too deeply") from None
@@ -115,7 +111,7 @@ def _parsed(text: str, source: str) -> tuple[Key, ...]:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Keep concurrent commands from undoing each other. The folder is locked, since the file itself is replaced."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -41,17 +41,14 @@ class OperatorGuard:
         self._has_keys = has_keys
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Check that a request may command the server.
-
-        Args:
-            headers: the request's headers; lookup ignores case.
+        """Check by its headers, whose lookup ignores case, that a request may command the server.
 
         Raises:
             Forbidden: it may not; the message says why.
         """
         host = headers.get("host", "")
         if not self._has_keys:
-            self._check_place(headers, host)
+            self._check_is_local(headers, host)
         origin = headers.get("origin")
         if origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
             raise Forbidden(
@@ -59,7 +56,7 @@ class OperatorGuard:
                 "page may do this"
             )
 
-    def _check_place(self, headers: Mapping[str, str], host: str) -> None:
+    def _check_is_local(self, headers: Mapping[str, str], host: str) -> None:
         if not self._is_local:
             raise Forbidden(
                 "without API keys, models can be loaded and unloaded only if the server listens on a loopback address, "

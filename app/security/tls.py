@@ -23,24 +23,19 @@ class Certificate:
 
     def __init__(self, section: TlsSection) -> None:
         self._section = section
-        self.context = _context(section)
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        _load(self.context, section)
 
     def renew(self) -> None:
         """Read the files again, for new connections; if they are unusable, keep the present certificate."""
         try:
-            _context(self._section)
+            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._section)  # a try: a failure may spoil a context
             _load(self.context, self._section)
         except ConfigError as error:
             logger.error("can't reload the certificate, keeping the previous one: %s", error)
         else:
             logger.info("reloaded the certificate")
-
-
-def _context(section: TlsSection) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    _load(context, section)
-    return context
 
 
 def _load(context: ssl.SSLContext, section: TlsSection) -> None:

@@ -6,55 +6,24 @@ here. Nothing that a client sends becomes a label. `docs/metrics.md` has the sam
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
-__all__ = [
-    "ACCEPTED",
-    "ALL_SERIES",
-    "CATALOGUE",
-    "IN_FLIGHT",
-    "OUTCOMES",
-    "PHASES",
-    "REQUESTS",
-    "ROUTES",
-    "STATISTICS",
-    "Outcome",
-    "Phase",
-    "Route",
-    "Series",
-]
+__all__ = ["ACCEPTED", "ALL_SERIES", "CATALOGUE", "IN_FLIGHT", "OUTCOMES", "REQUESTS", "Outcome", "Phase", "Route"]
 
 Route = Literal["infer", "generate", "generate_stream", "chat", "completions", "embeddings"]
-ROUTES: Final[tuple[Route, ...]] = ("infer", "generate", "generate_stream", "chat", "completions", "embeddings")
-
-Outcome = Literal["ok", "client_error", "shed", "cancelled", "timeout", "failed", "unavailable", "lost"]
-OUTCOMES: Final[tuple[Outcome, ...]] = (
-    "ok",
-    "client_error",
-    "shed",
-    "cancelled",
-    "timeout",
-    "failed",
-    "unavailable",
-    "lost",
-)
-"""How a request ends; the supervisor books `lost` for requests whose gateway worker ended."""
-
 Phase = Literal["queue", "batch_wait", "transport", "compute", "serialise"]
-PHASES: Final[tuple[Phase, ...]] = ("queue", "batch_wait", "transport", "compute", "serialise")
+Outcome = Literal["ok", "client_error", "shed", "cancelled", "timeout", "failed", "unavailable", "lost"]
+"""How a request ends; the supervisor books `lost` for requests whose gateway worker ended."""
+OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
 
 REQUESTS: Final = "headwater_requests"
 ACCEPTED: Final = "headwater_requests_accepted"
 IN_FLIGHT: Final = "headwater_requests_in_flight"
 
 _NS: Final = 1e-9
-_MS: Final = 1_000_000
-
 # 1 : 2.5 : 5, from a quarter of a millisecond to a minute.
-_TIMES_NS: Final = tuple(
-    round(ms * _MS)
-    for ms in (0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000)
-)
+_TIMES_MS: Final = (0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000)
+_TIMES_NS: Final = tuple(round(ms * 1_000_000) for ms in _TIMES_MS)
 _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -74,7 +43,15 @@ class Series(NamedTuple):
     """How the values of several workers are combined."""
 
 
-def _time(name: str, help: str, *labels: str) -> Series:
+def _counter(name: str, help: str, *labels: str, scale: float = 1.0) -> Series:
+    return Series(name, "counter", help, ("deployment", *labels), scale)
+
+
+def _gauge(name: str, help: str, *labels: str, merge: Literal["sum", "max"] = "sum") -> Series:
+    return Series(name, "gauge", help, ("deployment", *labels), merge=merge)
+
+
+def _times(name: str, help: str, *labels: str) -> Series:
     return Series(name, "histogram", help, ("deployment", *labels), _NS, _TIMES_NS)
 
 
@@ -88,155 +65,78 @@ CATALOGUE: Final[dict[str, Series]] = {
             "All HTTP requests, by route and class of status.",
             ("route", "status"),
         ),
-        Series(
-            ACCEPTED,
-            "counter",
-            "Requests whose deployment is known; each ends with exactly one outcome.",
-            ("deployment", "route"),
-        ),
-        Series(
-            REQUESTS,
-            "counter",
-            "Requests that have ended, by outcome.",
-            ("deployment", "route", "outcome"),
-        ),
-        Series(
-            IN_FLIGHT,
-            "gauge",
-            "Accepted requests that have not ended.",
-            ("deployment", "route"),
-        ),
-        _time(
+        _counter(ACCEPTED, "Requests whose deployment is known; each ends with exactly one outcome.", "route"),
+        _counter(REQUESTS, "Requests that have ended, by outcome.", "route", "outcome"),
+        _gauge(IN_FLIGHT, "Accepted requests that have not ended.", "route"),
+        _times(
             "headwater_request_seconds",
             "From a request's head to the end of its answer, for requests with outcome ok.",
             "route",
         ),
-        _time(
-            "headwater_request_phase_seconds",
-            "Where answered requests spent their time, by phase.",
-            "phase",
-        ),
-        Series(
-            "headwater_rows",
-            "counter",
-            "Rows of answered requests.",
-        ),
+        _times("headwater_request_phase_seconds", "Where answered requests spent their time, by phase.", "phase"),
+        _counter("headwater_rows", "Rows of answered requests."),
         # Batches
-        Series(
-            "headwater_batch_rows",
-            "histogram",
-            "Rows of a call to a replica.",
-            ("deployment",),
-            bounds=_ROWS,
+        Series("headwater_batch_rows", "histogram", "Rows of a call to a replica.", bounds=_ROWS),
+        _counter(
+            "headwater_batch_capacity_rows", "Rows that calls to replicas could have held: max_batch_size per call."
         ),
-        Series(
-            "headwater_batch_capacity_rows",
-            "counter",
-            "Rows that calls to replicas could have held: max_batch_size per call.",
-        ),
-        Series(
-            "headwater_compute_seconds",
-            "counter",
-            "Time spent in callables, each call once.",
-            scale=_NS,
-        ),
-        Series("headwater_queue_rows", "gauge", "Rows waiting for a replica."),
-        Series("headwater_retries", "counter", "Requests retried on another replica."),
-        Series(
-            "headwater_quarantined",
-            "counter",
-            "Requests refused because the same request had taken two replicas down.",
-        ),
+        _counter("headwater_compute_seconds", "Time spent in callables, each call once.", scale=_NS),
+        _gauge("headwater_queue_rows", "Rows waiting for a replica."),
+        _counter("headwater_retries", "Requests retried on another replica."),
+        _counter("headwater_quarantined", "Requests refused because the same request had taken two replicas down."),
         # Heads
-        _time("headwater_head_seconds", "From a request's acceptance to a head's last result.", "head"),
-        Series(
-            "headwater_head_results",
-            "counter",
-            "Final results of requested heads, by outcome.",
-            ("deployment", "head", "outcome"),
-        ),
+        _times("headwater_head_seconds", "From a request's acceptance to a head's last result.", "head"),
+        _counter("headwater_head_results", "Final results of requested heads, by outcome.", "head", "outcome"),
         # Language models
-        _time("headwater_time_to_first_token_seconds", "From a request's acceptance to its first token."),
-        _time("headwater_inter_token_seconds", "From one token of a sequence to the next."),
-        Series("headwater_prompt_tokens", "counter", "Prompt tokens, counted at a sequence's first token."),
-        Series("headwater_generated_tokens", "counter", "Tokens that engines generated."),
-        Series("headwater_contract_violations", "counter", "Tokens and frames that an engine sent out of sequence."),
-        Series("headwater_active_sequences", "gauge", "Sequences being computed by engines.", merge="max"),
-        Series("headwater_waiting_sequences", "gauge", "Sequences waiting in engines.", merge="max"),
-        Series("headwater_cache_used_tokens", "gauge", "Tokens reserved in the engines' caches.", merge="max"),
-        Series("headwater_cache_limit_tokens", "gauge", "Capacity of the engines' caches in tokens.", merge="max"),
+        _times("headwater_time_to_first_token_seconds", "From a request's acceptance to its first token."),
+        _times("headwater_inter_token_seconds", "From one token of a sequence to the next."),
+        _counter("headwater_prompt_tokens", "Prompt tokens, counted at a sequence's first token."),
+        _counter("headwater_generated_tokens", "Tokens that engines generated."),
+        _counter("headwater_contract_violations", "Tokens and frames that an engine sent out of sequence."),
+        _gauge("headwater_active_sequences", "Sequences being computed by engines.", merge="max"),
+        _gauge("headwater_waiting_sequences", "Sequences waiting in engines.", merge="max"),
+        _gauge("headwater_cache_used_tokens", "Tokens reserved in the engines' caches.", merge="max"),
+        _gauge("headwater_cache_limit_tokens", "Capacity of the engines' caches in tokens.", merge="max"),
         # Deployments and replicas, counted by the supervisor
-        Series(
-            "headwater_deployment_state",
-            "gauge",
-            "1 for the deployment's current state, 0 for the others.",
-            ("deployment", "state"),
+        _gauge("headwater_deployment_state", "1 for the deployment's current state, 0 for the others.", "state"),
+        _counter("headwater_deployment_state_transitions", "Changes of a deployment's state.", "from", "to"),
+        _gauge("headwater_replicas_ready", "Replicas that accept requests."),
+        _gauge("headwater_replicas_wanted", "Replicas that the deployment should have."),
+        _counter("headwater_replica_restarts", "Replicas that ended by themselves and are replaced."),
+        _counter("headwater_replica_start_failures", "Replicas that ended before they were ready."),
+        _gauge("headwater_replica_threads", "Threads of a replica's processes.", "replica"),
+        _gauge(
+            "headwater_replica_resident_memory_bytes", "Resident memory, summed over a replica's processes.", "replica"
         ),
-        Series(
-            "headwater_deployment_state_transitions",
-            "counter",
-            "Changes of a deployment's state.",
-            ("deployment", "from", "to"),
-        ),
-        Series("headwater_replicas_ready", "gauge", "Replicas that accept requests."),
-        Series("headwater_replicas_wanted", "gauge", "Replicas that the deployment should have."),
-        Series(
-            "headwater_replica_restarts",
-            "counter",
-            "Replicas that ended by themselves and are replaced.",
-        ),
-        Series("headwater_replica_start_failures", "counter", "Replicas that ended before they were ready."),
-        Series("headwater_replica_threads", "gauge", "Threads of a replica's processes.", ("deployment", "replica")),
-        Series(
-            "headwater_replica_resident_memory_bytes",
-            "gauge",
-            "Resident memory, summed over a replica's processes.",
-            ("deployment", "replica"),
-        ),
-        Series(
+        _gauge(
             "headwater_replica_gpu_memory_bytes",
-            "gauge",
             "GPU memory of a replica's processes, where NVML is available.",
-            ("deployment", "replica"),
+            "replica",
         ),
         Series("headwater_worker_restarts", "counter", "Gateway workers started to replace one that ended.", ()),
         # Processes, and the scrape itself
-        Series("headwater_scrape_errors", "counter", "Replicas whose own metrics could not be read for a scrape."),
+        _counter("headwater_scrape_errors", "Replicas whose own metrics could not be read for a scrape."),
         Series("process_resident_memory_bytes", "gauge", "Resident memory.", ("process",)),
         Series("process_cpu_seconds", "counter", "User and system CPU time.", ("process",)),
         Series("process_open_fds", "gauge", "Open file descriptors.", ("process",)),
         Series("process_threads", "gauge", "Threads.", ("process",)),
-        Series(
-            "process_start_time_seconds",
-            "gauge",
-            "Start time, in seconds since the Unix epoch.",
-            ("process",),
-        ),
+        Series("process_start_time_seconds", "gauge", "Start time, in seconds since the Unix epoch.", ("process",)),
     )
 }
 """What ``/metrics`` exposes."""
 
-STATISTICS: Final[dict[str, Series]] = {
-    series.name: series
-    for series in (
-        Series("headwater_failures", "counter", "Requests that failed after admission."),
-        Series(
-            "headwater_batches",
-            "counter",
-            "Calls to replicas by number of rows: their count, and nanoseconds in the callable.",
-            ("deployment", "rows"),
-        ),
-        Series(
-            "headwater_steps",
-            "counter",
-            "Steps of a fused pipeline: calls, retries, and their nanoseconds.",
-            ("deployment", "step"),
-        ),
-        Series("headwater_sequences", "counter", "Sequences of answered language-model requests."),
-        Series("headwater_frames", "counter", "Frames received from engines."),
-    )
+ALL_SERIES: Final = {
+    **CATALOGUE,
+    # For ``/v2/models/{model}/stats`` only: one for each batch size would be too many for ``/metrics``. A record may
+    # have several numbers.
+    **{
+        series.name: series
+        for series in (
+            _counter("headwater_failures", "Requests that failed after admission."),
+            _counter("headwater_batches", "Calls to replicas: their count, and nanoseconds in the callable.", "rows"),
+            _counter("headwater_steps", "Steps of a fused pipeline: calls, retries, and their nanoseconds.", "step"),
+            _counter("headwater_sequences", "Sequences of answered language-model requests."),
+            _counter("headwater_frames", "Frames received from engines."),
+        )
+    },
 }
-"""Series for ``/v2/models/{model}/stats`` only: one for each batch size would be too many for ``/metrics``. A record
-may have several numbers."""
-
-ALL_SERIES: Final = {**CATALOGUE, **STATISTICS}

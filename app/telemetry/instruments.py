@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms, each of which knows its slots.
+"""Counters, gauges and histograms, each on its own slots of a store.
 
 Counters write at once. Histograms gather values until the end of the event loop's turn (`Store.later`): requests that
 share a batch end in the same turn, and many values together cost less than one by one.
@@ -17,32 +17,28 @@ __all__ = ["ACCEPTED_AT", "Counter", "Gauge", "Histogram", "Requests", "Statisti
 
 _OUTCOME_AT: Final = {outcome: index for index, outcome in enumerate(OUTCOMES)}
 ACCEPTED_AT: Final = len(OUTCOMES)
-"""The place of the accepted requests in a record of `Requests`: behind the ended ones, so that a reader, who reads them
-later, never finds fewer."""
+"""Index of the accepted requests in a record of `Requests`. They come after the ended ones, and a reader reads slots in
+ascending order, so it never sees more ended than accepted requests."""
 
 
-class Counter:
-    """A count that only goes up. One thread of one process writes its slot."""
+class _Instrument:
+    """A record in a store, written by one thread of one process."""
 
-    __slots__ = ("_at", "_slots")
-
-    def __init__(self, store: Store, name: str, *labels: str) -> None:
+    def __init__(self, store: Store, name: str, *labels: str, numbers: int = 1) -> None:
         self._slots = store.slots
-        self._at = store.record(Key(name, labels), 1)
+        self._at = store.record(Key(name, labels), numbers)
+
+
+class Counter(_Instrument):
+    """A count that only goes up."""
 
     def add(self, amount: int = 1) -> None:
         """Add to the count."""
         self._slots[self._at] += amount
 
 
-class Statistics:
+class Statistics(_Instrument):
     """Several counters in one record."""
-
-    __slots__ = ("_at", "_slots")
-
-    def __init__(self, store: Store, name: str, numbers: int, *labels: str) -> None:
-        self._slots = store.slots
-        self._at = store.record(Key(name, labels), numbers)
 
     def add(self, *amounts: int) -> None:
         """Add to each counter."""
@@ -50,29 +46,21 @@ class Statistics:
             self._slots[at] += amount
 
 
-class Gauge:
+class Gauge(_Instrument):
     """A current value."""
-
-    __slots__ = ("_at", "_slots")
-
-    def __init__(self, store: Store, name: str, *labels: str) -> None:
-        self._slots = store.slots
-        self._at = store.record(Key(name, labels), 1)
 
     def set(self, value: int) -> None:
         """Set the value."""
         self._slots[self._at] = value
 
 
-class Histogram:
+class Histogram(_Instrument):
     """A record with a count for each bucket, including the unbounded one, and then the sum."""
-
-    __slots__ = ("_at", "_bounds", "_store", "_values")
 
     def __init__(self, store: Store, name: str, *labels: str) -> None:
         self._bounds = CATALOGUE[name].bounds
+        super().__init__(store, name, *labels, numbers=len(self._bounds) + 2)
         self._store = store
-        self._at = store.record(Key(name, labels), len(self._bounds) + 2)
         self._values: list[int] = []
 
     def observe(self, value: int) -> None:
@@ -92,7 +80,7 @@ class Histogram:
 
     def observe_all(self, values: Iterable[int]) -> None:
         """Count several values at once. They are sorted, so that each bucket is found once."""
-        slots, at, bounds = self._store.slots, self._at, self._bounds
+        slots, at, bounds = self._slots, self._at, self._bounds
         values = sorted(values)
         start = 0
         while start < len(values):
@@ -107,14 +95,11 @@ class Histogram:
         self.observe_all(values)
 
 
-class Requests:
+class Requests(_Instrument):
     """Requests for one deployment over one route: accepted, and ended by outcome."""
 
-    __slots__ = ("_at", "_slots", "seconds")
-
     def __init__(self, store: Store, deployment: str, route: str) -> None:
-        self._slots = store.slots
-        self._at = store.record(Key(REQUESTS, (deployment, route)), len(OUTCOMES) + 1)
+        super().__init__(store, REQUESTS, deployment, route, numbers=len(OUTCOMES) + 1)
         self.seconds = Histogram(store, "headwater_request_seconds", deployment, route)
 
     def accept(self) -> None:

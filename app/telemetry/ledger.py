@@ -15,11 +15,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import operator
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -28,60 +29,25 @@ from app.telemetry.instruments import ACCEPTED_AT
 from app.telemetry.recorder import recorder
 from app.telemetry.store import Key, Snapshot, Store, read_store
 
-__all__ = [
-    "ENDED",
-    "STATE",
-    "SUPERVISOR",
-    "WORKER_PREFIX",
-    "Counts",
-    "Ended",
-    "Ledger",
-    "StateGauges",
-    "Totals",
-    "add_up",
-    "counts_by_deployment",
-    "merged",
-    "read_message",
-    "read_records",
-    "read_totals",
-]
+__all__ = ["Counts", "Ledger", "Totals", "counts_by_deployment", "merged", "read_records", "read_totals"]
 
 logger = logging.getLogger("headwater.metrics")
-ENDED: Final = "ended"
-STATE: Final = "state"
-SUPERVISOR: Final = "supervisor"
-WORKER_PREFIX: Final = "worker-"
-NAMES_LIMIT: Final = 1000
+_ENDED: Final = "ended"
+_STATE: Final = "state"
+_SUPERVISOR: Final = "supervisor"
+_WORKER_PREFIX: Final = "worker-"
+_NAMES_LIMIT: Final = 1000
 """How many ended workers ``ended`` names, latest last."""
-_LOST_AT: Final = OUTCOMES.index("lost")
+
+Records = dict[Key, list[int]]
+Content = TypeVar("Content")
 
 
-class Ended(msgspec.Struct, frozen=True):
+class _Ended(msgspec.Struct):
     """The content of ``ended``."""
 
     names: list[str] = []
-    records: list[tuple[Key, list[int]]] = []
-
-
-class StateGauges(msgspec.Struct, frozen=True):
-    """The content of ``state``."""
-
-    values: list[tuple[Key, int]] = []
-
-
-def add_up(totals: dict[Key, list[int]], records: Mapping[Key, list[int]]) -> None:
-    """Add records to totals."""
-    for key, numbers in records.items():
-        known = totals.get(key)
-        totals[key] = list(numbers) if known is None else [a + b for a, b in zip(known, numbers, strict=True)]
-
-
-def read_message(path: Path, kind: type[Any]) -> Any:
-    """The content of a file that is replaced as a whole; the type's defaults if it doesn't exist."""
-    try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=kind)
-    except FileNotFoundError:
-        return kind()
+    records: Records = {}
 
 
 class Ledger:
@@ -97,12 +63,11 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(mode=0o700)
-        Store.create(folder / SUPERVISOR)
-        self.store = Store(folder / SUPERVISOR)
+        Store.create(folder / _SUPERVISOR)
+        self.store = Store(folder / _SUPERVISOR)
         """The supervisor's own counts."""
         self._next = 0
-        self._names: list[str] = []
-        self._totals: dict[Key, list[int]] = {}
+        self._ended = _Ended()
         self._unread: list[Path] = []
         """Files of ended workers that could not be booked because the disk was full."""
 
@@ -112,7 +77,7 @@ class Ledger:
         Raises:
             OSError: the file can't be created.
         """
-        path = self._folder / f"{WORKER_PREFIX}{index}.{self._next}"
+        path = self._folder / f"{_WORKER_PREFIX}{index}.{self._next}"
         self._next += 1
         Store.create(path)
         return path
@@ -121,59 +86,47 @@ class Ledger:
         """Book the counts of a worker that has ended. Returns the number of requests lost with it."""
         self._unread.append(path)
         lost = 0
-        while self._unread:
-            path = self._unread[0]
-            try:
-                lost += self._book(path)
-            except OSError as error:
-                logger.error("metrics: can't book the counts of an ended worker yet: %s: %s", path, error)
-                break
-            self._unread.pop(0)
+        try:
+            while self._unread:
+                lost += self._book(self._unread[0])
+                del self._unread[0]
+        except OSError as error:
+            logger.error("metrics: can't book the counts of an ended worker yet: %s: %s", self._unread[0], error)
         return lost
 
     def _book(self, path: Path) -> int:
-        records = {key: numbers for key, numbers in read_store(path).records.items() if _is_kept(key)}
+        # A gauge is no longer valid when the process that set it has ended.
+        records = {k: numbers for k, numbers in read_store(path).records.items() if ALL_SERIES[k.name].kind != "gauge"}
         lost = 0
         for key, numbers in records.items():
             if key.name == REQUESTS:
                 missing = numbers[ACCEPTED_AT] - sum(numbers[:ACCEPTED_AT])
-                numbers[_LOST_AT] += missing
+                numbers[OUTCOMES.index("lost")] += missing
                 lost += missing
-        totals = dict(self._totals)
-        add_up(totals, records)
-        names = [*self._names, path.name][-NAMES_LIMIT:]
-        self._replace(ENDED, Ended(names, list(totals.items())))
-        self._names, self._totals = names, totals
+        ended = _Ended([*self._ended.names, path.name][-_NAMES_LIMIT:], _added_up([self._ended.records, records]))
+        self._replace(_ENDED, ended)
+        self._ended = ended
         path.unlink()
         return lost
 
     def write_state(self, values: Mapping[Key, int]) -> None:
         """Publish what the supervisor sees."""
         try:
-            self._replace(STATE, StateGauges(list(values.items())))
+            self._replace(_STATE, values)
         except OSError as error:
             logger.error("metrics: can't write the state of deployments and replicas: %s", error)
 
-    def _replace(self, name: str, message: msgspec.Struct) -> None:
+    def _replace(self, name: str, content: object) -> None:
         temporary = self._folder / f"{name}.new"
-        with open(temporary, "wb", opener=_private) as file:
-            file.write(msgspec.msgpack.encode(message))
+        with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.write(msgspec.msgpack.encode(content))
         temporary.replace(self._folder / name)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
-def _is_kept(key: Key) -> bool:
-    """Whether a record remains valid when the process that counted it has ended."""
-    return key.name == REQUESTS or ALL_SERIES[key.name].kind != "gauge"
 
 
 class Totals(NamedTuple):
     """The counts of all processes of a server."""
 
-    records: dict[Key, list[int]]
+    records: Records
     """Counters and gauges have one number; histograms those of `app.telemetry.instruments.Histogram`."""
     pids: dict[str, int]
     """The process ids of live processes, by name."""
@@ -182,28 +135,31 @@ class Totals(NamedTuple):
 def read_totals(folder: Path) -> Totals:
     """Read all files of a server; the module's docstring says why everything is counted exactly once."""
     workers: dict[str, Snapshot] = {}
-    for path in sorted(folder.glob(f"{WORKER_PREFIX}*")):
+    for path in sorted(folder.glob(f"{_WORKER_PREFIX}*")):
         with contextlib.suppress(FileNotFoundError):  # booked in the meantime
             workers[path.name] = read_store(path)
-    ended = read_message(folder / ENDED, Ended)
+    ended = _read_message(folder / _ENDED, _Ended)
     for name in ended.names:
         workers.pop(name, None)
-    supervisor = read_store(folder / SUPERVISOR)
-    records = merged([*(one.records for one in workers.values()), dict(ended.records), supervisor.records])
-    for key, value in read_message(folder / STATE, StateGauges).values:
+    supervisor = read_store(folder / _SUPERVISOR)
+    records = merged([*(one.records for one in workers.values()), ended.records, supervisor.records])
+    for key, value in _read_message(folder / _STATE, dict[Key, int]).items():
         records[key] = [value]
     pids = {name.partition(".")[0]: one.pid for name, one in workers.items() if one.pid}
-    return Totals(records, {SUPERVISOR: supervisor.pid, **pids})
+    return Totals(records, {_SUPERVISOR: supervisor.pid, **pids})
 
 
-def merged(parts: Iterable[dict[Key, list[int]]]) -> dict[Key, list[int]]:
+def _read_message(path: Path, kind: type[Content]) -> Content:
+    """The content of a file that is replaced as a whole; the type's default if it doesn't exist."""
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return kind()
+
+
+def merged(parts: Iterable[Records]) -> Records:
     """Merge the counts of several processes into the catalogue's series."""
-    totals: dict[Key, list[int]] = {}
-    for records in parts:
-        largest = {key: numbers for key, numbers in records.items() if _is_largest(key)}
-        for key, numbers in largest.items():
-            totals[key] = [max(numbers[0], totals.get(key, numbers)[0])]
-        add_up(totals, {key: numbers for key, numbers in records.items() if key not in largest})
+    totals = _added_up(parts)
     for key in [key for key in totals if key.name == REQUESTS]:
         numbers = totals.pop(key)
         accepted = numbers[ACCEPTED_AT]
@@ -211,6 +167,16 @@ def merged(parts: Iterable[dict[Key, list[int]]]) -> dict[Key, list[int]]:
         totals[Key(IN_FLIGHT, key.labels)] = [accepted - sum(numbers[:ACCEPTED_AT])]
         for outcome, count in zip(OUTCOMES, numbers, strict=False):
             totals[Key(REQUESTS, (*key.labels, outcome))] = [count]
+    return totals
+
+
+def _added_up(parts: Iterable[Records]) -> Records:
+    totals: Records = {}
+    for records in parts:
+        for key, numbers in records.items():
+            combine = max if ALL_SERIES[key.name].merge == "max" else operator.add
+            known = totals.get(key)
+            totals[key] = numbers if known is None else [combine(a, b) for a, b in zip(known, numbers, strict=True)]
     return totals
 
 
@@ -224,9 +190,24 @@ class Counts:
         """Add a record."""
         self._found[key.name].append((key.labels[1:], numbers))
 
+    def _numbers(self, name: str, last: str | None) -> list[list[int]]:
+        return [numbers for labels, numbers in self._found[name] if last is None or labels[-1] == last]
+
     def total(self, name: str, last: str | None = None) -> int:
         """The sum of a counter or gauge over its other labels, optionally only those whose last label is ``last``."""
-        return sum(numbers[0] for labels, numbers in self._found[name] if last is None or labels[-1] == last)
+        return sum(numbers[0] for numbers in self._numbers(name, last))
+
+    def sum(self, name: str, last: str | None = None) -> tuple[int, int]:
+        """The number of a histogram's values, and their sum in counted units; ``last`` as for `total`."""
+        found = self._numbers(name, last)
+        return sum(sum(numbers[:-1]) for numbers in found), sum(numbers[-1] for numbers in found)
+
+    def histogram(self, name: str) -> dict[str, Any]:
+        """Counts by bucket, the unbounded one last, and the sum in the base unit."""
+        series = CATALOGUE[name]
+        columns = zip([0] * (len(series.bounds) + 2), *self._numbers(name, None), strict=True)
+        *counts, total = map(sum, columns)
+        return {"counts": counts, "sum": total * series.scale}
 
     def statistics(self, name: str) -> list[tuple[str, list[int]]]:
         """The last label and the numbers of each record."""
@@ -236,24 +217,11 @@ class Counts:
         """A gauge of one replica; None if it was not measured."""
         return next((numbers[0] for labels, numbers in self._found[name] if labels == (replica,)), None)
 
-    def sum(self, name: str, last: str | None = None) -> tuple[int, int]:
-        """The number of a histogram's values, and their sum in counted units."""
-        found = [numbers for labels, numbers in self._found[name] if last is None or labels[-1] == last]
-        return sum(sum(numbers[:-1]) for numbers in found), sum(numbers[-1] for numbers in found)
 
-    def histogram(self, name: str) -> dict[str, Any]:
-        """Counts by bucket, the unbounded one last, and the sum in the base unit."""
-        series = CATALOGUE[name]
-        totals = [0] * (len(series.bounds) + 2)
-        for _, numbers in self._found[name]:
-            totals = [a + b for a, b in zip(totals, numbers, strict=True)]
-        return {"counts": totals[:-1], "sum": totals[-1] * series.scale}
-
-
-async def read_records(folder: Path | None) -> dict[Key, list[int]]:
+async def read_records(folder: Path | None) -> Records:
     """The counts of all processes, or, without a folder, of this one."""
     if folder is None:
-        return merged([recorder().snapshot().records])
+        return merged([recorder().store.snapshot().records])
     return (await asyncio.to_thread(read_totals, folder)).records
 
 
@@ -264,7 +232,3 @@ def counts_by_deployment(records: Mapping[Key, list[int]]) -> Mapping[str, Count
         if ALL_SERIES[key.name].labels[:1] == ("deployment",):
             found[key.labels[0]].add(key, numbers)
     return found
-
-
-def _is_largest(key: Key) -> bool:
-    return key.name != REQUESTS and ALL_SERIES[key.name].merge == "max"

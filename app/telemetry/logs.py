@@ -20,23 +20,15 @@ import msgspec
 from app.config.sections import LogFormat
 from app.errors import HeadwaterError
 
-__all__ = [
-    "REPLICA_LOGGER",
-    "AccessLog",
-    "fields_of",
-    "is_for_people",
-    "json_line",
-    "printable",
-    "set_up_logging",
-    "utc",
-    "written_whole",
-]
+__all__ = ["REPLICA_LOGGER", "AccessLog", "printable", "set_up_logging"]
 
 REPLICA_LOGGER: Final = "headwater.replica"
 """The logger for the replicas' own output; the field ``replica`` names the replica."""
 _OWN: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 """Attributes that every record has."""
 _JSON_ENCODER: Final = msgspec.json.Encoder(enc_hook=str)
+FLUSH_AFTER_S: Final = 0.1
+NOTE_CHARS: Final = 200
 
 
 class _Human(logging.Formatter):
@@ -68,11 +60,11 @@ class _Json(logging.Formatter):
         return json_line(content)
 
 
-def set_up_logging(log_format: LogFormat = "auto", level: int = logging.INFO) -> None:
+def set_up_logging(log_format: LogFormat) -> None:
     """Send the log to standard error."""
     handler = logging.StreamHandler(written_whole(sys.stderr))
     handler.setFormatter(_Human() if is_for_people(log_format, sys.stderr) else _Json())
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the supervisor logs starts and stops itself
 
 
@@ -117,9 +109,11 @@ def json_line(content: Mapping[str, Any] | msgspec.Struct) -> str:
     try:
         return _JSON_ENCODER.encode(content).decode()
     except UnicodeEncodeError:  # lone surrogates, which stand for undecodable bytes
-        if isinstance(content, msgspec.Struct):
-            content = msgspec.structs.asdict(content)
-        return _JSON_ENCODER.encode({name: _sound(value) for name, value in content.items()}).decode()
+        fields = msgspec.structs.asdict(content) if isinstance(content, msgspec.Struct) else dict(content)
+        for name, value in fields.items():
+            if isinstance(value, str):
+                fields[name] = value.encode(errors="backslashreplace").decode()
+        return _JSON_ENCODER.encode(fields).decode()
 
 
 def printable(text: str) -> str:
@@ -127,18 +121,9 @@ def printable(text: str) -> str:
     return text if text.isprintable() else ascii(text)
 
 
-def _sound(value: object) -> object:
-    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
-
-
 def _word(value: object) -> str:
     text = printable(str(value))
     return text if text and " " not in text else repr(text)
-
-
-FLUSH_AFTER_S = 0.1
-NOTE_CHARS = 200
-_NO_FIELDS: Mapping[str, Any] = {}
 
 
 class _Line(msgspec.Struct):
@@ -167,9 +152,7 @@ class AccessLog:
             an error's class name is logged.
     """
 
-    def __init__(
-        self, stream: IO[str] | None = None, log_format: LogFormat = "auto", *, payloads: bool = False
-    ) -> None:
+    def __init__(self, stream: IO[str] | None = None, log_format: LogFormat = "auto", payloads: bool = False) -> None:
         self._stream = written_whole(stream or sys.stderr)
         self._is_human = is_for_people(log_format, self._stream)
         self._payloads = payloads
@@ -183,29 +166,21 @@ class AccessLog:
         method, path = scope["method"], printable(scope["path"])
         error: HeadwaterError | None = state.get("error")
         note = state.get("note", "")
-        fields: Mapping[str, Any] = state.get("log_fields", _NO_FIELDS)
+        fields: Mapping[str, Any] | None = state.get("log_fields")
         if error is not None:
-            fields = {**fields, "error": self._error_text(error)}
+            may_show = self._payloads or not error.may_quote
+            fields = {**(fields or {}), "error": error.message[:NOTE_CHARS] if may_show else type(error).__name__}
         if self._is_human:
-            suffix = "".join(f" {name}={printable(str(value))}" for name, value in fields.items())
-            line = (
-                f"{utc(time.time())[11:]} {method} {path} {status} {took_s * 1000:.1f} ms {printable(note)} "
-                f"{state['request_id']}{suffix}\n"
-            )
+            took = f"{took_s * 1000:.1f} ms"
+            suffix = "".join(f" {name}={printable(str(value))}" for name, value in (fields or {}).items())
+            line = f"{method} {path} {status} {took} {printable(note)} {state['request_id']}{suffix}"
+            line = f"{utc(time.time())[11:]} {line}\n"
         else:
-            client = scope.get("client")
+            client = scope["client"][0] if scope.get("client") else None
+            message = f"{method} {path} {status}"
+            ms = int(took_s * 100_000 + 0.5) / 100  # `round` takes eight times as long
             content = _Line(
-                utc(time.time()),
-                "info",
-                "access",
-                f"{method} {path} {status}",
-                method,
-                path,
-                status,
-                int(took_s * 100_000 + 0.5) / 100,  # `round` takes eight times as long
-                client[0] if client else None,
-                note,
-                state["request_id"],
+                utc(time.time()), "info", "access", message, method, path, status, ms, client, note, state["request_id"]
             )
             line = json_line({**msgspec.structs.asdict(content), **fields} if fields else content) + "\n"
         if not self._lines:
@@ -218,6 +193,3 @@ class AccessLog:
         if lines:
             self._stream.write("".join(lines))
             self._stream.flush()
-
-    def _error_text(self, error: HeadwaterError) -> str:
-        return error.message[:NOTE_CHARS] if self._payloads or not error.may_quote else type(error).__name__

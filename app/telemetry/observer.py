@@ -14,7 +14,7 @@ from app.telemetry.ledger import Ledger
 from app.telemetry.recorder import recorder, use
 from app.telemetry.store import Key
 
-__all__ = ["MEASURE_EVERY_S", "DeploymentView", "Observer", "ReplicaView"]
+__all__ = ["DeploymentView", "Observer", "ReplicaView"]
 
 logger = logging.getLogger("headwater")
 
@@ -22,14 +22,12 @@ MEASURE_EVERY_S: Final = 5.0
 
 
 class DeploymentView(NamedTuple):
-    """One deployment."""
+    """One deployment: how many replicas are ready, and how many it should have."""
 
     name: str
     state: State
     ready: int = 0
-    """Replicas that are ready."""
     wanted: int = 0
-    """Replicas that it should have."""
 
 
 class ReplicaView(NamedTuple):
@@ -77,8 +75,7 @@ class Observer:
         path = self._workers.pop(index, None)
         if self._ledger is None or path is None:
             return
-        lost = self._ledger.end_worker(path)
-        if lost:
+        if lost := self._ledger.end_worker(path):
             logger.error("gateway worker %d ended with %d requests in flight, which are lost", index, lost)
 
     def see_deployments(self, views: Iterable[DeploymentView]) -> None:
@@ -88,12 +85,11 @@ class Observer:
         for view in views:
             before = self._states.get(view.name, view.state)
             if view.state is not before:
-                name = "headwater_deployment_state_transitions"
-                recorder().count(name, view.name, before.value, view.state.value)
+                labels = view.name, before.value, view.state.value
+                recorder().count("headwater_deployment_state_transitions", *labels)
             states[view.name] = view.state
             for state in State:
-                key = Key("headwater_deployment_state", (view.name, state.value))
-                values[key] = int(state is view.state)
+                values[Key("headwater_deployment_state", (view.name, state.value))] = int(state is view.state)
             values[Key("headwater_replicas_ready", (view.name,))] = view.ready
             values[Key("headwater_replicas_wanted", (view.name,))] = view.wanted
         self._states = states

@@ -10,49 +10,34 @@ method, its JSON or an unknown model, counts in `headwater_http_requests_total` 
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import functools
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any, Final
 
 from app.errors import Cancelled, HeadwaterError
 from app.telemetry.catalogue import Outcome, Phase, Route
 from app.telemetry.instruments import Counter, Gauge, Histogram, Requests, Statistics
-from app.telemetry.store import Snapshot, Store
+from app.telemetry.store import Store
 from inference.wire.frame import StepCount
 
 __all__ = [
-    "UNMATCHED",
-    "DeploymentMeter",
-    "LanguageModelMeter",
-    "Recorder",
-    "accept",
-    "leave",
-    "note_error",
-    "outcome_of",
-    "outcome_of_status",
-    "recorder",
-    "use",
-]
+    "PHASE_SECONDS", "DeploymentMeter", "LanguageModelMeter", "Recorder", "accept", "leave", "note_error", "outcome_of",
+    "recorder", "use",
+]  # fmt: skip
 
 PHASE_SECONDS: Final = "headwater_request_phase_seconds"
 ABORTED: Final = 499
 """The status of an answer whose client disconnected."""
 _BY_STATUS: Final[dict[int, Outcome]] = {429: "shed", ABORTED: "cancelled", 503: "unavailable", 504: "timeout"}
-UNMATCHED: Final = "unmatched"
-"""The route of a request that no route matches."""
-_OUTCOME: Final = "outcome"
-_REQUESTS: Final = "requests"
 
 
 def outcome_of(error: HeadwaterError) -> Outcome:
     """The outcome of a request that ended with an error."""
-    if isinstance(error, Cancelled):
-        return "cancelled"
-    return outcome_of_status(error.status)
+    return "cancelled" if isinstance(error, Cancelled) else _outcome_of_status(error.status)
 
 
-def outcome_of_status(status: int) -> Outcome:
-    """The outcome of a request that was answered with this status."""
+def _outcome_of_status(status: int) -> Outcome:
     if status < 400:
         return "ok"
     return _BY_STATUS.get(status) or ("client_error" if status < 500 else "failed")
@@ -63,7 +48,6 @@ class DeploymentMeter:
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
-        self._name = name
         self.rows = Counter(store, "headwater_rows", name)
         self.batch_rows = Histogram(store, "headwater_batch_rows", name)
         self.batch_capacity_rows = Counter(store, "headwater_batch_capacity_rows", name)
@@ -78,10 +62,10 @@ class DeploymentMeter:
         self.serialise = Histogram(store, PHASE_SECONDS, name, "serialise")
         """Time for reading a request's body and writing its answer's, once per request."""
         self.failures = Counter(store, "headwater_failures", name)
-        self._batches: dict[int, Statistics] = {}
-        """By number of rows."""
-        self._steps: dict[str, Statistics] = {}
-        self._heads: dict[str, tuple[Histogram, dict[Outcome, Counter]]] = {}
+        self._batches = functools.cache(lambda rows: Statistics(store, "headwater_batches", name, str(rows), numbers=2))
+        self._steps = functools.cache(lambda step: Statistics(store, "headwater_steps", name, step, numbers=3))
+        self._head_seconds = functools.cache(functools.partial(Histogram, store, "headwater_head_seconds", name))
+        self._head_results = functools.cache(functools.partial(Counter, store, "headwater_head_results", name))
 
     def note_request(
         self, rows: int, waited_ns: int, batch_wait_ns: int, compute_ns: int, transport_ns: int | None
@@ -98,9 +82,8 @@ class DeploymentMeter:
         """
         if transport_ns is None:
             self.rows.add(rows)
-            for phase, took_ns in zip(
-                self._phases, (waited_ns - batch_wait_ns, batch_wait_ns, compute_ns), strict=False
-            ):
+            times_ns = waited_ns - batch_wait_ns, batch_wait_ns, compute_ns
+            for phase, took_ns in zip(self._phases, times_ns, strict=False):
                 phase.observe(took_ns)
             return
         answered = self._answered
@@ -126,40 +109,25 @@ class DeploymentMeter:
         """
         self.batch_rows.observe(rows)
         self.batch_capacity_rows.add(capacity_rows)
-        if is_merged:
-            return
-        self.compute.add(compute_ns)
-        found = self._batches.get(rows)
-        if found is None:
-            found = self._batches[rows] = Statistics(self._store, "headwater_batches", 2, self._name, str(rows))
-        found.add(1, compute_ns)
+        if not is_merged:
+            self.compute.add(compute_ns)
+            self._batches(rows).add(1, compute_ns)
 
     def note_step(self, count: StepCount) -> None:
         """Count a step of a fused pipeline."""
-        found = self._steps.get(count.step)
-        if found is None:
-            found = self._steps[count.step] = Statistics(self._store, "headwater_steps", 3, self._name, count.step)
-        found.add(count.calls, count.retries, count.compute_us * 1000)
+        self._steps(count.step).add(count.calls, count.retries, count.compute_us * 1000)
 
     def note_head(self, head: str, error: HeadwaterError | None, took_ms: float) -> None:
         """Count a head's final result for a request."""
-        self._end_head(head, "ok" if error is None else outcome_of(error), took_ms)
+        seconds = self._head_seconds(head)  # a head that never succeeds is shown with zeros, too
+        self._head_results(head, "ok" if error is None else outcome_of(error)).add()
+        if error is None:
+            seconds.observe(int(took_ms * 1_000_000))
 
     def leave_head(self, head: str) -> None:
         """Count a head whose result is no longer wanted."""
-        self._end_head(head, "cancelled", None)
-
-    def _end_head(self, head: str, outcome: Outcome, took_ms: float | None) -> None:
-        found = self._heads.get(head)
-        if found is None:
-            found = self._heads[head] = Histogram(self._store, "headwater_head_seconds", self._name, head), {}
-        seconds, results = found
-        counter = results.get(outcome)
-        if counter is None:
-            counter = results[outcome] = Counter(self._store, "headwater_head_results", self._name, head, outcome)
-        counter.add()
-        if outcome == "ok" and took_ms is not None:
-            seconds.observe(int(took_ms * 1_000_000))
+        self._head_seconds(head)
+        self._head_results(head, "cancelled").add()
 
 
 class LanguageModelMeter:
@@ -180,65 +148,33 @@ class LanguageModelMeter:
 
 
 class Recorder:
-    """Counts in a store; for one thread only.
-
-    Args:
-        store: the store.
-    """
+    """Counts in a store; for one thread only."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
-        self._deployments: dict[str, DeploymentMeter] = {}
-        self._language_models: dict[str, LanguageModelMeter] = {}
-        self._requests: dict[tuple[str, str], Requests] = {}
-        self._counters: dict[tuple[str, ...], Counter] = {}
-        self._http: dict[tuple[str, int], Counter] = {}
+        self.store = store
+        self.deployment: Callable[[str], DeploymentMeter] = functools.cache(functools.partial(DeploymentMeter, store))
+        """The meter of a deployment that is called with tensors."""
+        self.language_model: Callable[[str], LanguageModelMeter] = functools.cache(
+            functools.partial(LanguageModelMeter, store)
+        )
+        """The meter of a language model."""
+        self.requests: Callable[[str, Route], Requests] = functools.cache(functools.partial(Requests, store))
+        """The count of requests for a deployment over a route."""
+        self.http_requests: Callable[[str, int], Counter] = functools.cache(functools.partial(_http_requests, store))
+        """The count of HTTP requests for a route's path, such as ``/v2/models/{model}``, by class of the status."""
 
     @property
     def folder(self) -> Path | None:
         """The folder with the counts of all processes of the server; None: this process counts in memory."""
-        return None if self._store.path is None else self._store.path.parent
-
-    def deployment(self, name: str) -> DeploymentMeter:
-        """The meter of a deployment that is called with tensors."""
-        found = self._deployments.get(name)
-        if found is None:
-            found = self._deployments[name] = DeploymentMeter(self._store, name)
-        return found
-
-    def language_model(self, name: str) -> LanguageModelMeter:
-        """The meter of a language model."""
-        found = self._language_models.get(name)
-        if found is None:
-            found = self._language_models[name] = LanguageModelMeter(self._store, name)
-        return found
-
-    def requests(self, deployment: str, route: Route) -> Requests:
-        """The count of requests for a deployment over a route."""
-        found = self._requests.get((deployment, route))
-        if found is None:
-            found = self._requests[deployment, route] = Requests(self._store, deployment, route)
-        return found
-
-    def http_requests(self, route: str, status: int) -> Counter:
-        """The count of HTTP requests for a route's path, such as ``/v2/models/{model}``, by class of the status."""
-        found = self._http.get((route, status))
-        if found is None:
-            kind = "aborted" if status == ABORTED else f"{status // 100}xx"
-            found = self._http[route, status] = Counter(self._store, "headwater_http_requests", route, kind)
-        return found
+        return None if self.store.path is None else self.store.path.parent
 
     def count(self, name: str, *labels: str) -> None:
         """Count one; for series that are counted rarely."""
-        key = (name, *labels)
-        counter = self._counters.get(key)
-        if counter is None:
-            counter = self._counters[key] = Counter(self._store, name, *labels)
-        counter.add()
+        Counter(self.store, name, *labels).add()
 
-    def snapshot(self) -> Snapshot:
-        """The counts so far."""
-        return self._store.snapshot()
+
+def _http_requests(store: Store, route: str, status: int) -> Counter:
+    return Counter(store, "headwater_http_requests", route, "aborted" if status == ABORTED else f"{status // 100}xx")
 
 
 _current: Recorder | None = None
@@ -266,12 +202,12 @@ def accept(scope: MutableMapping[str, Any], deployment: str, route: Route) -> No
     """
     requests = recorder().requests(deployment, route)
     requests.accept()
-    scope["state"][_REQUESTS] = requests
+    scope["state"]["requests"] = requests
 
 
 def note_error(state: MutableMapping[str, Any], error: HeadwaterError) -> None:
     """Record that a request failed, whatever status its answer began with."""
-    state[_OUTCOME] = outcome_of(error)
+    state["outcome"] = outcome_of(error)
 
 
 def leave(scope: MutableMapping[str, Any], status: int, took_ns: int) -> None:
@@ -283,8 +219,8 @@ def leave(scope: MutableMapping[str, Any], status: int, took_ns: int) -> None:
         took_ns: time since the request's head arrived.
     """
     state = scope["state"]
-    path = getattr(scope.get("route"), "path", UNMATCHED)
+    path = getattr(scope.get("route"), "path", "unmatched")
     recorder().http_requests(path, status).add()
-    requests: Requests | None = state.get(_REQUESTS)
+    requests: Requests | None = state.get("requests")
     if requests is not None:
-        requests.end(state.get(_OUTCOME) or outcome_of_status(status), took_ns)
+        requests.end(state.get("outcome") or _outcome_of_status(status), took_ns)

@@ -18,7 +18,8 @@ import json
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -57,33 +58,26 @@ class Store:
 
     Args:
         path: the file, from `create`; None: private memory.
-        pid: the process that counts; default: this one.
         call_soon: the event loop's; numbers that may wait are then written once per turn. None: everything is written
             at once.
     """
 
     def __init__(
-        self,
-        path: Path | None = None,
-        *,
-        pid: int | None = None,
-        call_soon: Callable[[Callable[[], None]], object] | None = None,
+        self, path: Path | None = None, *, call_soon: Callable[[Callable[[], None]], object] | None = None
     ) -> None:
         self.path = path
         self._fd = -1
-        if path is None:
-            mapped = mmap.mmap(-1, SIZE_BYTES)
-            self._room = SIZE_BYTES // SLOT_BYTES
-        else:
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            mapped = mmap.mmap(self._fd, SIZE_BYTES)
-            self._room = GROWTH_BYTES // SLOT_BYTES
-        self.slots = memoryview(mapped).cast("q")
+        self._capacity = SIZE_BYTES // SLOT_BYTES
+        if path is not None:
+            self._fd = os.open(path, os.O_RDWR)
+            weakref.finalize(self, os.close, self._fd)
+            self._capacity = GROWTH_BYTES // SLOT_BYTES
+        self.slots = memoryview(mmap.mmap(self._fd, SIZE_BYTES)).cast("q")
         self._records: dict[Key, int] = {}
         self._is_full = False
         self._call_soon = call_soon
         self._waiting: list[Callable[[], None]] = []
-        self.slots[_PID] = os.getpid() if pid is None else pid
+        self.slots[_PID] = os.getpid()
         self.slots[_USED] = _HEAD_SLOTS
 
     @staticmethod
@@ -93,7 +87,7 @@ class Store:
         Raises:
             OSError: the file can't be created, or the disk is full.
         """
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.ftruncate(fd, SIZE_BYTES)
             os.posix_fallocate(fd, 0, GROWTH_BYTES)
@@ -131,42 +125,35 @@ class Store:
             except Exception:  # the other writes must still happen
                 logger.exception("metrics: some numbers can't be written")
 
-    def close(self) -> None:
-        """Write all waiting numbers and close the file; count nothing after this."""
-        self.write()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
     def _append(self, key: Key, numbers: int) -> int:
         name = json.dumps([key.name, *key.labels], separators=(",", ":")).encode()
         name_slots = -(-len(name) // SLOT_BYTES)
         begin = self.slots[_USED]
         first = begin + 2 + name_slots
-        if not self._has_room(first + numbers):
-            return self._room - numbers if self._fd >= 0 else len(self.slots) - numbers
+        if not self._has_capacity(first + numbers):
+            return self._capacity - numbers
         self.slots[begin] = 2 + name_slots + numbers
         self.slots[begin + 1] = len(name)
         self.slots[begin + 2 : first] = memoryview(name.ljust(name_slots * SLOT_BYTES)).cast("q")
         self.slots[_USED] = first + numbers
         return first
 
-    def _has_room(self, used: int) -> bool:
+    def _has_capacity(self, used: int) -> bool:
         """Whether this many slots may be used; some beyond them are reserved for records that no longer fit."""
         used += GROWTH_BYTES // SLOT_BYTES // 8
-        if used <= self._room:
+        if used <= self._capacity:
             return True
         if self._is_full:
             return False
         try:
             if used > len(self.slots):
                 raise OSError("too many series")
-            os.posix_fallocate(self._fd, 0, self._room * SLOT_BYTES + GROWTH_BYTES)
+            os.posix_fallocate(self._fd, 0, self._capacity * SLOT_BYTES + GROWTH_BYTES)
         except OSError as error:
             self._is_full = True
             logger.error("metrics: no space for new series, which are not counted: %s", error)
             return False
-        self._room += GROWTH_BYTES // SLOT_BYTES
+        self._capacity += GROWTH_BYTES // SLOT_BYTES
         return True
 
     def snapshot(self) -> Snapshot:
@@ -181,30 +168,20 @@ def read_store(path: Path) -> Snapshot:
     Raises:
         OSError: the file doesn't exist.
     """
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), SIZE_BYTES, access=mmap.ACCESS_READ) as mapped:
-        view = memoryview(mapped)
-        slots = view.cast("q")
-        try:
-            return _snapshot(slots)
-        finally:
-            slots.release()
-            view.release()
+    with open(path, "rb") as file:
+        return _snapshot(memoryview(mmap.mmap(file.fileno(), SIZE_BYTES, access=mmap.ACCESS_READ)).cast("q"))
 
 
 def _snapshot(slots: memoryview) -> Snapshot:
-    used = slots[_USED]
-    with slots[:used] as part:
-        numbers = part.tolist()
-        raw = part.tobytes()
-    return Snapshot(numbers[_PID] if used else 0, dict(_records(numbers, raw)))
-
-
-def _records(numbers: list[int], raw: bytes) -> Iterator[tuple[Key, list[int]]]:
+    with slots[: slots[_USED]] as part:
+        numbers, raw = part.tolist(), part.tobytes()
+    records: dict[Key, list[int]] = {}
     at = _HEAD_SLOTS
     while at < len(numbers):
         size, name_bytes = numbers[at], numbers[at + 1]
         begin = (at + 2) * SLOT_BYTES
         name, *labels = json.loads(raw[begin : begin + name_bytes])
         first = at + 2 - (-name_bytes // SLOT_BYTES)
-        yield Key(name, tuple(labels)), numbers[first : at + size]
+        records[Key(name, tuple(labels))] = numbers[first : at + size]
         at += size
+    return Snapshot(numbers[_PID] if numbers else 0, records)

@@ -139,37 +139,30 @@ class Trace:
         return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
     def add(
-        self,
-        name: str,
-        started_ns: int,
-        ended_ns: int,
-        attributes: Mapping[str, str | int],
-        *,
-        parent: Span | None = None,
-        error: str = "",
+        self, name: str, began_ns: int, ended_ns: int, parent: Span | None = None, error: str = "", **fields: str | int
     ) -> Span:
         """Add a span that has ended.
 
         Args:
             name: the span's name.
-            started_ns: by `time.perf_counter_ns`.
-            ended_ns: likewise.
-            attributes: the span's attributes.
+            began_ns, ended_ns: by `time.perf_counter_ns`.
             parent: default: the HTTP span.
             error: the error's name, if the span failed.
+            fields: attributes, without the prefix ``headwater.``.
         """
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
         from opentelemetry.trace.status import StatusCode
 
         context = set_span_in_context(parent or self._span, Context())
+        attributes = {f"headwater.{name}": value for name, value in fields.items()}
         span: Span = self._tracer.start_span(
-            name, context, attributes=attributes, start_time=started_ns + self._offset_ns
+            name, context, attributes=attributes, start_time=began_ns + self._offset_ns
         )
         if error:
             span.set_attribute("error.type", error)
             span.set_status(StatusCode.ERROR)
-        span.end(max(started_ns, ended_ns) + self._offset_ns)
+        span.end(max(began_ns, ended_ns) + self._offset_ns)
         return span
 
     def end(self, scope: Mapping[str, Any], status: int, error: HeadwaterError | None) -> None:
@@ -199,18 +192,20 @@ class _Step:
     compute_us: int = 0
 
 
-class ModelTrace:
-    """The spans of one model's work for a request.
+class _Work:
+    """The spans of a deployment's work for a request. The work begins now."""
 
-    Args:
-        trace: the request's trace.
-        model: the deployment.
-    """
-
-    def __init__(self, trace: Trace, model: str) -> None:
+    def __init__(self, trace: Trace, deployment: str) -> None:
         self._trace = trace
-        self._model = model
-        self._arrived_ns = time.perf_counter_ns()
+        self._deployment = deployment
+        self._began_ns = time.perf_counter_ns()
+
+
+class ModelTrace(_Work):
+    """The spans of a model's work for a request."""
+
+    def __init__(self, trace: Trace, deployment: str) -> None:
+        super().__init__(trace, deployment)
         self._called_ns = 0
         self._replica = ""
         self._steps: dict[str, _Step] = {}
@@ -230,67 +225,44 @@ class ModelTrace:
         step.compute_us += compute_us
 
     def end(self, rows: int, compute_ns: int, error: str) -> None:
-        """The model has just answered or failed.
+        """The model has just answered, or failed with the error of this name.
 
-        Args:
-            rows: the request's rows.
-            compute_ns: time in the callable for the whole batch; 0: unknown.
-            error: the error's name, if the model failed.
+        ``compute_ns`` is the time in the callable for the whole batch; 0: unknown.
         """
-        ended_ns = time.perf_counter_ns()
+        name, began_ns, called_ns, ended_ns = self._deployment, self._began_ns, self._called_ns, time.perf_counter_ns()
         add = self._trace.add
-        attributes: dict[str, str | int] = {"headwater.deployment": self._model, "headwater.rows": rows}
-        whole = add(f"infer {self._model}", self._arrived_ns, ended_ns, attributes, error=error)
-        add("queue", self._arrived_ns, self._called_ns or ended_ns, {}, parent=whole)
-        if not self._called_ns:
+        whole = add(f"infer {name}", began_ns, ended_ns, error=error, deployment=name, rows=rows)
+        add("queue", began_ns, called_ns or ended_ns, whole)
+        if not called_ns:
             return
-        call = add(
-            "replica", self._called_ns, ended_ns, {"headwater.replica": self._replica}, parent=whole, error=error
-        )
-        for name, step in self._steps.items():
-            took = {"headwater.compute_us": step.compute_us}
-            add(f"step {name}", step.started_ns, step.ended_ns, took, parent=call)
+        call = add("replica", called_ns, ended_ns, whole, error, replica=self._replica)
+        for step_name, step in self._steps.items():
+            add(f"step {step_name}", step.started_ns, step.ended_ns, call, compute_us=step.compute_us)
         if compute_ns and not self._steps:
             # Only the duration is known: both ways are assumed to take equally long.
-            started_ns = self._called_ns + max(0, ended_ns - self._called_ns - compute_ns) // 2
-            add("compute", started_ns, started_ns + compute_ns, {}, parent=call)
+            started_ns = called_ns + max(0, ended_ns - called_ns - compute_ns) // 2
+            add("compute", started_ns, started_ns + compute_ns, call)
 
 
-class GenerationTrace:
-    """The spans of a language model's work for a request.
+class GenerationTrace(_Work):
+    """The spans of a language model's work for a request."""
 
-    Args:
-        trace: the request's trace.
-        model: the deployment.
-    """
-
-    def __init__(self, trace: Trace, model: str) -> None:
-        self._trace = trace
-        self._model = model
-        self._began_ns = time.perf_counter_ns()
-        self._first_ns = 0
+    _first_ns = 0
 
     def first_token(self) -> None:
         """The first token has arrived."""
         self._first_ns = time.perf_counter_ns()
 
     def end(self, sequences: int, tokens: int, error: str) -> None:
-        """The request has ended.
-
-        Args:
-            sequences: the number of requested sequences.
-            tokens: the tokens received, over all sequences.
-            error: the error's name, if the request failed.
-        """
-        ended_ns = time.perf_counter_ns()
-        attributes: dict[str, str | int] = {
-            "headwater.deployment": self._model, "headwater.sequences": sequences, "headwater.generated_tokens": tokens,
-        }  # fmt: skip
-        add = self._trace.add
-        whole = add(f"generate {self._model}", self._began_ns, ended_ns, attributes, error=error)
-        add("first token", self._began_ns, self._first_ns or ended_ns, {}, parent=whole)
+        """The request has ended, after so many tokens of all its sequences, or with the error of this name."""
+        add, name, ended_ns = self._trace.add, self._deployment, time.perf_counter_ns()
+        whole = add(
+            f"generate {name}", self._began_ns, ended_ns, None, error,
+            deployment=name, sequences=sequences, generated_tokens=tokens,
+        )  # fmt: skip
+        add("first token", self._began_ns, self._first_ns or ended_ns, whole)
         if self._first_ns:
-            add("further tokens", self._first_ns, ended_ns, {}, parent=whole)
+            add("further tokens", self._first_ns, ended_ns, whole)
 
 
 _trace: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("headwater_trace", default=None)
@@ -308,21 +280,16 @@ def current() -> Tracing | None:
     return _tracing
 
 
-def current_trace() -> Trace | None:
-    """The trace of this task's request; None if it isn't traced."""
-    return None if _tracing is None else _trace.get()
-
-
-def add_model(model: str) -> ModelTrace | None:
+def add_model(deployment: str) -> ModelTrace | None:
     """Begin the spans of a model's work for this task's request; None if it isn't traced."""
-    trace = current_trace()
-    return None if trace is None else ModelTrace(trace, model)
+    trace = None if _tracing is None else _trace.get()
+    return None if trace is None else ModelTrace(trace, deployment)
 
 
-def add_generation(model: str) -> GenerationTrace | None:
+def add_generation(deployment: str) -> GenerationTrace | None:
     """Begin the spans of a language model's work for this task's request; None if it isn't traced."""
-    trace = current_trace()
-    return None if trace is None else GenerationTrace(trace, model)
+    trace = None if _tracing is None else _trace.get()
+    return None if trace is None else GenerationTrace(trace, deployment)
 
 
 def exporting(section: TracingSection) -> Tracing:

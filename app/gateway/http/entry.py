@@ -18,7 +18,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from app.errors import BadRequest, ClientGone, HeadersTooLarge, HeadwaterError
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.http.replies import Reply, error_reply, internal_error
-from app.security.key_check import KeyCheck
+from app.security.key_check import KeyRing
 from app.security.limits import KeyLimits
 from app.telemetry.logs import AccessLog
 from app.telemetry.recorder import leave, note_error
@@ -221,7 +221,7 @@ class Entry:
         framework: ASGIApp,
         routes: Sequence[EndpointRoute],
         records: RequestRecords,
-        keys: KeyCheck | None = None,
+        keys: KeyRing | None = None,
         cors: Callable[[ASGIApp], ASGIApp] | None = None,
     ) -> None:
         self.framework = framework

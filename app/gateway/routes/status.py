@@ -7,8 +7,8 @@ answers.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,25 +20,35 @@ from app.gateway.models import Models, ServedModel
 from app.gateway.routes.metadata import index_entry
 from app.gateway.sampler import Sampler
 from app.telemetry.catalogue import ACCEPTED, CATALOGUE, IN_FLIGHT, OUTCOMES, REQUESTS
-from app.telemetry.exposition import TritonAnswer, TritonTarget, ask_tritons
 from app.telemetry.ledger import Counts, counts_by_deployment, read_records, read_totals
 from app.telemetry.recorder import recorder
 
 __all__ = ["metrics_routes", "status_routes"]
 
+TIMES: Final = "headwater_request_seconds"
+ROWS: Final = "headwater_batch_rows"
+_TEXT_COUNTS: Final = (
+    "prompt_tokens", "generated_tokens", "active_sequences",
+    "waiting_sequences", "cache_used_tokens", "cache_limit_tokens",
+)  # fmt: skip
+
 
 def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
-    """The route.
+    """``/metrics``.
 
     Args:
-        models: whose replicas' Tritons are asked, too.
-        folder: where the processes count.
+        models: the metrics of their replicas' Tritons are added.
+        folder: where all processes count.
         sampler: of this worker's gauges.
     """
     router = APIRouter(tags=["operations"])
 
     @router.get("/metrics", response_class=Response, summary="Metrics of the whole server, for Prometheus")
     async def metrics(request: Request) -> Response:
+        # In a thread: the first time, it takes a tenth of a second.
+        await asyncio.to_thread(importlib.import_module, "app.telemetry.exposition")
+        from app.telemetry.exposition import TritonTarget, ask_tritons, exposition
+
         targets = [
             TritonTarget(model.route.name, replica.id, replica.http_socket)
             for model in models.with_steps()
@@ -47,31 +57,13 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
         answers = await ask_tritons(targets)
         for answer in answers:
             if answer.text is None:
-                recorder().count("headwater_scrape_errors", answer.target.deployment)
+                recorder().count("headwater_scrape_errors", answer.deployment)
         sampler.sample()
-        body, media_type = await asyncio.to_thread(_scrape, folder, answers, request.headers.get("accept", ""))
+        accept = request.headers.get("accept", "")
+        body, media_type = await asyncio.to_thread(lambda: exposition(read_totals(folder), answers, accept))
         return Response(body, media_type=media_type)
 
     return router
-
-
-def _scrape(folder: Path, answers: Sequence[TritonAnswer], accept: str) -> tuple[bytes, str]:
-    from app.telemetry.exposition import ReplicaText, exposition
-
-    texts = [
-        ReplicaText(answer.target.deployment, answer.target.replica, answer.text)
-        for answer in answers
-        if answer.text is not None
-    ]
-    return exposition(read_totals(folder), texts, accept)
-
-
-TIMES: Final = "headwater_request_seconds"
-ROWS: Final = "headwater_batch_rows"
-_TEXT_COUNTS: Final = (
-    *("prompt_tokens", "generated_tokens", "active_sequences"),
-    *("waiting_sequences", "cache_used_tokens", "cache_limit_tokens"),
-)
 
 
 def status_routes(models: Models, folder: Path | None, sampler: Sampler) -> APIRouter:

@@ -5,32 +5,25 @@ The graph is built by hand, so the same weights give the same bytes.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import load_file
 
-__all__ = ["ONNX_FILE", "digit_head", "main"]
+from inference.zoo.digits import WEIGHTS
 
-WEIGHTS: Final = Path(__file__).parents[1] / "weights" / "digits.safetensors"
-"""What `inference.zoo.training.train_digits` wrote."""
+__all__ = ["ONNX_FILE", "digit_head"]
 
 ONNX_FILE: Final = WEIGHTS.with_name("digit_head.onnx")
-
 OPSET: Final = 17
 IR_VERSION: Final = 8
-"""Those of ONNX 1.12, which every ONNX Runtime since 1.12 reads."""
+"""With the opset, the version of ONNX 1.12, which every ONNX Runtime since 1.12 reads."""
 
 
-def digit_head(weights: Path = WEIGHTS) -> onnx.ModelProto:
-    """The graph of `inference.zoo.digits.Digit`.
-
-    Takes ``features`` FP32 [n, 64]; gives ``logits`` FP32 [n, 10], and ``digit`` INT32 [n, 1], the digit of the highest
-    logit.
-    """
-    tensors = load_file(weights)
+def digit_head() -> onnx.ModelProto:
+    """The graph of `inference.zoo.digits.Digit`, with the same inputs and outputs."""
+    tensors = load_file(WEIGHTS)
     weight, bias = tensors["head.weight"], tensors["head.bias"]
     classes, features = weight.shape
     graph = helper.make_graph(
@@ -58,11 +51,6 @@ def digit_head(weights: Path = WEIGHTS) -> onnx.ModelProto:
     return model
 
 
-def main() -> None:
-    """Write `ONNX_FILE`."""
+if __name__ == "__main__":
     ONNX_FILE.write_bytes(digit_head().SerializeToString(deterministic=True))
     print(f"wrote {ONNX_FILE} ({ONNX_FILE.stat().st_size:,} bytes)")
-
-
-if __name__ == "__main__":
-    main()

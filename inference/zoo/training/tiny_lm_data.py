@@ -1,4 +1,4 @@
-"""What tiny-lm learns from: the running interpreter's standard library, split by file name, as code and as chats."""
+"""The texts that train tiny-lm: the interpreter's own standard library, split by file name, as code and as chats."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Chat: TypeAlias = list[dict[str, str]]
 """Messages, each with a ``role`` and its ``content``."""
 
 LEFT_OUT: Final = frozenset(
-    # Installed packages; tests, which are three times the rest and much alike; programs rather than libraries; a parser
-    # of older Pythons; tables of characters; a manual as one string.
+    # Installed packages; tests, which are three times as much as the rest and repetitive; programs; a parser of older
+    # Pythons; tables of characters; a manual as one string.
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"}
 )
 GENERATED: Final = ("_sysconfigdata", "config-")
-"""How names of files and folders begin that are made when Python is built: they differ between machines."""
+"""Prefixes of files and folders that are generated when Python is built, and so differ between machines."""
 HELD_OUT_ONE_IN: Final = 20
 
 SYSTEM_PROMPTS: Final = (
@@ -35,19 +35,15 @@ LONGEST_LINES: Final = 24
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file is kept from training. By its name alone, so each Python version holds out the same files.
-
-    Args:
-        name: relative to the standard library's folder, with forward slashes: ``json/decoder.py``.
-    """
+    """Whether a file such as ``json/decoder.py`` is held out of training: by its name, the same in all Pythons."""
     return hashlib.sha256(name.encode()).digest()[0] * HELD_OUT_ONE_IN < 256
 
 
 def collect(folder: Path | None = None) -> tuple[dict[str, str], dict[str, str]]:
-    """The files to train on, and those held out: text by relative name, in the order of the names.
+    """The files to train on, and those held out: text by relative name, sorted by name.
 
     Args:
-        folder: instead of the running interpreter's standard library.
+        folder: default: the running interpreter's standard library.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     trained: dict[str, str] = {}
@@ -58,7 +54,7 @@ def collect(folder: Path | None = None) -> tuple[dict[str, str], dict[str, str]]
             continue
         try:
             text = path.read_bytes().decode().replace("\r\n", "\n")
-        except UnicodeDecodeError:  # a file may declare another encoding
+        except UnicodeDecodeError:  # the file declares another encoding
             continue
         if text.strip():
             name = relative.as_posix()
@@ -79,7 +75,6 @@ def chats(files: Mapping[str, str], seed: int) -> Iterator[Chat]:
 
 
 def _functions(text: str) -> Iterator[tuple[ast.FunctionDef, list[str]]]:
-    """Each function with its source lines, dedented."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old escapes in strings
         tree = ast.parse(text)

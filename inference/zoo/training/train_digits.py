@@ -1,10 +1,9 @@
 """Trains the digits networks and writes their weights: ``python -m inference.zoo.training.train_digits``.
 
-Trunk and head are trained together; then, on the trunk as it is, the parity head and the decoder.
-
-The same torch on the same kind of machine writes the same tensors again, to the bit (safetensors shuffles the
-metadata in front of them, so the files differ). About a minute on one core. The held-out images serve only for the
-figures at the end: no epoch, seed or setting is chosen by them.
+Trunk and head are trained together, then the parity head and the decoder on the frozen trunk. It takes about a minute
+on one core. The same torch on the same kind of machine writes the same tensors again, to the bit; the files differ in
+the order of safetensors' metadata. The held-out images only serve for the figures at the end: they choose no epoch,
+seed or setting.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from inference.zoo.digits_net import MAX_PIXEL, WEIGHTS, DecoderNet, DigitsNet, ParityNet, TrunkNet
-from inference.zoo.training.digits_anomalies import Images, Scores, anomalies, auc
-from inference.zoo.training.digits_data import SPLIT_SEED, LabelledImages, split
+from inference.zoo.digits import FEATURES, MAX_PIXEL, WEIGHTS, DecoderNet, DigitsNet, TrunkNet
+from inference.zoo.training.digits_data import SPLIT_SEED, Floats, LabelledImages, anomalies, auc, split
 
-__all__ = ["accuracy", "main", "train", "train_decoder", "train_parity"]
+__all__ = ["main"]
 
 SEED: Final = 0
 EPOCHS: Final = 60
@@ -33,7 +31,7 @@ MAX_LEARNING_RATE: Final = 3e-3
 
 
 def shift(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Move each image by -1, 0 or 1 pixels along each axis; what comes in is background. FP32 [n, 1, 8, 8] to same."""
+    """Move each image, FP32 [n, 1, 8, 8], by -1, 0 or 1 pixels along each axis, and fill up with paper."""
     rows, _, height, width = images.shape
     padded = functional.pad(images, (1, 1, 1, 1))
     down, right = torch.randint(0, 3, (2, rows, 1), generator=generator)
@@ -43,7 +41,7 @@ def shift(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def fit(net: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], data: LabelledImages, epochs: int) -> None:
-    """Lower a loss of shifted images and their labels. The network ends in evaluation mode."""
+    """Minimise the loss of a network on shifted images and their labels. Leaves it in evaluation mode."""
     generator = torch.Generator().manual_seed(SEED)
     images, labels = torch.from_numpy(data.images), torch.from_numpy(data.labels)
     net.train()
@@ -60,7 +58,7 @@ def fit(net: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], data: Label
 
 
 def train(data: LabelledImages) -> DigitsNet:
-    """Train trunk and head from scratch on these images. They are returned in evaluation mode, on the CPU."""
+    """Train trunk and head from scratch on these images."""
     torch.manual_seed(SEED)
     net = DigitsNet()
     loss = nn.CrossEntropyLoss(label_smoothing=0.05)
@@ -68,17 +66,17 @@ def train(data: LabelledImages) -> DigitsNet:
     return net
 
 
-def train_parity(trunk: TrunkNet, data: LabelledImages) -> ParityNet:
-    """Train the parity head from scratch on a trunk that stays as it is."""
+def train_parity(trunk: TrunkNet, data: LabelledImages) -> nn.Linear:
+    """Train the parity head from scratch on a frozen trunk."""
     torch.manual_seed(SEED)
-    net = ParityNet()
+    net = nn.Linear(FEATURES, 1)
     loss = nn.BCEWithLogitsLoss()
     fit(net, lambda images, labels: loss(net(features(trunk, images))[:, 0], (labels % 2).float()), data, EPOCHS)
     return net
 
 
 def train_decoder(trunk: TrunkNet, data: LabelledImages) -> DecoderNet:
-    """Train the decoder from scratch on a trunk that stays as it is."""
+    """Train the decoder from scratch on a frozen trunk."""
     torch.manual_seed(SEED)
     net = DecoderNet()
 
@@ -91,37 +89,36 @@ def train_decoder(trunk: TrunkNet, data: LabelledImages) -> DecoderNet:
 
 @torch.no_grad()
 def features(trunk: TrunkNet, images: Tensor) -> Tensor:
-    """The trunk's features, as a constant: FP32 [n, 64]."""
+    """The trunk's features, FP32 [n, 64], without a gradient."""
     computed: Tensor = trunk(images)
     return computed
 
 
 @torch.inference_mode()
 def accuracy(net: DigitsNet, data: LabelledImages) -> float:
-    """The fraction of these images that the network reads rightly."""
+    """The fraction of these images whose digit the network reads correctly."""
     read = net(torch.from_numpy(data.images)).argmax(dim=1)
     return float((read == torch.from_numpy(data.labels)).double().mean())
 
 
 @torch.inference_mode()
-def parity_accuracy(trunk: TrunkNet, parity: ParityNet, data: LabelledImages) -> float:
-    """The fraction of these images whose digit is rightly found to be odd or even."""
+def parity_accuracy(trunk: TrunkNet, parity: nn.Linear, data: LabelledImages) -> float:
+    """The fraction of these images for which the network tells odd from even correctly."""
     odd = parity(trunk(torch.from_numpy(data.images)))[:, 0] > 0
     return float((odd == (torch.from_numpy(data.labels) % 2 == 1)).double().mean())
 
 
 @torch.inference_mode()
-def squared_errors(trunk: TrunkNet, decoder: DecoderNet, images: Images) -> Scores:
-    """Of each image, the mean squared difference to its reconstruction, in squared pixel values 0 to 16; FP32 [n]."""
+def squared_errors(trunk: TrunkNet, decoder: DecoderNet, images: Floats) -> Floats:
+    """The mean squared difference of each image to its reconstruction, in squared pixel values 0 to 16; FP32 [n]."""
     given = torch.from_numpy(images)
-    errors: Scores = (decoder(trunk(given)) - given).square().mean(dim=(1, 2, 3)).numpy()
+    errors: Floats = (decoder(trunk(given)) - given).square().mean(dim=(1, 2, 3)).numpy()
     return errors
 
 
 def main() -> None:
     """Train, print how well each part does on the held-out images, write `WEIGHTS`."""
-    # The order of floating-point sums depends on the number of threads.
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the order of floating-point sums depends on their number
     torch.use_deterministic_algorithms(True)
     started = time.perf_counter()
     train_data, unseen = split()
@@ -131,7 +128,6 @@ def main() -> None:
     held_out_accuracy = accuracy(net, unseen)
     held_out_parity = parity_accuracy(net.trunk, parity, unseen)
     errors = squared_errors(net.trunk, decoder, unseen.images)
-    WEIGHTS.parent.mkdir(exist_ok=True)
     metadata = {
         "accuracy": f"{held_out_accuracy:.6f}",
         "parity_accuracy": f"{held_out_parity:.6f}",
@@ -140,11 +136,9 @@ def main() -> None:
         "split_seed": str(SPLIT_SEED),
         "torch": torch.__version__,
     }
-    parts = {"parity": parity, "decoder": decoder}
-    weights = net.state_dict()
-    weights |= {f"{name}.{key}": weight for name, part in parts.items() for key, weight in part.state_dict().items()}
-    save_file(weights, WEIGHTS, metadata=metadata)
-    # safetensors writes it for the owner only, and a copied tree may be served by another user.
+    parts = nn.ModuleDict({"trunk": net.trunk, "head": net.head, "parity": parity, "decoder": decoder})
+    save_file(parts.state_dict(), WEIGHTS, metadata=metadata)
+    # safetensors lets only the owner read the file, but another user may serve a copied tree.
     WEIGHTS.chmod(0o644)
     print(f"train accuracy:    {accuracy(net, train_data):.4f} of {len(train_data.labels)} images")
     print(f"held-out accuracy: {held_out_accuracy:.4f} of {len(unseen.labels)} images")

@@ -1,13 +1,13 @@
 """Trains tiny-lm and writes it in Hugging Face's format: ``python -m inference.zoo.training.train_tiny_lm``.
 
-A Llama of 4 million parameters with a tokenizer of its own, both made from the standard library of the running
-interpreter. It is there so that streams of tokens can be served, tested and measured with nothing fetched; it
-writes text that looks like Python.
+A Llama of 4 million parameters with a tokenizer of its own, both trained on the standard library of the running
+interpreter, so that token streams can be served, tested and measured without a download. It writes text that looks like
+Python.
 
-About a quarter of an hour on one core, if it has bfloat16 instructions (AMX). Steps are counted, not time, and what a
-step reads depends on its number alone, so a run that was stopped goes on from its last checkpoint as if nothing had
-happened. The held-out files serve only for the figures at the end: no step, seed or setting is chosen by them. The
-weights depend on the text, that is, on the version of Python: the shipped ones come from 3.11.7.
+Training takes about a quarter of an hour on one core with bfloat16 instructions (AMX). What a step reads depends on its
+number alone, so an interrupted run that continues from its last checkpoint ends with the same weights. The held-out
+files only serve for the figures at the end: they choose no step, seed or setting. The weights depend on the text, so on
+the version of Python: the shipped ones come from 3.11.7.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from inference.zoo.training.tiny_lm_data import chats, collect
 
@@ -44,7 +38,6 @@ __all__ = ["FOLDER", "HeldOut", "held_out_loss", "main"]
 
 FOLDER: Final = Path(__file__).parents[1] / "weights" / "tiny_lm"
 CHECKPOINT: Final = Path("build/tiny_lm.checkpoint.pt")
-
 SEED: Final = 0
 VOCABULARY: Final = 4096
 CONTEXT: Final = 512
@@ -68,7 +61,7 @@ STEPS_PER_LINE: Final = 50
 
 
 class HeldOut(NamedTuple):
-    """How well texts are predicted."""
+    """The loss on held-out texts."""
 
     nats_per_token: float
     bits_per_byte: float
@@ -80,18 +73,16 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
+    alphabet = ByteLevel.alphabet()
     trainer = BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=VOCABULARY, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
 def with_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """The tokenizer as transformers has it, which renders chats."""
+    """The tokenizer in transformers' form, which renders chats."""
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
@@ -124,18 +115,18 @@ def new_config(tokenizer: Tokenizer) -> LlamaConfig:
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
-    """The ids of each text, after the id that begins a text."""
+    """The ids of each text, each preceded by the id that begins a text."""
     first = tokenizer.get_vocab()[END_OF_TEXT]
     return [[first, *encoding.ids] for encoding in tokenizer.encode_batch(list(texts))]
 
 
 class Corpus:
-    """Rows to train on: windows of the code, and some that begin where a chat begins."""
+    """Rows to train on: windows of the code, and some windows that begin at the start of a chat."""
 
     def __init__(self, tokenizer: Tokenizer, files: Mapping[str, str]) -> None:
         template = with_template(tokenizer)
         rendered = (str(template.apply_chat_template(chat, tokenize=False)) for chat in chats(files, SEED))
-        # A chat is not preceded by the mark that begins a text: nothing precedes it when it is served.
+        # A chat does not begin with the token that begins a text, as it doesn't when it is served.
         talks = [ids[1:] for ids in encode(tokenizer, rendered)]
         self.code = torch.tensor([id_ for ids in encode(tokenizer, files.values()) for id_ in ids])
         self.chat = torch.tensor([id_ for ids in talks for id_ in ids])
@@ -143,7 +134,7 @@ class Corpus:
         self.chat_starts = starts[starts <= len(self.chat) - CONTEXT - 1]
 
     def rows(self, step: int) -> Tensor:
-        """What this step reads: INT64 [ROWS, CONTEXT + 1]."""
+        """The rows of this step: INT64 [ROWS, CONTEXT + 1]."""
         generator = torch.Generator().manual_seed(SEED + step)
         rows = []
         for row in range(step * ROWS, (step + 1) * ROWS):
@@ -158,7 +149,7 @@ class Corpus:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Up in a line, then down in half a cosine."""
+    """Linear warm-up, then cosine decay."""
     warm_up = min(WARM_UP_STEPS, steps // 10 + 1)
     if step < warm_up:
         return MAX_LEARNING_RATE * (step + 1) / warm_up
@@ -172,13 +163,13 @@ def loss_of(net: nn.Module, rows: Tensor, reduction: str = "mean") -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction=reduction)
 
 
-@torch.enable_grad()  # whatever the caller's thread is set to
+@torch.enable_grad()  # whatever the calling thread has set
 def train(config: LlamaConfig, corpus: Corpus, steps: int, checkpoint: Path) -> LlamaForCausalLM:
-    """Train from scratch, or on from the checkpoint if there is one of a run of as many steps. FP32, on the CPU."""
+    """Train from scratch, or from the checkpoint if there is one of a run with as many steps. FP32, on the CPU."""
     torch.manual_seed(SEED)
     net = LlamaForCausalLM(config)
-    # The gradients are computed on a copy in bfloat16, several times as fast; weights and moments stay in FP32. Only
-    # the parameters are rounded: the rotary frequencies would be wrong by a radian at the end of the context.
+    # Gradients are computed on a copy in bfloat16, which is several times as fast; weights and moments stay in FP32.
+    # Only parameters are rounded: rounded rotary frequencies would be off by a radian at the end of the context.
     fast = copy.deepcopy(net)
     for weight in fast.parameters():
         weight.data = weight.data.bfloat16()
@@ -196,7 +187,7 @@ def train(config: LlamaConfig, corpus: Corpus, steps: int, checkpoint: Path) -> 
             done = state["done"]
             net.load_state_dict(state["net"])
             optimizer.load_state_dict(state["optimizer"])
-            print(f"going on from step {done} of {checkpoint}", flush=True)
+            print(f"continuing from step {done} of {checkpoint}", flush=True)
     pairs = list(zip(net.parameters(), fast.parameters(), strict=True))
     losses, noted = [], time.perf_counter()
     for step in range(done, steps):
@@ -226,7 +217,7 @@ def train(config: LlamaConfig, corpus: Corpus, steps: int, checkpoint: Path) -> 
 
 
 def save(checkpoint: Path, **state: object) -> None:
-    """Write it whole or not at all."""
+    """Write the checkpoint as a whole or not at all."""
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     unfinished = checkpoint.with_suffix(".part")
     torch.save(state, unfinished)
@@ -235,7 +226,7 @@ def save(checkpoint: Path, **state: object) -> None:
 
 @torch.inference_mode()
 def held_out_loss(net: nn.Module, tokenizer: Tokenizer, texts: Iterable[str]) -> HeldOut:
-    """Of texts read in windows of the context's length: the first token of a window is predicted by the one before."""
+    """The loss on texts in windows of the context's length; each window's last token predicts the first of the next."""
     texts = list(texts)
     nats, tokens = 0.0, 0
     for ids in encode(tokenizer, texts):
@@ -248,30 +239,27 @@ def held_out_loss(net: nn.Module, tokenizer: Tokenizer, texts: Iterable[str]) ->
 
 
 def write(net: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
-    """Write `FOLDER`. The weights are float16 on disk; the configuration has them loaded as float32."""
+    """Write `FOLDER`. The weights are float16 on disk; the configuration says to load them as float32."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with_template(tokenizer).save_pretrained(FOLDER)
     net.config.dtype = torch.float32
     net.config.architectures = ["LlamaForCausalLM"]
     net.config.save_pretrained(FOLDER)
-    GenerationConfig(  # type: ignore[no-untyped-call]
-        bos_token_id=net.config.bos_token_id,
-        eos_token_id=net.config.eos_token_id,
-        pad_token_id=net.config.pad_token_id,
-    ).save_pretrained(FOLDER)
+    ids = {name: getattr(net.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    GenerationConfig(**ids).save_pretrained(FOLDER)  # type: ignore[no-untyped-call]
     weights = {name: weight.half() for name, weight in net.state_dict().items() if name != "lm_head.weight"}  # tied
     save_file(weights, FOLDER / "model.safetensors", metadata={"format": "pt"})
-    # safetensors writes it for the owner only, and a copied tree may be served by another user.
+    # safetensors lets only the owner read the file, but another user may serve a copied tree.
     (FOLDER / "model.safetensors").chmod(0o644)
 
 
 def main() -> None:
-    """Train, write `FOLDER`, print how well what was written does on the held-out files."""
+    """Train, write `FOLDER`, and print the loss of the written model on the held-out files."""
     parser = argparse.ArgumentParser(description="Trains tiny-lm.")
     parser.add_argument("--steps", type=int, default=STEPS, help="of 2,048 tokens each (default: %(default)s)")
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="where to go on (default: %(default)s)")
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="to continue from (default: %(default)s)")
     options = parser.parse_args()
-    # As for the digits: sums in one order. And a second thread gains little, or loses much on a machine that is busy.
+    # The order of floating-point sums depends on the number of threads; a second one gains little.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     started = time.perf_counter()

@@ -120,6 +120,7 @@ def test_without_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["versions"]["pytriton"]
 
 
+@pytest.mark.torch
 def test_the_models_own_libraries_are_not_imported_here() -> None:
     code = (
         "import sys, app.cli.check, pathlib\n"
@@ -145,6 +146,7 @@ def test_a_bad_field(run: Run) -> None:
     assert "`deployments.double.timeout_s`" in only(report)["reason"]
 
 
+@pytest.mark.torch
 def test_all_problems_are_told_at_once(run: Run) -> None:
     _, report = run(
         {
@@ -190,9 +192,9 @@ def test_without_any_deployment_that_is_right_the_rest_is_checked(run: Run) -> N
     [
         ("inference.zoo.scale:Scale", "scale", True),
         ("inference.zoo.scale:Scal", "scal", False),
-        (f"onnx:{ROOT}/inference/zoo/weights/digit_head.onnx", "digit_head", True),
+        pytest.param(f"onnx:{ROOT}/inference/zoo/weights/digit_head.onnx", "digit_head", True, marks=pytest.mark.torch),
         ("onnx:nowhere.onnx", "nowhere", False),
-        ("lm:inference.zoo:weights/tiny_lm", "tiny_lm", True),
+        pytest.param("lm:inference.zoo:weights/tiny_lm", "tiny_lm", True, marks=pytest.mark.torch),
     ],
 )
 def test_one_model_is_checked_as_it_is_served(
@@ -235,6 +237,7 @@ def test_a_model_that_ends_the_process_does_not_hide_the_others(run: Run, tmp_pa
     assert [one["ok"] for one in report["deployments"]] == [True, False, True]
 
 
+@pytest.mark.torch
 def test_a_language_model_is_looked_at_but_not_loaded(run: Run, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     tiny = "lm:inference.zoo:weights/tiny_lm"

@@ -17,10 +17,11 @@ from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import Scope
 
 from app.config.schema import Server
 from app.control.messages import CommandAnswer
-from app.errors import ConfigError
+from app.errors import ConfigError, Unauthorized
 from app.gateway.app import create_app
 from app.gateway.http.entry import RequestRecords
 from app.gateway.http.event_stream import StreamLimits
@@ -292,7 +293,8 @@ def test_a_worker_that_never_could_read_them_lets_nobody_in(tmp_path: Path, capl
         raise ConfigError("broken")
 
     ring = KeyRing(read, LimitFiles(tmp_path / "limits", 0, 1))
-    assert ring.find(KEYS["infer"].encode()) is None
+    with pytest.raises(Unauthorized):
+        ring.admit({"method": "GET", "path": "/v2", "headers": [(b"x-api-key", KEYS["infer"].encode())], "state": {}})
     assert "no API key is valid" in caplog.text
 
 
@@ -390,10 +392,10 @@ def test_without_origins_and_keys_neither_is_in_the_way() -> None:
 def test_a_fault_before_any_endpoint_is_answered_and_logged_with_the_requests_id(
     gateway: Ring, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, method: str, path: str
 ) -> None:
-    def fail(text: bytes) -> None:
+    def fail(scope: Scope) -> None:
         raise OSError("no locks")
 
-    monkeypatch.setattr(gateway.ring, "find", fail)
+    monkeypatch.setattr(gateway.ring, "admit", fail)
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(gateway.app, raise_app_exceptions=False)

@@ -183,7 +183,7 @@ def fresh() -> Iterator[None]:
 
 
 def counts() -> dict[Key, int]:
-    return {key: numbers[0] for key, numbers in merged([recorder().snapshot().records]).items() if numbers[0]}
+    return {key: numbers[0] for key, numbers in merged([recorder().store.snapshot().records]).items() if numbers[0]}
 
 
 def total(name: str, of: dict[Key, int]) -> int:
@@ -302,7 +302,7 @@ def test_the_phases_of_a_request_add_up() -> None:
         assert await gateway.do("infer", "ok", asyncio.Event()) == 200
 
     asyncio.run(scenario())
-    records = recorder().snapshot().records
+    records = recorder().store.snapshot().records
     whole_ns = records[Key("headwater_request_seconds", ("m", "infer"))][-1]
     phases = {
         phase: records[Key("headwater_request_phase_seconds", ("m", phase))][-1]

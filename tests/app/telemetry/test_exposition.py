@@ -8,18 +8,20 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.telemetry.catalogue import CATALOGUE, PHASES
-from app.telemetry.exposition import ReplicaText, TritonTarget, ask_tritons, exposition
+from app.telemetry.catalogue import CATALOGUE, Phase
+from app.telemetry.exposition import TritonTarget, TritonText, ask_tritons, exposition
 from app.telemetry.ledger import Totals, merged
 from app.telemetry.recorder import Recorder
 from app.telemetry.store import Store
@@ -56,10 +58,10 @@ def everything() -> Totals:
     language_model = recorder.language_model("lm")
     language_model.inter_token.observe_times(20_000_000, 3)
     recorder.count("headwater_deployment_state_transitions", 'a "quoted"\nname', "LOADING", "READY")
-    return Totals(merged([recorder.snapshot().records]), {"supervisor": os.getpid()})
+    return Totals(merged([recorder.store.snapshot().records]), {"supervisor": os.getpid()})
 
 
-def parsed(totals: Totals, replicas: list[ReplicaText] | None = None, *, accept: str = "") -> dict[str, Metric]:
+def parsed(totals: Totals, replicas: list[TritonText] | None = None, *, accept: str = "") -> dict[str, Metric]:
     body, media_type = exposition(totals, replicas or [], accept)
     text = body.decode()
     if accept:
@@ -81,7 +83,7 @@ def value(families: dict[str, Metric], family: str, name: str = "", **labels: st
 
 @pytest.fixture(params=["", OPEN_METRICS], ids=["text", "openmetrics"])
 def families(request: pytest.FixtureRequest) -> dict[str, Metric]:
-    return parsed(everything(), [ReplicaText("m", "m-1", TRITON)], accept=request.param)
+    return parsed(everything(), [TritonText("m", "m-1", TRITON)], accept=request.param)
 
 
 def test_what_was_counted_is_said_in_base_units(families: dict[str, Metric]) -> None:
@@ -97,7 +99,7 @@ def test_what_was_counted_is_said_in_base_units(families: dict[str, Metric]) -> 
     assert value(families, http, f"{http}_total", route="unmatched", status="aborted") == 1
     took = {
         phase: value(families, "headwater_request_phase_seconds", "headwater_request_phase_seconds_sum", phase=phase)
-        for phase in PHASES
+        for phase in get_args(Phase)
     }
     assert took == pytest.approx(
         {"queue": 0.0006, "batch_wait": 0.0004, "transport": 0.002, "compute": 0.005, "serialise": 0.0001}
@@ -138,7 +140,7 @@ def test_tritons_own_series_keep_their_names_and_get_two_labels(families: dict[s
 
 
 def test_what_is_no_metrics_text_spoils_nothing_else() -> None:
-    texts = [ReplicaText("m", "m-1", TRITON), ReplicaText("m", "m-2", TRITON[:130] + "\n}{ 7")]
+    texts = [TritonText("m", "m-1", TRITON), TritonText("m", "m-2", TRITON[:130] + "\n}{ 7")]
     found = parsed(everything(), texts)
     assert value(found, "nv_inference_count", replica="m-1") == 15
 
@@ -266,13 +268,16 @@ def test_who_does_not_answer_is_left_out_and_holds_nobody_up() -> None:
             names = [*behaviours, "gone"]
             targets = [TritonTarget(name, f"{name}-1", str(folder / name / "h")) for name in names]
             answers = await ask_tritons(targets, timeout_s=0.5)
-        assert [answer.target for answer in answers] == targets
-        assert {answer.target.deployment: answer.text for answer in answers if answer.text is not None} == {
-            "well": TRITON
-        }
+        assert [answer[:2] for answer in answers] == [target[:2] for target in targets]
+        assert {answer.deployment: answer.text for answer in answers if answer.text is not None} == {"well": TRITON}
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 def test_nobody_to_ask_is_no_wait() -> None:
     assert asyncio.run(ask_tritons([])) == []
+
+
+def test_a_worker_that_is_never_scraped_imports_no_client() -> None:
+    code = "import sys, app.gateway.worker; sys.exit('prometheus_client' in sys.modules or 'httpx' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -67,7 +67,7 @@ def test_a_worker_that_never_counted_leaves_nothing(tmp_path: Path) -> None:
 def test_processes_are_named_by_their_place(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "metrics")
     ledger.end_worker(ledger.add_worker(0))
-    Store(ledger.add_worker(0), pid=17)
+    Store(ledger.add_worker(0)).slots[1] = 17
     ledger.add_worker(1)  # not there yet
     assert read_totals(tmp_path / "metrics").pids == {"worker-0": 17, "supervisor": os.getpid()}
 
@@ -106,15 +106,12 @@ def test_whatever_ends_and_whoever_dies_accepted_is_the_sum(
             ended["lost"] += open_[index]
             open_[index] = 0
             paths[index] = ledger.add_worker(index)
-            stores[index].close()
             stores[index] = Store(paths[index])
             workers[index] = Requests(stores[index], "m", "infer")
         records = of(folder)
         assert records[Key(ACCEPTED, ("m", "infer"))] == [accepted]
         assert records[Key(IN_FLIGHT, ("m", "infer"))] == [sum(open_)]
         assert {one: records[Key(REQUESTS, ("m", "infer", one))][0] for one in OUTCOMES} == ended
-    for store in (*stores, ledger.store):
-        store.close()
 
 
 @pytest.mark.parametrize("moment", ["before its file is read", "after it"])

@@ -29,7 +29,7 @@ def fresh() -> Iterator[None]:
 
 
 def counted(name: str, *labels: str) -> list[int]:
-    return recorder().snapshot().records.get(Key(name, labels), [])
+    return recorder().store.snapshot().records.get(Key(name, labels), [])
 
 
 def phase(name: str) -> tuple[int, int]:
@@ -134,7 +134,7 @@ class TestHeads:
     """Each head that a request wants is counted once."""
 
     def results(self) -> dict[tuple[str, ...], int]:
-        records = recorder().snapshot().records
+        records = recorder().store.snapshot().records
         return {key.labels[1:]: one[0] for key, one in records.items() if key.name == "headwater_head_results"}
 
     def check(self, act: Any, expected: dict[tuple[str, ...], int]) -> None:

@@ -93,7 +93,7 @@ def test_a_histogram_counts_each_number_in_the_bucket_that_it_fits(values: list[
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 3)), max_size=30), max_size=5))
-def test_what_is_told_in_one_turn_is_written_at_its_end(turns: list[list[tuple[int, int]]]) -> None:
+def test_what_is_counted_in_one_turn_is_written_at_its_end(turns: list[list[tuple[int, int]]]) -> None:
     at_end: list[Callable[[], None]] = []
     at_once, in_turns = Store(), Store(call_soon=at_end.append)
     histograms = [Histogram(store, "headwater_batch_rows", "m") for store in (at_once, in_turns)]
@@ -106,13 +106,13 @@ def test_what_is_told_in_one_turn_is_written_at_its_end(turns: list[list[tuple[i
                 else:
                     histogram.observe_times(value, times)
         assert written(in_turns) == before
-        assert len(at_end) == bool(turn)  # however much it is told
+        assert len(at_end) == bool(turn)  # however much is counted
         while at_end:
             at_end.pop()()
         assert written(in_turns) == written(at_once)
 
 
-def test_who_asks_the_process_itself_is_told_what_waits(path: Path) -> None:
+def test_a_snapshot_of_the_process_itself_includes_what_waits(path: Path) -> None:
     store = Store(path, call_soon=lambda write: None)
     Histogram(store, "headwater_batch_rows", "m").observe(3)
     Requests(store, "m", "infer").accept()
@@ -131,7 +131,7 @@ def test_it_grows(path: Path) -> None:
     assert records[Key("headwater_retries", ("deployment-2999",))] == [2999]
 
 
-def test_what_has_no_room_is_not_counted_and_harms_nothing(
+def test_a_record_beyond_the_capacity_is_not_counted_and_harms_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(fd: int, offset: int, size: int) -> None:

@@ -10,10 +10,8 @@ import torch
 from safetensors import safe_open
 
 from inference.signature import Signature, TensorSpec
-from inference.zoo.digits import Digit, Digits, Parity, Reconstruction, Trunk
-from inference.zoo.digits_net import FEATURES, WEIGHTS, DecoderNet, load_net, load_part
-from inference.zoo.training.digits_anomalies import Scores, anomalies, auc
-from inference.zoo.training.digits_data import SPLIT_SEED, LabelledImages, held_out, split
+from inference.zoo.digits import FEATURES, WEIGHTS, DecoderNet, Digit, Digits, Parity, Reconstruction, Trunk, load_part
+from inference.zoo.training.digits_data import SPLIT_SEED, Floats, LabelledImages, anomalies, auc, held_out, split
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +88,8 @@ def test_no_gradient_is_recorded(model: Digits) -> None:
     assert not model(image=torch.zeros(1, 1, 8, 8))["logits"].requires_grad
 
 
-def test_trunk_and_head_are_the_network(unseen: LabelledImages) -> None:
-    net = load_net("cpu")
+def test_trunk_and_head_are_the_network(model: Digits, unseen: LabelledImages) -> None:
+    net = model._net
     images = torch.from_numpy(unseen.images[:4])
     with torch.inference_mode():
         features = net.trunk(images)
@@ -167,19 +165,19 @@ class TestTrunkAndDigit:
 
 class TestParity:
     @pytest.fixture
-    def answers(self, features: torch.Tensor) -> tuple[Scores, list[bytes]]:
+    def answers(self, features: torch.Tensor) -> tuple[Floats, list[bytes]]:
         head = Parity()
         head.load("cpu")
         outputs = head(features=features)
         return outputs["odd_probability"].numpy(), outputs["parity"][:, 0].tolist()
 
-    def test_it_tells_at_least_97_of_100(self, answers: tuple[Scores, list[bytes]], unseen: LabelledImages) -> None:
+    def test_it_tells_at_least_97_of_100(self, answers: tuple[Floats, list[bytes]], unseen: LabelledImages) -> None:
         right = [
             word == (b"odd" if label % 2 else b"even") for word, label in zip(answers[1], unseen.labels, strict=True)
         ]
         assert np.mean(right) >= 0.97  # measured: 0.987
 
-    def test_the_word_agrees_with_the_probability(self, answers: tuple[Scores, list[bytes]]) -> None:
+    def test_the_word_agrees_with_the_probability(self, answers: tuple[Floats, list[bytes]]) -> None:
         probability, words = answers
         assert ((probability >= 0) & (probability <= 1)).all()
         assert words == [b"odd" if odd > 0.5 else b"even" for odd in probability[:, 0]]
@@ -224,9 +222,9 @@ class TestReconstruction:
     def test_the_score_tells_digits_from_other_images(
         self, trunk: Trunk, reconstruction: Reconstruction, unseen: LabelledImages, kind: str, least: float
     ) -> None:
-        def scores(images: Scores) -> Scores:
+        def scores(images: Floats) -> Floats:
             image = torch.from_numpy(images)
-            score: Scores = reconstruction(image=image, **trunk(image=image))["anomaly_score"][:, 0].numpy()
+            score: Floats = reconstruction(image=image, **trunk(image=image))["anomaly_score"][:, 0].numpy()
             return score
 
         assert auc(scores(unseen.images), scores(anomalies(unseen)[kind])) >= least

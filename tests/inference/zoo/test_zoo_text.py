@@ -231,8 +231,8 @@ class TestZeroShot:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"labels": {}}, "labels: expected two at least, got 0"),
-            ({"labels": {"a": "A."}}, "labels: expected two at least, got 1"),
+            ({"labels": {}}, "labels: expected at least two, got 0"),
+            ({"labels": {"a": "A."}}, "labels: expected at least two, got 1"),
             ({"labels": ["a", "b"]}, r"labels: expected a mapping of each label to its description, got \['a', 'b'\]"),
             ({"labels": {True: "Yes.", False: "No."}}, "expected a text as label, got True; YAML reads yes, no"),
             ({"labels": {"": "A.", "b": "B."}}, "expected a text as label, got ''"),
@@ -242,7 +242,7 @@ class TestZeroShot:
                 {"labels": {"a": ["A.", None], "b": "B."}},
                 "labels, 'a': expected a description that is a text, got None",
             ),
-            ({"labels": {"a": [], "b": "B."}}, "labels, 'a': expected one description at least, got none"),
+            ({"labels": {"a": [], "b": "B."}}, "labels, 'a': expected at least one description, got none"),
             ({"output": "features"}, "output: expected a name other than text, features, .*got 'features'"),
             ({"output": 5}, "output: expected a name .*got 5"),
             ({"output": "my topic"}, "tensor name: .*got 'my topic'"),
