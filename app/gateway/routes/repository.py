@@ -1,4 +1,6 @@
-"""``POST /v2/repository/models/{model}/load``, ``/unload``, ``/reload``: Triton's repository extension."""
+"""Commands on models under ``POST /v2/repository/models/{model}/``: ``load`` and ``unload`` of Triton's repository
+extension, and our own ``reload`` and ``scale``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
 
-from app.codecs.faults import read_json, shown
+from app.codecs.faults import at, read_json, shown
 from app.config.overlay import FIELD, MAX_CONFIG_BYTES
 from app.config.schema import Server
 from app.config.sections import ReplicaBounds, Replicas
@@ -74,13 +76,13 @@ def _bounds(body: bytes) -> dict[str, Any]:
     expected = 'expected {"replicas": 3}, or {"min": 1, "max": 3}'
     asked: _Scale = read_json(body, _Scale, hint=expected)
     if (asked.replicas is None) == (asked.max is None) or (asked.replicas is not None and asked.min is not None):
-        raise BadRequest(f"body: {expected}, got {body.decode()[:100]}", field="body")
+        raise at("body", None, f"{expected}, got {body.decode()[:100]}")
     wanted = asked.replicas if asked.replicas is not None else {"min": asked.min or 1, "max": asked.max}
     try:
         return _REPLICAS.validate_python(wanted).model_dump()
     except ValidationError as error:
         text = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
-        raise BadRequest(f"body: {expected}: {text}, got {body.decode()[:100]}", field="body") from error
+        raise at("body", None, f"{expected}: {text}, got {body.decode()[:100]}") from error
 
 
 def _arguments(body: bytes, action: str) -> dict[str, Any]:
@@ -93,24 +95,17 @@ def _arguments(body: bytes, action: str) -> dict[str, Any]:
     for name, value in asked.parameters.items():
         if name == "unload_dependents" and action == "unload":
             if value is not False:
-                raise BadRequest(
-                    f"parameters.unload_dependents: expected false, got {shown(value)}: not supported; a pipeline "
-                    "takes its own steps with it, and no other model depends on one",
-                    field="parameters.unload_dependents",
-                )
+                why = "a pipeline takes its own steps with it, and no other model depends on one"
+                message = f"expected false, got {shown(value)}: not supported; {why}"
+                raise at("parameters.unload_dependents", None, message)
         elif name == "config" and action in _WITH_CONFIG:
             if not isinstance(value, str) or len(value) > MAX_CONFIG_BYTES:
-                raise BadRequest(
-                    f"{FIELD}: expected a deployment's section as JSON text of at most {MAX_CONFIG_BYTES} characters",
-                    field=FIELD,
-                )
+                expected = f"expected a deployment's section as JSON text of at most {MAX_CONFIG_BYTES} characters"
+                raise at(FIELD, None, expected)
             arguments["config"] = value
         elif name.startswith("file:") and action in _WITH_CONFIG:
-            raise BadRequest(
-                f"parameters.{name[:100]}: not supported: models are read from this machine's files, and none is taken "
-                "from a request",
-                field="parameters",
-            )
+            why = "models are read from this machine's files, and none is taken from a request"
+            raise BadRequest(f"parameters.{name[:100]}: not supported: {why}", field="parameters")
         else:
             raise BadRequest(f"parameters.{name[:100]}: unknown; {action} has no such parameter", field="parameters")
     return arguments
