@@ -1,43 +1,35 @@
 """Reads a request's JSON and reports its faults: the field, what was expected, and what the client sent.
 
-Every route reports a fault in the same words. Only `parsed` reads msgspec's own wording.
+Every route reports a fault in the same words.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
-from msgspec import inspect
 
+from app.codecs.wording import PARSE_ERRORS, PATH_PART, ParsedError, bounds_at, choices_at, fields_at, kind_of, parsed
 from app.errors import BadRequest
 
 __all__ = [
     "MAX_CONTAINERS",
     "MAX_VALUES",
-    "PARSE_ERRORS",
-    "ParsedError",
     "at",
     "check_keys",
     "check_size",
     "colons",
     "key_text",
-    "kind_of",
     "no_json_form",
-    "parsed",
     "read_json",
     "shape_text",
     "shown",
     "unreadable",
 ]
-
-PARSE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Everything msgspec raises for a client's input."""
 
 MAX_CONTAINERS: Final = 100_000
 """Keys, objects and arrays in a body, not counting a tensor's ``data``. One call decodes a body, and no other thread
@@ -45,25 +37,7 @@ runs meanwhile: this bounds that time to a few hundredths of a second."""
 MAX_VALUES: Final = 1_000_000
 """Values in a body without tensors; a plain value costs a tenth of a key or an object."""
 
-_KINDS: Final = {
-    "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean",
-    "array": "an array", "object": "an object", "null": "null",
-}  # fmt: skip
-_BOUNDED: Final = {
-    "int": inspect.IntType, "float": inspect.FloatType, "str": inspect.StrType, "array": inspect.ListType,
-}  # fmt: skip
-_UNITS: Final = {"str": " characters", "array": " entries"}
-_WORDING: Final = re.compile(
-    r"Expected `(?P<expected>[^`]*)`, got `(?P<got>[^`]*)`"
-    r"|Expected `(?P<bounded>int|float|str|array)` (?:of length )?[<>]=? \S+"
-    r"|Object contains unknown field `(?P<unknown>.*)`"
-    r"|Object missing required field `(?P<missing>.*)`"
-    r"|Invalid enum value (?P<value>.*)",
-    re.DOTALL,
-)
-_BYTE: Final = re.compile(r"\(byte (\d+)\)\Z")
 _ENTRY: Final = re.compile(r"\.(?:inputs|outputs)\[\d+\]")
-_PATH_PART: Final = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 _NOT_FINITE: Final = re.compile(rb"-?\b(?:NaN|Infinity)\b")
 _NOT_FINITE_HERE: Final = re.compile(rb"nan|inf", re.IGNORECASE)
 _HIGH_SURROGATE: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
@@ -93,7 +67,7 @@ def shown(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, (int, float)):
         return repr(value)
-    return "null" if value is None else _KINDS["object" if isinstance(value, dict) else "array"]
+    return "null" if value is None else kind_of("object" if isinstance(value, dict) else "array")
 
 
 def key_text(name: str) -> str:
@@ -112,53 +86,6 @@ def no_json_form(path: str, tensor: str, datatype: str) -> BadRequest:
     fix = 'ask for binary data: "parameters": {"binary_data": true} on the output, or "parameters": '
     fix += '{"binary_data_output": true} on the request'
     return at(path, tensor, f"expected a datatype that has a JSON form, got {datatype}; {fix}")
-
-
-def kind_of(name: str) -> str:
-    """The words for a type that msgspec calls ``int`` or ``float | null``."""
-    return " or ".join(_KINDS.get(part, part) for part in name.split(" | ") if part != "null" or name == "null")
-
-
-class ParsedError(NamedTuple):
-    """The parts of an error message of msgspec."""
-
-    text: str
-    """The message without the path."""
-    path: str
-    """As in ``.inputs[0].shape[1]``; ``[...]`` for a value of a dict."""
-    expected: str = ""
-    """msgspec's name of one or several types: ``float | null``."""
-    got: str = ""
-    unknown: str | None = None
-    """A field that the object must not have."""
-    missing: str | None = None
-    """A required field that the object lacks."""
-    value: str | None = None
-    """A value that is none of the choices."""
-    bounded: str | None = None
-    """msgspec's name of the type of a value that is out of bounds."""
-    is_out_of_range: bool = False
-    byte: int | None = None
-    """Where the JSON is malformed."""
-    is_followed: bool = False
-    """Whether more follows valid JSON."""
-
-
-def parsed(error: Exception) -> ParsedError:
-    """Parse the wording of an error of msgspec."""
-    text, found, path = str(error).rpartition(" - at `$")
-    text, path = (text, path[:-1]) if found else (str(error), "")
-    if wording := _WORDING.fullmatch(text):
-        parts: dict[str, Any] = {name: part for name, part in wording.groupdict().items() if part is not None}
-        return ParsedError(text, path, **parts)
-    where = _BYTE.search(text)
-    return ParsedError(
-        text.removeprefix("JSON is malformed: "),
-        path,
-        is_out_of_range=text.endswith("out of range"),
-        byte=int(where[1]) if where else None,
-        is_followed="trailing characters" in text,
-    )
 
 
 def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "", *, hint: str = "") -> _Value:
@@ -294,7 +221,7 @@ def unreadable(
     place = (path + inner).lstrip(".")
     name = fault.missing if fault.unknown is None else fault.unknown
     if name is not None:
-        listed = ", ".join(_fields(_type_at(kind, fault.path)))
+        listed = ", ".join(fields_at(kind, fault.path))
         field = f"{place}.{key_text(name)}" if place else key_text(name)
         if fault.missing is None:
             return at(field, tensor, f"expected one of the fields {listed}, got {shown(name)}")
@@ -305,53 +232,12 @@ def unreadable(
     if expected:
         return at(place, tensor, f"expected {kind_of(expected)}, got {kind_of(fault.got)}")
     if fault.value is not None:
-        return at(place, tensor, f"expected {_choices(_type_at(kind, fault.path))}, got {fault.value[:80]}")
+        return at(place, tensor, f"expected {choices_at(kind, fault.path)}, got {fault.value[:80]}")
     if fault.bounded is not None:
-        expected = _bounds(fault.bounded, _type_at(kind, fault.path))
-        return at(place, tensor, f"expected {expected}{_got(fault, text)}")
+        return at(place, tensor, f"expected {bounds_at(kind, fault.path, fault.bounded)}{_got(fault, text)}")
     if fault.is_out_of_range:
         return at(place, tensor, "expected a number in range, got one beyond it")
     return at(place, tensor, f"expected a valid value, got this: {fault.text[:200]}")
-
-
-_type_info: Final[Callable[[Any], inspect.Type]] = functools.cache(inspect.type_info)
-
-
-def _type_at(kind: Any, path: str) -> Sequence[inspect.Type]:
-    """The types accepted at a path."""
-    found = _alternatives(_type_info(kind))
-    for part in _PATH_PART.finditer(path):
-        inner: list[inspect.Type] = []
-        for one in found:
-            if part[1] is not None and isinstance(one, inspect.StructType):
-                inner += [field.type for field in one.fields if field.encode_name == part[1]]
-            elif part[1] is None and isinstance(one, inspect.ListType):
-                inner.append(one.item_type)
-            elif part[1] is None and isinstance(one, inspect.DictType):
-                inner.append(one.value_type)
-        found = [one for kinds in inner for one in _alternatives(kinds)]
-    return found
-
-
-def _alternatives(kind: inspect.Type) -> Sequence[inspect.Type]:
-    if isinstance(kind, inspect.Metadata):
-        return (kind, *_alternatives(kind.type))
-    if isinstance(kind, inspect.UnionType):
-        return [one for within in kind.types for one in _alternatives(within)]
-    return (kind,)
-
-
-def _bounds(name: str, kinds: Sequence[inspect.Type]) -> str:
-    """The bounds of a type, by msgspec's name of it."""
-    for kind in kinds:
-        if isinstance(kind, inspect.Metadata) and isinstance(kind.type, _BOUNDED[name]) and kind.extra:
-            return str(kind.extra["expected"])
-    bare: Any = next(kind for kind in kinds if isinstance(kind, _BOUNDED[name]))
-    unit = _UNITS.get(name, "")
-    low, high = (bare.min_length, bare.max_length) if unit else (bare.ge, bare.le)
-    if low is None or high is None:
-        return f"at least {low}{unit}" if high is None else f"at most {high}{unit}"
-    return f"{low} to {high}{unit}" if unit else f"{_KINDS[name]} from {low} to {high}"
 
 
 def _got(fault: ParsedError, text: bytes | memoryview) -> str:
@@ -366,21 +252,6 @@ def _got(fault: ParsedError, text: bytes | memoryview) -> str:
     return f", got {shown(float(value) if fault.bounded == 'float' else value)}"
 
 
-def _fields(kinds: Sequence[inspect.Type]) -> list[str]:
-    """The supported fields of an object."""
-    return [
-        field.encode_name
-        for kind in kinds
-        if isinstance(kind, inspect.StructType)
-        for field in kind.fields
-        if not isinstance(field.type, inspect.NoneType)
-    ]
-
-
-def _choices(kinds: Sequence[inspect.Type]) -> str:
-    return " or ".join(repr(value) for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values)
-
-
 def _value_at(text: bytes | memoryview, path: str, *, check: bool = False) -> Any:
     """The value at a path; None if the text is long or malformed, or the path leads into an object of any keys.
 
@@ -393,7 +264,7 @@ def _value_at(text: bytes | memoryview, path: str, *, check: bool = False) -> An
         value = msgspec.json.decode(text)
         if check:
             check_keys(bytes(text))
-        for part in _PATH_PART.finditer(path):
+        for part in PATH_PART.finditer(path):
             value = value[int(part[2]) if part[1] is None else part[1]]
     except (*PARSE_ERRORS, LookupError, TypeError, ValueError):
         return None

@@ -12,22 +12,12 @@ from typing import Any, Final
 import msgspec
 import orjson
 
-from app.codecs.faults import (
-    PARSE_ERRORS,
-    at,
-    check_keys,
-    check_size,
-    colons,
-    key_text,
-    read_json,
-    shape_text,
-    shown,
-    unreadable,
-)
+from app.codecs.faults import at, check_keys, check_size, colons, key_text, read_json, shape_text, shown, unreadable
 from app.codecs.infer_response import checked_size, flat_json, omission_parameters
 from app.codecs.inputs import DeclaredInput, declared_input, element_count
 from app.codecs.parameters import RequestId, RequestParameters
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, RawTensor
+from app.codecs.wording import PARSE_ERRORS
 from app.errors import BadRequest, CallableFailed, HeadwaterError
 from inference.datatypes import DATATYPES
 from inference.signature import Signature

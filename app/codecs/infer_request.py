@@ -13,10 +13,11 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from app.codecs.faults import PARSE_ERRORS, at, check_keys, check_size, colons, no_json_form, parsed, shown, unreadable
+from app.codecs.faults import at, check_keys, check_size, colons, no_json_form, shown, unreadable
 from app.codecs.inputs import declared_input, element_count, take_binary
 from app.codecs.parameters import MAX_UINT64, RequestId, RequestParameters, boolean, integer, unsupported
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
+from app.codecs.wording import PARSE_ERRORS, parsed
 from app.errors import BadRequest
 from inference.datatypes import DATATYPES
 from inference.signature import Signature

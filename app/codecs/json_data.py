@@ -12,7 +12,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from app.codecs.faults import PARSE_ERRORS, at, key_text, kind_of, parsed, shape_text, shown
+from app.codecs.faults import at, key_text, shape_text, shown
+from app.codecs.wording import PARSE_ERRORS, kind_of, parsed
 from app.errors import BadRequest
 from inference.datatypes import DATATYPES
 from inference.signature import TensorSpec
