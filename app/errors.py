@@ -109,7 +109,7 @@ class Unauthorized(HeadwaterError, status=401, may_quote=False):
 
 
 class Forbidden(HeadwaterError, status=403, may_quote=False):
-    """What only an operator may do, asked by someone who can't be told from anybody else."""
+    """Only an operator may do this, and the client could be anybody."""
 
 
 class ScopeMissing(Forbidden):
@@ -173,7 +173,7 @@ class CallableFailed(HeadwaterError, status=500):
 
 
 class ContractBroken(CallableFailed):
-    """An engine repeated a token, left one out, or went on after the end: what it says can't be trusted."""
+    """An engine repeated a token, left one out, or went on after the end: its output can't be trusted."""
 
 
 class Unavailable(HeadwaterError, status=503, may_quote=False):
@@ -201,7 +201,7 @@ class StartError(Exception):
 
 
 class CommandError(Exception):
-    """A running server refused or failed what it was told to do, or can't be reached; the message says why."""
+    """A running server refused a command or failed at it, or can't be reached; the message says why."""
 
 
 def openai_error(error: HeadwaterError) -> dict[str, object]:

@@ -248,7 +248,7 @@ class GenerateEncoder:
         return b"%b,%b%b}" % (begin, orjson.dumps(fields)[1:-1], self._values(names, answer.outputs))
 
     def failure(self, error: HeadwaterError) -> bytes:
-        """The JSON of an error that ends an answer under way."""
+        """The JSON of an error that ends an answer which has begun."""
         return orjson.dumps({"error": error.message, "status": error.status})
 
     def end(self, request: InferRequest, statuses: Mapping[str, str]) -> bytes:

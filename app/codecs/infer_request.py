@@ -231,7 +231,7 @@ def _check_keys(asked: _Request, text: bytes) -> None:
     """
     data = [bytes(tensor.data) for tensor in asked.inputs]
     if text.count(b":") - sum(one.count(b":") for one in data) == _keys(asked):
-        return  # the others are in strings of a tensor
+        return  # the other colons are in strings of a tensor
     for one in data:
         if len(one) > _LONG_BYTES and one.startswith(b"["):
             text = text.replace(one, b"[]")

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from app.codecs.faults import at, key_text, shape_text, shown
-from app.codecs.wording import PARSE_ERRORS, kind_of, parsed
+from app.codecs.wording import PARSE_ERRORS, has_array_first, kind_of, parsed
 from app.errors import BadRequest
 from inference.datatypes import DATATYPES
 from inference.signature import TensorSpec
@@ -81,8 +81,7 @@ class JsonData:
         try:
             values = self._flat.decode(text)
         except PARSE_ERRORS as error:
-            fault = parsed(error)
-            if (fault.got, fault.path) != ("array", "[0]"):
+            if not has_array_first(error):
                 raise self._unreadable(error, index, 0) from None
             values = self._flatten(text, shape, index)
         if len(values) != count:
@@ -214,7 +213,7 @@ def _subscript(place: int, shape: Sequence[int]) -> str:
 def _nested_as(skeleton: bytes, shape: Sequence[int]) -> bool:
     """Whether brackets and commas are those of an array of that shape. Allocates no more than ``skeleton`` has."""
     rank = next((axis for axis, dim in enumerate(shape) if dim == 0), len(shape) - 1)
-    dims = shape[: rank + 1]  # nothing shows an axis behind one of size 0
+    dims = shape[: rank + 1]  # an axis after one of size 0 leaves no trace in the text
     size = 0
     for dim in reversed(dims):
         size = 2 + dim * size + max(dim - 1, 0)

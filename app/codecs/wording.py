@@ -10,7 +10,17 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from msgspec import inspect
 
-__all__ = ["PARSE_ERRORS", "PATH_PART", "ParsedError", "bounds_at", "choices_at", "fields_at", "kind_of", "parsed"]
+__all__ = [
+    "PARSE_ERRORS",
+    "PATH_PART",
+    "ParsedError",
+    "bounds_at",
+    "choices_at",
+    "fields_at",
+    "has_array_first",
+    "kind_of",
+    "parsed",
+]
 
 PARSE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Everything msgspec raises for a client's input."""
@@ -80,6 +90,11 @@ def parsed(error: Exception) -> ParsedError:
         byte=int(where[1]) if where else None,
         is_followed="trailing characters" in text,
     )
+
+
+def has_array_first(error: Exception) -> bool:
+    """Whether an array has another as its first element, against its type; faster than `parsed`."""
+    return str(error).endswith("got `array` - at `$[0]`")
 
 
 _type_info: Final[Callable[[Any], inspect.Type]] = functools.cache(inspect.type_info)

@@ -1,4 +1,4 @@
-"""``/``, the status page, and ``/docs``, Swagger UI: files of our own, so both work without the internet."""
+"""``/``, the status page, and ``/docs``, Swagger UI: local files, so both work without the internet."""
 
 from __future__ import annotations
 
