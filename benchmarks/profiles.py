@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import httpx
 
-from app.cli.plan.prediction import RATE_TOLERANCE
+from app.cli.plan.measuring import RATE_TOLERANCE
 from benchmarks.servers import free_port, running
 from benchmarks.smoke import parse_with_smoke
 

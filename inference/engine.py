@@ -54,15 +54,10 @@ Finish: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 """Why a sequence ended: a stop or end-of-sequence token, `max_tokens`, `Engine.cancel`, a failure."""
 
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
-
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
-
 RepetitionPenalty: TypeAlias = Annotated[float, Meta(ge=0.01, le=100)]
-
 Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
-
 TokenId: TypeAlias = Annotated[int, Meta(ge=0)]
 
 

@@ -28,18 +28,13 @@ from inference.errors import DeclarationError, EnvironmentUnfit, Problem
 
 __all__ = ["library_path", "package_versions", "problem_of", "problems", "require", "versions"]
 
-
 OLDEST_PYTHON: Final = (3, 10)
-
 NEWEST_PYTHON: Final = (3, 12)
-
 PROCESS_TIMEOUT_S: Final = 30.0
 """Limit of each helper process; initializing many GPUs takes seconds."""
 
 _PYTHON: Final = f"{sys.version_info.major}.{sys.version_info.minor}"
-
 _LIBPYTHON: Final = f"libpython{_PYTHON}.so.1.0"
-
 _LOADER_CACHE: Final = Path("/etc/ld.so.cache")
 
 
@@ -75,11 +70,12 @@ def problems(*, deep: bool = False, path: str | None = None) -> list[Problem]:
     """
     if path is None:
         path = library_path(os.environ)
-    found = [*_python_problems(), *_numpy_problems()]
     stub = _stub()
     if stub is None:
-        return [*found, _stub_problem()]
-    return [*found, *(_deep_library_problems(stub, path) if deep else _library_problems(path))]
+        last: Iterable[Problem] = [_stub_problem()]
+    else:
+        last = _deep_library_problems(stub, path) if deep else _library_problems(path)
+    return [*_python_problems(), *_numpy_problems(), *last]
 
 
 def versions() -> dict[str, str | None]:
@@ -225,8 +221,7 @@ def _libpython_of(stub: Path, path: str) -> str | None:
 
 
 def _version_of_libpython(library: str) -> str | None:
-    output = _run_python(_ASK_LIBPYTHON, library)
-    return output.split()[0] if output and output.strip() else None
+    return next(iter((_run_python(_ASK_LIBPYTHON, library) or "").split()), None)
 
 
 def _torch_cuda() -> str | None:
@@ -353,21 +348,20 @@ def problem_of(error: BaseException, title: str, doing: str) -> Problem:
     return Problem(title, f"{doing} raised {raised}{at}", f"correct {where or 'the model'}")
 
 
-_RAISED_BY: Final = frozenset((__file__, str(Path(__file__).parent / "runtime" / "loader.py")))
-
-
 def line_of(error: BaseException) -> str:
     """``file:line`` of the innermost frame in the user's own code, or else in any code but ours."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
+    folder = Path(__file__).parent
+    raised_by = (__file__, str(folder / "runtime" / "loader.py"))
     libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename not in _RAISED_BY and not frame.filename.startswith("<")
+        if frame.filename not in raised_by and not frame.filename.startswith("<")
     ]
     # Headwater itself may be installed among the libraries; it checks declarations, but doesn't make them.
-    ours = str(Path(__file__).parent / "model.py")
+    ours = str(folder / "model.py")
     users = [frame for frame in frames if not frame.filename.startswith(libraries) and frame.filename != ours]
     frame = next(reversed(users or frames), None)
     return f"{frame.filename}:{frame.lineno}" if frame else ""

@@ -7,7 +7,8 @@
     ├── BadInput                 raised by a callable: the client's rows are wrong (400)
     ├── BadOutput                a callable returned something other than it declared (500)
     └── ReplicaError             the replica can't start or go on; its message is for the operator
-        └── EnvironmentUnfit     the Python installation or the machine lacks what every replica needs
+        ├── EnvironmentUnfit     the Python installation or the machine lacks what every replica needs
+        └── LoadError            a model can't be imported or constructed
 """
 
 from __future__ import annotations
@@ -26,16 +27,12 @@ __all__ = [
     "Problem",
     "ReplicaError",
     "did_you_mean",
+    "is_permanent",
 ]
 
 
 class ModelError(Exception):
     """Base of every error of the model side."""
-
-    @property
-    def is_permanent(self) -> bool:
-        """Whether another start of the replica would raise it again."""
-        return False
 
 
 class DeclarationError(ModelError):
@@ -47,11 +44,6 @@ class DeclarationError(ModelError):
     def __str__(self) -> str:
         """All messages in one line."""
         return "; ".join(map(str, self.args))
-
-    @property
-    def is_permanent(self) -> bool:
-        """See `ModelError`."""
-        return True
 
 
 class BadInput(ModelError):
@@ -71,11 +63,6 @@ class ReplicaError(ModelError):
 
 class EnvironmentUnfit(ReplicaError):
     """The Python installation or the machine lacks what every replica needs."""
-
-    @property
-    def is_permanent(self) -> bool:
-        """See `ModelError`."""
-        return True
 
 
 def did_you_mean(wrong: object, known: Iterable[object]) -> str:
@@ -107,7 +94,9 @@ class LoadError(ReplicaError):
         self.problem = problem
         """The message in parts."""
 
-    @property
-    def is_permanent(self) -> bool:
-        """Whether another start would raise it again: False only for what the user's code raised while it ran."""
-        return isinstance(self.__cause__, (type(None), ModuleNotFoundError, SyntaxError, DeclarationError))
+
+def is_permanent(error: ModelError) -> bool:
+    """Whether another start of the replica would raise it again; not what the user's code raised while it ran."""
+    if isinstance(error, LoadError):
+        return isinstance(error.__cause__, (type(None), ModuleNotFoundError, SyntaxError, DeclarationError))
+    return isinstance(error, (DeclarationError, EnvironmentUnfit))

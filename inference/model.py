@@ -21,7 +21,6 @@ _PARAMETER_TYPES: Final = {"str": str, "int": int, "float": float, "bool": bool}
 _RESERVED_PARAMETERS: Final = frozenset(
     {"binary_data_output", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "headwater"}
 )
-RESERVED_TENSORS: Final = frozenset({"headwater_report"})
 
 
 def _check_name(kind: str, name: object) -> None:
@@ -54,7 +53,7 @@ class Tensor:
 
     def __post_init__(self) -> None:
         _check_name("tensor", self.name)
-        if self.name in RESERVED_TENSORS:
+        if self.name == "headwater_report":
             raise DeclarationError(f"tensor {self.name!r}: the name is reserved")
         if self.datatype not in DATATYPES:
             raise DeclarationError(

@@ -7,7 +7,6 @@ name each fault's place. A source is written ``STEP.OUTPUT``, or ``input.NAME`` 
 from __future__ import annotations
 
 import contextlib
-import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final, Literal
@@ -15,8 +14,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from inference.errors import DeclarationError, did_you_mean
-from inference.model import Tensor
-from inference.signature import EmbeddingSpec, HeadSpec, ParameterSpec, Signature, TensorSpec
+from inference.model import Embedding, Parameter, Tensor
+from inference.signature import HeadSpec, Signature, TensorSpec
 
 __all__ = [
     "INPUT",
@@ -58,7 +57,7 @@ class PipelineSpec(msgspec.Struct, frozen=True):
     placement: Literal["fused", "graph"] = "fused"
     trunk: str | None = None
     """The step whose inputs are the pipeline's, if the configuration has a trunk and heads rather than a graph."""
-    embedding: EmbeddingSpec | None = None
+    embedding: Embedding | None = None
 
 
 class Wire(msgspec.Struct, frozen=True):
@@ -125,7 +124,7 @@ def check_names(spec: PipelineSpec) -> None:
         DeclarationError: a step or head doesn't exist, a source is malformed, or there is a cycle.
     """
     names = [step.name for step in spec.steps]
-    known = ", ".join(f"`{name}`" for name in names)
+    known = _listed(names)
     faults: list[str] = []
     if not spec.heads:
         faults.append(f"pipeline, heads: expected at least one of its steps {known}, got none")
@@ -141,61 +140,60 @@ def check_names(spec: PipelineSpec) -> None:
                 _split(step.name, given, source, names)
     if faults:
         raise DeclarationError(*faults)
-    parents = {step.name: _stated_parents(step) for step in spec.steps}
-    if spec.trunk is not None:
-        for step in spec.steps:
-            if step.name != spec.trunk:
-                parents[step.name].add(spec.trunk)
+    parents = {step.name: {source.partition(".")[0] for source in step.inputs.values()} for step in spec.steps}
+    for name, stated in parents.items():
+        if spec.trunk is not None and name != spec.trunk:
+            stated.add(spec.trunk)
+        stated.discard(INPUT)
     _order(parents)
 
 
 def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: str, max_batch_size: int) -> Plan:
-    """Join the steps into a plan.
-
-    Args:
-        spec: the pipeline as configured.
-        signatures: every step's signature, by name.
-        name: the deployment's name.
-        max_batch_size: the pipeline's.
+    """Join the steps, whose signatures are given by name, into the plan of a deployment.
 
     Raises:
-        DeclarationError: the steps don't fit together; the message names the step, the tensor, the expected and the
-            actual.
+        DeclarationError: the steps don't fit together; the message names step and tensor, the expected and the actual.
     """
     check_names(spec)
-    inputs = _Inputs()
-    wires: dict[str, tuple[Wire, ...]] = {}
-    expected: dict[str, dict[str, TensorSpec]] = {}
+    inputs: dict[str, tuple[str, TensorSpec]] = {}
+    planned: dict[str, PlannedStep] = {}
     faults: list[str] = []
     for step in spec.steps:
         signature = signatures[step.name]
         taken = [tensor.name for tensor in signature.inputs]
         for given in step.inputs:
             if given not in taken:
-                has, hint = _names(signature.inputs), did_you_mean(given, taken)
-                faults.append(f"step `{step.name}`, inputs: expected some of its inputs {has}, got `{given}`{hint}")
-        found: list[Wire] = []
-        expected[step.name] = {}
+                hint = did_you_mean(given, taken)
+                faults.append(
+                    f"step `{step.name}`, inputs: expected some of its inputs {_listed(taken)}, got `{given}`{hint}"
+                )
+        wires: list[Wire] = []
+        expected: dict[str, TensorSpec] = {}
         for tensor in signature.inputs:
             with _noting(faults):
                 wire = _wire(spec, step, tensor, signatures)
                 if wire is None:
                     continue
-                found.append(wire)
+                wires.append(wire)
                 if wire.step == INPUT:
-                    inputs.add(step.name, wire, tensor)
-                    expected[step.name][wire.input] = tensor
+                    _add_input(inputs, step.name, wire.output, tensor)
+                    expected[wire.input] = tensor
                 else:
-                    expected[step.name][wire.input] = _joined(step.name, wire, tensor, signatures[wire.step])
-        wires[step.name] = tuple(found)
+                    expected[wire.input] = _joined(step.name, wire, tensor, signatures[wire.step])
+        planned[step.name] = PlannedStep(step, signature, tuple(wires), expected)
     if faults:
         raise DeclarationError(*faults)
-    order = _order({step.name: {wire.step for wire in wires[step.name]} - {INPUT} for step in spec.steps})
-    _check_use(spec, wires)
-    by_name = {step.name: step for step in spec.steps}
-    steps = tuple(PlannedStep(by_name[one], signatures[one], wires[one], expected[one]) for one in order)
-    whole = _signature(spec, steps, inputs, name=name, max_batch_size=max_batch_size)
-    return Plan(steps, whole)
+    order = _order({one: set(step.parents) for one, step in planned.items()})
+    used = {*spec.heads, *(parent for step in planned.values() for parent in step.parents)}
+    for one in planned:
+        if one not in used:
+            raise DeclarationError(
+                f"step `{one}`: neither a head nor an input of another step; map one of its outputs, list it under "
+                "`heads`, or remove it"
+            )
+    steps = tuple(planned[one] for one in order)
+    own = tuple(tensor for _, tensor in inputs.values())
+    return Plan(steps, _signature(spec, steps, own, name=name, max_batch_size=max_batch_size))
 
 
 @contextlib.contextmanager
@@ -214,18 +212,14 @@ def _split(step: str, name: str, source: str, known: Sequence[str]) -> tuple[str
     if not dot or not producer or not output:
         raise DeclarationError(f"{where}: expected STEP.OUTPUT or {INPUT}.NAME, got `{source}`")
     if producer != INPUT and producer not in known:
-        listed, hint = ", ".join(f"`{one}`" for one in known), did_you_mean(producer, known)
-        raise DeclarationError(f"{where}: unknown step `{producer}`; expected {listed} or `{INPUT}`{hint}")
+        hint = did_you_mean(producer, known)
+        raise DeclarationError(f"{where}: unknown step `{producer}`; expected {_listed(known)} or `{INPUT}`{hint}")
     if producer == INPUT:
         try:
             Tensor(output, "BYTES", [1])
         except DeclarationError as error:  # not a valid tensor name
             raise DeclarationError(f"{where}: {error}") from None
     return producer, output
-
-
-def _stated_parents(step: StepSpec) -> set[str]:
-    return {source.partition(".")[0] for source in step.inputs.values()} - {INPUT}
 
 
 def _order(parents: Mapping[str, set[str]]) -> list[str]:
@@ -236,16 +230,13 @@ def _order(parents: Mapping[str, set[str]]) -> list[str]:
     except CycleError as error:
         circle = " -> ".join(f"`{name}`" for name in error.args[1])
         raise DeclarationError(f"pipeline: expected steps without a cycle, got {circle}") from None
-    names = list(parents)
-    rank = {name: index for index, name in enumerate(names)}
-    ready: list[int] = []
+    rank = {name: index for index, name in enumerate(parents)}
+    ready: list[str] = []
     order: list[str] = []
     while sorter.is_active():
-        for name in sorter.get_ready():
-            heapq.heappush(ready, rank[name])
-        first = names[heapq.heappop(ready)]
-        order.append(first)
-        sorter.done(first)
+        ready = sorted((*ready, *sorter.get_ready()), key=rank.__getitem__)
+        order.append(ready.pop(0))
+        sorter.done(order[-1])
     return order
 
 
@@ -265,9 +256,10 @@ def _wire(spec: PipelineSpec, step: StepSpec, tensor: TensorSpec, signatures: Ma
         producer, output = _split(step.name, tensor.name, step.inputs[tensor.name], list(signatures))
         outputs = [one.name for one in signatures[producer].outputs] if producer != INPUT else [output]
         if output not in outputs:
-            has, hint = _names(signatures[producer].outputs), did_you_mean(output, outputs)
+            hint = did_you_mean(output, outputs)
             raise DeclarationError(
-                f"{where}: nobody produces `{producer}.{output}`; the outputs of `{producer}` are {has}{hint}"
+                f"{where}: nobody produces `{producer}.{output}`; the outputs of `{producer}` are "
+                f"{_listed(outputs)}{hint}"
             )
         return Wire(tensor.name, producer, output)
     if step.name == spec.trunk:
@@ -299,12 +291,8 @@ def _wire(spec: PipelineSpec, step: StepSpec, tensor: TensorSpec, signatures: Ma
     )
 
 
-def _names(tensors: Iterable[TensorSpec]) -> str:
-    return ", ".join(f"`{tensor.name}`" for tensor in tensors)
-
-
-def _tensor(tensors: Iterable[TensorSpec], name: str) -> TensorSpec:
-    return next(tensor for tensor in tensors if tensor.name == name)
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _unified(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
@@ -316,7 +304,7 @@ def _unified(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None
 
 def _joined(step: str, wire: Wire, taken: TensorSpec, producer: Signature) -> TensorSpec:
     """The tensor that passes from one step to another."""
-    given = _tensor(producer.outputs, wire.output)
+    given = next(tensor for tensor in producer.outputs if tensor.name == wire.output)
     shape = _unified(taken.shape, given.shape)
     if taken.datatype != given.datatype or shape is None:
         what = "datatype" if taken.datatype != given.datatype else "shape"
@@ -328,42 +316,21 @@ def _joined(step: str, wire: Wire, taken: TensorSpec, producer: Signature) -> Te
     return TensorSpec(wire.input, taken.datatype, shape, taken.optional)
 
 
-class _Inputs:
-    """The pipeline's own inputs, collected from its steps."""
-
-    def __init__(self) -> None:
-        self.specs: dict[str, TensorSpec] = {}
-        self._first: dict[str, str] = {}
-
-    def add(self, step: str, wire: Wire, tensor: TensorSpec) -> None:
-        name = wire.output
-        if name not in self.specs:
-            self.specs[name] = TensorSpec(name, tensor.datatype, tensor.shape, tensor.optional)
-            self._first[name] = step
-            return
-        known = self.specs[name]
-        shape = _unified(known.shape, tensor.shape)
-        if shape is None or known.datatype != tensor.datatype:
-            raise DeclarationError(
-                f"pipeline, input `{name}`: step `{self._first[name]}` expects "
-                f"{tensor_text(known.datatype, known.shape)}, step `{step}` "
-                f"{tensor_text(tensor.datatype, tensor.shape)}"
-            )
-        self.specs[name] = TensorSpec(name, known.datatype, shape, known.optional and tensor.optional)
-
-
-def _check_use(spec: PipelineSpec, wires: Mapping[str, Sequence[Wire]]) -> None:
-    used = set(spec.heads) | {wire.step for found in wires.values() for wire in found}
-    for step in spec.steps:
-        if step.name not in used:
-            raise DeclarationError(
-                f"step `{step.name}`: neither a head nor an input of another step; map one of its outputs, list it "
-                "under `heads`, or remove it"
-            )
+def _add_input(inputs: dict[str, tuple[str, TensorSpec]], step: str, name: str, tensor: TensorSpec) -> None:
+    """Add a step's input to the pipeline's own inputs, each with the first step that takes it."""
+    new = TensorSpec(name, tensor.datatype, tensor.shape, tensor.optional)
+    first, known = inputs.setdefault(name, (step, new))
+    shape = _unified(known.shape, tensor.shape)
+    if shape is None or known.datatype != tensor.datatype:
+        raise DeclarationError(
+            f"pipeline, input `{name}`: step `{first}` expects {tensor_text(known.datatype, known.shape)}, "
+            f"step `{step}` {tensor_text(tensor.datatype, tensor.shape)}"
+        )
+    inputs[name] = first, TensorSpec(name, known.datatype, shape, known.optional and tensor.optional)
 
 
 def _signature(
-    spec: PipelineSpec, steps: Sequence[PlannedStep], inputs: _Inputs, *, name: str, max_batch_size: int
+    spec: PipelineSpec, steps: Sequence[PlannedStep], inputs: tuple[TensorSpec, ...], *, name: str, max_batch_size: int
 ) -> Signature:
     by_name = {step.name: step for step in steps}
     owner: dict[str, str] = {}
@@ -377,14 +344,21 @@ def _signature(
                 )
             owner[tensor.name] = head
             outputs.append(tensor)
-    if all(tensor.optional for tensor in inputs.specs.values()):
-        optional = ", ".join(f"`{one}`" for one in inputs.specs)
+    if all(tensor.optional for tensor in inputs):
+        optional = _listed(tensor.name for tensor in inputs)
         raise DeclarationError(
             "pipeline, inputs: expected at least one that isn't optional, got "
             f"{f'only {optional}' if optional else 'none'}; map a step's input to `{INPUT}.NAME`"
         )
     streaming = [step.name for step in steps if step.signature.streams]
-    _check_streaming(spec, steps, streaming)
+    if streaming and spec.placement == "graph":
+        raise DeclarationError(
+            f"step `{streaming[0]}` streams, which `placement: graph` can't carry from one deployment to another; "
+            "expected `placement: fused`"
+        )
+    if len(streaming) > 1:
+        both = " and ".join(f"`{step}`" for step in streaming)
+        raise DeclarationError(f"pipeline: expected at most one step that streams, got {both}")
     example: dict[str, Any] = {}
     for step in steps:
         for wire in step.wires:
@@ -392,12 +366,12 @@ def _signature(
                 example[wire.output] = (step.signature.example or {})[wire.input]
     return Signature(
         name=name,
-        inputs=tuple(inputs.specs.values()),
+        inputs=inputs,
         outputs=tuple(outputs),
         parameters=_parameters(steps),
         max_batch_size=max_batch_size,
         idempotent=all(step.signature.idempotent for step in steps),
-        embedding=_embedding(spec.embedding, inputs.specs, outputs),
+        embedding=_embedding(spec.embedding, inputs, outputs),
         example=example or None,
         description=_description(spec, steps),
         heads=tuple(
@@ -413,30 +387,17 @@ def _signature(
     )
 
 
-def _check_streaming(spec: PipelineSpec, steps: Sequence[PlannedStep], streaming: Sequence[str]) -> None:
-    if not streaming:
-        return
-    if spec.placement == "graph":
-        raise DeclarationError(
-            f"step `{streaming[0]}` streams, which `placement: graph` can't carry from one deployment to another; "
-            "expected `placement: fused`"
-        )
-    if len(streaming) > 1:
-        both = " and ".join(f"`{name}`" for name in streaming)
-        raise DeclarationError(f"pipeline: expected at most one step that streams, got {both}")
-
-
-def _parameters(steps: Sequence[PlannedStep]) -> tuple[ParameterSpec, ...]:
-    found: dict[str, tuple[str, ParameterSpec]] = {}
+def _parameters(steps: Sequence[PlannedStep]) -> tuple[Parameter, ...]:
+    found: dict[str, tuple[str, Parameter]] = {}
     for step in steps:
         for parameter in step.signature.parameters:
             first, known = found.setdefault(parameter.name, (step.name, parameter))
             if known != parameter:
-                pairs = [(field, getattr(known, field), getattr(parameter, field)) for field in known.__struct_fields__]
-                told = "; ".join(f"{field}: {one!r} and {other!r}" for field, one, other in pairs if one != other)
+                pairs = [(field, getattr(known, field), getattr(parameter, field)) for field in vars(known)]
+                fields = "; ".join(f"{field}: {one!r} and {other!r}" for field, one, other in pairs if one != other)
                 raise DeclarationError(
                     f"pipeline, parameter `{parameter.name}`: steps `{first}` and `{step.name}` declare it "
-                    f"differently ({told}); declare it alike, or rename one"
+                    f"differently ({fields}); declare it alike, or rename one"
                 )
             if parameter.name == "heads":
                 raise DeclarationError(
@@ -446,16 +407,15 @@ def _parameters(steps: Sequence[PlannedStep]) -> tuple[ParameterSpec, ...]:
 
 
 def _embedding(
-    embedding: EmbeddingSpec | None, inputs: Mapping[str, TensorSpec], outputs: Sequence[TensorSpec]
-) -> EmbeddingSpec | None:
+    embedding: Embedding | None, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> Embedding | None:
     if embedding is None:
         return None
-    given = {tensor.name: tensor for tensor in outputs}
-    wanted = [("input", embedding.input, inputs, "BYTES", (1,)), ("output", embedding.output, given, "FP32", (-1,))]
+    wanted = [("input", embedding.input, inputs, "BYTES", (1,)), ("output", embedding.output, outputs, "FP32", (-1,))]
     if embedding.tokens is not None:
-        wanted.append(("tokens", embedding.tokens, given, "INT32", (1,)))
+        wanted.append(("tokens", embedding.tokens, outputs, "INT32", (1,)))
     for field, name, known, datatype, shape in wanted:
-        tensor = known.get(name)
+        tensor = next((one for one in known if one.name == name), None)
         if tensor is None or tensor.datatype != datatype or _unified(tensor.shape, shape) is None:
             side = "input" if field == "input" else "output"
             expected = f"an {side} {tensor_text(datatype, shape)}"
@@ -468,5 +428,5 @@ def _description(spec: PipelineSpec, steps: Sequence[PlannedStep]) -> str:
     if len(steps) == 1:
         return steps[0].signature.description
     lead = " ".join(step.signature.description for step in steps if step.name not in spec.heads)
-    told = [f"{step.name}: {step.signature.description}" for step in steps if step.name in spec.heads]
-    return " ".join(filter(None, (lead, "Heads:", "; ".join(one.rstrip(".: ") for one in told)))) + "."
+    heads = [f"{step.name}: {step.signature.description}".rstrip(".: ") for step in steps if step.name in spec.heads]
+    return " ".join(filter(None, (lead, "Heads:", "; ".join(heads)))) + "."

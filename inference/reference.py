@@ -1,4 +1,7 @@
-"""References to a language model's folder: ``lm:PATH``, or ``lm:PACKAGE:PATH`` within an installed package."""
+"""References to a language model's folder: ``lm:PATH``, or ``lm:PACKAGE:PATH`` within an installed package.
+
+Also finds a file or folder that a configuration names by its path.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from inference.environment import problem_of
 from inference.errors import LoadError, Problem
 
-__all__ = ["PREFIX", "LmReference", "find_folder", "is_language_model", "parse_reference"]
+__all__ = ["LmReference", "find_folder", "find_path", "is_language_model", "parse_reference"]
 
-PREFIX: Final = "lm:"
+_PREFIX: Final = "lm:"
 
 _PACKAGE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
@@ -28,7 +31,7 @@ class LmReference(NamedTuple):
 
 def is_language_model(reference: str) -> bool:
     """Whether a deployment's ``model`` is a language model's folder."""
-    return reference.startswith(PREFIX)
+    return reference.startswith(_PREFIX)
 
 
 def parse_reference(reference: str) -> LmReference:
@@ -37,7 +40,7 @@ def parse_reference(reference: str) -> LmReference:
     Raises:
         ValueError: the reference has neither form.
     """
-    package, colon, path = reference.removeprefix(PREFIX).partition(":")
+    package, colon, path = reference.removeprefix(_PREFIX).partition(":")
     if not colon:
         package, path = "", package
     if not path.strip() or (colon and (not _PACKAGE.match(package) or Path(path).is_absolute())):
@@ -62,20 +65,29 @@ def find_folder(reference: str, search: Sequence[str] = ()) -> Path:
         package, path = parse_reference(reference)
     except ValueError as error:
         raise LoadError(Problem(title, str(error), "correct `model`")) from error
-    if package:
-        places = [folder / path for folder in _folders_of(title, package)]
-        fix = f"correct the path, which starts in the package's folder, or install a version of {package} that has it"
-    else:
-        wanted = Path(path).expanduser()
-        starts = dict.fromkeys(Path(folder).absolute() for folder in (".", *search))
-        places = [wanted] if wanted.is_absolute() else [start / wanted for start in starts]
-        fix = "correct the path; a relative one starts in the working folder or in that of the configuration"
+    if not package:
+        return find_path(title, path, search, "folder")
+    fix = f"correct the path, which starts in the package's folder, or install a version of {package} that has it"
+    return _existing(title, [folder / path for folder in _folders_of(title, package)], "folder", fix)
+
+
+def find_path(title: str, path: str, search: Sequence[str], kind: Literal["file", "folder"]) -> Path:
+    """The file or folder of this path, looked for as in `find_folder`; `title` begins the message of an error."""
+    wanted = Path(path).expanduser()
+    starts = dict.fromkeys(Path(folder).absolute() for folder in (".", *search))
+    places = [wanted] if wanted.is_absolute() else [start / wanted for start in starts]
+    fix = "correct the path; a relative one starts in the working folder or in that of the configuration"
+    return _existing(title, places, kind, fix)
+
+
+def _existing(title: str, places: Sequence[Path], kind: Literal["file", "folder"], fix: str) -> Path:
+    is_wanted, other = (Path.is_dir, "file") if kind == "folder" else (Path.is_file, "folder")
     for place in places:
-        if place.is_dir():
+        if is_wanted(place):
             return place.absolute()
     tried = " or ".join(str(place) for place in places)
-    file = next((place for place in places if place.exists()), None)
-    reason = f"there is no folder {tried}" if file is None else f"expected a folder, got the file {file}"
+    found = next((place for place in places if place.exists()), None)
+    reason = f"there is no {kind} {tried}" if found is None else f"expected a {kind}, got the {other} {found}"
     raise LoadError(Problem(title, reason, fix))
 
 

@@ -6,12 +6,14 @@ import inspect
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
+from inference.datatypes import DATATYPES
 from inference.engine import EngineLimits
 from inference.errors import DeclarationError
 from inference.model import Embedding, Model, Parameter, Tensor
 
-__all__ = ["EmbeddingSpec", "HeadSpec", "LanguageModelSpec", "ParameterSpec", "Signature", "TensorSpec"]
+__all__ = ["HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec"]
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -23,36 +25,6 @@ class TensorSpec(msgspec.Struct, frozen=True):
     optional: bool = False
     labels: tuple[str, ...] = ()
     """The meaning of each position of the last dimension; empty if not declared."""
-
-
-class ParameterSpec(msgspec.Struct, frozen=True):
-    """A declared request parameter; the fields are those of `inference.Parameter`."""
-
-    name: str
-    type: str
-    default: str | int | float | bool
-    per: str
-    minimum: float | None = None
-    maximum: float | None = None
-    choices: tuple[str | int | float | bool, ...] | None = None
-    description: str = ""
-
-    def check(self, value: object) -> str | int | float | bool:
-        """See `inference.Parameter.check`."""
-        return self.declared().check(value)
-
-    def declared(self) -> Parameter:
-        """The declaration that this was made from."""
-        return Parameter(**{name: getattr(self, name) for name in self.__struct_fields__})
-
-
-class EmbeddingSpec(msgspec.Struct, frozen=True):
-    """How a model maps to ``/v1/embeddings``; the fields are those of `inference.Embedding`."""
-
-    input: str
-    output: str
-    tokens: str | None = None
-    dimensions: str | None = None
 
 
 class HeadSpec(msgspec.Struct, frozen=True):
@@ -82,10 +54,10 @@ class Signature(msgspec.Struct, frozen=True):
     """The deployment's name."""
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    parameters: tuple[ParameterSpec, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
     max_batch_size: int = 1
     idempotent: bool = True
-    embedding: EmbeddingSpec | None = None
+    embedding: Embedding | None = None
     example: dict[str, Any] | None = None
     """One row as nested lists, by input name."""
     description: str = ""
@@ -102,7 +74,10 @@ class Signature(msgspec.Struct, frozen=True):
         row = dict(self.example or {})
         for spec in self.inputs:
             if spec.name not in row and not spec.optional:
-                row[spec.name] = _neutral(spec.shape, "example" if spec.datatype == "BYTES" else _zero(spec.datatype))
+                shape = [max(dim, 1) for dim in spec.shape]
+                dtype = np.dtype("f4") if spec.datatype == "BF16" else DATATYPES[spec.datatype].numpy
+                neutral = np.full(shape, "example", dtype) if dtype.hasobject else np.zeros(shape, dtype)
+                row[spec.name] = neutral.tolist()
         return row
 
     @classmethod
@@ -120,13 +95,17 @@ class Signature(msgspec.Struct, frozen=True):
                 raise DeclarationError(f"{kind}.outputs, {spec.name!r}: an output can't be optional")
         if not any(not spec.optional for spec in inputs):
             raise DeclarationError(f"{kind}.inputs: expected at least one input that isn't optional")
-        parameters = tuple(_parameter(kind, parameter) for parameter in model.parameters)
+        parameters = tuple(model.parameters)
+        for parameter in parameters:
+            if not isinstance(parameter, Parameter):
+                raise DeclarationError(f"{kind}.parameters: expected a list of Parameter, got {parameter!r}")
         _check_unique(f"{kind}.parameters", [parameter.name for parameter in parameters])
         embedding = _embedding(kind, model.embedding, inputs, outputs, parameters)
         example = dict(model.example) if model.example is not None else None
         for key in example or {}:
             if key not in {spec.name for spec in inputs}:
                 raise DeclarationError(f"{kind}.example, {key!r}: expected the name of an input")
+        call = type(model).__call__
         description = (inspect.getdoc(model) or "").split("\n\n")[0].replace("\n", " ")
         return cls(
             name=name,
@@ -138,25 +117,8 @@ class Signature(msgspec.Struct, frozen=True):
             embedding=embedding,
             example=example,
             description=description if type(model).__doc__ else "",
-            streams=_is_generator(type(model).__call__),
+            streams=inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call),
         )
-
-
-def _is_generator(function: object) -> bool:
-    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
-
-
-def _zero(datatype: str) -> object:
-    if datatype == "BOOL":
-        return False
-    return 0.0 if datatype in ("FP16", "FP32", "FP64", "BF16") else 0
-
-
-def _neutral(shape: tuple[int, ...], element: object) -> Any:
-    value: Any = element
-    for dim in reversed(shape):
-        value = [value] * max(dim, 1)
-    return value
 
 
 def _tensors(kind: str, where: str, declared: object) -> tuple[TensorSpec, ...]:
@@ -177,29 +139,13 @@ def _check_unique(where: str, names: list[str]) -> None:
             raise DeclarationError(f"{where}: {name!r} is declared {names.count(name)} times")
 
 
-def _parameter(kind: str, declared: object) -> ParameterSpec:
-    if not isinstance(declared, Parameter):
-        raise DeclarationError(f"{kind}.parameters: expected a list of Parameter, got {declared!r}")
-    choices = None if declared.choices is None else tuple(declared.choices)
-    return ParameterSpec(
-        name=declared.name,
-        type=declared.type,
-        default=declared.default,
-        per=declared.per,
-        minimum=declared.minimum,
-        maximum=declared.maximum,
-        choices=choices,
-        description=declared.description,
-    )
-
-
 def _embedding(
     kind: str,
     declared: Embedding | None,
     inputs: tuple[TensorSpec, ...],
     outputs: tuple[TensorSpec, ...],
-    parameters: tuple[ParameterSpec, ...],
-) -> EmbeddingSpec | None:
+    parameters: tuple[Parameter, ...],
+) -> Embedding | None:
     if declared is None:
         return None
     where = f"{kind}.embedding"
@@ -219,4 +165,4 @@ def _embedding(
             raise DeclarationError(
                 f"{where}, dimensions: expected an int parameter per row, got {declared.dimensions!r}"
             )
-    return EmbeddingSpec(declared.input, declared.output, declared.tokens, declared.dimensions)
+    return declared

@@ -10,6 +10,13 @@ from typing import Final
 
 __all__ = ["keep_freed_memory", "settle", "switch_soon"]
 
+KEPT_BYTES: Final = 16 * 1024 * 1024
+MAPPED_FROM_BYTES: Final = 4 * 1024 * 1024
+# From malloc.h.
+_TRIM_THRESHOLD: Final = -1
+_MMAP_THRESHOLD: Final = -3
+SWITCH_INTERVAL_S: Final = 0.0005
+
 
 def settle(allocations: int | None = None) -> None:
     """Exclude all present objects from future collections; imports alone leave some hundred thousand.
@@ -24,16 +31,6 @@ def settle(allocations: int | None = None) -> None:
         gc.set_threshold(allocations, *gc.get_threshold()[1:])
 
 
-KEPT_BYTES: Final = 16 * 1024 * 1024
-
-MAPPED_FROM_BYTES: Final = 4 * 1024 * 1024
-
-# From malloc.h.
-_TRIM_THRESHOLD: Final = -1
-
-_MMAP_THRESHOLD: Final = -3
-
-
 def keep_freed_memory() -> None:
     """Have this process's allocator keep freed memory for reuse.
 
@@ -44,9 +41,6 @@ def keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
         library.mallopt(_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
-
-
-SWITCH_INTERVAL_S: Final = 0.0005
 
 
 def switch_soon() -> None:

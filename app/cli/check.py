@@ -8,20 +8,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 
 from app.config.pipeline import Pipeline
-from app.config.schema import (
-    PLACEHOLDER,
-    Config,
-    Deployment,
-    InvalidConfig,
-    is_model_reference,
-    load_what,
-    read_config,
-)
+from app.config.schema import PLACEHOLDER, Deployment, InvalidConfig, is_model_reference, load_what, read_config
 from app.errors import ConfigError
 from app.process.interpreter import InterpreterError
 from app.process.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
@@ -37,7 +29,7 @@ from inference.errors import DeclarationError, Problem
 from inference.pipeline import make_plan
 from inference.signature import Signature
 
-__all__ = ["check"]
+__all__ = ["check", "model_request"]
 
 
 def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | None = None) -> int:
@@ -59,7 +51,11 @@ def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | 
     if what is not None and not is_model_reference(str(what)):
         paths = tuple(dict.fromkeys((*paths, str(Path(what).resolve().parent))))
     try:
-        config = load_what(str(what), flags=flags or {})[0] if what is not None else _bare_config(flags or {})
+        if what is None:  # deployments are required
+            content = {"deployments": {"none": {"model": PLACEHOLDER}}}
+            config = read_config(content, source="command line", flags=flags or {})
+        else:
+            config = load_what(str(what), flags=flags or {})[0]
     except InvalidConfig as error:
         config = error.rest
         for problem in error.problems:
@@ -89,14 +85,8 @@ def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | 
         report = {"ok": not problems, "versions": versions, "deployments": deployments}
         print(json.dumps({**report, "problems": [asdict(problem) for problem in problems]}, indent=2))
     else:
-        _print(sys.stdout, versions, deployments, problems)
+        _print(versions, deployments, problems)
     return 1 if problems else 0
-
-
-def _bare_config(flags: Mapping[str, Any]) -> Config:
-    """The server's settings without a file; the deployments, which are required, are a placeholder."""
-    content = {"deployments": {"none": {"model": PLACEHOLDER}}}
-    return read_config(content, source="command line", flags=flags)
 
 
 def _signatures(
@@ -122,13 +112,10 @@ def _signatures(
                 versions, found = side.report()
                 for name in names:
                     pythons[name] = {"path": side.python, "versions": versions}
-                    problems[name] = [_of_python(name, side.python, problem) for problem in found]
+                    title, python_is = f"deployment {name}", f"python {side.python}: "
+                    problems[name] = [Problem(title, f"{python_is}{one.title}: {one.reason}", one.fix) for one in found]
             _probe(side, {name: deployments[name] for name in names}, path, signatures, problems)
     return signatures, pythons, [problem for name in deployments for problem in problems[name]]
-
-
-def _of_python(name: str, python: str, problem: Problem) -> Problem:
-    return Problem(f"deployment {name}", f"python {python}: {problem.title}: {problem.reason}", problem.fix)
 
 
 def _probe(
@@ -141,7 +128,7 @@ def _probe(
     """Construct the models of these deployments, and add to ``signatures`` and ``problems``."""
     pending = list(deployments)
     while pending:
-        requests = [_request(name, deployments[name], path) for name in pending]
+        requests = [model_request(name, deployments[name], path) for name in pending]
         status, output, errors = side.run("inference.replica.probe", msgspec.json.encode(requests))
         tried: list[str] = []  # steps of the next deployment
         for line in output.splitlines():
@@ -187,7 +174,8 @@ def _places(name: str, pipeline: Pipeline) -> dict[str, str]:
     return {step: one.deployment or f"{name}.{step}" for step, one in pipeline.all_steps().items()}
 
 
-def _request(name: str, deployment: Deployment, path: tuple[str, ...]) -> dict[str, Any]:
+def model_request(name: str, deployment: Deployment, path: Sequence[str]) -> dict[str, Any]:
+    """The fields of an `inference.replica.probe.Request`; the first folder of ``path`` is the working folder."""
     return {
         "name": name,
         "model": deployment.model or "",
@@ -237,47 +225,41 @@ def _summary(
 
 
 def _print(
-    out: TextIO,
-    versions: Mapping[str, str | None],
-    deployments: Sequence[Mapping[str, Any]],
-    problems: Sequence[Problem],
+    versions: Mapping[str, str | None], deployments: Sequence[Mapping[str, Any]], problems: Sequence[Problem]
 ) -> None:
-    colours = out.isatty() and "NO_COLOR" not in os.environ
+    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     bold, red, green, plain = ("\033[1m", "\033[31m", "\033[32m", "\033[0m") if colours else ("", "", "", "")
     for name, version in versions.items():
-        print(f"{name:<10} {version or 'unknown'}", file=out)
+        print(f"{name:<10} {version or 'unknown'}")
     if deployments:
-        print(file=out)
+        print()
     width = max((len(one["name"]) for one in deployments), default=0)
     for one in deployments:
         tensors = f"  {_tensors(one['inputs'])} -> {_tensors(one['outputs'])}" if one["ok"] else ""
         pipeline = one.get("pipeline")
         what = one["model"] if pipeline is None else f"{pipeline['placement']} pipeline"
-        print(f"{bold}{one['name']:<{width}}{plain}  {what}{tensors}", file=out)
+        print(f"{bold}{one['name']:<{width}}{plain}  {what}{tensors}")
         if "python" in one:
-            print(f"{'':<{width}}    {_python(one['python'])}", file=out)
+            print(f"{'':<{width}}    {_python(one['python'])}")
         if pipeline is not None:
             for step, model in pipeline["steps"].items():
-                print(f"{'':<{width}}    {'head' if step in pipeline['heads'] else 'step'} {step}  {model}", file=out)
+                print(f"{'':<{width}}    {'head' if step in pipeline['heads'] else 'step'} {step}  {model}")
                 if step in pipeline.get("pythons", {}):
-                    print(f"{'':<{width}}      {_python(pipeline['pythons'][step])}", file=out)
-    print(file=out)
+                    print(f"{'':<{width}}      {_python(pipeline['pythons'][step])}")
+    print()
     if not problems:
-        print(f"{green}ready to serve{plain}", file=out)
+        print(f"{green}ready to serve{plain}")
         return
-    print(f"{red}{len(problems)} problem{'' if len(problems) == 1 else 's'}{plain}", file=out)
+    print(f"{red}{len(problems)} problem{'' if len(problems) == 1 else 's'}{plain}")
     for problem in problems:
-        print(f"\n{bold}{problem.title}{plain}\n  why   {problem.reason}\n  fix   {problem.fix}", file=out)
+        print(f"\n{bold}{problem.title}{plain}\n  why   {problem.reason}\n  fix   {problem.fix}")
 
 
 def _python(python: Mapping[str, Any]) -> str:
     versions = python["versions"]
-    names = [name for name in ("numpy", "pytriton", "torch") if versions.get(name)]
-    said = [
-        str(versions.get("python") or "can't be used").partition(" (")[0],
-        *(f"{one} {versions[one]}" for one in names),
-    ]
-    return f"python {python['path']}: {', '.join(said)}"
+    own = str(versions.get("python") or "can't be used").partition(" (")[0]
+    others = [f"{name} {versions[name]}" for name in ("numpy", "pytriton", "torch") if versions.get(name)]
+    return f"python {python['path']}: {', '.join([own, *others])}"
 
 
 def _tensors(specs: Sequence[Mapping[str, Any]]) -> str:

@@ -92,7 +92,7 @@ class ServerClient:
         Raises:
             CommandError: the server can't be reached, or isn't Headwater.
         """
-        index = self._ask("GET", "/v2/repository/index", timeout_s=ANSWER_TIMEOUT_S)
+        index = self._ask("GET", "/v2/repository/index")
         if not isinstance(index, list):
             raise CommandError(f"{self._url}: expected a list of models, got something else: is it a Headwater server?")
         return index
@@ -108,27 +108,18 @@ class ServerClient:
         Raises:
             CommandError: the server refused, failed, or can't be reached.
         """
-        path = f"/v2/repository/models/{quote(model, safe='')}/{action}"
-        body = None if config is None else {"parameters": {"config": config}}
-        answer = self._ask("POST", path, timeout_s=None, body=body)
-        if not isinstance(answer, dict) or "state" not in answer:
-            raise CommandError(f"{self._url}: expected a model's state, got something else: is it a Headwater server?")
-        return answer
+        return self._change(action, model, None if config is None else {"parameters": {"config": config}}, "state")
 
     def scale(self, model: str, bounds: Mapping[str, int]) -> dict[str, Any]:
-        """Change the number of a model's replicas.
+        """Change the number of a model's replicas to ``replicas``, or ``min`` and ``max``. Otherwise as `command`."""
+        return self._change("scale", model, bounds, "replicas")
 
-        Args:
-            model: the deployment.
-            bounds: ``replicas``, or ``min`` and ``max``.
-
-        Raises:
-            CommandError: the server refused, failed, or can't be reached.
-        """
-        path = f"/v2/repository/models/{quote(model, safe='')}/scale"
-        answer = self._ask("POST", path, timeout_s=None, body=bounds)
-        if not isinstance(answer, dict) or "replicas" not in answer:
-            raise CommandError(f"{self._url}: expected a model's replicas, got something else: is it Headwater?")
+    def _change(self, action: str, model: str, body: object, wanted: str) -> dict[str, Any]:
+        answer = self._ask("POST", f"/v2/repository/models/{quote(model, safe='')}/{action}", body)
+        if not isinstance(answer, dict) or wanted not in answer:
+            raise CommandError(
+                f"{self._url}: expected a model's {wanted}, got something else: is it a Headwater server?"
+            )
         return answer
 
     def about(self) -> tuple[str, str]:
@@ -192,10 +183,10 @@ class ServerClient:
         Raises:
             CommandError: see `about`.
         """
-        return self._send("GET", path, timeout_s=ANSWER_TIMEOUT_S)
+        return self._send("GET", path)
 
-    def _ask(self, method: str, path: str, *, timeout_s: float | None, body: object = None) -> Any:
-        status, content = self._send(method, path, timeout_s=timeout_s, body=body)
+    def _ask(self, method: str, path: str, body: object = None) -> Any:
+        status, content = self._send(method, path, body)
         if content is None:
             raise CommandError(
                 f"{self._url}: expected JSON, got status {status} with something else: is it a Headwater server?"
@@ -204,8 +195,8 @@ class ServerClient:
             raise CommandError(_error(content) or f"{self._url}: status {status}")
         return content
 
-    def _send(self, method: str, path: str, *, timeout_s: float | None, body: object = None) -> tuple[int, Any]:
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+    def _send(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        timeout = httpx.Timeout(ANSWER_TIMEOUT_S if method == "GET" else None, connect=CONNECT_TIMEOUT_S)
         try:
             # No proxy: a command must come from the server's own machine.
             with httpx.Client(
@@ -282,8 +273,8 @@ def _cells(one: Mapping[str, Any]) -> tuple[str, ...]:
     reason = str(one.get("reason", ""))
     if one.get("shortage"):
         reason += f"; {one['shortage']}"
-    first = [str(one.get(name, "")) for name in ("name", "version", "state")]
-    return *first, _replicas(one), ",".join(one.get("devices", ())), str(one.get("since", "")), reason
+    name, version, state, since = (str(one.get(field, "")) for field in ("name", "version", "state", "since"))
+    return name, version, state, _replicas(one), ",".join(one.get("devices", ())), since, reason
 
 
 def _replicas(one: Mapping[str, Any]) -> str:

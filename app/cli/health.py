@@ -35,10 +35,10 @@ def health_status(url: str) -> int:
     return 1 if reason else 0
 
 
-def unhealthy(url: str, timeout_s: float = TIMEOUT_S) -> str:
+def unhealthy(url: str) -> str:
     """Why the server isn't ready; empty: it is."""
     try:
-        with _opener(url).open(f"{url.rstrip('/')}/v2/health/ready", timeout=timeout_s) as response:
+        with _opener(url).open(f"{url.rstrip('/')}/v2/health/ready", timeout=TIMEOUT_S) as response:
             return "" if response.status == 200 else f"{url}: expected status 200, got {response.status}"
     except urllib.error.HTTPError as error:
         text = ""

@@ -8,24 +8,17 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any
 
 from app.errors import CommandError
 from app.security.keys import SCOPES, Key, make_key
 from app.security.keys_file import change_file, read_file
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
 __all__ = ["add_key_commands"]
 
-FILE_VARIABLE: Final = "HEADWATER_SECURITY__KEYS_FILE"
-"""The environment variable for ``security.keys_file``."""
-DEFAULT_FILE: Final = "headwater-keys.json"
 
-
-def add_key_commands(commands: Commands) -> None:
-    """Add the commands to the command line."""
+def add_key_commands(commands: Any) -> None:
+    """Add the commands to a parser's commands."""
     keys = commands.add_parser("keys", help="create, revoke and list API keys")
     actions = keys.add_subparsers(required=True, metavar="ACTION")
 
@@ -48,9 +41,10 @@ def add_key_commands(commands: Commands) -> None:
     listing = actions.add_parser("list", help="show names, scopes and limits")
     listing.set_defaults(run=_list)
 
+    default = Path(os.environ.get("HEADWATER_SECURITY__KEYS_FILE", "headwater-keys.json"))
     for action in (add, revoke, listing):
         action.add_argument(
-            "--file", type=Path, default=Path(os.environ.get(FILE_VARIABLE, DEFAULT_FILE)),
+            "--file", type=Path, default=default,
             help="the configuration's security.keys_file; default: %(default)s",
         )  # fmt: skip
 

@@ -11,15 +11,16 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import app
 from app.cli.announce import log_what_is_served, print_what_is_served
 from app.cli.bench.command import add_bench_command
+from app.cli.client import ServerClient, command_line, status_table
 from app.cli.health import default_url, health_status
 from app.cli.keys import add_key_commands
+from app.cli.options import add_set_option, config_flags
 from app.cli.plan.options import add_plan_command
-from app.config.schema import Unparsed, load_what, read_yaml
+from app.config.schema import load_what, read_yaml
 from app.errors import CommandError, ConfigError, StartError
 from app.security.keys_file import keys_are_wanted
 from app.telemetry.logs import set_up_logging
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", help="address to listen on")
     serve.add_argument("--port", type=int, help="port to listen on; 0: any free port")
     serve.add_argument("--workers", type=int, help="number of gateway processes")
-    _add_set(serve)
+    add_set_option(serve)
     serve.set_defaults(run=_serve)
 
     check = commands.add_parser("check", help="check the environment and, if given, a configuration or model")
@@ -61,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="print JSON")
     check.add_argument("--host")
     check.add_argument("--port", type=int)
-    _add_set(check)
+    add_set_option(check)
     check.set_defaults(run=_check)
 
     status = commands.add_parser("status", help="show the models of a running server, and their states")
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(run=_status)
     health = commands.add_parser("health", help="exit with 0 if a running server is ready, else with 1 and the reason")
     health.add_argument("--url", default=default_url(), help="the server's URL; default: %(default)s")
-    health.set_defaults(run=_health)
+    health.set_defaults(run=lambda options: health_status(options.url))
     for action, what in (
         ("load", "load a model that is not loaded"),
         ("unload", "unload a model, and verify that nothing of it remains"),
@@ -89,9 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     scale.add_argument("name", metavar="NAME", help="the deployment, or PIPELINE.STEP")
     scale.add_argument("replicas", metavar="N | MIN-MAX", type=_bounds, help="their number, or bounds to scale between")
     _add_url(scale)
-    scale.set_defaults(run=_scale)
+    scale.set_defaults(run=_command, action="scale")
     add_bench_command(commands)
-    add_plan_command(commands, lambda options: load_what(options.what, flags=_flags(options)))
+    add_plan_command(commands)
     add_key_commands(commands)
     return parser
 
@@ -111,33 +112,13 @@ def _add_url(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _add_set(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", dest="fields",
-        help="set any field of the configuration, such as deployments.text.timeout_s=5; may be repeated",
-    )  # fmt: skip
-
-
-def _flags(options: argparse.Namespace) -> dict[str, Any]:
-    flags: dict[str, Any] = {}
-    for pair in options.fields:
-        name, separator, value = pair.partition("=")
-        if not separator:
-            raise ConfigError(f"flag --set: expected FIELD=VALUE, got {pair!r}")
-        flags[name] = Unparsed(value)
-    for name in ("host", "port", "workers"):
-        if getattr(options, name, None) is not None:
-            flags[f"server.{name}"] = getattr(options, name)
-    return flags
-
-
 def _serve(options: argparse.Namespace) -> int:
     if os.getpid() == 1:
         # The kernel drops signals that process 1 has no handler for; the supervisor installs its own a second later.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     from app.supervisor.supervisor import Supervisor
 
-    config, user_paths = load_what(options.what, flags=_flags(options))
+    config, user_paths = load_what(options.what, flags=config_flags(options))
     set_up_logging(config.server.log_format)
     asks_for_keys = keys_are_wanted(config.security.keys_file)
     announce = (
@@ -151,33 +132,21 @@ def _serve(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from app.cli.check import check
 
-    return check(options.what, as_json=options.json, flags=_flags(options))
+    return check(options.what, as_json=options.json, flags=config_flags(options))
 
 
 def _status(options: argparse.Namespace) -> int:
-    from app.cli.client import ServerClient, status_table
-
     print(status_table(ServerClient(options.url).index()))
     return 0
 
 
-def _health(options: argparse.Namespace) -> int:
-    return health_status(options.url)
-
-
 def _command(options: argparse.Namespace) -> int:
-    from app.cli.client import ServerClient, command_line
-
-    given = getattr(options, "config", None)
-    config = None if given is None else _section(given)
-    print(command_line(options.action, ServerClient(options.url).command(options.action, options.name, config)))
-    return 0
-
-
-def _scale(options: argparse.Namespace) -> int:
-    from app.cli.client import ServerClient, command_line
-
-    print(command_line("scale", ServerClient(options.url).scale(options.name, options.replicas)))
+    client, given = ServerClient(options.url), getattr(options, "config", None)
+    if options.action == "scale":
+        answer = client.scale(options.name, options.replicas)
+    else:
+        answer = client.command(options.action, options.name, None if given is None else _section(given))
+    print(command_line(options.action, answer))
     return 0
 
 

@@ -5,19 +5,26 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from app.errors import CommandError
+from pydantic import TypeAdapter, ValidationError
+
+from app.config.schema import Unparsed
+from app.config.sections import MemorySize
+from app.errors import CommandError, ConfigError
 
 __all__ = [
     "add_report_options",
+    "add_set_option",
     "check_writable",
-    "checked",
+    "config_flags",
     "listed",
     "named",
     "number",
+    "read_size",
     "whole",
     "write_file",
 ]
@@ -34,7 +41,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
         except ValueError:
             value = least - 1
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {least:,} to {most:,}, got {text!r}")
+            raise ArgumentTypeError(f"expected a whole number from {least:,} to {most:,}, got {text!r}")
         return value
 
     return read
@@ -43,18 +50,6 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 def listed(read: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
     """A reader of comma-separated values, each read by ``read``; duplicates are dropped."""
     return lambda text: tuple(dict.fromkeys(read(part) for part in text.split(",")))
-
-
-def checked(read: Callable[[str], _T]) -> Callable[[str], _T]:
-    """The same reader, with a ValueError's message shown by argparse."""
-
-    def checked_read(text: str) -> _T:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return checked_read
 
 
 def number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], float]:
@@ -71,7 +66,7 @@ def number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], f
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and accepts(value)):
-            raise ValueError(f"expected {expected}, got {text!r}")
+            raise ArgumentTypeError(f"expected {expected}, got {text!r}")
         return value
 
     return read
@@ -81,20 +76,33 @@ def named(text: str, names: Collection[str], read: Callable[[str], _T]) -> dict[
     """Read comma-separated ``name=value`` pairs.
 
     Raises:
-        ValueError: a name is unknown or repeated, or ``read`` raised it.
+        ArgumentTypeError: a name is unknown or repeated, or ``read`` raised it.
     """
     found: dict[str, _T] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         if name not in names:
-            raise ValueError(f"expected one of {', '.join(names)}, got {name!r}")
+            raise ArgumentTypeError(f"expected one of {', '.join(names)}, got {name!r}")
         if name in found:
-            raise ValueError(f"{name}: expected once, got it twice")
+            raise ArgumentTypeError(f"{name}: expected once, got it twice")
         try:
             found[name] = read(value)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        except ArgumentTypeError as error:
+            raise ArgumentTypeError(f"{name}: {error}") from None
     return found
+
+
+def read_size(text: str) -> int:
+    """``4GiB`` as bytes.
+
+    Raises:
+        ArgumentTypeError: it is no size.
+    """
+    try:
+        size: int = TypeAdapter(MemorySize).validate_python(text.strip())
+        return size
+    except ValidationError:
+        raise ArgumentTypeError(f"expected a size such as 4GiB or 512MiB, got {text!r}") from None
 
 
 def add_report_options(command: argparse.ArgumentParser, page: str) -> None:
@@ -106,6 +114,32 @@ def add_report_options(command: argparse.ArgumentParser, page: str) -> None:
     """
     command.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
     command.add_argument("--html", type=Path, metavar="FILE", help=f"write {page}; needs headwater[reports]")
+
+
+def add_set_option(command: argparse.ArgumentParser) -> None:
+    """Add ``--set``, which `config_flags` reads."""
+    command.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", dest="fields",
+        help="set any field of the configuration, such as deployments.text.timeout_s=5; may be repeated",
+    )  # fmt: skip
+
+
+def config_flags(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the configuration that the command line sets, by dotted path.
+
+    Raises:
+        ConfigError: a value of ``--set`` is wrong.
+    """
+    flags: dict[str, Any] = {}
+    for pair in options.fields:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise ConfigError(f"flag --set: expected FIELD=VALUE, got {pair!r}")
+        flags[name] = Unparsed(value)
+    for name in ("host", "port", "workers"):
+        if getattr(options, name, None) is not None:
+            flags[f"server.{name}"] = getattr(options, name)
+    return flags
 
 
 def check_writable(option: str, path: Path | None) -> None:

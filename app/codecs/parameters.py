@@ -106,8 +106,7 @@ class RequestParameters:
     """
 
     def __init__(self, signature: Signature, *, binary: bool) -> None:
-        # `declared` checks the declaration on each call; once is enough.
-        self._declared: dict[str, Parameter] = {spec.name: spec.declared() for spec in signature.parameters}
+        self._declared = {parameter.name: parameter for parameter in signature.parameters}
         self._defaults: dict[str, dict[str, Scalar]] = {"batch": {}, "row": {}}
         for name, parameter in self._declared.items():
             self._defaults[parameter.per][name] = parameter.default

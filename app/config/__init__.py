@@ -1,1 +1,1 @@
-"""What a server is told to do: the configuration's schema and what is laid over it."""
+"""The configuration: its schema, and the overlays of loads and reloads."""

@@ -42,12 +42,10 @@ def parse_overlay(text: object) -> dict[str, Any]:
 
 
 def check_allowed(config: Config, name: str, fields: dict[str, Any]) -> None:
-    """Check that the server's ``allow_load`` permits these fields for this deployment.
+    """Check that ``allow_load`` permits to merge these fields into a deployment's section.
 
     Args:
         config: the configuration that the server was started with.
-        name: the deployment's name.
-        fields: the fields to merge into its section.
 
     Raises:
         Forbidden: they are not permitted.
@@ -82,10 +80,8 @@ def lay_over(first: Config, now: Config, name: str, fields: dict[str, Any]) -> C
     Sections are merged, other values replaced; null restores a field's default.
 
     Args:
-        first: the configuration that the server was started with; the fields are merged into its section.
+        first: the configuration that the server was started with, whose section gets the fields, if it has one.
         now: the present configuration, for all other deployments.
-        name: the deployment's name; one that ``first`` lacks gets these fields only.
-        fields: from `parse_overlay`.
 
     Raises:
         BadRequest: a field is invalid; the message is as for a file.
@@ -104,7 +100,7 @@ def lay_over(first: Config, now: Config, name: str, fields: dict[str, Any]) -> C
 
 def _given(section: Section) -> dict[str, Any]:
     """The fields set in a section; sections within it stay objects."""
-    return {name: getattr(section, name) for name in type(section).model_fields if name in section.model_fields_set}
+    return {name: value for name, value in section if name in section.model_fields_set}
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

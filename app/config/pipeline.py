@@ -6,89 +6,64 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, field_validator, model_validator
+from pydantic import Field, TypeAdapter, field_validator
 
-from app.config.sections import (
-    Batching,
-    Device,
-    Environment,
-    Faults,
-    Instances,
-    MemorySize,
-    ModelReference,
-    PositiveSeconds,
-    PythonPath,
-    Replicas,
-    Scaling,
-    Section,
-    Threads,
-    WarmupBatchSizes,
-)
+from app.config import sections
+from app.config.sections import Section
 from inference.errors import DeclarationError
+from inference.model import Embedding
 from inference.pipeline import INPUT, PipelineSpec, StepSpec, check_names
 from inference.reference import is_language_model
-from inference.signature import EmbeddingSpec
 
 __all__ = ["EmbeddingMap", "Pipeline", "Step"]
 
 TRUNK = "trunk"
 
+_STEP_FIELDS = {"model", "deployment", "options", "inputs", "timeout_s", "on_error"}
+"""Fields of a step that are not settings of its own replicas."""
 _STEP_NAME = re.compile(r"[A-Za-z0-9_-]{1,50}\Z")
 
 
 class Step(Section):
     """One step: a model of its own, or another deployment of the configuration."""
 
-    model: ModelReference | None = None
+    model: sections.ModelReference | None = None
     deployment: str | None = None
     """The name of another deployment, whose replicas are shared (placement ``graph`` only)."""
     options: dict[str, Any] = Field(default_factory=dict)
     inputs: dict[str, str] = Field(default_factory=dict)
     """Sources of inputs: ``STEP.OUTPUT``, or ``input.NAME`` for the pipeline's own. Others are matched by name."""
-    timeout_s: PositiveSeconds | None = None
+    timeout_s: sections.PositiveSeconds | None = None
     """A head's deadline, counted like the request's."""
     on_error: Literal["fail", "omit"] = "fail"
     """Whether a head's failure fails the request, or omits the head's outputs and reports it."""
 
     # For a step with its own model in placement `graph`; the defaults are the pipeline's deployment's.
-    batching: Batching | None = None
-    replicas: Replicas | None = None
-    scaling: Scaling | None = None
-    device: Device | None = None
-    memory: MemorySize | None = None
-    instances: Instances | None = None
-    threads: Threads | None = None
-    environment: Environment | None = None
-    warmup_batch_sizes: WarmupBatchSizes | None = None
-    load_timeout_s: PositiveSeconds | None = None
-    max_compute_s: PositiveSeconds | None = None
-    python: PythonPath | None = None
+    batching: sections.Batching | None = None
+    replicas: sections.Replicas | None = None
+    scaling: sections.Scaling | None = None
+    device: sections.Device | None = None
+    memory: sections.MemorySize | None = None
+    instances: sections.Instances | None = None
+    threads: sections.Threads | None = None
+    environment: sections.Environment | None = None
+    warmup_batch_sizes: sections.WarmupBatchSizes | None = None
+    load_timeout_s: sections.PositiveSeconds | None = None
+    max_compute_s: sections.PositiveSeconds | None = None
+    python: sections.PythonPath | None = None
 
-    @model_validator(mode="after")
-    def _check_what(self) -> Step:
-        faults: list[str] = []
+    def _faults(self) -> Iterator[str]:
         if (self.model is None) == (self.deployment is None):
-            faults.append("expected either `model` or `deployment`")
+            yield "expected either `model` or `deployment`"
         if self.model is not None and is_language_model(self.model):
-            faults.append(
-                f"model: a language model can't be a step, got {self.model!r}; serve it as a deployment of its own"
-            )
+            yield f"model: a language model can't be a step, got {self.model!r}; serve it as a deployment of its own"
         if self.deployment is not None and (self.options or self.own_settings()):
-            names = ", ".join(
-                f"`{name}`" for name in ("options", *self.own_settings()) if name in self.model_fields_set
-            )
-            faults.append(f"{names}: expected in the deployment `{self.deployment}`, not in the step")
-        if faults:
-            raise Faults(faults)
-        return self
+            names = [f"`{name}`" for name in ("options", *self.own_settings()) if name in self.model_fields_set]
+            yield f"{', '.join(names)}: expected in the deployment `{self.deployment}`, not in the step"
 
     def own_settings(self) -> dict[str, Any]:
         """The settings of its own replicas."""
-        names = (
-            "batching", "replicas", "scaling", "device", "memory", "instances", "threads", "environment",
-            "warmup_batch_sizes", "load_timeout_s", "max_compute_s", "python",
-        )  # fmt: skip
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {name: value for name, value in self if name not in _STEP_FIELDS and value is not None}
 
 
 class EmbeddingMap(Section):
@@ -127,22 +102,20 @@ class Pipeline(Section):
             return _NAMES.validate_python(value)
         raise ValueError("expected steps by name with `trunk`, or a list of names with `steps`")
 
-    @model_validator(mode="after")
-    def _check_form(self) -> Pipeline:
+    def _faults(self) -> Iterator[str]:
         if (self.trunk is None) == (self.steps is None):
-            raise ValueError("expected either `trunk` and `heads`, or `steps` and `heads`")
-        if self.trunk is not None and not isinstance(self.heads, dict):
-            raise ValueError("heads: expected steps by name with `trunk`, got a list of names")
-        if self.steps is not None and isinstance(self.heads, dict):
-            raise ValueError("heads: expected a list of names with `steps`, got steps")
-        faults = [fault for name, step in self.all_steps().items() for fault in self._step_faults(name, step)]
-        try:
-            check_names(self.spec())
-        except DeclarationError as error:
-            faults += error.args
-        if faults:
-            raise Faults(faults)
-        return self
+            yield "expected either `trunk` and `heads`, or `steps` and `heads`"
+        elif self.trunk is not None and not isinstance(self.heads, dict):
+            yield "heads: expected steps by name with `trunk`, got a list of names"
+        elif self.steps is not None and isinstance(self.heads, dict):
+            yield "heads: expected a list of names with `steps`, got steps"
+        else:
+            for name, step in self.all_steps().items():
+                yield from self._step_faults(name, step)
+            try:
+                check_names(self.spec())
+            except DeclarationError as error:
+                yield from error.args
 
     def _step_faults(self, name: str, step: Step) -> Iterator[str]:
         if not _STEP_NAME.match(name) or name == INPUT:
@@ -192,7 +165,5 @@ class Pipeline(Section):
             heads=tuple(self.heads),
             placement=self.placement,
             trunk=TRUNK if self.trunk is not None else None,
-            embedding=None
-            if self.embedding is None
-            else EmbeddingSpec(self.embedding.input, self.embedding.output, self.embedding.tokens),
+            embedding=Embedding(**self.embedding.model_dump()) if self.embedding is not None else None,
         )

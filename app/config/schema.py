@@ -6,37 +6,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from app.config import sections
 from app.config.pipeline import Pipeline
-from app.config.sections import (
-    AllowLoad,
-    Batching,
-    Device,
-    Environment,
-    Faults,
-    Instances,
-    LogFormat,
-    MemoryLimit,
-    MemorySize,
-    ModelReference,
-    PositiveInt,
-    PositiveSeconds,
-    PythonPath,
-    ReplicaBounds,
-    Replicas,
-    Scaling,
-    Section,
-    SecuritySection,
-    Strategy,
-    Threads,
-    TlsSection,
-    TracingSection,
-    WarmupBatchSizes,
-)
+from app.config.sections import Faults, ReplicaBounds, Section
 from app.errors import ConfigError
 from inference.errors import did_you_mean
 from inference.reference import is_language_model
@@ -45,7 +22,6 @@ __all__ = [
     "DEFAULT_MEMORY_PART",
     "FORMER_FIELDS",
     "PLACEHOLDER",
-    "Batching",
     "Config",
     "Deployment",
     "InvalidConfig",
@@ -86,70 +62,64 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
 class Deployment(Section):
     """One served name."""
 
-    model: ModelReference | None = None
+    model: sections.ModelReference | None = None
     """``module:Class`` of an `inference.Model`, ``onnx:PATH`` of an ONNX file, ``lm:PATH`` or ``lm:PACKAGE:PATH`` of a
     language model's folder. Either this or ``pipeline``."""
     pipeline: Pipeline | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class's constructor, or of a language model's engine."""
-    batching: Batching = Field(default_factory=Batching)
-    timeout_s: PositiveSeconds = 30
+    batching: sections.Batching = Field(default_factory=sections.Batching)
+    timeout_s: sections.PositiveSeconds = 30
     """A request's deadline, queueing included; a request may ask for less."""
-    replicas: Replicas = ReplicaBounds(min=1, max=1)
+    replicas: sections.Replicas = ReplicaBounds(min=1, max=1)
     """A number, or ``{min, max}`` to scale with load; see ``scaling``."""
-    scaling: Scaling = Field(default_factory=Scaling)
-    device: Device = "auto"
+    scaling: sections.Scaling = Field(default_factory=sections.Scaling)
+    device: sections.Device = "auto"
     """``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the first GPU if there is one. Or several, such as
     ``[cuda:0, cuda:1]``, over which its replicas are placed."""
-    memory: MemorySize | None = None
+    memory: sections.MemorySize | None = None
     """The most that one replica uses of its device's memory; default: as measured on its replicas."""
-    instances: Instances = 1
+    instances: sections.Instances = 1
     """Threads in each replica that compute at once, on one copy of the model, which must be thread-safe."""
-    threads: Threads | None = None
+    threads: sections.Threads | None = None
     """Threads of torch and its math libraries; default: the machine's cores."""
-    environment: Environment = Field(default_factory=dict)
+    environment: sections.Environment = Field(default_factory=dict)
     """Variables that the replica gets besides the supervisor's own."""
-    warmup_batch_sizes: WarmupBatchSizes | None = None
+    warmup_batch_sizes: sections.WarmupBatchSizes | None = None
     """Batch sizes to warm up; default: powers of two up to ``max_batch_size``. Empty: no warm-up."""
-    load_timeout_s: PositiveSeconds = 600
+    load_timeout_s: sections.PositiveSeconds = 600
     """How long a replica may take from its start to ready."""
-    max_compute_s: PositiveSeconds | None = None
+    max_compute_s: sections.PositiveSeconds | None = None
     """How long one call of the user's code, or one step of a stream, may take before the replica counts as hanging and
     is replaced. Default: no limit."""
-    max_crashes: PositiveInt = 10
+    max_crashes: sections.PositiveInt = 10
     """After so many losses of replicas that served, within five minutes, none is started any more."""
     quarantine_s: Annotated[float, Field(ge=0, le=86_400)] = 600
     """For how long a request that took two replicas down is refused; 0: never refused."""
-    drain_timeout_s: PositiveSeconds = 30
+    drain_timeout_s: sections.PositiveSeconds = 30
     """How long requests in flight may take to finish when the deployment is unloaded or reloaded."""
-    strategy: Strategy = "beside"
+    strategy: Literal["beside", "recreate"] = "beside"
     """How to reload: ``beside`` starts the new replicas while the old ones serve; ``recreate`` starts them after the
     old ones have ended, for memory that holds only one set."""
-    python: PythonPath | None = None
+    python: sections.PythonPath | None = None
     """The Python interpreter for the replicas, with PyTriton installed; default: Headwater's own."""
-
-    @model_validator(mode="after")
-    def _check_what(self) -> Deployment:
-        if faults := list(self._faults()):
-            raise Faults(faults)
-        return self
 
     def _faults(self) -> Iterator[str]:
         if (self.model is None) == (self.pipeline is None):
             yield "expected either `model` or `pipeline`"
         if self.pipeline is not None and self.options:
             yield "options: expected in the pipeline's steps, each of which has its own"
-        if self.instances > 1 and self.pipeline is not None and self.pipeline.placement == "fused":
+        if self.instances > 1 and self.pipeline is not None and not self.is_graph:
             yield (
                 "instances: expected 1 for a fused pipeline, which computes one batch at a time, got "
                 f"{self.instances}; raise `replicas`"
             )
-        if self.instances > 1 and is_language_model(self.model or ""):
+        if self.instances > 1 and self.is_language_model:
             yield (
                 "instances: expected 1 for a language model, whose engine computes all sequences together, got "
                 f"{self.instances}; raise `replicas`"
             )
-        if self.max_compute_s is not None and is_language_model(self.model or ""):
+        if self.max_compute_s is not None and self.is_language_model:
             yield (
                 "max_compute_s: expected none for a language model, whose engine's steps are bounded by "
                 f"`options.max_step_s`, got {self.max_compute_s:g}"
@@ -165,6 +135,16 @@ class Deployment(Section):
         return max(self.batching.max_in_flight, self.instances + 1)
 
     @property
+    def is_graph(self) -> bool:
+        """Whether it is a pipeline whose steps are deployments of their own."""
+        return self.pipeline is not None and self.pipeline.placement == "graph"
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether it is a language model."""
+        return is_language_model(self.model or "")
+
+    @property
     def placements(self) -> tuple[str, ...]:
         """The devices that its replicas may be placed on."""
         return (self.device,) if isinstance(self.device, str) else self.device
@@ -178,6 +158,14 @@ class Deployment(Section):
             own["environment"] = {**self.environment, **own["environment"]}
         return self.model_copy(update={"model": step.model, "pipeline": None, "options": step.options, **own})
 
+    def with_replicas(self, name: str) -> dict[str, Deployment]:
+        """What has replicas of its own under this deployment's name: itself, or a graph's steps with their own models,
+        each named ``PIPELINE.STEP``."""
+        if self.pipeline is None or not self.is_graph:
+            return {name: self}
+        steps = self.pipeline.all_steps().items()
+        return {f"{name}.{step_name}": self.step(step_name) for step_name, step in steps if step.deployment is None}
+
 
 class Server(Section):
     """The gateway and the supervisor."""
@@ -189,7 +177,7 @@ class Server(Section):
     """Gateway processes. Limits in this file are totals; each worker has an equal share."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
     """Client connections. Beyond this, a new one replaces the one that has been idle longest, if any is idle."""
-    tls: TlsSection | None = None
+    tls: sections.TlsSection | None = None
     """The certificate and private key for HTTPS; default: HTTP."""
     max_body_bytes: Annotated[int, Field(ge=1_000)] = 64 * 1024 * 1024
     """Size of a request's body, also after decompression."""
@@ -197,29 +185,29 @@ class Server(Section):
     """Rows that may wait over all deployments, each of which is guaranteed an equal part."""
     max_queue_bytes: Annotated[int, Field(ge=1_000)] = 1024 * 1024 * 1024
     """Likewise, of the tensors of requests that wait."""
-    client_timeout_s: PositiveSeconds = 30
+    client_timeout_s: sections.PositiveSeconds = 30
     """How long a client may keep the server waiting: a request's head and its body each may take so long to arrive, and
     a stream waits so long for a client that doesn't read; then it is cut off."""
-    shutdown_timeout_s: PositiveSeconds = 30
+    shutdown_timeout_s: sections.PositiveSeconds = 30
     """How long requests in flight may take to finish after SIGTERM."""
     runtime_dir: Path | None = None
     """Where Headwater creates its folder for sockets, workspaces and temporary files. The file system must allow
     execution. Default: the system's folder for temporary files."""
     access_log: bool = True
-    log_format: LogFormat = "auto"
+    log_format: sections.LogFormat = "auto"
     """``human``, ``json``, or ``auto``: text on a terminal, JSON otherwise."""
     log_payloads: bool = False
     """Whether to log error messages in full that may quote a client's data or a callable's message."""
-    tracing: TracingSection | None = None
+    tracing: sections.TracingSection | None = None
     """Sends a trace of each request to an OpenTelemetry collector; needs the extra ``otel``."""
     metrics: bool = True
     """Whether to serve ``GET /metrics``."""
     ui: bool = True
     """Whether the status page and the playground are there, at ``/``."""
-    memory_limit: MemoryLimit = DEFAULT_MEMORY_PART
+    memory_limit: sections.MemoryLimit = DEFAULT_MEMORY_PART
     """What replicas may take together: a part of the memory of the machine, and of each GPU; or so many bytes of the
     machine's, and the default part of each GPU's."""
-    allow_load: AllowLoad = "settings"
+    allow_load: Literal["settings", "any", "never"] = "settings"
     """What a load or reload may bring: ``settings``, fields that choose no code, for models that the configuration
     names; ``any``, everything, for any model; ``never``, nothing."""
 
@@ -228,7 +216,7 @@ class Config(Section):
     """The whole configuration."""
 
     server: Server = Field(default_factory=Server)
-    security: SecuritySection = Field(default_factory=SecuritySection)
+    security: sections.SecuritySection = Field(default_factory=sections.SecuritySection)
     deployments: Annotated[dict[str, Deployment], Field(min_length=1)]
 
     @field_validator("deployments")
@@ -246,7 +234,7 @@ class Config(Section):
         found = {
             name: list(self._step_faults(name, one, one.pipeline))
             for name, one in self.deployments.items()
-            if one.pipeline is not None and one.pipeline.placement == "graph"
+            if one.pipeline is not None and one.is_graph
         }
         if any(found.values()):
             messages = [message for faults in found.values() for message in faults]
@@ -277,21 +265,14 @@ class Config(Section):
                     f"{where}: expected a deployment of one model, got the pipeline `{step.deployment}`; name its "
                     "steps here instead"
                 )
-            elif is_language_model(other.model or ""):
+            elif other.is_language_model:
                 yield f"{where}: a language model can't be a step, got the deployment `{step.deployment}`"
 
     def all_deployments(self) -> dict[str, Deployment]:
-        """The deployments that have replicas of their own. A pipeline in placement ``graph`` is replaced by its steps,
-        each named ``PIPELINE.STEP``."""
+        """The deployments that have replicas of their own; see `Deployment.with_replicas`."""
         found: dict[str, Deployment] = {}
         for name, deployment in self.deployments.items():
-            pipeline = deployment.pipeline
-            if pipeline is None or pipeline.placement == "fused":
-                found[name] = deployment
-                continue
-            for step_name, step in pipeline.all_steps().items():
-                if step.deployment is None:
-                    found[f"{name}.{step_name}"] = deployment.step(step_name)
+            found.update(deployment.with_replicas(name))
         return found
 
 
@@ -322,10 +303,7 @@ def load_config(path: Path, *, environment: Mapping[str, str] | None = None, fla
 def load_what(what: str, *, flags: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
     """Read the configuration that a command names: a YAML file, or one model such as ``my.models:Scale``.
 
-    Returns the configuration, and the folders that come first on the replicas' ``sys.path``.
-
-    Raises:
-        ConfigError: as `load_config`.
+    Returns the configuration, and the folders that come first on the replicas' ``sys.path``. Raises as `load_config`.
     """
     here = os.getcwd()
     if is_model_reference(what):
@@ -378,11 +356,7 @@ class Unparsed(str):
 
 
 def read_config(
-    content: object,
-    *,
-    source: str,
-    environment: Mapping[str, str] | None = None,
-    flags: Mapping[str, Any],
+    content: object, *, source: str, environment: Mapping[str, str] | None = None, flags: Mapping[str, Any]
 ) -> Config:
     """Check a parsed configuration, overridden by the environment and the flags.
 
@@ -425,13 +399,10 @@ def read_config(
 
 
 class InvalidConfig(ConfigError):
-    """Fields of a configuration are invalid.
+    """Fields of a configuration are invalid; each problem names its field.
 
-    Args:
-        source: the configuration's source.
-        problems: the problems, each of which names its field.
-        rest: a configuration of the valid deployments and sections, if they make one; if no deployment is valid, it has
-            one of `PLACEHOLDER`.
+    ``rest`` is a configuration of the valid deployments and sections, if they make one; if no deployment is valid, it
+    has one of `PLACEHOLDER`.
     """
 
     def __init__(self, source: str, problems: Sequence[str], rest: Config | None) -> None:
@@ -464,10 +435,7 @@ def _copy(value: Any) -> Any:
 
 
 def _set(tree: dict[str, Any], path: list[str], value: object, *, where: str) -> tuple[str, ...]:
-    """Set a nested field.
-
-    Returns the field's path as it is in the tree.
-    """
+    """Set a nested field. Returns the field's path as it is in the tree."""
     matched = []
     for part in path[:-1]:
         part = _match(tree, part, where=where)

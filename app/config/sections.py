@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from inference.reference import is_language_model, parse_reference
 
 __all__ = [
-    "AllowLoad",
     "Batching",
     "Device",
     "Environment",
@@ -24,27 +23,20 @@ __all__ = [
     "ModelReference",
     "PositiveInt",
     "PositiveSeconds",
-    "PriorityWeights",
     "PythonPath",
     "ReplicaBounds",
     "Replicas",
     "Scaling",
     "Section",
     "SecuritySection",
-    "Strategy",
     "Threads",
     "TlsSection",
     "TracingSection",
     "WarmupBatchSizes",
-    "check_model_reference",
 ]
 
-
 LogFormat = Literal["auto", "human", "json"]
-
-
 MAX_REPLICAS = 64
-
 _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 
 
@@ -52,6 +44,16 @@ class Section(BaseModel):
     """A part of the configuration: immutable, and without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="after")
+    def _check(self) -> Section:
+        if faults := list(self._faults()):
+            raise Faults(faults)
+        return self
+
+    def _faults(self) -> Iterable[str]:
+        """Messages about fields that don't fit together."""
+        return ()
 
 
 class Faults(ValueError):
@@ -71,12 +73,8 @@ class Faults(ValueError):
         return "; ".join(map(str, self.args))
 
 
-def check_model_reference(value: str) -> str:
-    """Check that a text is ``module:Class``, ``onnx:PATH``, ``lm:PATH`` or ``lm:PACKAGE:PATH``.
-
-    Raises:
-        ValueError: the text is none of these.
-    """
+def _check_model_reference(value: str) -> str:
+    """Check that a text is ``module:Class``, ``onnx:PATH``, ``lm:PATH`` or ``lm:PACKAGE:PATH``."""
     if is_language_model(value):
         parse_reference(value)
     elif value.startswith("onnx:"):
@@ -91,9 +89,7 @@ def check_model_reference(value: str) -> str:
 
 
 def _read_device(value: object) -> str | tuple[str, ...]:
-    if isinstance(value, str):
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
-            raise ValueError("expected auto, cpu, cuda or cuda:N, or a list such as [cuda:0, cuda:1]")
+    if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
         return value
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError("expected auto, cpu, cuda or cuda:N, or a list such as [cuda:0, cuda:1]")
@@ -106,7 +102,6 @@ def _read_device(value: object) -> str | tuple[str, ...]:
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?)?B?\Z")
-
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -145,41 +140,20 @@ def _stringify(value: object) -> object:
     return value
 
 
-def _expand(value: Any) -> Any:
-    return Path(value).expanduser() if isinstance(value, str) else value
-
-
 PositiveInt = Annotated[int, Field(ge=1)]
-
 PositiveSeconds = Annotated[float, Field(gt=0, le=86_400)]
-
 Instances = Annotated[int, Field(ge=1, le=64)]
-
 MemoryLimit = Annotated[float | int, PlainValidator(_read_limit)]
 """A part, which is a float up to 1, or bytes."""
-
 MemorySize = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]
-
 Threads = Annotated[int, Field(ge=1, le=1024)]
-
-ModelReference = Annotated[str, AfterValidator(check_model_reference)]
-
+ModelReference = Annotated[str, AfterValidator(_check_model_reference)]
 Device = Annotated[str | tuple[str, ...], PlainValidator(_read_device)]
 """One, or several over which replicas are placed."""
-
 Environment = Annotated[dict[str, str], BeforeValidator(_stringify)]
-
-Strategy = Literal["beside", "recreate"]
-
-AllowLoad = Literal["settings", "any", "never"]
-
 WarmupBatchSizes = tuple[PositiveInt, ...]
-
-PriorityWeights = Annotated[
-    dict[Annotated[int, Field(ge=1, le=10)], Annotated[int, Field(ge=1, le=1_000_000)]], Field(min_length=1)
-]
-
-PythonPath = Annotated[Path, BeforeValidator(_expand)]
+_Weights = dict[Annotated[int, Field(ge=1, le=10)], Annotated[int, Field(ge=1, le=1_000_000)]]
+PythonPath = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
 class Batching(Section):
@@ -191,7 +165,7 @@ class Batching(Section):
     """How long rows may wait for more rows while a replica is idle."""
     max_queue_size: PositiveInt = 1024
     """Rows that may wait; more are refused with 429."""
-    priority_weights: PriorityWeights | None = None
+    priority_weights: Annotated[_Weights, Field(min_length=1)] | None = None
     """Weights of classes of requests, by priority: the share of rows that each gets while all have rows waiting. A
     priority not named here belongs to the next less urgent class that is. Default: each priority is a class, with twice
     the weight of the next."""
@@ -224,11 +198,9 @@ class ReplicaBounds(Section):
     min: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
     max: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
 
-    @model_validator(mode="after")
-    def _check_order(self) -> ReplicaBounds:
+    def _faults(self) -> Iterator[str]:
         if self.min > self.max:
-            raise ValueError(f"expected min <= max, got min {self.min} and max {self.max}")
-        return self
+            yield f"expected min <= max, got min {self.min} and max {self.max}"
 
     @property
     def is_fixed(self) -> bool:
@@ -257,10 +229,6 @@ class Scaling(Section):
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:\d{1,5})?\Z|https?://\[[0-9a-f:.]+\](:\d{1,5})?\Z")
 
 
-def _expanded(value: object) -> object:
-    return Path(value).expanduser() if isinstance(value, str) else value
-
-
 def _check_origin(value: str) -> str:
     if value != "*" and not _ORIGIN.match(value):
         raise ValueError("expected an origin such as https://app.example or http://localhost:3000, in lower case "
@@ -268,9 +236,8 @@ def _check_origin(value: str) -> str:
     return value
 
 
-OwnPath = Annotated[Path, BeforeValidator(_expanded), AfterValidator(Path.absolute)]
+OwnPath = Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(Path.absolute)]
 """A path made absolute: a relative one starts where Headwater was started, but gateway workers run elsewhere."""
-
 Origin = Annotated[str, AfterValidator(_check_origin)]
 
 

@@ -8,18 +8,10 @@ import msgspec
 
 from app.control.load import LoadReport
 from app.control.routing import RoutingTable
-from app.errors import Unavailable
 
 __all__ = ["Command", "CommandAnswer", "Drain", "Drained", "WorkerSettings"]
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
-LOAD_FRESH_S: Final = 3.0
-"""A load report older than this is ignored."""
-DRAIN_GRACE_S: Final = 5.0
-"""How much longer than a drain's timeout a worker's answer may take."""
-
-CANCEL_TIMEOUT_S: Final = 3.0
-"""How long a worker may take to say what it cancelled."""
 
 
 class Command(msgspec.Struct, frozen=True, tag="command"):
@@ -41,10 +33,8 @@ class CommandAnswer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Asks a worker to answer once nothing of a deployment is in flight in it.
-
-    It follows the routing table that stops new requests.
-    """
+    """Asks a worker to answer once nothing of a deployment is in flight in it; it follows the routing table that stops
+    new requests."""
 
     id: int
     model: str
@@ -55,7 +45,7 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
-    """Answers a `Drain`: nothing is in flight any more."""
+    """Answers a `Drain`: nothing is in flight now."""
 
     drained: int = 0
     """Requests answered in the meantime."""
@@ -100,16 +90,12 @@ class CancelCount(msgspec.Struct, frozen=True, tag="cancel_count"):
 
 
 DOWNWARD: Final = msgspec.json.Decoder(RoutingTable | Drain | CommandAnswer | Ping | Quarantined | Cancel | CancelCount)
-
-UPWARD: Final = msgspec.json.Decoder(Command | Drained | Pong | Quarantined | LoadReport | Cancel | CancelCount)
+Upward = Command | Drained | Pong | Quarantined | LoadReport | Cancel | CancelCount
+UPWARD: Final = msgspec.json.Decoder(Upward)
 
 
 def encode_line(message: msgspec.Struct) -> bytes:
     return msgspec.json.encode(message) + b"\n"
-
-
-def supervisor_gone() -> Unavailable:
-    return Unavailable("the supervisor is gone: the server is stopping")
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):

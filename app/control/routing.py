@@ -25,9 +25,9 @@ class State(str, enum.Enum):
     DRAINING = "DRAINING"
     """The deployment is being unloaded: new requests are refused, those in flight are still answered."""
     UNLOADING = "UNLOADING"
-    """Nothing is in flight any more; the replicas are ending."""
+    """Nothing is in flight; the replicas are ending."""
     UNAVAILABLE = "UNAVAILABLE"
-    """No replica is ready any more: a new one is starting, or an operator unloaded the deployment."""
+    """No replica is ready: a new one is starting, or an operator unloaded the deployment."""
     FAILED = "FAILED"
     """The deployment could not be loaded, or unloading left something behind; only an operator can fix that."""
 
@@ -57,7 +57,7 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     signature: Signature | None = None
     """Known once a replica has been ready."""
     replicas: tuple[ReplicaRoute, ...] = ()
-    """Those ready."""
+    """Those that are ready."""
     max_queue_size: int = 1024
     """In rows; this worker's share."""
     priority_weights: dict[int, int] = {}
@@ -102,7 +102,7 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     """Grows with each load and reload, which lift the quarantine and load a language model's tokenizer and chat
     template anew."""
     failure: str = ""
-    """What clients are told instead of the reason, if a start has failed and none succeeded since."""
+    """What clients see instead of the reason, if a start has failed and none succeeded since."""
 
     @property
     def cause(self) -> str:

@@ -1,10 +1,10 @@
 """The supervisor's end of the control socket, which has one JSON message per line.
 
-Downwards: `RoutingTable`, whole, whenever anything changes; `Drain`, answered by a worker's `Drained`; and a worker's
-`Command`, answered by a `CommandAnswer`. Any number of each may be under way; a message's ``id`` tells which answer is
-whose. A `Ping` is answered by a `Pong`. What one worker says is `Quarantined`, the others are told. What one
-worker asks to `Cancel`, the others cancel, and the one gets the sum of their `CancelCount`. The connection's end tells
-the supervisor that a worker is gone, and with it all that was in flight there; and a worker that its supervisor is.
+Downwards go the whole `RoutingTable` whenever anything changes, a `Drain`, which a worker answers with `Drained`, and
+a `CommandAnswer` for each `Command` of a worker. Any number of each may be under way; a message's ``id`` tells which
+answer belongs to it. A `Ping` is answered by a `Pong`. A worker's `Quarantined` is forwarded to the other workers. So
+is a `Cancel`, whose sender gets the sum of their `CancelCount`. The end of the connection tells either side that the
+other is gone; with a worker goes all that was in flight there.
 """
 
 from __future__ import annotations
@@ -16,35 +16,45 @@ import logging
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
+from app.control import messages
 from app.control.load import LoadReport
-from app.control.messages import (
-    CANCEL_TIMEOUT_S,
-    DRAIN_GRACE_S,
-    LOAD_FRESH_S,
-    MAX_MESSAGE_BYTES,
-    UPWARD,
-    Cancel,
-    CancelCount,
-    Command,
-    CommandAnswer,
-    Drain,
-    Drained,
-    Ping,
-    Pong,
-    Quarantined,
-    encode_line,
-)
+from app.control.messages import Cancel, CancelCount, Command, CommandAnswer, Drain, Drained, Upward, encode_line
 from app.control.routing import RoutingTable
 
 __all__ = ["ControlServer"]
 
 logger = logging.getLogger("headwater")
+
+LOAD_FRESH_S: Final = 3.0
+"""A load report older than this is ignored."""
+DRAIN_GRACE_S: Final = 5.0
+"""How much longer than a drain's timeout a worker's answer may take."""
+CANCEL_TIMEOUT_S: Final = 3.0
+"""How long a worker may take to report what it cancelled."""
 _CREDENTIALS: Final = struct.Struct("3i")
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A gateway worker that is connected."""
+
+    writer: asyncio.StreamWriter
+    pid: int
+    unanswered: int = 0
+    """The number of consecutive unanswered pings."""
+    load: tuple[float, LoadReport] | None = None
+    """The last report, and its time."""
+    asked: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    """Answers that are awaited, by the message's id; None as an answer: the worker has ended."""
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.writer.write(encode_line(message))
 
 
 class ControlServer:
@@ -57,69 +67,46 @@ class ControlServer:
     def __init__(self, on_command: Callable[[Command], Awaitable[CommandAnswer]] | None = None) -> None:
         self._on_command = on_command
         self._table = RoutingTable()
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._pids: dict[asyncio.StreamWriter, int] = {}
-        self._unanswered: dict[asyncio.StreamWriter, int] = {}
-        """The number of consecutive unanswered pings."""
-        self._loads: dict[asyncio.StreamWriter, tuple[float, LoadReport]] = {}
-        """Each worker's last report, and its time."""
-        self._drains: dict[int, tuple[asyncio.StreamWriter, asyncio.Future[Drained]]] = {}
-        self._cancels: dict[int, tuple[asyncio.StreamWriter, asyncio.Future[int]]] = {}
+        self._workers: set[_Worker] = set()
         self._numbers = itertools.count()
         self._commands: set[asyncio.Task[None]] = set()
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, path: Path) -> None:
         """Listen on a unix socket; its folder must be closed to others (0700)."""
-        self._server = await asyncio.start_unix_server(self._serve, path, limit=MAX_MESSAGE_BYTES)
+        self._server = await asyncio.start_unix_server(self._serve, path, limit=messages.MAX_MESSAGE_BYTES)
 
     def publish(self, table: RoutingTable) -> None:
         """Send the table to every worker, and to those that come later."""
         self._table = table
         line = encode_line(table)
-        for writer in self._writers:
-            writer.write(line)
+        for worker in self._workers:
+            worker.writer.write(line)
 
     async def drain(self, model: str, timeout_s: float, replicas: list[str] | None = None) -> Drained:
         """Wait until nothing of a deployment is in flight in any worker; see `Drain`.
 
         A worker that ends has nothing in flight, and one that connects later has accepted nothing.
         """
-        waiting = []
-        for writer in self._writers:
-            number = next(self._numbers)
-            future: asyncio.Future[Drained] = asyncio.get_running_loop().create_future()
-            self._drains[number] = writer, future
-            waiting.append(future)
-            writer.write(encode_line(Drain(number, model, timeout_s, replicas)))
-        if not waiting:
-            return Drained()
-        done, late = await asyncio.wait(waiting, timeout=timeout_s + DRAIN_GRACE_S)
+        order = Drain(next(self._numbers), model, timeout_s, replicas)
+        answers, late = await self._ask(set(self._workers), order, timeout_s + DRAIN_GRACE_S)
         if late:
-            logger.error("%s: %d gateway workers did not report in time that they have drained", model, len(late))
-        for number, (_, future) in list(self._drains.items()):
-            if future in late:
-                del self._drains[number]
-        return sum((future.result() for future in done), Drained())
+            logger.error("%s: %d gateway workers did not report in time that they have drained", model, late)
+        return sum(answers, Drained())
 
     def loads(self) -> list[LoadReport]:
         """Each worker's last load report, unless it is older than `LOAD_FRESH_S`."""
         oldest_s = asyncio.get_running_loop().time() - LOAD_FRESH_S
-        return [report for when_s, report in self._loads.values() if when_s >= oldest_s]
+        return [one.load[1] for one in self._workers if one.load is not None and one.load[0] >= oldest_s]
 
     def ping(self) -> dict[int, int]:
-        """Ping every worker.
-
-        Returns:
-            By process id, the number of earlier consecutive pings that are unanswered.
-        """
+        """Ping every worker. Returns the number of earlier consecutive unanswered pings, by process id."""
         found: dict[int, int] = {}
-        for writer in self._writers:
-            unanswered = self._unanswered.get(writer, 0)
-            found[self._pids[writer]] = unanswered
-            self._unanswered[writer] = unanswered + 1
-            if not unanswered:
-                writer.write(encode_line(Ping()))
+        for worker in self._workers:
+            found[worker.pid] = worker.unanswered
+            if not worker.unanswered:
+                worker.send(messages.Ping())
+            worker.unanswered += 1
         return found
 
     async def finish(self) -> None:
@@ -131,69 +118,65 @@ class ControlServer:
         """Stop listening and end all connections."""
         if self._server is not None:
             self._server.close()
-        for writer in list(self._writers):
-            writer.close()
+        for worker in self._workers:
+            worker.writer.close()
         for task in self._commands:
             task.cancel()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        self._pids[writer] = _peer(writer)
+        worker = _Worker(writer, _peer(writer))
+        self._workers.add(worker)
         try:
-            writer.write(encode_line(self._table))
+            worker.send(self._table)
             while line := await reader.readline():
-                self._take(UPWARD.decode(line), writer)
+                self._take(messages.UPWARD.decode(line), worker)
         except ConnectionError:
             pass
         except (ValueError, msgspec.MsgspecError) as error:  # disconnected, the worker ends and is replaced
             logger.error("invalid message from a gateway worker: %s", error)
         finally:
-            self._writers.discard(writer)
-            self._unanswered.pop(writer, None)
-            del self._pids[writer]
-            self._loads.pop(writer, None)
-            for number, (other, future) in list(self._drains.items()):
-                if other is writer:
-                    del self._drains[number]
-                    future.set_result(Drained())
-            for cancelling, counted in self._cancels.values():
-                if cancelling is writer and not counted.done():
-                    counted.set_result(0)
+            self._workers.discard(worker)
+            for future in worker.asked.values():
+                if not future.done():
+                    future.set_result(None)
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
-    def _take(
-        self,
-        message: Command | Drained | Pong | Quarantined | LoadReport | Cancel | CancelCount,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    def _take(self, message: Upward, worker: _Worker) -> None:
         if isinstance(message, LoadReport):
-            self._loads[writer] = asyncio.get_running_loop().time(), message
-            return
-        if isinstance(message, Pong):
-            self._unanswered.pop(writer, None)
-            return
-        if isinstance(message, Quarantined):
-            for other in self._writers - {writer}:
-                other.write(encode_line(message))
-            return
-        if isinstance(message, Drained):
-            _, future = self._drains.pop(message.id, (None, None))
-            if future is not None:  # None: it came too late
+            worker.load = asyncio.get_running_loop().time(), message
+        elif isinstance(message, messages.Pong):
+            worker.unanswered = 0
+        elif isinstance(message, messages.Quarantined):
+            for other in self._workers - {worker}:
+                other.send(message)
+        elif isinstance(message, (Drained, CancelCount)):
+            future = worker.asked.get(message.id)
+            if future is not None and not future.done():  # None: the answer came too late
                 future.set_result(message)
-            return
-        if isinstance(message, CancelCount):
-            _, counted = self._cancels.get(message.id, (None, None))
-            if counted is not None and not counted.done():
-                counted.set_result(message.streams)
-            return
-        carry_out = self._cancel(message, writer) if isinstance(message, Cancel) else self._carry_out(message, writer)
-        task = asyncio.create_task(carry_out)
-        self._commands.add(task)
-        task.add_done_callback(self._commands.discard)
+        else:
+            work = self._cancel(message, worker) if isinstance(message, Cancel) else self._carry_out(message, worker)
+            task = asyncio.create_task(work)
+            self._commands.add(task)
+            task.add_done_callback(self._commands.discard)
 
-    async def _carry_out(self, command: Command, writer: asyncio.StreamWriter) -> None:
+    async def _ask(self, workers: set[_Worker], order: Drain | Cancel, timeout_s: float) -> tuple[list[Any], int]:
+        """Send an order. Returns the answers, and how many workers gave none in time; one that ends need not."""
+        futures = {worker: asyncio.get_running_loop().create_future() for worker in workers}
+        for worker, future in futures.items():
+            worker.asked[order.id] = future
+            worker.send(order)
+        try:
+            if futures:
+                await asyncio.wait(futures.values(), timeout=timeout_s)
+        finally:
+            for worker in futures:
+                del worker.asked[order.id]
+        done = [future.result() for future in futures.values() if future.done()]
+        return [answer for answer in done if answer is not None], len(futures) - len(done)
+
+    async def _carry_out(self, command: Command, worker: _Worker) -> None:
         try:
             if self._on_command is None:
                 raise RuntimeError("this server carries out no commands")
@@ -202,28 +185,17 @@ class ControlServer:
             logger.exception("%s: %s failed in the supervisor", command.model, command.action)
             text = f"model `{command.model}`: {command.action} failed in the supervisor; see its log"
             answer = CommandAnswer(command.id, 500, {"error": text})
-        if writer in self._writers:
-            writer.write(encode_line(answer))
+        if worker in self._workers:
+            worker.send(answer)
 
-    async def _cancel(self, order: Cancel, asking: asyncio.StreamWriter) -> None:
-        """Have all other workers cancel what one was asked to, and tell it how much that was."""
-        asked: dict[int, asyncio.Future[int]] = {}
-        for writer in self._writers - {asking}:
-            number = next(self._numbers)
-            asked[number] = asyncio.get_running_loop().create_future()
-            self._cancels[number] = writer, asked[number]
-            writer.write(encode_line(Cancel(number, order.request_id)))
-        try:
-            if asked:
-                await asyncio.wait(asked.values(), timeout=CANCEL_TIMEOUT_S)
-        finally:
-            for number in asked:
-                del self._cancels[number]
-        if late := sum(not counted.done() for counted in asked.values()):
-            logger.warning("%d gateway workers don't say what they cancelled", late)
-        if asking in self._writers:
-            streams = sum(counted.result() for counted in asked.values() if counted.done())
-            asking.write(encode_line(CancelCount(order.id, streams)))
+    async def _cancel(self, order: Cancel, asking: _Worker) -> None:
+        """Forward a worker's `Cancel` to all other workers, and answer it with how much they cancelled."""
+        forwarded = Cancel(next(self._numbers), order.request_id)
+        answers, late = await self._ask(self._workers - {asking}, forwarded, CANCEL_TIMEOUT_S)
+        if late:
+            logger.warning("%d gateway workers did not report in time what they cancelled", late)
+        if asking in self._workers:
+            asking.send(CancelCount(order.id, sum(answer.streams for answer in answers)))
 
 
 def _peer(writer: asyncio.StreamWriter) -> int:

@@ -1,35 +1,35 @@
-"""One call that is answered in frames: who wants which head of it, and the way of each piece to its requests."""
+"""One call that is answered in frames: which request wants which head, and the way of each piece to its requests."""
 
 from __future__ import annotations
 
 import itertools
-import math
+import time
 import uuid
 from collections.abc import Sequence
 
 from app.codecs.tensors import RawTensor, SlicedTensor
 from app.dispatch.collector import WHOLE
-from app.dispatch.pending import Part
-from app.errors import CallableFailed, HeadwaterError, ReplicaLost
-from app.transport.batch import encode_for_frames, row_error
+from app.dispatch.pending import Part, hand_out
+from app.errors import CallableFailed, HeadwaterError
+from app.telemetry.recorder import DeploymentMeter
+from app.transport.batch import encode_inputs
 from app.transport.protocol import FrameRequest
 from app.transport.segments import Segments
-from inference.wire.frame import Piece
+from inference.wire.frame import Piece, decode_frame
 from inference.wire.report import RowReport, Status
 
 __all__ = ["FrameCall"]
 
 _numbers = itertools.count()
 _WORKER = uuid.uuid4().hex[:12]
-"""Makes names of calls unique among gateway workers."""
+"""Makes the names of calls unique among gateway workers."""
 
 
 class FrameCall:
-    """Some requests' rows in one call.
+    """Rows of several requests in one call.
 
     Args:
-        parts: the rows, which may share a call. The heads that they await, less those that are decided by now, are
-            asked for.
+        parts: the rows, which may share a call. The call asks for the heads that they await and that are undecided.
         segments: where large inputs go; None: all go inline.
     """
 
@@ -39,61 +39,79 @@ class FrameCall:
             part.awaited.intersection_update(part.pending.collector.undecided)
         self._asked = [frozenset(part.awaited) for part in parts]
         signature = parts[0].pending.signature
-        self.lost: ReplicaLost | None = None
-        """Set once the replica has said that it can't go on."""
+        self.lost: HeadwaterError | None = None
+        """Set once the replica has reported that it can't go on."""
         self.unshared = ""
-        """Why the replica can't open the memory that the inputs are in; then it ran nothing."""
+        """Why the replica can't open the segment with the inputs; then it ran nothing."""
         self._has_heads = bool(signature.heads)
-        self._unsaid = set[str]().union(*self._asked)
+        self._unanswered = set[str]().union(*self._asked)
         names = [head.name for head in signature.heads] or [WHOLE]
         masks = [sum(1 << names.index(head) for head in asked) for asked in self._asked]
         self.name = f"{_WORKER}-{next(_numbers)}"
-        self.request, self.segment = encode_for_frames(
-            signature,
-            [(part.pending.request, part.inputs, part.rows) for part in parts],
-            [(mask, part.rows) for mask, part in zip(masks, parts, strict=True)],
-            self.name if signature.streams else "",
-            self._patience_s(),
-            segments,
-        )
-        if not signature.streams:
-            self.request.note.left_s = self._left_s()
+        rows_of = [(part.pending.request, part.inputs, part.rows) for part in parts]
+        self.request, self.segment = encode_inputs(signature, rows_of, segments)
+        note = self.request.note
+        note.heads = [(mask, part.rows) for mask, part in zip(masks, parts, strict=True)]
+        note.patience_s = self._patience_s()
+        if signature.streams:
+            note.stream = self.name
+        else:
+            note.left_s = self._left_s()
+        self._started_ns = time.perf_counter_ns()
+        self.compute_ns = 0
+        """Time in the callable so far."""
 
     def _patience_s(self) -> float:
-        """How long one head's answer may wait for the others', because no request can do anything with it alone.
+        """How long one head's answer may wait for the others', if no request can use it alone.
 
-        Half of the time until the first deadline at most, so that what is late is known then.
+        At most half of the time until the first deadline, so that a late head is known by then.
         """
         if not self._has_heads or len(set(self._asked)) != 1:
             return 0
-        left_s = []
         for part, asked in zip(self._parts, self._asked, strict=True):
-            pending = part.pending
-            heads = pending.collector.heads
-            if pending.collector.is_stream or any(heads[head].on_error != "fail" for head in asked):
+            collector = part.pending.collector
+            if collector.is_stream or any(collector.heads[head].on_error != "fail" for head in asked):
                 return 0
-            left_s.append(0.0 if pending.deadlines is None else pending.deadlines.first_left_s())
-        return min(left_s) / 2
+        left_s = [part.pending.deadlines.left_s(head) for part in self._parts for head in self._asked[0]]
+        return min(left_s, default=0.0) / 2
 
     def _left_s(self) -> dict[str, float]:
         """By head, how long the last of the requests that want it waits for it."""
         left_s: dict[str, float] = {}
         for part, asked in zip(self._parts, self._asked, strict=True):
-            deadlines = part.pending.deadlines
             for head in asked:
-                waits_s = math.inf if deadlines is None else deadlines.left_s(head)
-                left_s[head] = max(left_s.get(head, 0.0), waits_s)
-        return {head: one for head, one in left_s.items() if one < math.inf}
+                left_s[head] = max(left_s.get(head, 0.0), part.pending.deadlines.left_s(head))
+        return left_s
 
-    def take(self, piece: Piece, data: Sequence[memoryview]) -> None:
-        """Hand a piece to the requests that wanted it, unless it says that nothing ran for want of shared memory."""
+    @property
+    def is_complete(self) -> bool:
+        """Whether all heads have answered. The call ends later, with an empty answer of Triton's."""
+        return not self._unanswered
+
+    def take(self, raw: bytes, meter: DeploymentMeter) -> None:
+        """Count one of the call's frames, and pass it to the requests."""
+        frame, pieces = decode_frame(raw)
+        for count in frame.counts:
+            meter.note_step(count)
+            self.compute_ns += count.compute_us * 1000
+            for part in self._parts:
+                if part.pending.trace is not None:
+                    part.pending.trace.step(count.step, count.compute_us)
+        for part in self._parts:
+            part.pending.note_call(self._started_ns, self.compute_ns)
+            part.pending.deadlines.note_piece()
+        for piece, data in zip(frame.pieces, pieces, strict=True):
+            self._take(piece, data)
+
+    def _take(self, piece: Piece, data: Sequence[memoryview]) -> None:
+        """Pass a piece to the requests that want it, unless it reports that the segment could not be opened."""
         if self.segment is not None and piece.failures and piece.failures[0][1] == Status.UNSHARED:
             self.unshared = piece.failures[0][2]
             return
-        if not self._has_heads:  # a model that streams is a pipeline of one step in its replica, and only there
+        if not self._has_heads:  # only in its replica is a model that streams a pipeline of one step
             piece.head = WHOLE
         if piece.is_last:
-            self._unsaid.discard(piece.head)
+            self._unanswered.discard(piece.head)
         wanting = [part for part, asked in zip(self._parts, self._asked, strict=True) if piece.head in asked]
         rows = sum(part.rows for part in wanting)
         wrong = {piece.rows, *(tensor.shape[0] for tensor in piece.tensors)} - {rows}
@@ -106,51 +124,21 @@ class FrameCall:
             tensor.name: SlicedTensor(RawTensor(tensor.datatype, tensor.shape, raw))
             for tensor, raw in zip(piece.tensors, data, strict=True)
         }
-        failures = {row: RowReport(Status(status), message) for row, status, message in piece.failures}
-        start = 0
-        for part in wanting:
-            self._share(part, piece, start, outputs, failures)
-            start += part.rows
-        broken = [report for report in failures.values() if report.status is Status.BROKEN]
-        if broken:  # what has not been said, another may say
-            self.lost = ReplicaLost(f"the replica's device failed: {broken[0].message}")
+        reports: list[RowReport] = []
+        if piece.failures:
+            failures = {row: RowReport(Status(status), message) for row, status, message in piece.failures}
+            reports = [failures.get(row, RowReport(Status.OK)) for row in range(rows)]
+        self.lost = hand_out(wanting, piece.head, outputs, reports, is_last=piece.is_last) or self.lost
 
     def release(self) -> None:
-        """Let go of the inputs of a stream that has begun, which isn't tried again: it may last, and they be large."""
+        """Drop the inputs of a stream that has begun: they may be large, and it is never retried."""
         self.request = FrameRequest([], self.request.note)
         for part in self._parts:
             part.inputs = {}
             part.pending.request.inputs.clear()
 
-    @property
-    def is_said(self) -> bool:
-        """Whether the replica has said all that was asked. Its call ends later, with an empty answer of Triton's."""
-        return not self._unsaid
-
     def end(self) -> None:
-        """The replica has said all: a head that is still awaited has failed."""
+        """Fail the heads that the complete answer did not have."""
         for part in self._parts:
             for head in sorted(part.awaited):
                 part.decide(head, error=CallableFailed(f"head `{head}`: the replica ended its answer without it"))
-
-    def _share(
-        self, part: Part, piece: Piece, start: int, outputs: dict[str, SlicedTensor], failures: dict[int, RowReport]
-    ) -> None:
-        """Hand a part its rows of a piece, which begin at ``start`` there."""
-        request = part.pending.request
-        error: HeadwaterError | None = None
-        if failures:
-            reports = [failures.get(row, RowReport(Status.OK)) for row in range(start, start + part.rows)]
-            error = row_error(reports, part.start, request.rows)
-        if isinstance(error, ReplicaLost):
-            return
-        if error is not None:
-            part.decide(piece.head, error=error)
-            return
-        found = {
-            wish.name: outputs[wish.name].rows(start, part.rows) for wish in request.outputs if wish.name in outputs
-        }
-        if piece.is_last:
-            part.decide(piece.head, found)
-        else:
-            part.add(piece.head, found)

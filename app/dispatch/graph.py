@@ -1,4 +1,4 @@
-"""A pipeline whose steps are deployments of their own: each step is called once, its bytes go on undecoded."""
+"""A pipeline whose steps are deployments of their own: each step is called once, and its bytes travel undecoded."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import functools
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import Callable
 from typing import Final
 
-from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, OutputWish, RawTensor, element_count
+from app.codecs.tensors import InferRequest, Outputs, OutputWish, RawTensor, element_count
 from app.control.routing import DeploymentRoute, unavailable
-from app.dispatch.collector import Collector, no_rows, no_rows_by_head, wanted_heads
+from app.dispatch.collector import Collector, wanted_heads
 from app.dispatch.deadlines import Deadlines
-from app.dispatch.protocol import Dispatcher, Fail
+from app.dispatch.protocol import Dispatcher, TensorDispatcher
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, CallableFailed, HeadwaterError, QueueFull, Unavailable
 from app.telemetry.recorder import recorder
 from inference.datatypes import DATATYPES
-from inference.pipeline import INPUT, Plan, PlannedStep, Wire, tensor_text
-from inference.signature import Signature, TensorSpec
+from inference.pipeline import INPUT, PlannedStep, Wire, tensor_text
+from inference.signature import Signature
 
-__all__ = ["GraphDispatcher", "step_deployment"]
+__all__ = ["GraphDispatcher"]
 
 logger = logging.getLogger("headwater.graph")
 
@@ -29,51 +29,29 @@ _BAD_OUTPUT: Final = re.compile(
     r"(?:row \d+: )?output '(?P<name>[^']+)': expected \w+ \[(?P<asked>\d+)[^]]*\], "
     r"got (?P<datatype>\w+) \[(?P<rows>\d+)(?P<shape>[^]]*)\](?:: \d+ rows went in)?\Z"
 )
-"""How `inference.wire.arrays.wire` tells of an output that isn't as declared, in a call with perhaps some of the
-rows."""
+"""The words of `inference.wire.arrays.wire` for an output that isn't as declared, perhaps of some of the rows only."""
 
 
-def step_deployment(pipeline: str, step: PlannedStep) -> str:
-    """The deployment that computes a step."""
-    return step.spec.deployment or f"{pipeline}.{step.name}"
+class GraphDispatcher(TensorDispatcher["_Run"]):
+    """Takes requests for one pipeline, and answers them through its steps' deployments.
 
-
-class GraphDispatcher(Dispatcher):
-    """Takes requests for one pipeline and answers them through its steps' deployments.
-
-    Steps run as soon as what they take is there, those that don't depend on each other at the same time. A step that
-    is slow, fails or is lost delays and harms only those that depend on it.
+    A step runs as soon as its inputs are there, at the same time as others that don't depend on it. A step that is
+    slow, fails or is lost delays and harms only those that depend on it.
 
     Args:
         route: the pipeline.
-        find: gives the dispatcher of a deployment.
+        find: finds a deployment's dispatcher by its name.
     """
 
     def __init__(self, route: DeploymentRoute, find: Callable[[str], Dispatcher | None]) -> None:
+        super().__init__(route)
         self._find = find
-        self._loop = asyncio.get_running_loop()
-        self.route = route
         self._meter = recorder().deployment(route.name)
-        self._runs: set[_Run] = set()
-        """Requests under way."""
         self._rows = 0
-        """Theirs."""
-
-    @property
-    def in_flight(self) -> int:
-        """Requests under way."""
-        return len(self._runs)
-
-    def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
-        """See `Dispatcher.under_way`; it has no replicas itself."""
-        return [run.collector.fail for run in self._runs if not run.collector.is_done]
-
-    def cancel(self, request_id: str) -> int:
-        """See `Dispatcher.cancel`."""
-        return sum(run.collector.cancel() for run in list(self._runs) if run.request.cancel_id == request_id)
+        """Rows of the requests in flight."""
 
     def check_ready(self, *, is_step: bool = False) -> Signature:
-        """See `Dispatcher.check_ready`; it can take requests while enough of its steps can."""
+        """See `Dispatcher.check_ready`: requests are accepted as long as enough of the steps accept them."""
         if self.is_draining and not is_step:
             raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
         route = self.route
@@ -81,52 +59,26 @@ class GraphDispatcher(Dispatcher):
             raise unavailable(route)
         return route.signature
 
-    async def infer(self, request: InferRequest, *, is_step: bool = False) -> Answer:
-        """See `Dispatcher.infer`."""
-        signature = self.check_ready(is_step=is_step)
-        if request.rows == 0:
-            return Answer(no_rows(signature, request))
-        run = self._start(request, signature, is_stream=False)
-        try:
-            return await run.collector.whole()
-        finally:
-            self._end(run)
-
-    async def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
-        """See `Dispatcher.stream`."""
-        signature = self.check_ready()
-        if request.rows == 0:
-            for piece in no_rows_by_head(signature, request):
-                yield piece
-            return
-        run = self._start(request, signature, is_stream=True)
-        try:
-            async for piece in run.collector.pieces():
-                yield piece
-        finally:
-            self._end(run)
-
     def _start(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> _Run:
-        assert self.route.plan is not None
         limit = self.route.max_queue_size
         if self._rows and self._rows + request.rows > limit:
-            # Before the trunk has run for what its heads would refuse.
+            # Before the trunk computes what its heads would refuse.
             raise QueueFull(
                 f"model `{self.route.name}`: the queue is full: {self._rows} of {limit} rows are under way",
                 retry_after_s=1,
             )
         collector = Collector(wanted_heads(request, signature), is_stream=is_stream, meter=self._meter)
-        run = _Run(self.route, self.route.plan, request, collector, self._find)
-        self._runs.add(run)
+        run = _Run(self.route, request, collector, self._find)
+        self._requests.add(run)
         self._rows += request.rows
         return run
 
     def _end(self, run: _Run) -> None:
-        self._runs.discard(run)
+        self._requests.discard(run)
         self._rows -= run.request.rows
         if run.collector.succeeded:
             self._meter.rows.add(run.request.rows)
-        elif run.collector.failed and not run.collector.is_cancelled:
+        elif run.collector.failed:
             self._meter.failures.add()
         run.end()
 
@@ -137,36 +89,34 @@ class _Run:
     def __init__(
         self,
         route: DeploymentRoute,
-        plan: Plan,
         request: InferRequest,
         collector: Collector,
         find: Callable[[str], Dispatcher | None],
     ) -> None:
+        assert route.plan is not None
         self.request = request
         self.collector = collector
         self._name = route.name
-        self._plan = plan
+        self._plan = route.plan
         self._find = find
         self._deadlines = Deadlines(collector, route.timeout_s, request.timeout_us, on_head=self._give_up)
-        needed = plan.needed(collector.heads)
-        self._steps = [step for step in plan.steps if step.name in needed]
-        loop = asyncio.get_running_loop()
+        needed = self._plan.needed(collector.heads)
+        self._steps = [step for step in self._plan.steps if step.name in needed]
         self._tasks: dict[str, asyncio.Task[Outputs]] = {}
         for step in self._steps:
-            task = self._tasks[step.name] = loop.create_task(self._step(step))
+            task = self._tasks[step.name] = asyncio.create_task(self._step(step))
             task.add_done_callback(functools.partial(self._on_done, step.name))
 
     def end(self) -> None:
-        """Drop what isn't needed any more."""
+        """Cancel the steps, and drop the tensors: the tasks refer to this object, a cycle for the garbage collector."""
         self._deadlines.close()
         for task in self._tasks.values():
             task.cancel()
         self.collector.close()
-        # Let go of the tensors: tasks know this object, and would wait for the garbage collector.
         self._tasks = {}
 
     def _give_up(self, head: str) -> None:
-        """A head's time is over: what waits for it must not be computed, unless others want it too."""
+        """Cancel the steps that no undecided head needs, as one has reached its deadline."""
         wanted = self._plan.needed(self.collector.undecided)
         for step in self._steps:
             if step.name not in wanted:
@@ -186,10 +136,10 @@ class _Run:
         self.collector.decide(step, error=error.again())
 
     async def _step(self, step: PlannedStep) -> Outputs:
-        """Call one step as soon as what it takes is there."""
-        tasks = self._tasks  # let go of at the end, which may come first
+        """Call one step as soon as its inputs are there."""
+        tasks = self._tasks  # `end` may replace it
         for parent in step.parents:
-            # Not awaited itself: a step that others wait for isn't cancelled with one of them.
+            # Not awaited itself: a step that others need isn't cancelled with one of them.
             await asyncio.wait({tasks[parent]})
         inputs: dict[str, RawTensor] = {}
         for wire in step.wires:
@@ -198,8 +148,8 @@ class _Run:
                     inputs[wire.input] = self.request.inputs[wire.output]
                 continue
             made = self._made(step, wire)
-            inputs[wire.input] = _handed_over(made.get(wire.output), step, wire, self.request.rows)
-        dispatcher = self._find(step_deployment(self._name, step))
+            inputs[wire.input] = _checked(made.get(wire.output), step, wire, self.request.rows)
+        dispatcher = self._find(step.spec.deployment or f"{self._name}.{step.name}")
         if dispatcher is None:
             raise Unavailable(f"step `{step.name}`: its deployment is gone", retry_after_s=2)
         try:
@@ -210,11 +160,11 @@ class _Run:
             raise error.again(f"step `{step.name}`: {error.message}") from error
 
     def _made(self, step: PlannedStep, wire: Wire) -> Outputs:
-        """What a parent made; its failure is this step's too, in the words of the hand-over where it was one."""
+        """A parent's outputs. Its failure is this step's too; that of a wrong output names this step's input."""
         try:
             return self._tasks[wire.step].result()
         except HeadwaterError as error:
-            # A copy: an exception that is raised in several tasks gathers the tracebacks of all.
+            # A copy: one exception raised in several tasks gathers the tracebacks of all.
             found = _BAD_OUTPUT.match(error.message.removeprefix(f"step `{wire.step}`: "))
             if found is None or found["name"] != wire.output:
                 raise error.again() from None
@@ -235,15 +185,15 @@ class _Run:
             batch_parameters={name: one for name, one in self.request.batch_parameters.items() if name in own},
             row_parameters={name: one for name, one in self.request.row_parameters.items() if name in own},
             priority=self.request.priority,
-            # No deadline but the step's own: at the pipeline's it is cancelled, and must not have failed just before.
+            # Without the pipeline's deadline, at which the step is cancelled: it must not fail just before.
         )
 
 
-def _handed_over(tensor: RawTensor | None, step: PlannedStep, wire: Wire, rows: int) -> RawTensor:
-    """A tensor under the name of the input that takes it, once it is known to be what is expected there.
+def _checked(tensor: RawTensor | None, step: PlannedStep, wire: Wire, rows: int) -> RawTensor:
+    """Check that a tensor is what an input expects.
 
     Raises:
-        CallableFailed: it differs in datatype, shape or size.
+        CallableFailed: it is missing, or differs in datatype, shape or size.
     """
     if tensor is None:
         raise _mismatch(step, wire, rows, "nothing")
@@ -253,18 +203,12 @@ def _handed_over(tensor: RawTensor | None, step: PlannedStep, wire: Wire, rows: 
     )
     if tensor.datatype != spec.datatype or not fits:
         raise _mismatch(step, wire, rows, tensor_text(tensor.datatype, tensor.shape))
-    if not _is_whole(spec, tensor):
+    count = math.prod(tensor.shape)
+    size_bytes = DATATYPES[spec.datatype].size_bytes
+    if (len(tensor.data) != count * size_bytes) if size_bytes else (element_count(tensor.data) != count):
         got = f"{tensor_text(tensor.datatype, tensor.shape)} of {len(tensor.data)} bytes"
         raise _mismatch(step, wire, rows, got)
     return tensor
-
-
-def _is_whole(spec: TensorSpec, tensor: RawTensor) -> bool:
-    count = math.prod(tensor.shape)
-    size_bytes = DATATYPES[spec.datatype].size_bytes
-    if size_bytes:
-        return len(tensor.data) == count * size_bytes
-    return element_count(tensor.data) == count
 
 
 def _mismatch(step: PlannedStep, wire: Wire, rows: int, got: str) -> CallableFailed:

@@ -1,4 +1,4 @@
-"""Requests whose replica was lost: each is retried alone, so that one that ends replicas is known and refused."""
+"""Retries rows whose replica was lost, each part alone, and quarantines requests that end replicas."""
 
 from __future__ import annotations
 
@@ -13,36 +13,38 @@ import msgspec
 
 from app.codecs.tensors import InferRequest
 from app.dispatch.pending import Part
-from app.dispatch.pool import ReplicaCalls
-from app.dispatch.queue import Item
+from app.dispatch.pool import ReplicaCalls, ReplicaPool
 from app.errors import RETRY_AFTER_LOST_S, Quarantined, QueueFull, ReplicaLost
 from app.telemetry.recorder import DeploymentMeter
 
 __all__ = ["LIMIT", "Losses", "Quarantine", "Retries", "fingerprint"]
 
+logger = logging.getLogger("headwater.dispatch")
 
 LIMIT: Final = 1024
-"""So many of each kind are remembered."""
+"""How many suspects, and how many refused requests, are remembered."""
 
 FINGERPRINT_BYTES: Final = 16
 
+RETRY_AFTER_TWICE_S: Final = 60
+
 
 def fingerprint(request: InferRequest) -> bytes:
-    """What two requests have in common if a model computes the same for both: inputs, parameters and wanted heads."""
+    """The hash of a request's inputs, parameters and heads: a model computes the same for requests with equal ones."""
     parameters = (sorted(request.batch_parameters.items()), sorted(request.row_parameters.items()))
     digest = hashlib.blake2b(msgspec.json.encode((parameters, request.heads)), digest_size=FINGERPRINT_BYTES)
     for name, tensor in sorted(request.inputs.items()):
-        # With their lengths, so that no two tensors can be cut otherwise and be the same.
+        # The length separates tensors whose concatenated bytes are equal.
         digest.update(msgspec.json.encode((name, tensor.datatype, tensor.shape, len(tensor.data))))
         digest.update(tensor.data)
     return digest.digest()
 
 
 class Quarantine:
-    """Of one deployment, by fingerprint. No clock of its own.
+    """The suspects and the refused requests of one deployment, by fingerprint. It has no clock of its own.
 
-    A request is suspected once a replica was lost while it had it, perhaps with others; it should be computed alone. It
-    is refused once another was lost while it was alone there.
+    A request is a suspect once a replica was lost while it had the request, perhaps with others; it should be computed
+    alone. It is refused once another replica was lost while it computed the request alone.
 
     Args:
         for_s: how long either is remembered; 0: not at all.
@@ -51,116 +53,112 @@ class Quarantine:
     def __init__(self, for_s: float) -> None:
         self.for_s = for_s
         self._suspected: dict[bytes, float] = {}
-        """Until when; the first end first."""
+        """The time at which each expires; the earliest first."""
         self._refused: dict[bytes, float] = {}
 
     def __len__(self) -> int:
-        """How many it knows of; while there are none, nobody needs a fingerprint."""
+        """The number of fingerprints; while there are none, no request needs hashing."""
         return len(self._suspected) + len(self._refused)
 
-    def suspect(self, mark: bytes, now_s: float) -> None:
-        """A replica was lost with it."""
-        self._note(self._suspected, mark, now_s)
+    def suspect(self, fingerprint: bytes, now_s: float) -> None:
+        """A replica was lost with the request."""
+        self._add(self._suspected, fingerprint, now_s)
 
-    def refuse(self, mark: bytes, now_s: float) -> None:
-        """Two were."""
-        self._suspected.pop(mark, None)
-        self._note(self._refused, mark, now_s)
+    def refuse(self, fingerprint: bytes, now_s: float) -> None:
+        """Two replicas were lost with the request."""
+        self.clear(fingerprint)
+        self._add(self._refused, fingerprint, now_s)
 
-    def clear(self, mark: bytes) -> None:
-        """It was answered: what it was suspected of, another did."""
-        self._suspected.pop(mark, None)
+    def clear(self, fingerprint: bytes) -> None:
+        """The request was answered: another one ended the replica."""
+        self._suspected.pop(fingerprint, None)
 
     def lift(self) -> None:
-        """Forget all: another model is served, or the same one anew."""
+        """Forget all, because the model was reloaded."""
         self._suspected.clear()
         self._refused.clear()
 
-    def is_suspected(self, mark: bytes, now_s: float) -> bool:
-        """Whether it should be computed alone."""
-        _drop_old(self._suspected, now_s)
-        return mark in self._suspected
+    def is_suspected(self, fingerprint: bytes, now_s: float) -> bool:
+        """Whether the request should be computed alone."""
+        _drop_expired(self._suspected, now_s)
+        return fingerprint in self._suspected
 
-    def refused_s(self, mark: bytes, now_s: float) -> float:
-        """For how long it is still refused; 0 if it isn't."""
-        _drop_old(self._refused, now_s)
-        return self._refused[mark] - now_s if mark in self._refused else 0.0
+    def refused_s(self, fingerprint: bytes, now_s: float) -> float:
+        """For how long the request is still refused; 0 if it isn't."""
+        _drop_expired(self._refused, now_s)
+        return self._refused.get(fingerprint, now_s) - now_s
 
-    def _note(self, kind: dict[bytes, float], mark: bytes, now_s: float) -> None:
+    def _add(self, table: dict[bytes, float], fingerprint: bytes, now_s: float) -> None:
         if not self.for_s:
             return
-        _drop_old(kind, now_s)
-        kind.pop(mark, None)
-        kind[mark] = now_s + self.for_s
-        if len(kind) > LIMIT:
-            del kind[next(iter(kind))]
+        _drop_expired(table, now_s)
+        table.pop(fingerprint, None)
+        table[fingerprint] = now_s + self.for_s
+        if len(table) > LIMIT:
+            del table[next(iter(table))]
 
 
-def _drop_old(kind: dict[bytes, float], now_s: float) -> None:
-    while kind:
-        first = next(iter(kind))
-        if kind[first] > now_s:
-            return
-        del kind[first]
+def _drop_expired(table: dict[bytes, float], now_s: float) -> None:
+    while table and table[first := next(iter(table))] <= now_s:
+        del table[first]
 
 
 class Retries:
-    """Those of one deployment.
+    """The parts of one deployment that wait to be retried.
 
-    One replica at a time is set aside for them. It has one call at a time, and batches of others have every second turn
-    there, so that neither waits for the other's end.
+    One replica at a time is set aside for them. It has one call at a time, and batches of other requests get every
+    second turn there, so that neither waits for the other's end.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Item] = deque()
+        self._waiting: deque[Part] = deque()
         self.aside: ReplicaCalls | None = None
         """The replica that is set aside."""
         self._is_alone = False
-        """Whether the replica computes one of them now."""
+        """Whether that replica computes a retry now."""
         self._is_others_turn = False
 
     def __bool__(self) -> bool:
-        """Whether one waits, or a replica is set aside."""
+        """Whether a part waits, or a replica is set aside."""
         return bool(self._waiting) or self.aside is not None
 
     @property
     def rows(self) -> int:
         """Rows waiting."""
-        return sum(item.rows for item in self._waiting if not _is_settled(item))
+        return sum(part.rows for part in self._waiting if not part.pending.collector.is_done)
 
-    def push(self, item: Item) -> None:
-        """Add one; it was taken from the queue, and doesn't go back there."""
-        _part(item).waits = True
-        self._waiting.append(item)
+    def push(self, part: Part) -> None:
+        """Add a part, which is in no queue."""
+        part.is_retry = True
+        self._waiting.append(part)
 
-    def push_back(self, items: list[Item]) -> None:
-        """Put back what `next` gave and no replica has had: `next` gives these before any other."""
-        for item in items:
-            _part(item).waits = True
-        self._waiting.extendleft(reversed(items))
+    def push_back(self, parts: list[Part]) -> None:
+        """Put back what `next` gave and no replica has had; `next` gives it before any other."""
+        for part in reversed(parts):
+            part.is_retry = True
+            self._waiting.appendleft(part)
 
-    def remove(self, item: Item) -> None:
-        """Take one out that waits, because nobody wants it any more."""
-        self._waiting.remove(item)
-        _part(item).waits = False
+    def remove(self, part: Part) -> None:
+        """Remove a waiting part."""
+        self._waiting.remove(part)
+        part.is_retry = False
 
-    def drain(self) -> list[Item]:
-        """Take out everything."""
-        items = list(self._waiting)
-        self._waiting.clear()
-        for item in items:
-            _part(item).waits = False
-        return items
+    def drain(self) -> list[Part]:
+        """Remove everything."""
+        return [self._pop() for _ in range(len(self._waiting))]
 
-    def next(self, replicas: Iterable[ReplicaCalls], *, has_others: bool) -> tuple[ReplicaCalls, Item] | None:
-        """What is to be computed now, and where. Sets a replica aside if there is none.
+    def _pop(self) -> Part:
+        part = self._waiting.popleft()
+        part.is_retry = False
+        return part
 
-        Args:
-            replicas: all.
-            has_others: whether other rows wait.
+    def next(self, replicas: Iterable[ReplicaCalls], *, has_others: bool) -> tuple[ReplicaCalls, Part] | None:
+        """The part to be computed now, and its replica. Sets one of all ``replicas`` aside if there is none.
+
+        Batches of other requests have their turns if ``has_others`` of their rows wait.
         """
-        while self._waiting and _is_settled(self._waiting[0]):
-            _part(self._waiting.popleft()).waits = False
+        while self._waiting and self._waiting[0].pending.collector.is_done:
+            self._pop()
         if self.aside is not None and not self.aside.is_eligible:
             self._release()
         if not self._waiting:
@@ -170,28 +168,25 @@ class Retries:
         if self.aside is None or (self.aside.calls and not self._is_alone):
             eligible = [one for one in replicas if one.is_eligible]
             best = min(eligible, key=lambda one: (one.calls, one.rows), default=None)
-            # Not for less than an idle one: it may be long until a busy one is.
+            # Only an idle replica is worth a change: a busy one may take long.
             if best is not None and (self.aside is None or not best.calls):
                 self._release()
                 self.aside = best
         if self.aside is None or self.aside.calls or (self._is_others_turn and has_others):
             return None
-        item = self._waiting.popleft()
-        _part(item).waits = False
         self._is_alone = True
-        return self.aside, item
+        return self.aside, self._pop()
 
     def admits(self, replica: ReplicaCalls) -> bool:
-        """Whether a replica may have a batch of others now."""
+        """Whether a replica may have a batch of other requests now."""
         return replica is not self.aside or (self._is_others_turn and not replica.calls)
 
-    def note_batch(self, replica: ReplicaCalls) -> None:
-        """A replica gets a batch of others."""
-        if replica is self.aside:
-            self._is_others_turn = False
+    def note_batch(self) -> None:
+        """The replica that is set aside gets a batch of other requests."""
+        self._is_others_turn = False
 
     def note_end(self, replica: ReplicaCalls) -> None:
-        """A call of a replica has ended, and is counted so."""
+        """A replica's call has ended, and no longer counts."""
         if replica is not self.aside:
             return
         self._is_others_turn = self._is_alone
@@ -205,50 +200,49 @@ class Retries:
         self._is_others_turn = False
 
 
-def _part(item: Item) -> Part:
-    part: Part = item.payload
-    return part
-
-
-def _is_settled(item: Item) -> bool:
-    """Whether nobody waits for it any more."""
-    return _part(item).pending.collector.is_done
-
-
-logger = logging.getLogger("headwater.dispatch")
-
-RETRY_AFTER_TWICE_S: Final = 60
-
-
 class Losses:
-    """Those of one deployment.
+    """Decides what becomes of the rows that one deployment's lost replicas had.
 
-    Args:
-        name: the deployment's.
-        meter: where to count.
-        on_quarantined: called with the fingerprint of a request that took two replicas down.
+    ``on_quarantined`` is called with the fingerprint of a request that took two replicas down.
     """
 
-    def __init__(self, name: str, meter: DeploymentMeter, on_quarantined: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        meter: DeploymentMeter,
+        pool: ReplicaPool[ReplicaCalls],
+        on_quarantined: Callable[[bytes], None],
+    ) -> None:
         self._name = name
         self._meter = meter
+        self._pool = pool
         self._on_quarantined = on_quarantined
         self._loop = asyncio.get_running_loop()
         self.retries = Retries()
         self.quarantine = Quarantine(0)
+        self.is_closed = False
+        """Whether replicas are lost because the worker ends."""
 
-    def take(self, part: Part, error: ReplicaLost, *, has_eligible: bool) -> None:
-        """A replica was lost with these rows. Another may have those heads that have not answered, once and alone.
+    def lose(self, replica: ReplicaCalls) -> None:
+        """Give a lost replica nothing more."""
+        self._pool.lose(replica)
+        self.fail_stranded()
 
-        Args:
-            part: the rows.
-            error: what they fail with, if they do.
-            has_eligible: whether there is another replica.
+    def fail_stranded(self) -> None:
+        """Fail what waits to be retried if no replica is left for it."""
+        if self.retries and not self._pool.eligible():
+            for part in self.retries.drain():
+                part.fail(ReplicaLost("the replica ended while it had the request", retry_after_s=RETRY_AFTER_LOST_S))
+
+    def take(self, part: Part, error: ReplicaLost) -> None:
+        """Retry a lost replica's rows on another one, once and alone, for the heads that have not answered.
+
+        ``error`` fails them if they can't be retried.
         """
         pending = part.pending
         if pending.collector.is_done or part.awaited.isdisjoint(pending.collector.undecided):
             return
-        if pending.signature.streams:
+        if self.is_closed or pending.signature.streams:
             part.fail(error)
             return
         part.losses += 1
@@ -264,45 +258,30 @@ class Losses:
             part.fail(ReplicaLost(text, retry_after_s=RETRY_AFTER_TWICE_S))
             return
         self.quarantine.suspect(pending.fingerprint, now_s)
-        if not has_eligible or not pending.signature.idempotent:
+        if not self._pool.eligible() or not pending.signature.idempotent:
             part.fail(error)
             return
         self._meter.retries.add()
-        self.retries.push(pending.items[part.index])
+        self.retries.push(part)
 
-    def examine(self, request: InferRequest, most_rows: int) -> bytes:
-        """A request's fingerprint, if it must be computed alone; otherwise empty.
-
-        Args:
-            request: a new one.
-            most_rows: that may wait to be computed alone.
+    def examine(self, request: InferRequest, max_rows: int) -> bytes:
+        """The fingerprint of a new request that must be computed alone; empty for others.
 
         Raises:
-            Quarantined: the same took two replicas down.
-            QueueFull: too many wait to be computed alone.
+            Quarantined: the same request took two replicas down.
+            QueueFull: with it more than ``max_rows`` would wait to be computed alone.
         """
-        mark = fingerprint(request)
+        found = fingerprint(request)
         now_s = self._loop.time()
-        left_s = self.quarantine.refused_s(mark, now_s)
+        left_s = self.quarantine.refused_s(found, now_s)
         if left_s:
             raise Quarantined(
                 f"model `{self._name}`: the same request took two replicas down, and is refused for another "
                 f"{left_s:.0f} s; to lift that, reload the model",
                 retry_after_s=int(left_s) + 1,
             )
-        if not self.quarantine.is_suspected(mark, now_s):
+        if not self.quarantine.is_suspected(found, now_s):
             return b""
-        if self.retries.rows + request.rows > most_rows:
+        if self.retries.rows + request.rows > max_rows:
             raise QueueFull(f"model `{self._name}`: too many requests wait to be computed alone", retry_after_s=1)
-        return mark
-
-    def refuse(self, mark: bytes) -> None:
-        """Another worker saw a request with this fingerprint take two replicas down."""
-        self.quarantine.refuse(mark, self._loop.time())
-
-    def fail_waiting(self) -> None:
-        """There is no replica any more for what waits to be computed again."""
-        for item in self.retries.drain():
-            item.payload.fail(
-                ReplicaLost("the replica ended while it had the request", retry_after_s=RETRY_AFTER_LOST_S)
-            )
+        return found

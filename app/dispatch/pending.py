@@ -1,106 +1,96 @@
-"""A request under way, and the parts of it that travel to replicas."""
+"""A request in flight, and the parts of it that wait and travel to replicas."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 
 from app.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor, join_rows
 from app.dispatch.collector import Collector
 from app.dispatch.deadlines import Deadlines
 from app.dispatch.queue import Item
-from app.errors import CallableFailed, HeadwaterError
+from app.errors import CallableFailed, HeadwaterError, ReplicaLost
 from app.telemetry.tracing import ModelTrace
+from app.transport.batch import row_error
 from app.transport.protocol import FrameReplicaClient
 from inference.signature import Signature
+from inference.wire.report import RowReport, Status
 
-__all__ = ["Part", "Pending"]
+__all__ = ["Part", "Pending", "hand_out", "held_bytes"]
 
 
 class Pending:
-    """A request under way.
+    """A request in flight.
 
     Args:
-        request: what is asked.
-        signature: that it was checked against; another version of the model may be served before it is answered.
-        collector: of its answer.
-        max_batch_size: rows of a part.
+        request: the request.
+        signature: the one that it was checked against; the model may have another one before the request is answered.
+        collector: collects its answer.
+        timeout_s: the deployment's.
     """
 
     __slots__ = (
-        "_missing", "_results", "arrived_ns", "batch_wait_ns", "collector", "compute_ns", "deadlines", "fingerprint",
-        "gather_mark_ns", "items", "parts", "queue_ns", "request", "signature", "stream", "trace",
+        "_results", "arrived_ns", "batch_wait_ns", "collector", "compute_ns", "deadlines", "fingerprint",
+        "gathered_ns", "parts", "queue_ns", "request", "signature", "stream", "trace",
     )  # fmt: skip
 
-    def __init__(self, request: InferRequest, signature: Signature, collector: Collector, max_batch_size: int) -> None:
+    def __init__(self, request: InferRequest, signature: Signature, collector: Collector, timeout_s: float) -> None:
         self.request = request
         self.signature = signature
         self.collector = collector
+        self.deadlines = Deadlines(
+            collector, timeout_s, request.timeout_us, where=self.where, is_idle_limit=signature.streams
+        )
         self.arrived_ns = time.perf_counter_ns()
-        self.parts = self._split(max_batch_size)
-        self.items: list[Item] = []
-        """The parts, as they wait."""
-        self.deadlines: Deadlines | None = None
+        self.parts: list[Part] = []
         self.stream: tuple[FrameReplicaClient, str] | None = None
-        """Who computes a stream, as long as there is more to come, and its name there."""
+        """The client that receives a stream, and the stream's name there, until its last frame."""
         self.queue_ns = 0
-        """What its last call waited for, and took until it was answered."""
+        """Time until its last call began."""
         self.compute_ns = 0
-        self.gather_mark_ns = 0
-        """What the deployment's `app.dispatch.policy.GatherClock` showed when it came."""
+        """Time in the callable in its last call, so far."""
+        self.gathered_ns = 0
+        """The reading of the deployment's `app.dispatch.policy.GatherClock` at its arrival."""
         self.batch_wait_ns = 0
-        """How much of what its last call waited for was company."""
+        """The part of ``queue_ns`` in which a replica was free, and more rows were awaited."""
         self.trace: ModelTrace | None = None
-        """If it is traced."""
         self.fingerprint = b""
-        """Once it is suspected to have taken a replica down."""
-        self._results: dict[str, list[Outputs]] = {}
-        """Of heads that have said some parts, by part."""
-        self._missing: dict[str, int] = {}
-        """How many parts these have yet to say."""
+        """Set once the request is suspected of having ended a replica."""
+        self._results: dict[str, dict[Part, Outputs]] = {}
+        """Of a request in several parts: the outputs of each head for the parts that it has answered."""
 
     def where(self) -> str:
-        """What it is at, for messages."""
-        is_waiting = any(item.alive for item in self.items) or any(part.waits for part in self.parts)
+        """What the request is doing, for messages."""
+        is_waiting = any(part.alive or part.is_retry for part in self.parts)
         return "while it waited in the queue" if is_waiting else "while it was computed"
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a replica has more to say of it."""
-        return any(part.awaited for part in self.parts)
-
     def release(self) -> None:
-        """Let go of its tensors: it and its parts know each other, and would wait for the garbage collector."""
-        self.items = []
+        """Break the reference cycle with its parts, so that its tensors don't wait for the garbage collector."""
+        self.deadlines.close()
         self.parts = []
-        self.deadlines = None
         self._results = {}
 
     def note_call(self, started_ns: int, compute_ns: int) -> None:
-        """Take in when a call of it began, and what it took by now."""
+        """Record when a call of it began, and the time in the callable so far."""
         self.queue_ns, self.compute_ns = started_ns - self.arrived_ns, compute_ns
 
-    def note_start(self, gathered_ns: int) -> None:
-        """Take in what the deployment's clock shows as a call of it begins."""
-        self.batch_wait_ns = gathered_ns - self.gather_mark_ns
-
     def transport_ns(self) -> int | None:
-        """How long it took by now, without waiting and computing; None: of a stream, whose reader takes its time."""
+        """The time since its arrival without waiting and computing; None for a stream, which waits for its reader."""
         if self.collector.is_stream:
             return None
         return max(0, time.perf_counter_ns() - self.arrived_ns - self.queue_ns - self.compute_ns)
 
-    def join(self, index: int, head: str, outputs: Outputs) -> None:
-        """Take in what a head says of a part; with the last part it has said all."""
+    def join(self, part: Part, head: str, outputs: Outputs) -> None:
+        """Take a head's outputs for a part; the last part's complete the head."""
         whole = outputs
         if len(self.parts) > 1:
-            results = self._results.setdefault(head, [{}] * len(self.parts))
-            results[index] = outputs
-            missing = self._missing[head] = self._missing.get(head, len(results)) - 1
-            if missing:
+            results = self._results.setdefault(head, {})
+            results[part] = outputs
+            if len(results) < len(self.parts):
                 return
+            in_order = [results[one] for one in self.parts]
             try:
-                whole = {name: join_rows(name, [one[name] for one in results if one]) for name in results[0]}
+                whole = {name: join_rows(name, [one[name] for one in in_order if one]) for name in in_order[0]}
             except CallableFailed as failure:
                 self.collector.decide(head, error=failure)
                 return
@@ -108,70 +98,129 @@ class Pending:
         self.collector.decide(head, whole if whole or not self.signature.streams else None)
 
     def cut(self, part: Part, max_batch_size: int) -> list[Part]:
-        """Cut a part that waits into smaller ones: batches may not be as large any more. Returns these."""
-        pieces = _cut(part, max_batch_size)
-        at = part.index
+        """Replace a waiting part by smaller ones, as batches became smaller. Returns these."""
+        pieces = part.pieces(max_batch_size)
+        at = self.parts.index(part)
         self.parts[at : at + 1] = pieces
-        for index, one in enumerate(self.parts):
-            one.index = index
-        for head, results in self._results.items():
-            # A head that has said all of these rows said so of the first piece.
-            results[at : at + 1] = [results[at], *[{}] * (len(pieces) - 1)]
-            if head in part.awaited:
-                self._missing[head] += len(pieces) - 1
+        for results in self._results.values():
+            if part in results:  # the outputs of all its rows now belong to the first piece
+                results.update({piece: {} for piece in pieces})
+                results[pieces[0]] = results.pop(part)
         return pieces
 
-    def _split(self, max_batch_size: int) -> list[Part]:
-        request = self.request
-        whole = Part(self, 0, 0, request.rows, request.inputs, set(self.collector.heads))
-        return [whole] if request.rows <= max_batch_size else _cut(whole, max_batch_size)
 
+class Part(Item):
+    """Rows of a request that wait and travel together.
 
-@dataclass(slots=True, eq=False)
-class Part:
-    """Some rows of a request, which travel together."""
+    Args:
+        pending: the request.
+        key: see `Item`, as for ``rows`` and ``held_bytes``.
+        start: the index of the first row in the request.
+        inputs: the rows' tensors.
+        awaited: the heads that haven't answered these rows.
+        losses: the number of replicas that were lost while they had these rows.
+    """
 
-    pending: Pending
-    index: int
-    start: int
-    """First row, in the request."""
-    rows: int
-    inputs: dict[str, RawTensor]
-    awaited: set[str]
-    """Heads that have not said all of these rows."""
-    losses: int = 0
-    """Replicas that were lost with them."""
-    waits: bool = False
-    """Whether they wait to be computed alone; see `app.dispatch.losses`."""
+    __slots__ = ("awaited", "inputs", "is_retry", "losses", "pending", "start")
+
+    def __init__(
+        self,
+        pending: Pending,
+        key: Hashable,
+        start: int,
+        rows: int,
+        inputs: dict[str, RawTensor],
+        awaited: set[str],
+        held_bytes: int,
+        losses: int,
+    ) -> None:
+        super().__init__(key, rows, pending.collector.started_s, pending.request.priority, held_bytes)
+        self.pending = pending
+        self.start = start
+        self.inputs = inputs
+        self.awaited = awaited
+        self.losses = losses
+        self.is_retry = False
+        """Whether it waits in `app.dispatch.losses.Retries`."""
 
     def add(self, head: str, outputs: Outputs) -> None:
-        """Take in what a head says of these rows that has more to say."""
+        """Take outputs of a head that has more to come."""
         if head in self.awaited:
             self.pending.collector.add(head, outputs)
 
     def decide(self, head: str, outputs: Outputs | None = None, error: HeadwaterError | None = None) -> None:
-        """Take in a head's last word of these rows; what comes after it is ignored."""
+        """Take a head's last outputs for these rows, or its error; whatever follows is ignored."""
         if head not in self.awaited:
             return
         self.awaited.discard(head)
         if error is not None:
             self.pending.collector.decide(head, error=error)
         elif head in self.pending.collector.undecided:
-            self.pending.join(self.index, head, outputs or {})
+            self.pending.join(self, head, outputs or {})
 
     def fail(self, error: HeadwaterError) -> None:
-        """What has not been said of these rows won't be: those heads have failed, and with them perhaps the request."""
+        """Fail the heads that haven't answered these rows, and with them perhaps the request."""
         for head in [head for head in self.pending.collector.heads if head in self.awaited]:
             self.decide(head, error=error.again())
 
+    def pieces(self, max_batch_size: int) -> list[Part]:
+        """Cut the rows into parts of at most so many; the part itself if it has no more."""
+        if self.rows <= max_batch_size:
+            return [self]
+        sliced = {name: SlicedTensor(tensor) for name, tensor in self.inputs.items()}
+        pieces = []
+        for start in range(0, self.rows, max_batch_size):
+            rows = min(max_batch_size, self.rows - start)
+            inputs = {name: tensor.rows(start, rows) for name, tensor in sliced.items()}
+            piece = Part(
+                self.pending,
+                self.key,
+                self.start + start,
+                rows,
+                inputs,
+                set(self.awaited),
+                held_bytes(inputs),
+                self.losses,
+            )
+            pieces.append(piece)
+        return pieces
 
-def _cut(part: Part, max_batch_size: int) -> list[Part]:
-    """A part's rows as parts of at most so many."""
-    sliced = {name: SlicedTensor(tensor) for name, tensor in part.inputs.items()}
-    pieces: list[Part] = []
-    for start in range(0, part.rows, max_batch_size):
-        rows = min(max_batch_size, part.rows - start)
-        inputs = {name: tensor.rows(start, rows) for name, tensor in sliced.items()}
-        index = part.index + len(pieces)
-        pieces.append(Part(part.pending, index, part.start + start, rows, inputs, set(part.awaited), part.losses))
-    return pieces
+
+def held_bytes(inputs: dict[str, RawTensor]) -> int:
+    """The size of these tensors' data."""
+    return sum([len(tensor.data) for tensor in inputs.values()])
+
+
+def hand_out(
+    parts: Sequence[Part], head: str, outputs: dict[str, SlicedTensor], reports: Sequence[RowReport], *, is_last: bool
+) -> HeadwaterError | None:
+    """Give each part its rows of what a head answered.
+
+    Args:
+        parts: all parts of whose rows the outputs consist, in order.
+        head: the head.
+        outputs: by name.
+        reports: one for each row; none: all rows are good.
+        is_last: whether the head has no more to come for these parts.
+
+    Returns:
+        A `ReplicaLost` if the replica reported that it can't go on; rows with this report are still unanswered.
+    """
+    start = 0
+    for part in parts:
+        request = part.pending.request
+        end = start + part.rows
+        error = row_error(reports[start:end], part.start, request.rows) if reports else None
+        if error is not None:
+            if not isinstance(error, ReplicaLost):
+                part.decide(head, error=error)
+        elif not part.pending.collector.is_done:
+            found = {
+                wish.name: outputs[wish.name].rows(start, part.rows) for wish in request.outputs if wish.name in outputs
+            }
+            if is_last:
+                part.decide(head, found)
+            else:
+                part.add(head, found)
+        start = end
+    return row_error([report for report in reports if report.status is Status.BROKEN], 0, 1)

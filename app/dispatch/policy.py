@@ -1,8 +1,8 @@
-"""When rows that wait leave, to which replica, and which of them may share a batch.
+"""When waiting rows leave, to which replica, and which of them may share a batch.
 
-A model that pads computes a batch of n rows as if each were as long as the longest. Lengths are divided into classes
-of which each reaches from a length to ``1 / (1 - max_padding)`` times it, so that of what is computed for the rows of
-one class at most ``max_padding`` is padding: "bucketing by sequence length".
+A model that pads computes a batch as if each row were as long as the longest. Each length class therefore reaches from
+a length to ``1 / (1 - max_padding)`` times it, so that at most ``max_padding`` of a batch of one class is padding:
+"bucketing by sequence length".
 """
 
 from __future__ import annotations
@@ -16,69 +16,57 @@ from typing import Final
 from app.codecs.tensors import RawTensor, longest_row
 from app.control.routing import DeploymentRoute
 from app.dispatch.admission import Admission
+from app.dispatch.calls import Calls
 from app.dispatch.deadlines import TIMER_RESOLUTION_S
 from app.dispatch.losses import Retries
+from app.dispatch.pending import Part
 from app.dispatch.pool import ReplicaCalls
-from app.dispatch.queue import Item
 
-__all__ = ["Batching", "GatherClock", "LengthClasses"]
+__all__ = ["Batching", "GatherClock", "length_class"]
 
 GOOD_PART: Final = 4
-"""A busy replica gets no call of less than a batch divided by this,"""
+"""A busy replica gets no call of fewer rows than a batch divided by this,"""
 
 GOOD_ROWS: Final = 8
-"""nor of fewer rows than this: small batches are filled."""
+"""nor of fewer rows than this, so that small batches are filled."""
 
 
 class Batching:
-    """Decides when rows that wait become a call, and of which replica.
+    """Decides when waiting rows become a call, and of which replica.
 
-    With a replica idle rows leave at once; otherwise they gather until a call comes back.
-
-    Args:
-        route: the deployment.
-        admission: has the queue.
-        retries: what replicas were lost with, which is computed alone.
-        replicas: those connected, by id.
-        start: gives a replica a batch; see `app.dispatch.calls.Calls.start`.
-        fitting: cuts an item, which doesn't wait, to the batches that are allowed now.
-        clock: runs while rows gather.
+    If a replica is idle, rows leave at once; otherwise they gather until a call comes back. ``fitting`` cuts a part,
+    which is in no queue, to the present size of batches.
     """
 
     def __init__(
         self,
         route: DeploymentRoute,
-        admission: Admission,
+        admission: Admission[Part],
         retries: Retries,
         replicas: Mapping[str, ReplicaCalls],
-        start: Callable[[ReplicaCalls, list[Item], int], None],
-        fitting: Callable[[Item], list[Item]],
-        clock: GatherClock,
+        calls: Calls,
+        fitting: Callable[[Part], list[Part]],
     ) -> None:
-        self._route = route
+        self.route = route
+        self.clock = GatherClock()
         self._queue = admission.queue
         self._rate = admission.rate
         self._retries = retries
         self._replicas = replicas
-        self._start = start
+        self._calls = calls
         self._fitting = fitting
-        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._is_due = False
         self._delay: asyncio.TimerHandle | None = None
 
-    def update(self, route: DeploymentRoute) -> None:
-        """Take in a new state of the deployment."""
-        self._route = route
-
     def close(self) -> None:
-        """Nothing leaves any more for having waited long enough."""
+        """Cancel the timer."""
         if self._delay is not None:
             self._delay.cancel()
             self._delay = None
 
     def schedule(self) -> None:
-        """Dispatch at the end of this turn of the event loop, so that requests that arrived together go together."""
+        """Dispatch at the end of this turn of the event loop, so that requests that arrived together leave together."""
         if not self._is_due and (self._queue.rows or self._retries):
             self._is_due = True
             self._loop.call_soon(self._dispatch)
@@ -88,21 +76,21 @@ class Batching:
         if self._retries:
             self._start_alone()
         self._start_batches()
-        if self._retries and not self._queue.rows:  # it was others' turn, but they went elsewhere
+        if self._retries and not self._queue.rows:  # it was the others' turn, but they went elsewhere
             self._start_alone()
 
     def _start_alone(self) -> None:
-        """Give what replicas were lost with to the replica that is set aside for it, if that is its turn."""
+        """Give the next retry to the replica that is set aside, if it is the retries' turn."""
         found = self._retries.next(self._replicas.values(), has_others=self._queue.rows > 0)
         if found is None:
             return
-        replica, item = found
-        first, *rest = self._fitting(item)
+        replica, part = found
+        first, *rest = self._fitting(part)
         self._retries.push_back(rest)
-        self._start(replica, [first], self._clock.read_ns())
+        self._calls.start(replica, [first], self.clock.read_ns())
 
     def _start_batches(self) -> None:
-        queue, route = self._queue, self._route
+        queue, route = self._queue, self.route
         streams = route.signature is not None and route.signature.streams
         while queue.rows:
             replica = self._choose()
@@ -113,25 +101,24 @@ class Batching:
                 if (is_busy and not queue.next_has(self._worth_a_call(replica))) or (
                     route.max_queue_delay_ms and not self._delay_is_over()
                 ):
-                    self._clock.run()
+                    self.clock.run()
                     return
             if replica is self._retries.aside:
-                self._retries.note_batch(replica)
+                self._retries.note_batch()
             waiting = queue.rows
             batch = queue.pop()
             self._rate.note(waiting - queue.rows, self._loop.time(), others_wait=queue.rows > 0)
-            self._start(replica, batch, self._clock.read_ns())
-        self._clock.stop()
+            self._calls.start(replica, batch, self.clock.read_ns())
+        self.clock.stop()
 
     def _choose(self) -> ReplicaCalls | None:
-        """The replica with the fewest outstanding rows, among those that may have another call; first those with an
-        instance that is idle."""
-        instances = self._route.instances
+        """The replica with the fewest outstanding rows among those that may have another call, idle instances first."""
+        instances = self.route.instances
         best: ReplicaCalls | None = None
         aside = self._retries.aside
         for replica in self._replicas.values():
             if (
-                replica.calls < self._route.max_in_flight
+                replica.calls < self.route.max_in_flight
                 and not replica.is_lost
                 and not replica.is_retiring
                 and (replica is not aside or self._retries.admits(replica))
@@ -141,18 +128,18 @@ class Batching:
         return best
 
     def _worth_a_call(self, replica: ReplicaCalls) -> int:
-        """How many rows a replica that is busy gets: a batch, or else as many as it has, and a good part of a batch.
+        """The rows that make a call to a busy replica worthwhile: as many as it has, and a good part of a batch.
 
-        Where as many connections as a batch has rows ask again and again, one half is computed while the other half's
-        answers and next requests are on their way; waiting for a full batch they would do both together, in turns.
+        When as many connections as a batch has rows send requests without pause, one half is computed while the other
+        half's answers and next requests are on their way. If calls waited for full batches, both would take turns.
         """
         full = self._queue.max_batch_size
         return min(full, max(full // GOOD_PART, GOOD_ROWS, replica.rows))
 
     def _delay_is_over(self) -> bool:
-        """Whether the first rows have waited for company as long as they should; if not, looks again when they have."""
-        left_s = self._queue.oldest_s() + self._route.max_queue_delay_ms / 1000 - self._loop.time()
-        if left_s < TIMER_RESOLUTION_S or self._queue.next_is_full():
+        """Whether the first rows have waited for others as long as they should; if not, sets the timer for that."""
+        left_s = self._queue.oldest_s() + self.route.max_queue_delay_ms / 1000 - self._loop.time()
+        if left_s < TIMER_RESOLUTION_S or self._queue.next_has(self._queue.max_batch_size):
             return True
         if self._delay is None:
             self._delay = self._loop.call_later(left_s, self._on_delay)
@@ -166,52 +153,39 @@ class Batching:
 class GatherClock:
     """Runs while rows gather: a replica could have a call, but the batching policy waits for more rows.
 
-    Who waits from one reading of it to another has gathered for the difference; the rest of the time no replica was
-    free.
+    The difference between two readings is how long a row that waited from one to the other has gathered; the rest of
+    the time no replica was free.
     """
-
-    __slots__ = ("_since_ns", "_total_ns")
 
     def __init__(self) -> None:
         self._total_ns = 0
         self._since_ns = 0
-        """0: it stands."""
+        """0: the clock is stopped."""
 
     def run(self) -> None:
-        """From now on rows gather."""
+        """Start the clock if it is stopped."""
         if not self._since_ns:
             self._since_ns = time.perf_counter_ns()
 
     def stop(self) -> None:
-        """From now on none do."""
+        """Stop the clock if it runs."""
         if self._since_ns:
             self._total_ns += time.perf_counter_ns() - self._since_ns
             self._since_ns = 0
 
     def read_ns(self) -> int:
-        """What it shows."""
+        """Read the clock."""
         return self._total_ns + (time.perf_counter_ns() - self._since_ns if self._since_ns else 0)
 
 
-class LengthClasses:
-    """Classes of rows by the bytes of their BYTES elements, the four that each travels with included.
+def length_class(inputs: Mapping[str, RawTensor], max_padding: float) -> int:
+    """The class of a request's rows by the longest one's BYTES elements; 0 if no input varies in length.
 
-    Tokens, which a model pads to, aren't known here; in texts of one kind there are so many bytes to each.
-
-    Args:
-        max_padding: above 0, below 1.
+    A length includes the four bytes in front of each element. A model pads to tokens, which are unknown here; texts of
+    one kind have similar numbers of bytes per token.
     """
-
-    __slots__ = ("_per_e",)
-
-    def __init__(self, max_padding: float) -> None:
-        self._per_e = -1 / math.log1p(-max_padding)
-        """Classes between a length and e times it."""
-
-    def of(self, inputs: Mapping[str, RawTensor]) -> int:
-        """The class of a request's rows: that of the longest. 0 if there is nothing that varies."""
-        length = 0
-        for tensor in inputs.values():
-            if tensor.datatype == "BYTES":
-                length += len(tensor.data) if tensor.shape[0] == 1 else longest_row(tensor)
-        return int(math.log(length) * self._per_e) if length else 0
+    length = 0
+    for tensor in inputs.values():
+        if tensor.datatype == "BYTES":
+            length += len(tensor.data) if tensor.shape[0] == 1 else longest_row(tensor)
+    return int(math.log(length) / -math.log1p(-max_padding)) if length else 0

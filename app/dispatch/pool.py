@@ -1,4 +1,4 @@
-"""Connections to the ready replicas of one deployment."""
+"""A gateway worker's connections to the replicas of one deployment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from app.control.routing import DeploymentRoute, ReplicaRoute
-from app.dispatch.queue import Item
+from app.dispatch.pending import Part
 from app.transport.protocol import FrameReplicaClient, ReplicaClient
 from app.transport.triton import TritonClient
 
@@ -18,16 +18,16 @@ __all__ = ["Connect", "Replica", "ReplicaCalls", "ReplicaPool", "connect"]
 logger = logging.getLogger("headwater.dispatch")
 
 LOST_RETRY_S = 2.0
-"""A replica that ended is out of the table within this time."""
+"""Within this time a replica that ended is removed from the table."""
 
 Connect = Callable[[str, ReplicaRoute], ReplicaClient | FrameReplicaClient]
-"""Makes a client for a replica of the deployment of that name."""
+"""Makes the client of a replica, for the name of its deployment."""
 
 
 def connect(name: str, route: ReplicaRoute) -> ReplicaClient | FrameReplicaClient:
-    """A client for the way on which the replica is called."""
+    """The client for a replica's protocol."""
     if route.grpc_socket:
-        from app.transport.frames import FrameClient  # only where there is something to speak to: gRPC takes memory
+        from app.transport.frames import FrameClient  # only if it is needed: gRPC takes memory
 
         return FrameClient(name, route.grpc_socket, route.token)
     return TritonClient(name, route.http_socket, route.token)
@@ -40,29 +40,28 @@ class Replica:
     route: ReplicaRoute
     client: ReplicaClient | FrameReplicaClient
     is_retiring: bool = False
-    """Others have replaced it: it gets nothing new, and finishes what it has."""
+    """Whether others have replaced it: it gets nothing new, and finishes what it has."""
     is_lost: bool = False
-    """It failed as a whole: it gets nothing new, and the supervisor will take it from the table."""
+    """Whether it failed as a whole: it gets nothing new, and the supervisor will remove it from the table."""
 
     @property
     def is_eligible(self) -> bool:
-        """Whether it gets anything new."""
+        """Whether it may get anything new."""
         return not self.is_lost and not self.is_retiring
 
     def close(self, reason: str) -> None:
-        """End the connection, and with it whatever the replica has."""
+        """End the connection, and with it all calls."""
         self.client.close()
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaCalls(Replica):
-    """A replica and the calls that it has."""
+    """A replica and its calls in flight."""
 
     calls: int = 0
     rows: int = 0
-    """Outstanding."""
-    batches: dict[int, list[Item]] = field(default_factory=dict)
-    """Under way, by identity."""
+    batches: dict[int, list[Part]] = field(default_factory=dict)
+    """Those of the calls, by identity."""
     is_sharing: bool = True
     """Whether it can open this worker's memory."""
 
@@ -76,7 +75,7 @@ class ReplicaPool(Generic[R]):
     Args:
         name: the deployment's.
         open: connects to a replica.
-        on_back: called when a replica that was lost may be given something again.
+        on_back: called when a lost replica becomes eligible again.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class ReplicaPool(Generic[R]):
         self._loop = asyncio.get_running_loop()
 
     def update(self, route: DeploymentRoute) -> None:
-        """Connect to the replicas that are new in a route, and close the connections to those that are gone."""
+        """Connect to a route's new replicas, and close the connections to those that it no longer has."""
         wanted = {one.id: one for one in (*route.replicas, *route.retiring)}
         for id in [id for id in self.connected if id not in wanted]:
             self._close(self.connected.pop(id), "the replica ended while it had the request")
@@ -102,21 +101,19 @@ class ReplicaPool(Generic[R]):
 
     def close(self) -> None:
         """Close all connections."""
-        gone = list(self.connected.values())
-        self.connected.clear()
-        for replica in gone:
-            self._close(replica, "the server is stopping")
+        while self.connected:
+            self._close(self.connected.popitem()[1], "the server is stopping")
 
     def held(self, ids: Iterable[str]) -> list[R]:
-        """Those of these replicas that it is connected to."""
+        """The connected ones among these replicas."""
         return [self.connected[id] for id in ids if id in self.connected]
 
     def eligible(self) -> list[R]:
-        """Those that may be given something new."""
+        """The replicas that may get something new."""
         return [one for one in self.connected.values() if one.is_eligible]
 
     def lose(self, replica: R) -> None:
-        """Give a replica nothing new; if it is still in the table after a while, try it again."""
+        """Give a replica nothing new; if it is still in the table after `LOST_RETRY_S`, try it again."""
         if not replica.is_lost:
             replica.is_lost = True
             self._loop.call_later(LOST_RETRY_S, self._try_again, replica)
@@ -130,7 +127,7 @@ class ReplicaPool(Generic[R]):
         if self.connected.get(route.id) is not replica or replica.is_retiring:
             return
         logger.warning("model %s: replica %s was lost, but is still there: trying it again", self._name, route.id)
-        if route.grpc_socket:  # all it had went over the connection that is gone
+        if route.grpc_socket:  # all its calls went over the connection that is gone
             replica.client.close()
             self.connected[route.id] = self._open(route)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
-from typing import Final, Protocol
+from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -12,11 +12,12 @@ from app.codecs.tensors import Answer, HeadAnswer, InferRequest
 from app.control.load import Moment
 from app.control.messages import Drained
 from app.control.routing import DeploymentRoute, State, unavailable
+from app.dispatch.collector import Collector, no_rows, no_rows_by_head
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, HeadwaterError, Unavailable
 from app.telemetry.instruments import Gauge
 from inference.signature import Signature
 
-__all__ = ["Dispatcher", "Fail", "drain"]
+__all__ = ["Dispatcher", "Fail", "TensorDispatcher", "drain"]
 
 POLL_S: Final = 0.02
 
@@ -25,15 +26,12 @@ Fail = Callable[[HeadwaterError], None]
 
 
 class Dispatcher(Protocol):
-    """One deployment in a gateway worker: a model, a pipeline or a language model.
-
-    What stands here is what most do; where a kind of model differs, its dispatcher says so.
-    """
+    """One deployment in a gateway worker: a model, a pipeline or a language model."""
 
     route: DeploymentRoute
-    """Its state."""
+    """The deployment's state."""
     is_draining: bool = False
-    """Whether new requests are refused; those under way are still answered."""
+    """Whether new requests are refused; those in flight are still answered."""
 
     @property
     def signature(self) -> Signature | None:
@@ -42,13 +40,13 @@ class Dispatcher(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Requests under way."""
+        """The number of requests in flight."""
         ...
 
     def update(self, route: DeploymentRoute) -> None:
-        """Take in a new state of the deployment: other replicas, another signature."""
+        """Adopt a new state of the deployment: other replicas, another signature."""
         if route.signature is not None and route.signature == self.route.signature:
-            # The same object, so that what was made for it stays good.
+            # The same object, so that what was made for it stays valid.
             route = msgspec.structs.replace(route, signature=self.route.signature)
         self.route = route
 
@@ -57,29 +55,29 @@ class Dispatcher(Protocol):
         self.route = msgspec.structs.replace(self.route, replicas=(), retiring=())
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
-        """Of each request that isn't answered yet, what ends it.
+        """For each request that isn't answered yet, the function that ends it.
 
         Args:
-            replicas: ids; only what these have. None: everything, what waits in a queue included.
+            replicas: only requests that replicas with these ids have; None: all, those in a queue included.
         """
         ...
 
     def moment(self) -> Moment:
-        """What its replicas have to do now, for this worker."""
+        """The replicas' present load from this worker."""
         return Moment()
 
     def gauges(self) -> dict[Gauge, int]:
-        """What metrics say of it now."""
+        """The present values of the deployment's gauges."""
         return {}
 
     def check_ready(self, *, is_step: bool = False) -> Signature:
-        """The signature, if requests can be taken now.
+        """The signature, if requests are accepted now.
 
         Args:
-            is_step: whether for a step of a pipeline's request, which is answered although the server is stopping.
+            is_step: whether for a step of a pipeline's request, which is answered even while the server is stopping.
 
         Raises:
-            Unavailable: they can't.
+            Unavailable: no requests are accepted now.
         """
         if self.is_draining and not is_step:
             raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
@@ -92,11 +90,11 @@ class Dispatcher(Protocol):
         return route.signature
 
     def check_whole(self) -> None:
-        """See whether the model answers a request with one result.
+        """Check that the model answers a request with one result.
 
         Raises:
-            Unavailable: it can't take requests now.
-            BadRequest: it answers with any number of them, or with text.
+            Unavailable: no requests are accepted now.
+            BadRequest: it answers with a stream of results, or with text.
         """
         if self.check_ready().streams:
             name = self.route.name
@@ -106,14 +104,14 @@ class Dispatcher(Protocol):
         """Answer a request whole.
 
         Args:
-            request: what is asked.
-            is_step: whether it is a step of a pipeline's request, which is answered although the server is stopping.
+            request: the request.
+            is_step: see `check_ready`.
 
         Raises:
             Unavailable: no replica is ready, or the one that had the request ended.
             QueueFull: the queue is full.
             DeadlineExceeded: it took too long; rows not yet sent are never computed.
-            BadRequest: the callable said that the rows are wrong, or the model takes no tensors.
+            BadRequest: the callable reported that the rows are wrong, or the model takes no tensors.
             CallableFailed: the callable raised, or broke its declaration.
         """
         ...
@@ -127,22 +125,88 @@ class Dispatcher(Protocol):
         ...
 
     def cancel(self, request_id: str) -> int:
-        """Cancel what runs or waits in this worker under a request's id. Returns how many streams that were."""
+        """Cancel the streams in this worker that have a request's id. Returns their number."""
         return 0
 
     async def cancel_sequences(self, request_id: str) -> int:
-        """Cancel a language model's request, whichever worker has it. Returns how many sequences it had."""
+        """Cancel a language model's request, whichever worker has it. Returns the number of its sequences."""
         return 0
 
-    def quarantine(self, mark: bytes) -> None:
-        """Refuse what has this fingerprint: another worker saw it take two replicas of a model down."""
+    def quarantine(self, fingerprint: bytes) -> None:
+        """Refuse requests with this fingerprint: another worker saw one end two replicas of a model."""
         return
+
+
+class Run(Protocol):
+    """A request in flight."""
+
+    request: InferRequest
+    collector: Collector
+
+
+R = TypeVar("R", bound=Run)
+
+
+class TensorDispatcher(Dispatcher, Generic[R]):
+    """Takes requests for a model or a pipeline, and answers them whole or piece by piece."""
+
+    def __init__(self, route: DeploymentRoute) -> None:
+        self.route = route
+        self._requests: set[R] = set()
+        """Those in flight."""
+
+    def _start(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> R:
+        """Admit a request, begin with it and add it to ``_requests``."""
+        raise NotImplementedError
+
+    def _end(self, run: R) -> None:
+        """Remove a request that was answered, failed, or lost its client."""
+        raise NotImplementedError
+
+    @property
+    def in_flight(self) -> int:
+        """See `Dispatcher.in_flight`."""
+        return len(self._requests)
+
+    def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
+        """See `Dispatcher.under_way`."""
+        return [run.collector.fail for run in self._requests if not run.collector.is_done]
+
+    def cancel(self, request_id: str) -> int:
+        """See `Dispatcher.cancel`."""
+        return sum([run.collector.cancel() for run in self._requests if run.request.cancel_id == request_id])
+
+    async def infer(self, request: InferRequest, *, is_step: bool = False) -> Answer:
+        """See `Dispatcher.infer`."""
+        signature = self.check_ready(is_step=is_step)
+        if request.rows == 0:
+            return Answer(no_rows(signature, request))
+        run = self._start(request, signature, is_stream=False)
+        try:
+            return await run.collector.whole()
+        finally:
+            self._end(run)
+
+    async def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
+        """See `Dispatcher.stream`."""
+        signature = self.check_ready()
+        if request.rows == 0:
+            for piece in no_rows_by_head(signature, request):
+                yield piece
+            return
+        run = self._start(request, signature, is_stream=True)
+        try:
+            while (one := await run.collector.next_piece()) is not None:
+                yield one
+                del one  # the next one may take long
+        finally:
+            self._end(run)
 
 
 async def drain(
     dispatcher: Dispatcher, replicas: Collection[str] | None, timeout_s: float, error: HeadwaterError
 ) -> Drained:
-    """Wait until what is in flight is answered; after ``timeout_s`` end the rest with this error."""
+    """Wait until the requests in flight are answered; after ``timeout_s`` end the rest with this error."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
     before = len(dispatcher.under_way(replicas))

@@ -1,9 +1,9 @@
-"""The batching policy's queue: which rows go together, and which go next. No clock and no event loop of its own.
+"""The batching policy's queue: which rows share a batch, and which batch is next. It needs no clock and no event loop.
 
-Between priority classes the order is that of start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with rows
-in place of bits: each class has a virtual time, which rows divided by the class's weight move on; the class whose is
-the earliest goes next; one that had nothing waiting comes in at the present virtual time, so that it has saved up
-nothing. Within a class the order is that of arrival.
+Priority classes are ordered by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with rows in place of
+bits: each class has a virtual time, which advances by its rows divided by its weight, and the class with the earliest
+is next. A class that had nothing waiting starts at the present virtual time, so it has saved nothing up. Within a class
+the order is that of arrival.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Generic, TypeVar
 
 __all__ = ["DEFAULT_PRIORITY", "DEFAULT_WEIGHTS", "LAST_PRIORITY", "BatchQueue", "Item", "Waiting"]
 
@@ -27,87 +28,73 @@ REMOVED_LIMIT = 16
 
 
 class Item:
-    """Rows of one request that travel together.
+    """Rows of one request that wait and travel together.
 
     Args:
-        key: rows may share a batch only if their keys are equal.
-        rows: how many; at most the queue's ``max_batch_size``.
-        held_bytes: of all its rows' data, which stay in memory while they wait.
-        arrived_s: when, on any steady clock.
+        key: only rows with equal keys may share a batch.
+        rows: at most the queue's ``max_batch_size``.
+        arrived_s: the time of arrival, on any steady clock.
         priority: 1 is the most urgent; 0 stands for the default.
-        payload: what the caller wants back.
+        held_bytes: the size of the rows' data, which stay in memory while they wait.
     """
 
-    __slots__ = ("alive", "arrived_s", "held_bytes", "key", "payload", "place", "priority", "rows")
+    __slots__ = ("alive", "arrived_s", "held_bytes", "key", "place", "priority", "rows")
 
-    def __init__(
-        self,
-        key: Hashable,
-        rows: int,
-        *,
-        arrived_s: float,
-        priority: int,
-        payload: Any,
-        held_bytes: int = 0,
-    ) -> None:
+    def __init__(self, key: Hashable, rows: int, arrived_s: float, priority: int, held_bytes: int = 0) -> None:
         self.key = key
         self.rows = rows
         self.held_bytes = held_bytes
         self.arrived_s = arrived_s
         self.priority = min(priority or DEFAULT_PRIORITY, LAST_PRIORITY)
-        self.payload = payload
         self.place = -1
-        """In the order of arrival, once it has been pushed."""
+        """Its number in the order of arrival, once it has been pushed."""
         self.alive = False
-        """Waiting: pushed, and neither taken nor removed."""
+        """Whether it waits in the queue: it was pushed, and neither taken nor removed since."""
 
 
+T = TypeVar("T", bound=Item)
+
+
+@dataclass
 class Waiting:
-    """How much waits, in several queues together."""
+    """How much waits in several queues together."""
 
-    __slots__ = ("held_bytes", "rows")
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.held_bytes = 0
+    rows: int = 0
+    held_bytes: int = 0
 
 
-class _PriorityClass:
-    """What waits of one class.
+class _PriorityClass(Generic[T]):
+    """The waiting items of one class.
 
-    ``next_start`` is the virtual time at which its next rows start. ``start`` is that of its first item, and stays
-    while others of the class are taken before that, as company of another class's rows.
+    ``next_start`` is the virtual time at which its next rows start. ``start`` is that of its first item; it stays while
+    later items of the class are taken before that one, in batches of another class's rows.
     """
-
-    __slots__ = ("arrivals", "cost", "next_start", "priority", "rows", "start", "weight")
 
     def __init__(self, priority: int, weight: int) -> None:
         self.priority = priority
         self.weight = weight
         self.cost = 1 / weight
-        """Of a row, in virtual time."""
+        """The virtual time that a row takes."""
         self.rows = 0
         self.start = 0.0
         self.next_start = 0.0
-        self.arrivals: deque[Item] = deque()
-        """In order; some of them don't wait any more."""
+        self.arrivals: deque[T] = deque()
+        """In order; some of them no longer wait."""
 
     def pass_over(self) -> None:
-        """Drop what is first but doesn't wait any more."""
+        """Drop the first items that no longer wait."""
         arrivals = self.arrivals
         while arrivals and not arrivals[0].alive:
             arrivals.popleft()
             self.start = self.next_start
 
 
-class _Lane:
-    """What waits of one key, by class; some of it doesn't wait any more."""
-
-    __slots__ = ("queues", "rows")
+class _Lane(Generic[T]):
+    """The items of one key, by class; some of them no longer wait."""
 
     def __init__(self) -> None:
         self.rows = 0
-        self.queues: dict[_PriorityClass, deque[Item]] = {}
+        self.queues: dict[_PriorityClass[T], deque[T]] = {}
 
 
 _start = attrgetter("start")
@@ -115,20 +102,20 @@ _priority = attrgetter("priority")
 _place = attrgetter("place")
 
 
-class BatchQueue:
+class BatchQueue(Generic[T]):
     """Rows waiting for one deployment.
 
-    Invariants: an item comes out at most once, and not after it was removed; a batch has one key and at most
-    ``max_batch_size`` rows; the item that is first in order is in the next batch, so none waits for ever. Classes that
-    always have something waiting get rows in proportion to their weights, as far as keys allow.
+    Invariants: an item comes out at most once, and never after it was removed; a batch has one key and at most
+    ``max_batch_size`` rows; the first item in order is in the next batch, so none waits for ever. Classes that always
+    have something waiting get rows in proportion to their weights, as far as keys allow.
 
-    How long one waits: the batches before its own each begin with an item that stands before it, and take what is next
-    of that item's key, never a younger one in the place of an older one. So where p items of a row each stand before
-    it, of k keys, it comes out within p / max_batch_size + k + 1 batches, whatever comes after it.
+    Bound on waiting: each batch before an item's own begins with an item that precedes it, and takes the next of that
+    item's key, never a younger one before an older one. So an item that p items of one row each precede, of k keys,
+    comes out within p / max_batch_size + k + 1 batches, whatever comes after it.
 
     Args:
         max_batch_size: rows of a batch.
-        weights: by priority; others belong to the class of the next less urgent one that is named, or to the last.
+        weights: by priority; any other priority belongs to the class of the next less urgent one named, or to the last.
         total: also counts what waits here.
     """
 
@@ -140,26 +127,26 @@ class BatchQueue:
         self.rows = 0
         """Rows waiting."""
         self.held_bytes = 0
-        """Theirs."""
+        """Bytes of these rows."""
         self._total = total or Waiting()
-        self._classes = _classes(weights)
+        self._classes: list[_PriorityClass[T]] = _classes(weights)
         """By priority."""
-        self._active: list[_PriorityClass] = []
-        """Those of which something waits, the most urgent first."""
-        self._lanes: dict[Hashable, _Lane] = {}
-        self._spare: _Lane | None = None
-        """An empty one, to be used again: at low load every request would make one."""
+        self._active: list[_PriorityClass[T]] = []
+        """The classes with waiting items, the most urgent first."""
+        self._lanes: dict[Hashable, _Lane[T]] = {}
+        self._spare: _Lane[T] | None = None
+        """An empty lane to reuse: at low load every request would make one."""
         self._virtual = 0.0
-        """The present virtual time: the earliest start of what waits; while nothing does, the latest there was."""
+        """The present virtual time: the earliest start of a waiting item, or the latest ever while nothing waits."""
         self._latest = 0.0
         self._items = 0
         """Items waiting."""
         self._removed = 0
-        """Removed since the last compaction."""
+        """Items removed since the last compaction."""
         self._arrivals = itertools.count()
 
-    def push(self, item: Item) -> None:
-        """Add an item; one that was taken may come back, and keeps its place in the order."""
+    def push(self, item: T) -> None:
+        """Add an item. One that was taken may be pushed again, and keeps its place in the order."""
         one = self._classes[item.priority]
         lane = self._lanes.get(item.key)
         if lane is None:
@@ -190,8 +177,8 @@ class BatchQueue:
         lane.rows += rows
         self._count(rows, item.held_bytes, 1)
 
-    def remove(self, item: Item) -> bool:
-        """Take an item out because it expired, was cancelled or gave way. Returns whether it was still waiting."""
+    def remove(self, item: T) -> bool:
+        """Take out an item that expired, was cancelled or gave way. Returns whether it was still waiting."""
         if not item.alive:
             return False
         item.alive = False
@@ -202,13 +189,12 @@ class BatchQueue:
         self._take_from(one, item.rows)
         self._count(-item.rows, -item.held_bytes, -1)
         self._removed += 1
-        # What was removed keeps its rows in memory until it is reached in its lane, which a busy replica may delay
-        # without end: clear it out before it outweighs what waits.
+        # A removed item holds its rows in memory until its lane reaches it, which a busy replica may delay without end.
         if self._removed > REMOVED_LIMIT and self._removed > self._items:
             self._compact()
         return True
 
-    def pop(self) -> list[Item]:
+    def pop(self) -> list[T]:
         """Take out the next batch: the first item in order, and others that may share its batch."""
         active = self._active
         if not active:
@@ -221,38 +207,34 @@ class BatchQueue:
         first = arrivals[0]
         lane = self._lanes[first.key]
         classes = active if alone else [other for other in active if other in lane.queues]
-        rows = held_bytes = 0
         if len(classes) == 1:
             batch = self._take_next(lane.queues[one])
-            for item in batch:
-                rows += item.rows
-                held_bytes += item.held_bytes
+            rows = sum([item.rows for item in batch])
             one.next_start += rows * one.cost
             self._take_from(one, rows)
             one.pass_over()
         else:
             batch = self._take_in_turn(lane, classes, one)
+            rows = sum([item.rows for item in batch])
             for item in batch:
-                rows += item.rows
-                held_bytes += item.held_bytes
                 other = self._classes[item.priority]
                 other.next_start += item.rows * other.cost
                 self._take_from(other, item.rows)
             for other in classes:
                 other.pass_over()
-                # What went before its turn filled room that nobody else had a use for: beyond a batch of it is free, or
-                # the first of the class would wait without end while others of it go along with another class's.
+                # Rows that went before their turn filled capacity that nobody else needed. Beyond a batch they cost
+                # nothing, or the first of the class would wait without end while others of it join another class's.
                 other.next_start = min(other.next_start, other.start + self.max_batch_size * other.cost)
         self._leave(first.key, lane, rows)
-        self._count(-rows, -held_bytes, -len(batch))
+        self._count(-rows, -sum([item.held_bytes for item in batch]), -len(batch))
         if active:
             now = active[0].start if len(active) == 1 else min(active, key=_start).start
             if now > self._virtual:
                 self._virtual = now
         return batch
 
-    def drain(self) -> list[Item]:
-        """Take out everything."""
+    def drain(self) -> list[T]:
+        """Take out everything, in order of arrival."""
         items = sorted((item for one in self._active for item in one.arrivals if item.alive), key=_place)
         for item in items:
             item.alive = False
@@ -267,7 +249,7 @@ class BatchQueue:
         return items
 
     def reweigh(self, weights: Mapping[int, int]) -> None:
-        """Have other classes, or other weights; what waits keeps its place within its class."""
+        """Change classes and weights; items keep their order within a class."""
         items = self.drain()
         self.weights = weights
         self._classes = _classes(weights)
@@ -276,12 +258,8 @@ class BatchQueue:
             item.place = -1
             self.push(item)
 
-    def next_is_full(self) -> bool:
-        """Whether the next batch would be full."""
-        return self.next_has(self.max_batch_size)
-
     def next_has(self, rows: int) -> bool:
-        """Whether the next batch would have so many rows, of at most a full batch."""
+        """Whether the next batch would have so many rows, at most ``max_batch_size``."""
         if self.rows < rows:
             return False
         one = self._active[0] if len(self._active) == 1 else min(self._active, key=_start)
@@ -289,14 +267,15 @@ class BatchQueue:
         return self._lanes[one.arrivals[0].key].rows >= rows
 
     def oldest_s(self) -> float:
-        """When the oldest item arrived; the queue must not be empty."""
+        """The time at which the oldest item arrived; the queue must not be empty."""
         for one in self._active:
             one.pass_over()
         return min(one.arrivals[0].arrived_s for one in self._active)
 
-    def giving_way(self, priority: int, rows: int, limit: int) -> list[Item] | None:
-        """What is to be removed so that a request fits into the queue: the youngest of the least urgent class that has
-        more than its share, which is ``limit`` divided by weight among the classes that have or want something.
+    def giving_way(self, priority: int, rows: int, limit: int) -> list[T] | None:
+        """Choose items to remove so that a request fits: the youngest of the least urgent classes beyond their shares.
+
+        A class's share is ``limit`` divided by weight among the classes with waiting items and the request's own.
 
         Args:
             priority: the request's.
@@ -304,14 +283,14 @@ class BatchQueue:
             limit: rows that may wait.
 
         Returns:
-            None if its class would have more than its own share, for which a row at least always counts.
+            None if the request would put its own class beyond its share, which is a row at least.
         """
-        one = self._class_of(priority)
+        one = self._classes[min(priority or DEFAULT_PRIORITY, LAST_PRIORITY)]
         of_all = sum(other.weight for other in self._active) + (0 if one.rows else one.weight)
         share = limit / of_all
         if one.rows + rows > max(1.0, share * one.weight):
             return None
-        found: list[Item] = []
+        found: list[T] = []
         missing = self.rows + rows - limit
         for other in reversed(self._active):
             if other is not one:
@@ -325,9 +304,9 @@ class BatchQueue:
                         over -= item.rows
         return found if missing <= 0 else None
 
-    def last_to_go(self, rows: int, held_bytes: int) -> list[Item]:
-        """The youngest of the least urgent classes, until they have so many rows and bytes or nothing is left."""
-        found: list[Item] = []
+    def last_to_go(self, rows: int, held_bytes: int) -> list[T]:
+        """The youngest items of the least urgent classes, until they have so many rows and bytes, or all items."""
+        found: list[T] = []
         for one in reversed(self._active):
             for item in reversed(one.arrivals):
                 if rows <= 0 and held_bytes <= 0:
@@ -338,14 +317,6 @@ class BatchQueue:
                     held_bytes -= item.held_bytes
         return found
 
-    def __len__(self) -> int:
-        """Items held, those removed or taken but not yet cleared out among them."""
-        lanes = sum(len(queue) for lane in self._lanes.values() for queue in lane.queues.values())
-        return max(lanes, sum(len(one.arrivals) for one in self._active))
-
-    def _class_of(self, priority: int) -> _PriorityClass:
-        return self._classes[min(priority or DEFAULT_PRIORITY, LAST_PRIORITY)]
-
     def _count(self, rows: int, held_bytes: int, items: int) -> None:
         self.rows += rows
         self.held_bytes += held_bytes
@@ -353,7 +324,7 @@ class BatchQueue:
         self._total.rows += rows
         self._total.held_bytes += held_bytes
 
-    def _take_from(self, one: _PriorityClass, rows: int) -> None:
+    def _take_from(self, one: _PriorityClass[T], rows: int) -> None:
         one.rows -= rows
         if not one.rows:
             one.arrivals.clear()
@@ -364,7 +335,7 @@ class BatchQueue:
             if not self._active:
                 self._virtual = self._latest
 
-    def _leave(self, key: Hashable, lane: _Lane, rows: int) -> None:
+    def _leave(self, key: Hashable, lane: _Lane[T], rows: int) -> None:
         lane.rows -= rows
         if not lane.rows:
             del self._lanes[key]
@@ -381,8 +352,8 @@ class BatchQueue:
             for other, queue in list(lane.queues.items()):
                 lane.queues[other] = deque(item for item in queue if item.alive)
 
-    def _take_next(self, queue: deque[Item]) -> list[Item]:
-        """In order, until the next doesn't fit: a large one isn't passed over again and again by small ones."""
+    def _take_next(self, queue: deque[T]) -> list[T]:
+        """Take items in order until the next doesn't fit: small ones never overtake a large one."""
         free = self.max_batch_size
         taken = []
         while free and queue:
@@ -396,49 +367,39 @@ class BatchQueue:
             queue.popleft()
         return taken
 
-    def _take_in_turn(self, lane: _Lane, classes: list[_PriorityClass], first: _PriorityClass) -> list[Item]:
-        """The same, from several classes: the first's first, then whose turn it is."""
-        taken: list[Item] = []
+    def _take_in_turn(self, lane: _Lane[T], classes: list[_PriorityClass[T]], first: _PriorityClass[T]) -> list[T]:
+        """The same with several classes: the first item is ``first``'s, then each class has its turn."""
+        taken: list[T] = []
         free = self.max_batch_size
-        for item in _in_turn(lane, classes, first):
-            if item.rows > free:
-                lane.queues[self._classes[item.priority]].appendleft(item)
+        starts = {one: one.next_start for one in classes}
+        one = first
+        while free and starts:
+            queue = lane.queues[one]
+            while queue and not queue[0].alive:
+                queue.popleft()
+            if not queue:
+                del starts[one]
+            elif queue[0].rows > free:
                 break
-            item.alive = False
-            taken.append(item)
-            free -= item.rows
-            if not free:
-                break
+            else:
+                item = queue.popleft()
+                item.alive = False
+                taken.append(item)
+                free -= item.rows
+                starts[one] += item.rows * one.cost
+            one = min(starts, key=starts.__getitem__, default=first)
         return taken
 
 
-def _in_turn(lane: _Lane, classes: list[_PriorityClass], first: _PriorityClass) -> Any:
-    """Take what waits out of a lane, the first class's first item first, then by whose turn it would be."""
-    starts = {one: one.next_start for one in classes}
-    one = first
-    while starts:
-        queue = lane.queues[one]
-        while queue and not queue[0].alive:
-            queue.popleft()
-        if queue:
-            item = queue.popleft()
-            starts[one] += item.rows * one.cost
-            yield item
-        else:
-            del starts[one]
-        if starts:
-            one = min(starts, key=starts.__getitem__)
-
-
-def _classes(weights: Mapping[int, int]) -> list[_PriorityClass]:
+def _classes(weights: Mapping[int, int]) -> list[_PriorityClass[T]]:
     """The class of each priority."""
-    known = {priority: _PriorityClass(priority, weight) for priority, weight in weights.items()}
+    known: dict[int, _PriorityClass[T]] = {one: _PriorityClass(one, weight) for one, weight in weights.items()}
     named = sorted(known)
     return [known[next((one for one in named if one >= priority), named[-1])] for priority in range(LAST_PRIORITY + 1)]
 
 
-def _put_back(queue: deque[Item], item: Item) -> None:
-    """Insert an item where it was: near the beginning, as it was taken before."""
+def _put_back(queue: deque[T], item: T) -> None:
+    """Insert an item where it was, which is near the beginning, since it has been taken before."""
     for index, other in enumerate(queue):
         if other.place >= item.place:
             if other is not item:

@@ -1,4 +1,4 @@
-"""The models that a gateway worker serves: the routing table come alive."""
+"""The models that a gateway worker serves, kept up to date with the routing table."""
 
 from __future__ import annotations
 
@@ -27,168 +27,152 @@ VERSION = "1"
 
 
 class ServedModel:
-    """One deployment: its dispatcher, and the codecs made for its signature.
+    """One deployment: its dispatcher, and the codecs for its signature."""
 
-    Args:
-        dispatcher: the deployment's.
-        language_model: the same, if it is one.
-    """
-
-    def __init__(self, dispatcher: Dispatcher, language_model: LmDispatcher | None = None) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
-        self.language_model = language_model
-        self._signature: Signature | None = None
-        self._codecs: tuple[RequestDecoder, ResponseEncoder] | None = None
         self.meter = recorder().deployment(dispatcher.route.name)
-        self._generate: tuple[Signature, GenerateDecoder, GenerateEncoder] | None = None
+        self._whole: tuple[Signature, tuple[RequestDecoder, ResponseEncoder]] | None = None
+        self._generate: tuple[Signature, tuple[GenerateDecoder, GenerateEncoder]] | None = None
 
     @property
     def route(self) -> DeploymentRoute:
-        """Its state."""
+        """The deployment's state."""
         return self.dispatcher.route
 
     def codecs(self) -> tuple[RequestDecoder, ResponseEncoder]:
-        """The codecs, if requests can be taken now.
+        """The codecs of the infer endpoint.
 
         Raises:
-            Unavailable: they can't.
-            BadRequest: the model answers by streams only, or with text.
+            Unavailable: no requests are accepted now.
+            BadRequest: the model answers only with streams, or with text.
         """
         signature = self.dispatcher.check_ready()
-        if self._codecs is None or signature is not self._signature:
+        if self._whole is None or signature is not self._whole[0]:
             self.dispatcher.check_whole()
-            self._signature = signature
-            self._codecs = RequestDecoder(signature), ResponseEncoder(signature)
-        return self._codecs
+            self._whole = signature, (RequestDecoder(signature), ResponseEncoder(signature))
+        return self._whole[1]
 
     def generate_codecs(self) -> tuple[GenerateDecoder, GenerateEncoder]:
-        """The codecs of the generate extension, if requests can be taken now.
+        """The codecs of the generate extension.
 
         Raises:
-            Unavailable: they can't.
+            Unavailable: no requests are accepted now.
         """
         signature = self.dispatcher.check_ready()
         if self._generate is None or signature is not self._generate[0]:
-            self._generate = signature, GenerateDecoder(signature), GenerateEncoder(signature)
-        return self._generate[1:]
+            self._generate = signature, (GenerateDecoder(signature), GenerateEncoder(signature))
+        return self._generate[1]
 
 
 class Models:
     """All deployments, by name.
 
     Args:
-        connect: makes clients of replicas; tests and other engines put their own here.
-        room: what may wait of all deployments together; those of language models have bounds of their own.
+        connect: makes the clients of replicas; tests and other engines pass their own.
+        budget: limits what may wait in all deployments together; language models have limits of their own.
     """
 
-    def __init__(self, connect: Connect = connect, room: QueueBudget | None = None) -> None:
+    def __init__(self, connect: Connect = connect, budget: QueueBudget | None = None) -> None:
         self._connect = connect
-        self._room = room or QueueBudget()
+        self._budget = budget or QueueBudget()
         self._models: dict[str, ServedModel] = {}
-        self.on_quarantined: Callable[[str, bytes], None] = lambda model, mark: None
-        """Called with model and fingerprint of a request that took two replicas down."""
+        self.on_quarantined: Callable[[str, bytes], None] = lambda model, fingerprint: None
+        """Called with the model and the fingerprint of a request that took two replicas down."""
         self.cancel_elsewhere: Callable[[str], Awaitable[int]] = _nowhere
-        """Cancels in the other workers what has this id, and counts it."""
+        """Cancels the requests of the other workers that have this id. Returns their number."""
         self.is_draining = False
         self.streams = 0
-        """Answers that are being written piece by piece; a part of them is in flight, too."""
+        """Answers that are being written piece by piece; some of them are in flight, too."""
 
     def __iter__(self) -> Iterator[ServedModel]:
-        """Those that stand in the configuration under their own name, in its order."""
+        """The deployments that the configuration names, in its order."""
         return (model for model in self._models.values() if model.route.part_of is None)
 
     def with_steps(self) -> Iterator[ServedModel]:
-        """Those, and the deployments that are steps of a pipeline."""
+        """All deployments, steps of pipelines included."""
         return iter(self._models.values())
 
     def update(self, table: RoutingTable) -> None:
-        """Take in a new routing table."""
+        """Adopt a new routing table."""
         self.is_draining = table.draining
-        names = set()
         for route in table.deployments:
-            names.add(route.name)
             model = self._models.get(route.name)
-            if model is not None and _kind(model.route) != _kind(route):
-                # Loaded anew as something else; it was drained before.
-                model.dispatcher.close()
-                model = None
-            if model is None:
-                self._models[route.name] = self._served(route)
-            else:
+            if model is not None and _kind(model.route) == _kind(route):
                 model.dispatcher.update(route)
-            self._models[route.name].dispatcher.is_draining = table.draining
-        for name in [name for name in self._models if name not in names]:
+            else:
+                if model is not None:  # reloaded as another kind; it was drained before
+                    model.dispatcher.close()
+                model = self._models[route.name] = ServedModel(self._made(route))
+            model.dispatcher.is_draining = table.draining
+        for name in self._models.keys() - {route.name for route in table.deployments}:
             self._models.pop(name).dispatcher.close()
 
-    def _served(self, route: DeploymentRoute) -> ServedModel:
+    def _made(self, route: DeploymentRoute) -> Dispatcher:
         if route.is_language_model:
-            language_model = LmDispatcher(route, self._connect)
-            return ServedModel(language_model, language_model)
+            return LmDispatcher(route, self._connect)
         if route.is_graph:
-            return ServedModel(GraphDispatcher(route, self._dispatcher))
-        return ServedModel(
-            ModelDispatcher(route, self._connect, lambda mark: self.on_quarantined(route.name, mark), self._room)
+            return GraphDispatcher(route, self._dispatcher)
+        return ModelDispatcher(
+            route, self._connect, lambda fingerprint: self.on_quarantined(route.name, fingerprint), self._budget
         )
 
-    def quarantine(self, name: str, mark: bytes) -> None:
-        """Refuse what has this fingerprint: another worker saw it take two replicas of that model down."""
+    def quarantine(self, name: str, fingerprint: bytes) -> None:
+        """Refuse requests with this fingerprint: another worker saw one take two replicas of that model down."""
         dispatcher = self._dispatcher(name)
         if dispatcher is not None:
-            dispatcher.quarantine(mark)
+            dispatcher.quarantine(fingerprint)
 
     def _dispatcher(self, name: str) -> Dispatcher | None:
         model = self._models.get(name)
         return None if model is None else model.dispatcher
 
     def get(self, name: str, version: str | None = None) -> ServedModel:
-        """The deployment of that name.
+        """Find a deployment.
 
         Raises:
-            NotFound: there is none, or not of that version.
+            NotFound: no deployment has this name and version.
         """
         model = self._models.get(name)
         if model is None:
-            known = ", ".join(f"`{other.route.name}`" for other in self) or "none"
+            known = self._names(lambda route: True)
             raise NotFound(f"model {_quoted(name)}: unknown; this server has {known}", field="model")
         if version is not None and version != VERSION:
             raise NotFound(f"model `{name}`, version: expected {VERSION!r}, got {_quoted(version)}", field="version")
         return model
 
     def embedding(self, name: str) -> ServedModel:
-        """The deployment of that name, which must serve embeddings.
+        """Find a deployment that serves embeddings.
 
         Raises:
-            NotFound: there is none.
-            BadRequest: it has no embeddings.
-            Unavailable: it can't take requests now.
+            NotFound: no deployment has this name.
+            BadRequest: it serves no embeddings.
+            Unavailable: it accepts no requests now.
         """
         model = self.get(name)
         if model.dispatcher.check_ready().embedding is None:
-            eligible = ", ".join(
-                f"`{other.route.name}`" for other in self if other.route.signature and other.route.signature.embedding
-            )
-            raise BadRequest(
-                f"model: `{name}` gives no embeddings; models that do: {eligible or 'none'}", field="model"
-            )
+            those = self._names(lambda route: route.signature is not None and route.signature.embedding is not None)
+            raise BadRequest(f"model: `{name}` gives no embeddings; models that do: {those}", field="model")
         return model
 
     def language_model(self, name: str, version: str | None = None) -> LmDispatcher:
-        """The deployment of that name, which must be a language model.
+        """Find a language model.
 
         Raises:
-            NotFound: there is none, or not of that version.
+            NotFound: no deployment has this name and version.
             BadRequest: it is something else.
         """
-        dispatcher = self.get(name, version).language_model
-        if dispatcher is None:
-            eligible = ", ".join(f"`{other.route.name}`" for other in self if other.route.is_language_model)
-            raise BadRequest(
-                f"model: `{name}` is no language model; models that are: {eligible or 'none'}", field="model"
-            )
+        dispatcher = self.get(name, version).dispatcher
+        if not isinstance(dispatcher, LmDispatcher):
+            those = self._names(lambda route: route.is_language_model)
+            raise BadRequest(f"model: `{name}` is no language model; models that are: {those}", field="model")
         return dispatcher
 
+    def _names(self, is_one: Callable[[DeploymentRoute], bool]) -> str:
+        return ", ".join(f"`{model.route.name}`" for model in self if is_one(model.route)) or "none"
+
     async def drain(self, order: Drain) -> Drained:
-        """Wait until nothing of a deployment is in flight here, and end what takes longer than it may."""
+        """Wait until a deployment has nothing in flight in this worker; at the timeout end the rest."""
         model = self._models.get(order.model)
         if model is None:
             return Drained()
@@ -201,28 +185,24 @@ class Models:
         return await drain(model.dispatcher, order.replicas, order.timeout_s, error)
 
     async def cancel_request(self, request_id: str) -> int:
-        """Cancel what runs or waits under a request's id, whichever worker has it.
-
-        Returns:
-            How many sequences of language models and streams that were.
-        """
+        """Cancel the sequences and streams that have a request's id, in all workers. Returns their number."""
         here = self.cancel_streams(request_id)
-        # Replicas know whose sequences they have, other workers whose streams.
+        # Replicas know all workers' sequences; each worker knows its own streams.
         sequences = (model.dispatcher.cancel_sequences(request_id) for model in self.with_steps())
         return here + sum(await asyncio.gather(self.cancel_elsewhere(request_id), *sequences))
 
     def cancel_streams(self, request_id: str) -> int:
-        """Cancel this worker's streams of models and pipelines by their request's id. Returns how many these were."""
+        """Cancel this worker's streams that have a request's id. Returns their number."""
         return sum(model.dispatcher.cancel(request_id) for model in self.with_steps())
 
     @property
     def in_flight(self) -> int:
-        """Requests that replicas are asked."""
+        """The number of requests in flight."""
         return sum(model.dispatcher.in_flight for model in self.with_steps())
 
     @property
     def is_idle(self) -> bool:
-        """Whether no answer is under way."""
+        """Whether nothing is in flight, and no answer is being written."""
         return not self.streams and not self.in_flight
 
     def close(self) -> None:
@@ -236,7 +216,7 @@ async def _nowhere(request_id: str) -> int:
 
 
 def _kind(route: DeploymentRoute) -> tuple[bool, bool]:
-    """What decides which dispatcher a deployment needs."""
+    """The kind of dispatcher that a deployment needs."""
     return route.is_language_model, route.is_graph
 
 

@@ -92,14 +92,13 @@ async def serve_beside(
 async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     """Run the worker; return the exit status."""
     options = Server.model_validate(settings.server)
-    models = Models(
-        room=QueueBudget(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
-    )
+    budget = QueueBudget(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
+    models = Models(budget=budget)
     # It would cut every stream off as soon as the server is told to exit. What ends them is `drain` below, and behind
     # that uvicorn's own timeout.
     AppStatus.enable_automatic_graceful_drain = False
     link = SupervisorLink(models.drain, models.quarantine, models.cancel_streams)
-    models.on_quarantined = link.tell_quarantined
+    models.on_quarantined = link.report_quarantined
     models.cancel_elsewhere = link.cancel_elsewhere
     security = SecuritySection.model_validate(settings.security)
     tasks: list[Callable[[], Awaitable[None]]] = []

@@ -1,4 +1,4 @@
-"""The machine's GPUs, as NVML tells of them. Without an NVIDIA driver there are none."""
+"""The machine's GPUs, as NVML reports them. Without an NVIDIA driver there are none."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ Answer = TypeVar("Answer")
 
 
 def gpu_name(device: str, visible: str | None) -> str | None:
-    """The name of a GPU in the memory budget; None for what is no GPU.
+    """The name of a GPU in the memory budget; None if a device (``cpu``, ``cuda``, ``cuda:N``) is none.
 
-    Args:
-        device: as the configuration or a replica says: ``cpu``, ``cuda``, ``cuda:N``.
-        visible: the replica's ``CUDA_VISIBLE_DEVICES``.
+    ``visible`` is the replica's ``CUDA_VISIBLE_DEVICES``.
     """
     if not device.startswith("cuda"):
         return None
@@ -37,20 +35,19 @@ def gpu_capacities() -> dict[str, int]:
 
 
 def gpus_used() -> dict[str, int]:
-    """How many bytes of each GPU's memory are used, by whomever."""
+    """How many bytes of each GPU's memory any process uses."""
     return _each_gpu(lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).used)) or {}
 
 
 def gpu_processes() -> dict[str, dict[int, int]] | None:
-    """What each process has of each GPU's memory, in bytes: by the GPU's name, then by process id. None: NVML is not
-    there to tell, or fails."""
+    """The bytes that each process has of each GPU's memory, by the GPU's name and process id. None: NVML fails."""
     return _each_gpu(
         lambda nvml, gpu: {one.pid: one.usedGpuMemory or 0 for one in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
     )
 
 
 def _each_gpu(ask: Callable[[Any, Any], Answer]) -> dict[str, Answer] | None:
-    """The answer for each GPU, by name. None: NVML is not there to tell, or fails."""
+    """The answer for each GPU, by name. None: NVML fails, for one because it isn't installed."""
     import pynvml  # takes memory, and gateway workers, which measure no GPU, import this module
 
     try:

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -21,13 +22,11 @@ import time
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
-from app.process.priority import START_NICE, lower, may_raise
-from app.process.sweep import Journal, segments_mapped_by, sweep_replica
+from app.process.sweep import Journal, process_stat, process_stats, segments_mapped_by, sweep_replica
 
-__all__ = ["CallWatch", "main"]
-
+__all__ = ["START_NICE", "CallWatch", "main", "may_raise_priority"]
 
 WATCHDOG_FILE: Final = "watchdog"
 """Maintained by `inference.runtime.watchdog` in the replica's folder."""
@@ -36,18 +35,19 @@ READY_FILE: Final = "ready"
 PR_SET_CHILD_SUBREAPER: Final = 36
 CHECK_INTERVAL_S: Final = 0.5
 FULL_CHECK_EVERY: Final = 8
+"""Only every so many checks look for new processes, which costs more."""
 UNLOAD_TIMEOUT_S: Final = 10.0
+START_NICE: Final = 5
+"""The lower priority of a replica that is starting, on the scale of `nice`: about a third of the normal share. A start
+on an idle machine loses nothing."""
+CAP_SYS_NICE: Final = 23
 SUSPECT_S: Final = 0.25
 """A member of the group that is in a bad state for this long has ended or is stopped, although Triton still answers
 "ready". A debugger stops a process for less."""
 
 
 class CallWatch:
-    """Watchdog over a replica's calls of the user's code.
-
-    Args:
-        directory: the replica's folder.
-    """
+    """Watchdog over the calls of the user's code, for a replica's folder."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / WATCHDOG_FILE
@@ -55,10 +55,9 @@ class CallWatch:
         """Start times of the calls that were late at the last look."""
 
     def look(self, now_ns: int) -> str | None:
-        """Why the replica hangs; None if it doesn't. A call must be late twice: once may be due to the machine's pause.
+        """Why the replica hangs; None if it doesn't. The time is on the monotonic clock.
 
-        Args:
-            now_ns: on the monotonic clock.
+        A call must be late at two looks: once may be due to a pause of the machine.
         """
         slots = array("q")
         with contextlib.suppress(OSError):  # without the file, calls have no limit
@@ -72,18 +71,20 @@ class CallWatch:
         return f"a call has taken longer than max_compute_s = {limit_ns / 1e9:g} s" if is_hanging else None
 
 
+VITAL: Final = ("tritonserver", "triton_python_b")
+"""Begin the names of processes that a replica depends on: Triton and its stubs."""
 BAD_STATES: Final = {"T": "is stopped", "t": "is stopped", "Z": "has ended", "X": "has ended", "": "has ended"}
-"""What it means that a process is in one of these states, if it stays so."""
+"""The meaning of states that a process stays in."""
 
 
 class Guardian:
-    """One replica's group of processes.
+    """Guards the replica that a command line starts.
 
     Args:
         directory: the replica's folder; removed at the end.
         status_fd: where status lines go (see `inference.wire.handshake.ReplicaStatus`).
         command_fd: read end of the supervisor's command pipe.
-        arguments: the replica's command line.
+        arguments: the command line.
     """
 
     def __init__(self, directory: Path, status_fd: int, command_fd: int, arguments: list[str]) -> None:
@@ -99,7 +100,7 @@ class Guardian:
         self._next_look_s = 0.0
         """When to look at the calls next; wake-ups in between may come at any rate."""
         self._checks = 0
-        self._host: subprocess.Popen[bytes] | None = None
+        self._host: subprocess.Popen[bytes]
         self._is_lowered = False
         """Whether the replica has a lower priority, because it is starting."""
 
@@ -107,37 +108,33 @@ class Guardian:
         """Guard until the replica has ended and is swept. Returns the host's exit status."""
         # The guardian adopts the group's orphans, so that it can wait until the last one is gone.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-        wakeup_read, wakeup_write = os.pipe()
-        os.set_blocking(wakeup_write, False)
-        os.set_blocking(wakeup_read, False)
+        wakeup_read, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        os.set_inheritable(self._command_fd, False)
-        host = self._host = subprocess.Popen(
+        self._host = subprocess.Popen(
             self._arguments, pass_fds=(self._status_fd,), stdin=subprocess.DEVNULL, start_new_session=True
         )
-        if may_raise():
-            lower(host.pid, [host.pid], START_NICE)
+        if may_raise_priority():
+            self._lower_priority([self._host.pid], START_NICE)
             self._is_lowered = True
         # Only the supervisor ends the guardian, over the pipe. Set after the start: children inherit ignored signals.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         try:
-            self._journal.note(host.pid, ())
+            self._journal.note(self._host.pid, ())
         except OSError as error:
             reason = f"its folder can't be written: {error}"
         else:
             reason = self._watch(wakeup_read)
         self._send(event="ending", text=reason)
-        self._end_group(host)
+        self._end_group()
         leftovers = sweep_replica(self._directory, self._journal.segments)
-        exit_status = host.returncode
+        exit_status = self._host.returncode
         self._send(event="ended", text=reason, exit_status=exit_status, leftovers=leftovers)
         return exit_status if exit_status >= 0 else 128 - exit_status
 
     def _watch(self, wakeup: int) -> str:
         """Wait for a reason to end the replica, and return it."""
-        assert self._host is not None
         selector = selectors.DefaultSelector()
         selector.register(self._command_fd, selectors.EVENT_READ)
         selector.register(wakeup, selectors.EVENT_READ)
@@ -157,7 +154,7 @@ class Guardian:
                         os.read(wakeup, 512)
                     self._reap_orphans()
             if self._is_lowered and (self._directory / READY_FILE).exists():
-                lower(self._host.pid, _group_states(self._host.pid), 0)
+                self._lower_priority(_group_states(self._host.pid), 0)
                 self._is_lowered = False
             if self._host.poll() is not None:
                 return "stopped" if stop_before is not None else _describe_exit(self._host.returncode)
@@ -168,7 +165,6 @@ class Guardian:
 
     def _reap_orphans(self) -> None:
         """Reap orphans that the callable left; the host itself is left to `_watch`."""
-        assert self._host is not None
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if ended.si_pid == self._host.pid:
@@ -177,9 +173,7 @@ class Guardian:
 
     def _inspect(self) -> str | None:
         """Inspect the group's processes and calls. Returns a problem that has persisted, if any."""
-        assert self._host is not None
-        # While it starts, Triton runs and ends a stub just to inspect the model. The replica itself reports a start
-        # that fails.
+        # While it starts, Triton runs and ends a stub to inspect the model. The replica itself reports a failed start.
         if not (self._members or (self._directory / READY_FILE).exists()):
             return None
         now_s = time.monotonic()
@@ -195,7 +189,7 @@ class Guardian:
             state = current.get(pid, (name, ""))[1]
             if state not in BAD_STATES:
                 continue
-            if pid != self._host.pid and not _is_vital(name):
+            if pid != self._host.pid and not name.startswith(VITAL):
                 if pid not in current:
                     del self._members[pid]
                 continue
@@ -206,31 +200,30 @@ class Guardian:
         return None
 
     def _states(self) -> dict[int, tuple[str, str]]:
-        """Name and state of the group's members; every few calls also looks for new ones, which costs more."""
-        assert self._host is not None
+        """Name and state of the group's members; see `FULL_CHECK_EVERY`."""
         self._checks += 1
         if self._checks % FULL_CHECK_EVERY != 1 and len(self._members) > 1:
             return {
                 pid: (name, stat.state)
                 for pid, name in self._members.items()
-                if (stat := _stat(pid)) is not None and stat.name == name
+                if (stat := process_stat(pid)) is not None and stat.name == name
             }
         current = _group_states(self._host.pid)
-        self._note_segments(self._host, current)
+        self._note_segments(current)
         return current
 
-    def _note_segments(self, host: subprocess.Popen[bytes], pids: Iterable[int]) -> None:
+    def _note_segments(self, pids: Iterable[int]) -> None:
         with contextlib.suppress(OSError):  # a full disk is no reason to end a replica that serves
-            self._journal.note(host.pid, segments_mapped_by(pids))
+            self._journal.note(self._host.pid, segments_mapped_by(pids))
 
-    def _end_group(self, host: subprocess.Popen[bytes]) -> None:
-        self._note_segments(host, _group_states(host.pid))
+    def _end_group(self) -> None:
+        self._note_segments(_group_states(self._host.pid))
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(host.pid, signal.SIGKILL)
-        host.wait()
+            os.killpg(self._host.pid, signal.SIGKILL)
+        self._host.wait()
         # Processes that the callable started in other sessions have become children of the guardian.
         while True:
-            for pid in _children(os.getpid()):
+            for pid in [pid for pid, stat in process_stats() if stat.parent == os.getpid()]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             try:
@@ -238,9 +231,39 @@ class Guardian:
             except ChildProcessError:
                 return
 
+    def _lower_priority(self, members: Iterable[int], by: int) -> None:
+        """Set the priority of all threads of these processes, and of the replica's session, relative to our own.
+
+        Where the kernel groups sessions for scheduling (``autogroup``), threads compete only within their session.
+        """
+        with contextlib.suppress(OSError):  # the kernel has no autogroups, or the host has ended
+            Path(f"/proc/{self._host.pid}/autogroup").write_text(str(by))
+        nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + by)
+        for _ in range(2):  # the second pass finds threads that others started before their own turn
+            for pid in members:
+                with contextlib.suppress(OSError):
+                    for thread in os.listdir(f"/proc/{pid}/task"):
+                        with contextlib.suppress(OSError):
+                            os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+
     def _send(self, **status: object) -> None:
         with contextlib.suppress(OSError):  # the supervisor may be gone
             os.write(self._status_fd, json.dumps(status).encode() + b"\n")
+
+
+def may_raise_priority() -> bool:
+    """Whether this process could raise a lowered priority to its own again; otherwise no priority is lowered.
+
+    A start is mostly imports, which take seconds of a core and would slow down requests on a busy machine. Raising a
+    priority takes ``CAP_SYS_NICE`` or a sufficient limit on ``nice``.
+    """
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        status = Path("/proc/self/status").read_text()
+        effective = next(line for line in status.splitlines() if line.startswith("CapEff:")).split()[1]
+        if int(effective, 16) >> CAP_SYS_NICE & 1:
+            return True
+    limit = resource.getrlimit(resource.RLIMIT_NICE)[0]
+    return limit == resource.RLIM_INFINITY or 20 - limit <= os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def _describe_exit(returncode: int) -> str:
@@ -249,48 +272,9 @@ def _describe_exit(returncode: int) -> str:
     return f"exited with status {returncode}"
 
 
-def _is_vital(name: str) -> bool:
-    """Whether the replica depends on this process: Triton or one of its stubs."""
-    return name.startswith(("tritonserver", "triton_python_b"))
-
-
-class _Stat(NamedTuple):
-    """From /proc/<pid>/stat."""
-
-    name: str
-    state: str
-    """One letter."""
-    parent: int
-    group: int
-
-
-def _stat(pid: int | str) -> _Stat | None:
-    """What a process is and does now; None if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return None
-    name = text[text.index("(") + 1 : text.rindex(")")]
-    fields = text[text.rindex(")") + 2 :].split()
-    return _Stat(name, fields[0], int(fields[1]), int(fields[2]))
-
-
 def _group_states(group: int) -> dict[int, tuple[str, str]]:
     """Name and state of every process of a group."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and (stat := _stat(entry)) is not None and stat.group == group:
-            found[int(entry)] = (stat.name, stat.state)
-    return found
-
-
-def _children(parent: int) -> list[int]:
-    return [
-        int(entry)
-        for entry in os.listdir("/proc")
-        if entry.isdigit() and (stat := _stat(entry)) is not None and stat.parent == parent
-    ]
+    return {pid: (stat.name, stat.state) for pid, stat in process_stats() if stat.group == group}
 
 
 def main() -> None:

@@ -86,9 +86,7 @@ def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> Interprete
 
     Results are not cached: a missing package may be installed between two starts without changing the interpreter.
 
-    Args:
-        path: the interpreter; a relative path starts in the working folder.
-        environ: the replica's environment; see `foreign_environment`.
+    A relative path starts in the working folder; for the environment see `foreign_environment`.
 
     Raises:
         InterpreterError: the interpreter is missing, is not CPython 3.10 to 3.12, doesn't answer, or lacks a package
@@ -164,8 +162,8 @@ def _ask(path: str, environ: Mapping[str, str]) -> dict[str, Any]:
         if line.startswith(_MARK):
             report: dict[str, Any] = json.loads(line[len(_MARK) :])
             return report
-    said = next((line.strip() for line in reversed(errors.decode(errors="replace").splitlines()) if line.strip()), "")
-    reason = f"it doesn't answer as Python does: {said[:300]}" if said else "it doesn't answer as Python does"
+    lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
+    reason = "it doesn't answer as Python does" + (f": {lines[-1][:300]}" if lines else "")
     fix = f"name a Python interpreter that works; try it: {path} -c 'print(1)'"
     raise InterpreterError(path, reason, fix, is_permanent=False)
 

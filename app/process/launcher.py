@@ -1,4 +1,4 @@
-"""Becomes a replica under another Python, or says why that Python can't run one.
+"""Becomes a replica under another Python, or reports why that Python can't run one.
 
 Started by `app.process.guardian` as ``python -m app.process.launcher PYTHON NAME FOLDER STATUS_FD``, under Headwater's
 own Python. It is a process of its own, and has the replica's process id from the start: the supervisor never waits for

@@ -1,4 +1,4 @@
-"""How much memory the machine has, and what process groups have of it, place by place."""
+"""How much memory the machine has, and how much of it process groups have, by place."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ HOST: Final = "the machine"
 
 
 def size_text(count: int) -> str:
-    """Bytes for people."""
+    """Bytes in words."""
     return f"{count / 2**30:.1f} GiB" if count >= 10 * 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 UNLIMITED_BYTES: Final = 1 << 60
-"""What cgroup v1 says where there is no limit is above this."""
+"""Cgroup v1 reports a value above this where there is no limit."""
 
 
 def host_capacity(root: Path = Path("/")) -> int | None:
     """The machine's memory, or what this process's cgroup may have of it, whichever is less. None: unknown.
 
-    Args:
-        root: where ``proc`` and ``sys`` are; tests put their own here.
+    ``proc`` and ``sys`` are in ``root``.
     """
     found = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
@@ -46,7 +45,7 @@ def host_capacity(root: Path = Path("/")) -> int | None:
 
 
 def _cgroup_limits(root: Path) -> Iterator[Path]:
-    """The files with this process's limits, and those of all groups around it."""
+    """The files with the limits of this process's groups, from the innermost one."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -65,10 +64,10 @@ def _cgroup_limits(root: Path) -> Iterator[Path]:
 
 
 def measure_groups_by_place(groups: Collection[int]) -> dict[int, dict[str, int]]:
-    """What each of these process groups has of the machine's memory and of each GPU's.
+    """The memory of each of these process groups, by place.
 
-    Of the machine's: the proportional share (PSS), so that pages which several processes share count once in all; where
-    the kernel doesn't tell it, the resident set.
+    On the machine it is the proportional share (PSS), which counts shared pages once in all, or the resident set where
+    the kernel doesn't report the PSS.
     """
     found: dict[int, dict[str, int]] = {group: {HOST: 0} for group in groups}
     group_of: dict[int, int] = {}

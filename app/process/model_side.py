@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -22,7 +22,7 @@ PROCESS_TIMEOUT_S = 300.0
 """Time for importing the models; torch can take minutes on a cold disk."""
 
 
-class ModelSide:
+class ModelSide(contextlib.ExitStack):
     """A deployment's Python and environment. A context manager, since another Python needs a folder on its path.
 
     Args:
@@ -34,8 +34,8 @@ class ModelSide:
     """
 
     def __init__(self, environment: Mapping[str, str], python: Path | None = None) -> None:
+        super().__init__()
         variables = {**os.environ, **environment}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
         if python is None:
             self.python = sys.executable
             variables["LD_LIBRARY_PATH"] = library_path(variables)
@@ -44,23 +44,16 @@ class ModelSide:
             if ours.name not in ("site-packages", "dist-packages"):
                 variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(ours))))
         else:
-            self._folder = tempfile.TemporaryDirectory(prefix="headwater-check-")
+            folder = self.enter_context(tempfile.TemporaryDirectory(prefix="headwater-check-"))
             try:
-                variables = foreign_environment(variables, stage_package(Path(self._folder.name, "python")))
+                variables = foreign_environment(variables, stage_package(Path(folder, "python")))
                 interpreter = find_interpreter(python, variables)
             except BaseException:
-                self._folder.cleanup()
+                self.close()
                 raise
             self.python = interpreter.path
             variables["LD_LIBRARY_PATH"] = interpreter.library_path(variables)
         self._variables = variables
-
-    def __enter__(self) -> ModelSide:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
 
     def run(self, module: str, stdin: bytes = b"") -> tuple[int | None, bytes, str]:
         """Run a module. Returns exit status (None: timed out), stdout and stderr."""

@@ -1,27 +1,18 @@
-"""What processes and process groups have of the machine."""
+"""What processes and process groups use of the machine."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import psutil
 
 from app.process.gpu import gpu_processes
 
-__all__ = [
-    "NOTHING",
-    "GroupMemory",
-    "GroupUse",
-    "ProcessUse",
-    "group_members",
-    "group_uses",
-    "measure_groups",
-    "members",
-    "process_use",
-]
+__all__ = ["GroupUse", "ProcessUse", "group_members", "group_uses", "members", "process_use"]
 
 
 class ProcessUse(NamedTuple):
@@ -35,34 +26,33 @@ class ProcessUse(NamedTuple):
     open_fds: int
 
 
-class GroupUse(NamedTuple):
-    """All processes of a group together."""
+@dataclass(frozen=True)
+class GroupUse:
+    """All processes of one group, or of several, together."""
 
     threads: int = 0
     resident_bytes: int = 0
-    """What several of them share counts for each."""
+    """Summed over the processes: what several of them share counts for each."""
     gpu_bytes: int | None = None
-    """None: NVML is not there to tell."""
+    """None: NVML fails."""
+
+    def __add__(self, other: GroupUse) -> GroupUse:
+        """The sum of both; a count that only one of them has is the sum."""
+        known = [count for count in (self.gpu_bytes, other.gpu_bytes) if count is not None]
+        total = sum(known) if known else None
+        return GroupUse(self.threads + other.threads, self.resident_bytes + other.resident_bytes, total)
 
 
-class GroupMemory(NamedTuple):
-    """Of some process groups together."""
-
-    host_bytes: int
-    """Resident memory, summed over the processes: what several of them share counts for each."""
-    gpu_bytes: int | None
-    """None: NVML is not there to tell."""
-
-
-NOTHING: Final = GroupMemory(0, None)
+_ENDED: Final = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+"""The kernel shows a process as dead for a moment while it goes."""
 
 
 def process_use(pid: int) -> ProcessUse | None:
-    """What a process has now; None if it has ended, or is another user's."""
+    """What a process uses now; None if it has ended, or is another user's."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
-            if process.status() == psutil.STATUS_ZOMBIE:
+            if process.status() in _ENDED:
                 return None
             cpu = process.cpu_times()
             return ProcessUse(
@@ -82,25 +72,14 @@ def group_members(groups: Collection[int]) -> list[int]:
 
 
 def group_uses(groups: Collection[int]) -> dict[int, GroupUse]:
-    """What the processes of each of these groups have now."""
-    on_gpus = _gpu_bytes()
+    """What the processes of each of these groups use now."""
+    on_gpus = gpu_processes()
     uses = dict.fromkeys(groups, GroupUse(gpu_bytes=None if on_gpus is None else 0))
     for process, group in members(groups):
         with contextlib.suppress(psutil.Error), process.oneshot():
-            threads, resident_bytes, gpu_bytes = uses[group]
-            uses[group] = GroupUse(
-                threads + process.num_threads(),
-                resident_bytes + process.memory_info().rss,
-                None if on_gpus is None else (gpu_bytes or 0) + on_gpus.get(process.pid, 0),
-            )
+            gpu_bytes = sum(used.get(process.pid, 0) for used in (on_gpus or {}).values())
+            uses[group] += GroupUse(process.num_threads(), process.memory_info().rss, gpu_bytes if on_gpus else None)
     return uses
-
-
-def measure_groups(groups: Collection[int]) -> GroupMemory:
-    """Measure what the processes of these groups have now, all together."""
-    uses = group_uses(groups).values()
-    on_gpus = [use.gpu_bytes for use in uses if use.gpu_bytes is not None]
-    return GroupMemory(sum(use.resident_bytes for use in uses), sum(on_gpus) if on_gpus else None)
 
 
 def members(groups: Collection[int]) -> Iterator[tuple[psutil.Process, int]]:
@@ -110,18 +89,5 @@ def members(groups: Collection[int]) -> Iterator[tuple[psutil.Process, int]]:
             group = os.getpgid(pid)
             if group in groups:
                 process = psutil.Process(pid)
-                # Dead: the kernel shows a process so for a moment while it goes.
-                if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                if process.status() not in _ENDED:
                     yield process, group
-
-
-def _gpu_bytes() -> dict[int, int] | None:
-    """What each process has of all GPUs' memory together."""
-    found = gpu_processes()
-    if found is None:
-        return None
-    used: dict[int, int] = {}
-    for processes in found.values():
-        for pid, used_bytes in processes.items():
-            used[pid] = used.get(pid, 0) + used_bytes
-    return used

@@ -17,10 +17,19 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["Journal", "make_instance_folder", "segments_mapped_by", "sweep_replica", "sweep_stale"]
+__all__ = [
+    "Journal",
+    "make_instance_folder",
+    "process_stat",
+    "process_stats",
+    "segments_mapped_by",
+    "sweep_replica",
+    "sweep_stale",
+]
 
 SHARED_MEMORY = Path("/dev/shm")
 BACKEND_FOLDERS = Path("/tmp")
@@ -72,11 +81,9 @@ def segments_mapped_by(pids: Iterable[int]) -> set[str]:
 
 
 def sweep_replica(directory: Path, others: Iterable[str] = ()) -> list[str]:
-    """Remove the segments and the folder of a replica whose processes are gone. Returns what could not be removed.
+    """Remove a replica's folder and its segments: those in the journal, and ``others``. Its processes must be gone.
 
-    Args:
-        directory: the replica's folder.
-        others: segments that the journal may lack.
+    Returns what could not be removed.
     """
     journal = Journal(directory)
     segments = {SHARED_MEMORY / name for name in (*journal.segments, *others)}
@@ -97,27 +104,46 @@ def sweep_replica(directory: Path, others: Iterable[str] = ()) -> list[str]:
     return left
 
 
+class ProcessStat(NamedTuple):
+    """A process, from /proc/<pid>/stat."""
+
+    name: str
+    state: str
+    """One letter."""
+    parent: int
+    group: int
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """What a process is and does now; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+    name, _, rest = text.partition("(")[2].rpartition(") ")
+    fields = rest.split(maxsplit=3)
+    return ProcessStat(name, fields[0], int(fields[1]), int(fields[2]))
+
+
+def process_stats() -> Iterator[tuple[int, ProcessStat]]:
+    """All processes, by process id."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (stat := process_stat(int(entry))) is not None:
+            yield int(entry), stat
+
+
 def _end_strays(directory: Path) -> None:
     """Kill what is left of a replica whose guardian was killed with the supervisor: a Triton without a host."""
     group = Journal(directory).host_pid
     deadline = time.monotonic() + STRAYS_TIMEOUT_S
-    while strays := [pid for pid in _group_members(group) if f"{directory}/".encode() in _command(pid)]:
+    named = f"{directory}/".encode()
+    while strays := [pid for pid, stat in process_stats() if stat.group == group and named in _command(pid)]:
         for pid in strays:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             return
         time.sleep(0.02)
-
-
-def _group_members(group: int) -> list[int]:
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                if os.getpgid(int(entry)) == group:
-                    found.append(int(entry))
-    return found
 
 
 def _command(pid: int) -> bytes:
@@ -154,10 +180,9 @@ def _backend_folders(directory: Path) -> list[Path]:
 def make_instance_folder(parent: Path | None) -> tuple[Path, int]:
     """Create this instance's folder (0700) and lock it. Returns the folder and the lock, which ends with the process.
 
-    Args:
-        parent: the folder to create it in; default: the system's folder for temporary files.
+    The default of ``parent``, where it is created, is the system's folder for temporary files.
     """
-    root = Path(tempfile.gettempdir()) if parent is None else parent
+    root = Path(parent or tempfile.gettempdir())
     root.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"headwater-{os.getuid()}-", dir=root))
     lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -167,9 +192,8 @@ def make_instance_folder(parent: Path | None) -> tuple[Path, int]:
 
 def sweep_stale(parent: Path | None) -> list[Path]:
     """Sweep the folders of instances that ended without sweeping. Returns these folders."""
-    root = Path(tempfile.gettempdir()) if parent is None else parent
     found = []
-    for folder in sorted(root.glob(f"headwater-{os.getuid()}-*")):
+    for folder in sorted(Path(parent or tempfile.gettempdir()).glob(f"headwater-{os.getuid()}-*")):
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # being created, or not ours

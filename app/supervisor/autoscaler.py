@@ -1,16 +1,16 @@
-"""Scales deployments by load: a policy decides once a tick, and the autoscaler has the replica sets carry it out.
+"""Scales deployments by load: a policy decides once a tick, and the autoscaler lets the replica sets act on it.
 
-Up by one when rows have waited longer than they should, or waited while the replicas computed nearly all the time, at
-every tick for ``up_after_s``. Down by one when what there was to do for ``down_after_s`` would have fit on one replica
-less, in one of two ways:
+A replica is added when, at every tick for ``up_after_s``, rows have waited longer than they should, or have waited
+while the replicas computed nearly all the time. A replica is removed when the load of the last ``down_after_s`` would
+have fit on one replica less, in one of two ways:
 
-- the rest would have computed less than `LOW_UTILIZATION` of their time, and kept the wait below its target, if waits
-  grow as replicas get fewer; or
-- there were never more requests at once than the rest compute at once, so that none would have waited. That is a client
-  which asks one thing after the other: it keeps a replica busy all the time, and needs no second one.
+- the others would have computed for less than `LOW_UTILIZATION` of their time, and kept waits below the target, if
+  waits grow in proportion as replicas get fewer; or
+- there were never more requests at once than the others compute at once, so none would have waited. An example is a
+  client that sends one request after another: it keeps a replica busy all the time, but needs no second one.
 
-Between these lie loads that change nothing. What is left is a load for which both are wrong, because its waits grow
-faster than that: a step down that had to be taken back is not taken again until there is clearly less to do.
+Loads between these change nothing. Where both rules are wrong, because waits grow faster, a step down that had to be
+taken back is not repeated until the load is clearly lower.
 """
 
 from __future__ import annotations
@@ -28,59 +28,51 @@ from app.supervisor.replica_set import ReplicaSet
 
 __all__ = ["Autoscaler", "Demand", "ScalingPolicy"]
 
-
+TICK_S: Final = 0.5
 LOW_UTILIZATION: Final = 0.5
-"""One replica less, if the others then compute for less than this part of their time."""
-
+"""A replica is removed if the others then compute for less than this fraction of their time."""
 HIGH_UTILIZATION: Final = 0.9
-"""One more, if they compute for more than this and rows wait."""
-
+"""A replica is added if all compute for more than this fraction of their time, and rows wait."""
 CLEARLY_LESS: Final = 0.7
-"""Of a load that a number of replicas was too few for: they are tried again below this part of it."""
-
+"""A number of replicas that was too few is tried again below this fraction of the load at that time."""
 REGRET_AFTER: Final = 2.0
 """A step up within this many ``down_after_s`` of a step down takes that back."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a deployment had to do since the last tick, over all gateway workers."""
+    """A deployment's load since the last tick, over all gateway workers."""
 
     waiting: int = 0
-    """Rows, or of a language model sequences, that wait now."""
+    """Rows, or sequences of a language model, that wait now."""
     wait_s: float = 0.0
-    """The longest that one of them has been seen to wait."""
+    """The longest observed wait of one of them."""
     busy: float = 0.0
-    """How many replicas' worth of computing there was, on average; at most as many as there are."""
+    """How many replicas were computing, on average."""
     peak: float = 0.0
-    """Most requests that were under way at once, in what one replica computes at once."""
+    """The most requests in flight at once, divided by what one replica computes at once."""
 
 
 class ScalingPolicy:
-    """Decides for one deployment.
-
-    Args:
-        scaling: when to act.
-        delay_s: how long rows wait on purpose.
-    """
+    """Decides for one deployment, whose rows wait ``delay_s`` on purpose."""
 
     def __init__(self, scaling: Scaling, delay_s: float = 0.0) -> None:
         self._scaling = scaling
         self._target_s = scaling.queue_wait_ms / 1000 + delay_s
         self._up_since_s: float | None = None
         self._up_busy = 0.0
-        """Most of `Demand.busy` since then."""
-        self._quiet_since_s: float | None = None
+        """The maximum of `Demand.busy` since then."""
+        self._quiet_since_s = 0.0
         self._busy_s = 0.0
-        """Integral of `Demand.busy` since then."""
+        """The integral of `Demand.busy` since then."""
         self._wait_s = 0.0
+        """The maximum since then; so is ``_peak``."""
         self._peak = 0.0
-        """Largest since then."""
         self._last_s: float | None = None
         self._went_down: tuple[float, int] | None = None
-        """When a step down was taken last, and to how many."""
+        """When the last step down was taken, and to how many replicas."""
         self._too_few: tuple[int, float] | None = None
-        """So many replicas were too few for such a load."""
+        """A number of replicas that was too few, and `Demand.busy` at that time."""
 
     def wanted(self, now_s: float, demand: Demand, count: int, *, ready: int, bounds: ReplicaBounds) -> int:
         """How many replicas there should be: ``count``, or one more or less, and always within the bounds.
@@ -88,12 +80,13 @@ class ScalingPolicy:
         Args:
             now_s: on any steady clock.
             demand: since the last call.
-            count: how many there should be up to now.
-            ready: how many of these serve; while they aren't all, load says little.
+            count: how many there should have been until now.
+            ready: how many of these serve; unless all do, the load says little.
             bounds: of the answer.
         """
-        elapsed_s = 0.0 if self._last_s is None else max(0.0, now_s - self._last_s)
-        self._last_s = now_s
+        if self._last_s is None:
+            self._last_s = self._quiet_since_s = now_s
+        elapsed_s, self._last_s = max(0.0, now_s - self._last_s), now_s
         inside = min(max(count, bounds.min), bounds.max)
         if inside != count or ready != count:
             self._forget(now_s)
@@ -109,28 +102,21 @@ class ScalingPolicy:
                 return count + 1
             return count
         self._up_since_s = None
-        if self._quiet_since_s is None:
-            self._forget_quiet(now_s)
         self._busy_s += demand.busy * elapsed_s
         self._wait_s = max(self._wait_s, demand.wait_s)
         self._peak = max(self._peak, demand.peak)
-        assert self._quiet_since_s is not None
         seen_s = now_s - self._quiet_since_s
-        if seen_s < self._scaling.down_after_s or count <= bounds.min:
-            if seen_s >= self._scaling.down_after_s:
-                self._forget_quiet(now_s)
+        if seen_s < self._scaling.down_after_s:
             return count
-        busy = self._busy_s / seen_s
-        if self._fits(busy, count - 1, count):
-            self._went_down = now_s, count - 1
-            self._forget(now_s)
-            return count - 1
+        fits = count > bounds.min and self._fits(self._busy_s / seen_s, count - 1, count)
         self._forget_quiet(now_s)
-        return count
+        if fits:
+            self._went_down = now_s, count - 1
+        return count - 1 if fits else count
 
     @property
     def is_content(self) -> bool:
-        """Whether there was not too much to do when it was asked last."""
+        """Whether the load was not too high at the last call."""
         return self._up_since_s is None
 
     def _is_too_much(self, demand: Demand, count: int) -> bool:
@@ -139,13 +125,11 @@ class ScalingPolicy:
         return demand.waiting > 0 and demand.busy > HIGH_UTILIZATION * count
 
     def _fits(self, busy: float, fewer: int, count: int) -> bool:
-        """Whether what was seen would fit on so many."""
-        if self._too_few is not None:
-            least, load = self._too_few
-            if fewer <= least and busy >= CLEARLY_LESS * load:
+        """Whether the observed load would fit on so many replicas."""
+        if self._too_few is not None and fewer <= self._too_few[0]:
+            if busy >= CLEARLY_LESS * self._too_few[1]:
                 return False
-            if fewer <= least:
-                self._too_few = None
+            self._too_few = None
         if self._peak <= fewer:
             return True
         return busy <= LOW_UTILIZATION * fewer and self._wait_s * count / fewer <= self._target_s
@@ -167,18 +151,15 @@ class ScalingPolicy:
         self._busy_s = self._wait_s = self._peak = 0.0
 
 
-TICK_S: Final = 0.5
-
-
 class Autoscaler:
-    """Of all deployments whose ``replicas`` is a range.
+    """Scales all deployments whose ``replicas`` is a range.
 
     Args:
         sets: every deployment that has replicas, by name; it may change.
-        loads: gives what each has to do now, over all gateway workers.
+        loads: gives each deployment's load over all gateway workers.
         is_busy: whether a command is under way with a deployment, which is then left alone.
-        host: who has the replicas.
-        clock: in seconds; tests put their own here.
+        host: runs the tasks.
+        clock: in seconds; tests replace it.
     """
 
     def __init__(
@@ -195,30 +176,26 @@ class Autoscaler:
         self._host = host
         self._clock = clock
         self._policies: dict[str, tuple[object, ScalingPolicy]] = {}
-        """With the configuration that each was made for."""
+        """Each with the configuration that it was made for."""
         self._acting: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Decide again and again, until the server stops."""
+        """Decide at every tick until the server stops."""
         while not self._host.is_stopping:
             await self._host.wait_for_stop(TICK_S)
             self.tick()
 
     def tick(self) -> None:
-        """Decide once, for each deployment."""
+        """Decide once for each deployment."""
         loads: Mapping[str, DeploymentLoad] | None = None
-        for name in [name for name in self._policies if name not in self._sets]:
-            del self._policies[name]
+        self._policies = {name: policy for name, policy in self._policies.items() if name in self._sets}
         self._acting = {name: task for name, task in self._acting.items() if not task.done()}
         for one in list(self._sets.values()):
             if one.bounds.is_fixed or not one.is_scalable or self._is_busy(one.name):
-                self._policies.pop(one.name, None)  # what was seen before says little of what comes after
-                continue
-            if one.name in self._acting:
-                continue
-            if loads is None:
-                loads = self._loads()
-            self._decide(one, loads.get(one.name))
+                self._policies.pop(one.name, None)  # the load before says little about the load after
+            elif one.name not in self._acting:
+                loads = self._loads() if loads is None else loads
+                self._decide(one, loads.get(one.name))
 
     def _decide(self, one: ReplicaSet, load: DeploymentLoad | None) -> None:
         made_for, policy = self._policies.get(one.name, (None, None))
@@ -232,19 +209,19 @@ class Autoscaler:
         elif wanted < count:
             self._acting[one.name] = self._host.spawn(one.shrink())
         elif policy.is_content:
-            one.no_shortage()
+            one.end_shortage()
 
 
 def _demand(one: ReplicaSet, load: DeploymentLoad | None) -> Demand:
-    """A load in replicas' worth of work."""
+    """A load in units of what one replica computes."""
     if load is None:
         return Demand()
-    parallel, peak_parallel = one.config.instances, one.config.instances
+    parallel = peak_parallel = one.config.instances
     if one.signature is not None and one.signature.language_model is not None:
-        # As many sequences as it computes at once; but each slows the others down.
+        # An engine computes so many sequences at once, but each slows the others down.
         parallel, peak_parallel = one.signature.language_model.limits.max_sequences, 1
     elif one.signature is not None and one.signature.streams:
         parallel = peak_parallel = one.config.max_in_flight
-    # Several workers each count the calls that they have at a replica, which computes them one after the other.
+    # Workers count their calls separately, but a replica computes only so many at once.
     busy = min(load.computing / parallel, float(len(one.ready)))
     return Demand(load.waiting, load.wait_s, busy, load.requests / peak_parallel)

@@ -1,4 +1,4 @@
-"""What all replica sets share: processes, tasks, memory, and whether everything is about to end."""
+"""What all replica sets share: processes, tasks, memory, and whether the server is stopping."""
 
 from __future__ import annotations
 
@@ -9,29 +9,43 @@ import os
 import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from app.config.schema import Deployment
 from app.control.messages import Drained
-from app.process.children import Children, ProcessWatch
 from app.supervisor.replica_memory import ReplicaMemory
 from app.supervisor.replica_process import ReplicaProcess
-from app.telemetry.logs import REPLICA_LOGGER
 
-__all__ = ["WATCH_EVERY_S", "Host", "kill"]
+__all__ = ["Backoff", "Host", "kill"]
 
 logger = logging.getLogger("headwater")
-replica_logger = logging.getLogger(REPLICA_LOGGER)
 
 WATCH_EVERY_S: Final = 0.5
+FIRST_BACKOFF_S: Final = 0.5
+LONGEST_BACKOFF_S: Final = 30.0
+STEADY_AFTER_S: Final = 60.0
+"""A process that lived this long is replaced soon, without the backoff of earlier crashes."""
+
+
+@dataclass
+class _Child:
+    """A child process that is followed to its end."""
+
+    process: subprocess.Popen[bytes]
+    role: str
+    replica: ReplicaProcess | None
+    exited: asyncio.Future[int]
 
 
 class Host:
     """Has the processes and tasks of everything that is served.
 
     Args:
-        memory: finds room for replicas.
+        memory: finds capacity for replicas.
         user_paths: put first on every replica's ``sys.path``.
         drain: see `app.control.server.ControlServer.drain`.
         on_change: called when a set's state or replicas have changed.
@@ -50,116 +64,128 @@ class Host:
         # Loading is mostly imports and disk; more at once than cores only makes each slower.
         self.start_slots = asyncio.Semaphore(max(2, os.cpu_count() or 2))
         self.folder = Path()
-        """The instance's, which is made before anything is launched."""
-        self.children = Children()
+        """The instance's folder, which is made before anything is launched."""
         self.replicas: dict[str, ReplicaProcess] = {}
-        """By id, until they have ended."""
+        """All replicas that have not ended, by id."""
         self.stopping = asyncio.Event()
-        """Set when everything is to end."""
         self.status = 0
-        """Of the whole, once it has ended."""
+        """The server's exit status."""
         self._user_paths = user_paths
         self._launched = 0
-        self._watch = ProcessWatch()
-        self._followed: dict[int, tuple[str, ReplicaProcess | None]] = {}
-        """By process id: what it is, and whose guardian."""
+        self._children: dict[int, _Child] = {}
+        """The followed children, by process id."""
+        self._stopped: set[int] = set()
+        """Children that were stopped at the last look."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def is_stopping(self) -> bool:
-        """Whether everything is about to end."""
+        """Whether the server is stopping."""
         return self.stopping.is_set()
 
     def stop(self, status: int = 0) -> None:
-        """Let everything end."""
+        """Let the server stop, with the first status that is not 0."""
         self.status = self.status or status
         self.stopping.set()
 
     async def wait_for_stop(self, timeout_s: float) -> None:
-        """Sleep, unless everything is about to end."""
+        """Sleep until the time is over or the server stops."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.stopping.wait(), timeout_s)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a task that `finish` waits for; if it fails, everything ends."""
+        """Run a task that `finish` waits for; if it fails, the server stops."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self.note_done)
         return task
 
     def note_done(self, task: asyncio.Task[None]) -> None:
-        """Called with each task that has ended."""
+        """Stop the server if a task has failed."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.critical("the supervisor can't go on", exc_info=error)
             self.stop(1)
 
     async def finish(self) -> None:
-        """Wait for the tasks that were spawned."""
+        """Wait for the spawned tasks."""
         await asyncio.gather(*self._tasks)
 
     def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaProcess:
-        """Start a replica's process.
-
-        Args:
-            name: of the deployment whose it is.
-            config: what it is started with; during a reload this is not yet the set's own.
-            on_progress: called with each stage of its start.
+        """Start a replica of a deployment; ``on_progress`` is called with each stage of its start.
 
         Raises:
-            OSError: the machine lacks what it takes.
+            OSError: the machine lacks space, processes or file descriptors.
         """
         self._launched += 1
-        id = f"{name}-{self._launched}"
-
-        def progress(text: str) -> None:
-            logger.info("%s: %s", id, text)
-            on_progress(text)
-
-        def log(line: str) -> None:
-            replica_logger.info("%s", line, extra={"replica": id})
-
-        # A folder's name is short, because sockets lie in it, whose paths must be.
+        # The folder's name is short, because it is part of sockets' paths, which must be short.
         folder = self.folder / f"r{self._launched}"
-        replica = ReplicaProcess(name, id, config, folder, self._user_paths, on_progress=progress, on_log=log)
-        exited = self.follow(replica.start(), f"the guardian of {id}", replica)
+        replica = ReplicaProcess(name, f"{name}-{self._launched}", config, folder, self._user_paths, on_progress)
+        exited = self.follow(replica.start(), f"the guardian of {replica.id}", replica)
         replica.exited = self.spawn(replica.follow(exited))
-        self.replicas[id] = replica
-        replica.exited.add_done_callback(lambda _: self.replicas.pop(id))
+        self.replicas[replica.id] = replica
+        replica.exited.add_done_callback(lambda _: self.replicas.pop(replica.id))
         return replica
 
     def follow(
         self, process: subprocess.Popen[bytes], role: str, replica: ReplicaProcess | None = None
     ) -> asyncio.Future[int]:
-        """A future of a process's exit code; must be called in the same step as the process is started.
+        """A future of a child's exit code; call this without awaiting anything after the process's start.
 
-        Args:
-            process: a child of this process.
-            role: what it is, for the log.
-            replica: whose guardian it is.
+        ``role`` is for the log; a guardian comes with its replica.
         """
-        pid = process.pid
-        self._followed[pid] = role, replica
-        self._watch.add(pid)
-
-        def forget(_: asyncio.Future[int]) -> None:
-            self._watch.discard(pid)
-            del self._followed[pid]
-
-        exited = self.children.follow(process)
-        exited.add_done_callback(forget)
+        exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._children[process.pid] = _Child(process, role, replica, exited)
         return exited
 
-    async def watch(self) -> None:
-        """Kill processes that are stopped, which neither work nor end; others take their places."""
+    def reap(self) -> None:
+        """Reap all children that have ended, adopted orphans included; call this at SIGCHLD."""
         while True:
-            for pid in self._watch.look():
-                role, replica = self._followed[pid]
-                if replica is not None:
-                    replica.mark_ending("its guardian is stopped")
-                logger.error("%s (%d) is stopped: killing it", role, pid)
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self._children.pop(pid, None)
+            if child is not None:
+                # Otherwise Popen would wait for a process that is already reaped.
+                child.process.returncode = os.waitstatus_to_exitcode(status)
+                if not child.exited.done():
+                    child.exited.set_result(child.process.returncode)
+
+    async def watch(self) -> None:
+        """Kill children that are stopped, which neither work nor end; others take their places."""
+        while True:
+            for pid in self.stopped():
+                child = self._children[pid]
+                if child.replica is not None:
+                    child.replica.mark_ending("its guardian is stopped")
+                logger.error("%s (%d) is stopped: killing it", child.role, pid)
                 kill(pid)
             await asyncio.sleep(WATCH_EVERY_S)
+
+    def stopped(self) -> list[int]:
+        """The followed children that are stopped (SIGSTOP), and were already stopped at the last call."""
+        before, self._stopped = self._stopped, set()
+        for pid in self._children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    self._stopped.add(pid)
+        return sorted(before & self._stopped)
+
+
+class Backoff:
+    """How long to wait before a process is started again: twice as long each time."""
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_BACKOFF_S
+
+    def after(self, lived_s: float) -> float:
+        """Seconds to wait after a process that lived so long."""
+        wait_s = FIRST_BACKOFF_S if lived_s > STEADY_AFTER_S else self._next_s
+        self._next_s = min(wait_s * 2, LONGEST_BACKOFF_S)
+        return wait_s
 
 
 def kill(pid: int) -> None:

@@ -1,4 +1,4 @@
-"""What an operator may have done to a running server's models: load, unload, reload. One thing at a time per model."""
+"""Operators' commands on a running server's models: load, unload, reload, scale. One at a time per model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from app.supervisor.deployments import Deployments, config_of
 from app.supervisor.graph_state import GraphState
 from app.supervisor.host import Host
 from app.supervisor.replica_set import ReplicaSet
-from app.supervisor.retired import Retired
-from app.supervisor.starter import stop_or_kill
+from app.supervisor.starter import Retired, stop_or_kill
 
 __all__ = ["Lifecycle"]
 
@@ -27,27 +26,22 @@ logger = logging.getLogger("headwater")
 
 
 class Lifecycle:
-    """Carries out operators' commands.
-
-    Args:
-        deployments: everything that is served.
-        host: who has the replicas.
-    """
+    """Carries out operators' commands."""
 
     def __init__(self, deployments: Deployments, host: Host) -> None:
         self._deployments = deployments
         self._host = host
         self._busy: dict[str, str] = {}
-        """What is under way, by model."""
+        """The command under way, by model."""
 
     async def answer(self, command: Command) -> CommandAnswer:
-        """Carry a command out. Whatever keeps it from succeeding is in the answer."""
+        """Carry out a command. An error is in the answer."""
         actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
         name = command.model
         config = command.arguments.get("config")
         began = time.monotonic()
         try:
-            # A name that there isn't may be loaded with a configuration of its own.
+            # An unknown name may be loaded with a configuration of its own.
             is_new = command.action == "load" and config is not None and self._is_free(name)
             is_scale = command.action == "scale"
             sets, graph = ([], None) if is_new else self._find(name, is_scale=is_scale)
@@ -56,64 +50,57 @@ class Lifecycle:
                 if config is not None:
                     config = self._deployments.proposed(name, config)
                     addition = f", with a configuration that sets {', '.join(sorted(config.model_fields_set))}"
-                logger.info("%s: %s, as an operator wants%s", name, command.action, addition)
+                logger.info("%s: %s, at an operator's request%s", name, command.action, addition)
                 if is_scale:
                     retired = await sets[0].scale(ReplicaBounds.model_validate(command.arguments))
                 else:
                     retired = await actions[command.action](name, sets, graph, config)
         except HeadwaterError as error:
             return CommandAnswer(command.id, error.status, {"error": error.message})
-        if not is_scale and not self._is_free(name):  # it is there, and perhaps anew
+        if not is_scale and not self._is_free(name):  # the command may have made other objects
             sets, graph = self._find(name)
         content: dict[str, Any] = {
             "name": name,
             "state": (graph or sets[0]).state.value,
             "took_s": round(time.monotonic() - began, 3),
-            **({"replicas": _replicas(sets[0])} if is_scale else {}),
-            **(retired.told() if retired is not None else {}),
+            **(retired.report() if retired is not None else {}),
         }
+        if is_scale:
+            (one,) = sets
+            counts = {"ready": len(one.ready), "wanted": one.wanted, "min": one.bounds.min, "max": one.bounds.max}
+            content["replicas"] = counts
         if retired is not None and retired.leftovers:
-            content = {"error": f"model `{name}`: {command.action}: this remains: {retired.leftovers[0]}", **content}
-        if "error" in content:
+            content["error"] = f"model `{name}`: {command.action}: this remains: {retired.leftovers[0]}"
             logger.error("%s", content["error"])
         return CommandAnswer(command.id, 500 if "error" in content else 200, content)
 
     def _find(self, name: str, *, is_scale: bool = False) -> tuple[list[ReplicaSet], GraphState | None]:
-        """The deployments that go by a name, and the pipeline if it is one's.
+        """A model's replica sets, and the pipeline if it is one.
 
         Raises:
-            NotFound: there is none.
-            Conflict: it is a step; or, for a scaling, it has no replicas itself.
+            NotFound: the model is unknown.
+            Conflict: it is a step; or, to scale, it has no replicas itself.
         """
-        sets, graphs = self._deployments.sets, self._deployments.graphs
-        graph = graphs.get(name)
-        if graph is not None:
-            own = self._deployments.own_sets(name)
-            if is_scale:
-                raise Conflict(
-                    f"model `{name}`: its steps have replicas, and it has none itself; expected one of "
-                    f"{', '.join(f'`{one.name}`' for one in own)}"
-                )
-            return own, graph
-        found = sets.get(name)
-        if found is None:
+        if self._is_free(name):
             shown = name if len(name) <= 100 else name[:97] + "..."
-            known = [*(one.name for one in sets.values() if one.part_of is None), *graphs]
-            raise NotFound(
-                f"model {shown!r}: unknown; this server has {', '.join(f'`{one}`' for one in sorted(known))}"
-            )
-        if found.part_of is not None and not is_scale:
-            raise Conflict(
-                f"model `{name}`: it is a step of the pipeline `{found.part_of}`, and is loaded and unloaded with it"
-            )
-        return [found], None
+            known = ", ".join(f"`{one}`" for one in sorted(self._deployments.config.deployments))
+            raise NotFound(f"model {shown!r}: unknown; this server has {known}")
+        own = self._deployments.own_sets(name)
+        graph = self._deployments.graphs.get(name)
+        if graph is not None and is_scale:
+            steps = ", ".join(f"`{one.name}`" for one in own)
+            raise Conflict(f"model `{name}`: its steps have replicas, and it has none itself; expected one of {steps}")
+        if graph is None and own[0].part_of is not None and not is_scale:
+            text = f"it is a step of the pipeline `{own[0].part_of}`, and is loaded and unloaded with it"
+            raise Conflict(f"model `{name}`: {text}")
+        return own, graph
 
     def is_busy(self, name: str) -> bool:
-        """Whether a command is under way with a deployment, or with the pipeline that it is a step of."""
+        """Whether a command is under way with a deployment, or with its pipeline."""
         return name in self._busy
 
     def _is_free(self, name: str) -> bool:
-        """Whether nothing goes by a name."""
+        """Whether a name is unknown."""
         return name not in self._deployments.sets and name not in self._deployments.graphs
 
     @contextlib.contextmanager
@@ -138,39 +125,35 @@ class Lifecycle:
         is_there = bool(sets) or graph is not None
         if is_there and (is_whole or (loaded and config is not None)):
             state = (graph or sets[0]).state.value
-            raise Conflict(
-                f"model `{name}` is {state}: it is loaded {'already' if is_whole else 'in part'}; expected reload, or "
-                "unload first"
-            )
+            loaded_text = "already loaded" if is_whole else "loaded in part"
+            raise Conflict(f"model `{name}` is {state}: it is {loaded_text}; expected reload, or unload first")
         await self._start_with(name, config)
 
     async def _start_with(self, name: str, config: Deployment | None) -> None:
-        """Start what of a model is not loaded, with another configuration if there is one."""
-        kept = self._deployments.kept(name)
-        if config is not None:
-            self._deployments.adopt(name, config)
+        """Start what is not loaded of a model, with another configuration if there is one."""
+        undo = self._deployments.adopt(name, config) if config is not None else None
         try:
             await self._start(name)
-        except Conflict:  # there is no room, so nothing was begun
-            if config is not None and not any(one.is_loaded for one in self._deployments.own_sets(name)):
-                self._deployments.restore(name, kept)
+        except Conflict:  # there is no capacity, so nothing was started
+            if undo is not None and not any(one.is_loaded for one in self._deployments.own_sets(name)):
+                undo()
                 self._host.on_change()
             raise
 
     async def _start(self, name: str) -> None:
-        """Start what of a model is not loaded."""
+        """Start what is not loaded of a model."""
         sets, graph = self._find(name)
         missing = [one for one in sets if not one.is_loaded]
         if graph is None:
             await sets[0].load()
             return
         before = None if graph.is_loaded else (graph.state, graph.reason)
-        graph.hold(State.LOADING, "loading its steps, as an operator wants")
+        graph.hold(State.LOADING, "loading its steps, at an operator's request")
         self._host.on_change()
         outcomes = await asyncio.gather(*(one.load() for one in missing), return_exceptions=True)
         refused = [outcome for outcome in outcomes if isinstance(outcome, Conflict)]
         if before is not None and refused and len(refused) == len(outcomes) - outcomes.count(None):
-            # There is no room for all of it, so none of it stays.
+            # There is no capacity for all of it, so none of it stays.
             started = [one for one, outcome in zip(missing, outcomes, strict=True) if outcome is None]
             for one in started:
                 await one.begin_unload(0.0)
@@ -182,9 +165,8 @@ class Lifecycle:
         self._host.on_change()
         _raise_first(outcomes)
         if graph.state is not State.READY:
-            raise CallableFailed(
-                f"model `{name}`: its own steps are loaded, but it is {graph.state.value}: {graph.reason}"
-            )
+            text = f"its own steps are loaded, but it is {graph.state.value}: {graph.reason}"
+            raise CallableFailed(f"model `{name}`: {text}")
 
     async def _unload(
         self, name: str, sets: list[ReplicaSet], graph: GraphState | None, config: Deployment | None
@@ -203,10 +185,7 @@ class Lifecycle:
         return retired
 
     async def _end(self, sets: list[ReplicaSet], graph: GraphState | None) -> Retired:
-        """Drain a model, end its replicas, and see what is left of them.
-
-        A pipeline drains first: its requests in flight need its steps to their end.
-        """
+        """Drain a model and end its replicas. A pipeline drains before its steps, which its requests need."""
         left_s = (graph or sets[0]).config.drain_timeout_s
         drained = Drained()
         if graph is not None:
@@ -256,20 +235,15 @@ class Lifecycle:
             _raise_first(failures, "; what served before goes on serving")
         if config is not None:
             self._deployments.adopt(name, config)
-        # All at once: the steps of a pipeline fit each other.
+        # All in one routing table: the steps of a pipeline must fit each other.
         old = [one.switch(started) for one, started in fresh]
         self._host.on_change()
         retiring = (one.retire(slots) for one, slots in zip(sets, old, strict=True))
         return sum(await asyncio.gather(*retiring), Retired())
 
 
-def _replicas(one: ReplicaSet) -> dict[str, int]:
-    """How many a deployment has, as an operator is told."""
-    return {"ready": len(one.ready), "wanted": one.wanted, "min": one.bounds.min, "max": one.bounds.max}
-
-
 def _raise_first(outcomes: list[Any], addition: str = "") -> None:
-    """Raise the first failure among what was gathered."""
+    """Raise the first exception among gathered outcomes."""
     for outcome in outcomes:
         if isinstance(outcome, HeadwaterError):
             raise outcome.again(outcome.message + addition)

@@ -1,4 +1,4 @@
-"""What can be known to go wrong before anything is started: addresses, folders, shared memory, security, tracing."""
+"""What can be found wrong before anything is started: addresses, folders, shared memory, security, tracing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from app.config.schema import (
-    Config,
-    Deployment,
-    Server,
-)
+import psutil
+
+from app.config.schema import Config, Deployment, Server
 from app.errors import ConfigError
+from app.process.machine import size_text
 from app.process.sweep import SHARED_MEMORY
 from app.security.keys_file import known_keys
 from app.security.tls import Certificate
 from inference.errors import Problem
 from inference.signature import Signature
-from inference.wire.tensor_store import ASSUMED_DIMENSION, batch_bytes, uses_store
+from inference.wire.shared_memory import ASSUMED_DIMENSION, batch_bytes, uses_store
 
 __all__ = [
     "address_problems",
+    "free_shared_memory_problems",
+    "needed_shared_memory_bytes",
+    "open_listener",
     "region_problems",
     "runtime_dir_problems",
     "security_problems",
@@ -35,45 +37,47 @@ __all__ = [
     "tracing_problems",
 ]
 
-
 MIB = 1024 * 1024
-
 TRITON_REGION_BYTES = 4 * MIB
-"""What the Python backend's region has at start; PyTriton sets it, and it grows by what is in flight."""
-
+"""The Python backend's region at start, as PyTriton sets it; it grows with what is in flight."""
 UNIX_PATH_BYTES = 107
-"""Of a socket's path on Linux: ``sun_path`` less its closing zero."""
-
+"""The longest path of a socket on Linux: ``sun_path`` less its closing zero."""
 INSTANCE_NAME_BYTES = len("/headwater--xxxxxxxx")
-
 REPLICA_SOCKET_BYTES = len("/r99999/w/_0_99-server.sock")
-"""Of the path of a replica's longest socket, which is PyTriton's, without the deployment's name."""
+"""The longest path of a replica's socket, which is PyTriton's, without the deployment's name."""
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """Listen on a TCP address.
+
+    Raises:
+        OSError: this isn't possible; `socket.gaierror` if there is no such address.
+        UnicodeError: the host is no name.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(family, kind, protocol))
+        # An earlier server's connections that are still closing don't matter.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+        stack.pop_all()
+        return listener
 
 
 def address_problems(host: str, port: int) -> list[Problem]:
     """Whether the gateway can listen there."""
     where = f"{host}:{port}"
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
+        open_listener(host, port).close()
+    except (socket.gaierror, UnicodeError) as error:
         return [Problem("server.host", f"{host!r} is no address of this machine: {error}", "choose another: --host")]
-    family, kind, protocol, _, address = found[0]
-    try:
-        with socket.socket(family, kind, protocol) as listener:
-            # As the supervisor does: connections of an earlier server that are winding down don't count.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(1)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            holder = _holder(port)
-            return [
-                Problem(
-                    "server.port",
-                    f"{where} is taken{f' by {holder}' if holder else ''}",
-                    "end that process, or choose another port: --port (0 takes a free one)",
-                )
-            ]
+            fix = "end that process, or choose another port: --port (0 takes a free one)"
+            return [Problem("server.port", f"{where} is taken{_holder(port)}", fix)]
         if error.errno == errno.EACCES:
             return [Problem("server.port", f"{where} is not allowed to this user", "choose a port from 1024: --port")]
         fix = "choose another: --host 127.0.0.1, or 0.0.0.0 for all"
@@ -82,11 +86,10 @@ def address_problems(host: str, port: int) -> list[Problem]:
 
 
 def runtime_dir_problems(server: Server, deployments: Iterable[str]) -> list[Problem]:
-    """Whether sockets, workspaces and temporary files can go where they are meant to go."""
+    """Whether the runtime folder can hold sockets, workspaces and temporary files."""
     title = "server.runtime_dir"
-    wanted = Path(tempfile.gettempdir()) if server.runtime_dir is None else server.runtime_dir
-    # As the supervisor's: made if missing, and relative to the folder in which Headwater is started.
-    root = Path(os.path.abspath(wanted))
+    # The supervisor makes it if it is missing; a relative path starts in the folder in which Headwater is started.
+    root = Path(os.path.abspath(server.runtime_dir or tempfile.gettempdir()))
     another = "set `server.runtime_dir` to another folder, or TMPDIR"
     problems = []
     there = next(folder for folder in (root, *root.parents) if folder.exists())
@@ -115,10 +118,7 @@ def security_problems(config: Config) -> list[Problem]:
     """Whether the API keys and the certificate can be used, if there are any."""
     problems = []
     tls = config.server.tls
-    for attempt in (
-        lambda: known_keys(config.security.keys_file),
-        lambda: None if tls is None else Certificate(tls),
-    ):
+    for attempt in (lambda: known_keys(config.security.keys_file), lambda: None if tls is None else Certificate(tls)):
         try:
             attempt()
         except ConfigError as error:
@@ -142,9 +142,9 @@ def tracing_problems(server: Server) -> list[Problem]:
 def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> int:
     """What a deployment's replicas need in /dev/shm, with `ASSUMED_DIMENSION` for each dimension that varies.
 
-    Each replica has the Python backend's regions: 4 MiB for each of its instances, and as much as its calls in flight
-    carry. If PyTriton's store is used, its segments are powers of two and are never freed, so those of the smaller
-    batches of the warm-up stay beside the largest: twice the largest, for inputs and outputs each.
+    Each replica has the Python backend's regions: 4 MiB per instance, and the size of what its calls in flight carry.
+    PyTriton's store, if used, has segments of powers of two that are never freed, so those of smaller batches in the
+    warm-up stay beside the largest: twice the largest, for inputs and outputs each.
     """
     region = TRITON_REGION_BYTES * deployment.instances
     if signature is not None:
@@ -166,8 +166,8 @@ def shared_memory_problems(needed_bytes: int, free_bytes: int, total_bytes: int)
     return [
         Problem(
             "shared memory",
-            f"the replicas need about {_mib(needed_bytes)} in {SHARED_MEMORY}, {_mib(free_bytes)} of "
-            f"{_mib(total_bytes)} are free (counted with {ASSUMED_DIMENSION} for a dimension that varies)",
+            f"the replicas need about {size_text(needed_bytes)} in {SHARED_MEMORY}, {size_text(free_bytes)} of "
+            f"{size_text(total_bytes)} are free (counted with {ASSUMED_DIMENSION} for a dimension that varies)",
             f"docker run --shm-size={size_mib}m (containers have 64 MB by default; in Kubernetes mount an emptyDir "
             f"with `medium: Memory` at {SHARED_MEMORY}), or lower max_batch_size, max_in_flight or replicas",
         )
@@ -175,19 +175,20 @@ def shared_memory_problems(needed_bytes: int, free_bytes: int, total_bytes: int)
 
 
 def region_problems(deployments: Iterable[Deployment]) -> list[Problem]:
-    """Whether what every replica takes of /dev/shm when it starts fits, with the fewest replicas that there may be."""
+    """Whether the regions that replicas have at start fit into /dev/shm, with the fewest replicas that there may be."""
     needed = sum(TRITON_REGION_BYTES * one.instances * one.replicas.min for one in deployments)
     return free_shared_memory_problems(needed)
 
 
 def shared_memory_warnings(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> list[Problem]:
-    """Whether /dev/shm is as large as the replicas may come to need, whoever has how much of it now."""
+    """Whether /dev/shm is large enough for all that the replicas may need, however much of it is used now."""
     space = os.statvfs(SHARED_MEMORY)
     total = space.f_blocks * space.f_frsize
     return shared_memory_problems(needed_shared_memory_bytes(deployments, signatures), total, total)
 
 
 def free_shared_memory_problems(needed_bytes: int) -> list[Problem]:
+    """Whether so much fits into what is free of /dev/shm."""
     if not SHARED_MEMORY.is_dir():
         return [Problem("shared memory", f"there is no {SHARED_MEMORY}", f"mount a tmpfs at {SHARED_MEMORY}")]
     space = os.statvfs(SHARED_MEMORY)
@@ -195,6 +196,7 @@ def free_shared_memory_problems(needed_bytes: int) -> list[Problem]:
 
 
 def needed_shared_memory_bytes(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> int:
+    """What all deployments' replicas need in /dev/shm."""
     return sum(shared_memory_bytes(one, signatures.get(name)) for name, one in deployments.items())
 
 
@@ -202,24 +204,11 @@ def _power_of_two(size_bytes: int) -> int:
     return 1 << max(size_bytes - 1, 0).bit_length()
 
 
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / MIB:,.0f} MiB" if size_bytes >= MIB else f"{size_bytes / 1024:,.0f} KiB"
-
-
-def _holder(port: int) -> str | None:
-    """The process that listens on a TCP port, if this user may see it."""
-    sockets = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                    sockets.add(f"socket:[{fields[9]}]")
-    for process in Path("/proc").iterdir():
-        if not process.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
-            if any(os.readlink(link) in sockets for link in (process / "fd").iterdir()):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f"process {process.name} ({command[:100]})"
-    return None
+def _holder(port: int) -> str:
+    """The process that listens on a TCP port, as an addition to a message; empty if this user may not see it."""
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid is not None:
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+                return f" by process {connection.pid} ({command[:100]})"
+    return ""

@@ -1,4 +1,4 @@
-"""Lines that a replica writes become records of the log: a Python traceback is one record, any other line is one."""
+"""Turns lines that a replica writes into records of the log: a Python traceback is one record, so is any other line."""
 
 from __future__ import annotations
 
@@ -10,32 +10,29 @@ from typing import Final
 __all__ = ["ReplicaLog"]
 
 QUIET_S: Final = 0.2
-"""A traceback is over when nothing follows within this time."""
+"""A traceback is complete when nothing follows within this time."""
 MAX_LINES: Final = 1000
-"""Of one record."""
+"""The most lines of one record."""
 _FIRST: Final = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\):$")
 _LINK: Final = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
-"""What stands between a traceback and the next one, with an empty line before and behind it."""
+"""Separates a traceback from the next one, with an empty line before and after it."""
 
 
 class ReplicaLog:
-    """Joins the lines of each traceback, with those of the exceptions that it is the context or the cause of.
+    """Joins the lines of each traceback, chained exceptions included, and calls ``on_record`` with each record.
 
-    Lines of the exception's message behind its first one belong to it if they are indented; nothing marks others.
-
-    Args:
-        on_record: called with each record.
+    Of an exception's message, lines after the first one are recognised only if they are indented.
     """
 
     def __init__(self, on_record: Callable[[str], None]) -> None:
         self._on_record = on_record
         self._lines: list[str] = []
-        """Of a traceback that may go on."""
+        """The lines of a traceback that may go on."""
         self._has_message = False
-        """Whether the exception's own line was there."""
+        """Whether they include the exception's own line."""
         self._timer: asyncio.TimerHandle | None = None
 
     def take(self, line: str) -> None:
@@ -46,13 +43,13 @@ class ReplicaLog:
         self.flush()
         if _FIRST.match(line):
             self._lines = [line]
-            self._has_message = line.startswith(" ")  # a group's lines are all indented
+            self._has_message = line.startswith(" ")  # all lines of an exception group are indented
             self._timer = asyncio.get_running_loop().call_later(QUIET_S, self.flush)
         else:
             self._on_record(line)
 
     def flush(self) -> None:
-        """Nothing more belongs to what there is."""
+        """End the present traceback."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -62,7 +59,7 @@ class ReplicaLog:
             self._on_record("\n".join(lines).rstrip("\n"))
 
     def _continues(self, line: str) -> bool:
-        """Whether a line belongs to the traceback before it."""
+        """Whether a line belongs to the present traceback."""
         if not self._has_message:
             self._has_message = not line.startswith(" ") and bool(line)
             return True

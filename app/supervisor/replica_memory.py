@@ -1,12 +1,11 @@
-"""Finds room for replicas: picks each one's device, and keeps all of them within the memory budget."""
+"""Finds capacity for replicas: picks each one's device, and keeps all of them within the memory budget."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,26 +23,27 @@ logger = logging.getLogger("headwater")
 Measure = Callable[[Collection[int]], Mapping[int, Mapping[str, int]]]
 
 FRESH_S: Final = 0.2
-"""What was measured so short a time ago isn't measured again."""
+"""A measurement is not repeated within this time."""
 
 
 @dataclass(eq=False)
 class Place:
-    """Room for one replica, until it is given back."""
+    """Capacity for one replica, until it is released."""
 
-    number: int
+    name: str
+    """The deployment's name."""
     device: str
     replica: ReplicaProcess | None = None
     is_ready: bool = False
 
 
 class ReplicaMemory:
-    """Of all deployments. Everything happens in the supervisor's event loop.
+    """The memory of all deployments' replicas. Everything happens in the supervisor's event loop.
 
     Args:
         budget: the limits; without any nothing is measured or refused.
-        measure: of process groups, what each has by place.
-        used: what is used of each GPU by whomever.
+        measure: measures what each of some process groups has, by place.
+        used: measures how much of each GPU is used by any process.
     """
 
     def __init__(
@@ -55,17 +55,16 @@ class ReplicaMemory:
         self.budget = budget or MemoryBudget({})
         self._measure = measure
         self._used = used
-        self._numbers = itertools.count()
-        self._places: dict[int, Place] = {}
+        self._places: set[Place] = set()
         self._devices: dict[str, str] = {}
-        """By deployment: what `auto` was."""
+        """What ``auto`` became, by deployment."""
         self._measuring = asyncio.Lock()
         self._measured_s = float("-inf")
         """When the last measurement began."""
 
     @classmethod
     def of(cls, server: Server) -> ReplicaMemory:
-        """Of this machine."""
+        """With the limits of this machine and of the configuration."""
         host = host_capacity()
         limit = server.memory_limit
         part = limit if isinstance(limit, float) else DEFAULT_MEMORY_PART
@@ -76,95 +75,84 @@ class ReplicaMemory:
             limits[HOST] = int(host * part)
         return cls(MemoryBudget(limits))
 
-    def at_once(self, name: str, config: Deployment, count: int) -> int:
-        """How many of these can be reserved together: one, as long as nothing is known of the deployment."""
-        unknown = self.budget.limits and config.memory is None and not self.budget.knows(name)
-        return min(count, 1) if unknown else count
+    async def reserve(self, name: str, config: Deployment, count: int) -> list[Place]:
+        """Find capacity for replicas of a deployment: for all of them or none, and for one while their size is unknown.
 
-    async def reserve(self, name: str, config: Deployment, count: int, beside: Iterable[str]) -> list[Place] | None:
-        """Find room for some replicas of a deployment: for all of them, or none.
-
-        Returns None if that can't be said yet: another replica of it starts, and shows what one takes.
+        An empty list: that can't be decided yet, since another replica is starting, whose size is taken for each one's.
 
         Args:
-            name: the deployment's.
-            config: what they are started with.
-            count: how many.
-            beside: the devices of the replicas that it has; new ones go where there are fewest.
+            name: the deployment's name.
+            config: what the replicas are started with.
+            count: how many; each goes to the device that has fewest of the deployment's replicas.
 
         Raises:
-            MemoryBudgetExceeded: there is none; with figures.
+            MemoryBudgetExceeded: there is none; the message has figures.
         """
-        if self._waits(name):
-            return None
+        if self.budget.waits(name):
+            return []
         await self._refresh(asyncio.get_running_loop().time() - FRESH_S)
-        if self._waits(name):
-            return None
+        if self.budget.waits(name):
+            return []
+        if self.budget.limits and config.memory is None and not self.budget.knows(name):
+            count = 1
         devices = dict.fromkeys(config.placements, 0)
-        for device in beside:
-            if device in devices:
-                devices[device] += 1
+        for place in self._places:
+            if place.name == name and place.device in devices:
+                devices[place.device] += 1
         found: list[Place] = []
         for _ in range(count):
-            refusal: Refusal | None = None
             for device in sorted(devices, key=lambda one: devices[one]):
-                number = next(self._numbers)
-                where = self._where(name, config, device)
-                refusal = self.budget.take(number, name, where, config.memory)
+                place = Place(name, device)
+                refusal = self.budget.take(place, name, self._where(name, config, device), config.memory)
                 if refusal is None:
                     devices[device] += 1
-                    self._places[number] = place = Place(number, device)
+                    self._places.add(place)
                     found.append(place)
                     break
-            if refusal is not None:
+            else:
                 for place in found:
-                    self.give_back(place)
+                    self.release(place)
                 what = "another replica" if count == 1 else f"{count} more replicas"
-                raise MemoryBudgetExceeded(f"no room for {what} of `{name}`: {refusal}")
+                raise MemoryBudgetExceeded(f"no capacity for {what} of `{name}`: {refusal}")
         return found
 
     def attach(self, place: Place, replica: ReplicaProcess) -> None:
-        """A replica is on its way there; its end gives the room back."""
+        """Note that a replica was started there; its end releases the capacity."""
         place.replica = replica
-        replica.exited.add_done_callback(lambda _: self.give_back(place))
+        replica.exited.add_done_callback(lambda _: self.release(place))
 
     async def settle(self, name: str, config: Deployment, place: Place) -> Refusal | None:
-        """Measure a replica that is ready: that much it takes. Returns whether that is more than there is room for."""
+        """Measure a replica that is ready. Returns by how much that exceeds the budget, if it does."""
         if place.replica is None:
             return None
         resolved = place.replica.facts.get("device", place.device)
         if place.device == "auto":
             self._devices[name] = resolved
         place.is_ready = True
-        if not self.budget.limits:
-            return None
-        self.budget.move(place.number, self._where(name, config, resolved))
+        self.budget.move(place, self._where(name, config, resolved))
         await self._refresh(asyncio.get_running_loop().time())
-        self.budget.settle(place.number)
-        return self.budget.excess(place.number)
+        self.budget.settle(place)
+        return self.budget.excess(place)
 
-    def give_back(self, place: Place) -> None:
-        """The replica is gone, or won't come."""
-        self._places.pop(place.number, None)
-        self.budget.give_back(place.number)
+    def release(self, place: Place) -> None:
+        """Release the capacity of a replica that is gone, or won't be started."""
+        self._places.discard(place)
+        self.budget.release(place)
 
     def forget(self, name: str) -> None:
-        """There is no such deployment any more; another one may come to have its name."""
+        """Forget a deployment that was removed: another one may get its name."""
         self.budget.forget(name)
         self._devices.pop(name, None)
 
-    def _waits(self, name: str) -> bool:
-        return bool(self.budget.limits) and self.budget.waits(name)
-
     def _where(self, name: str, config: Deployment, device: str) -> str:
-        """The place of the budget that a device's memory is."""
+        """The place in the budget of a device's memory."""
         if device == "auto":
             device = self._devices.get(name) or ("cuda:0" if len(self.budget.limits) > 1 else "cpu")
         visible = config.environment.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return gpu_name(device, visible) or HOST
 
     async def _refresh(self, after_s: float) -> None:
-        """Measure what replicas have now, unless a measurement began after that time."""
+        """Measure all replicas, unless a measurement began after that time."""
         if not self.budget.limits:
             return
         loop = asyncio.get_running_loop()
@@ -172,15 +160,15 @@ class ReplicaMemory:
             if self._measured_s > after_s:
                 return
             began_s = loop.time()
-            held = [(place, place.is_ready, place.replica) for place in self._places.values()]
+            held = [(place, place.is_ready, place.replica) for place in self._places]
             try:
                 found, whole = await asyncio.to_thread(self._look, [one for _, _, one in held if one is not None])
-            except OSError as error:  # no descriptors, for one: what was known before has to do
-                logger.error("what replicas have of the memory can't be measured: %s", error)
+            except OSError as error:  # no descriptors, for one: the last measurement stays
+                logger.error("the memory of replicas can't be measured: %s", error)
                 return
             for place, was_ready, replica in held:
                 if replica is not None and replica.id in found:
-                    self.budget.note(place.number, found[replica.id], is_ready=was_ready)
+                    self.budget.note(place, found[replica.id], is_ready=was_ready)
             for name, used in whole.items():
                 self.budget.note_whole(name, used)
             self._measured_s = began_s

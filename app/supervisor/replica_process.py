@@ -21,6 +21,7 @@ from app.config.schema import Deployment
 from app.control.routing import LAST_LINES, ReplicaRoute
 from app.process.sweep import Journal, sweep_replica
 from app.supervisor.replica_log import ReplicaLog
+from app.telemetry.logs import REPLICA_LOGGER
 from inference.environment import library_path
 from inference.signature import Signature
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
@@ -28,6 +29,7 @@ from inference.wire.handshake import ReplicaSpec, ReplicaStatus
 __all__ = ["ReplicaProcess"]
 
 logger = logging.getLogger("headwater")
+replica_logger = logging.getLogger(REPLICA_LOGGER)
 
 PIPES_TIMEOUT_S = 2.0
 LAST_LINES_S = 0.1
@@ -35,24 +37,21 @@ LAST_LINES_S = 0.1
 LINE_LIMIT_BYTES = 16 * 1024 * 1024
 GUARDIAN_LOST = "its guardian was killed"
 LOG_LINES = 200
-"""Of what it writes, so many lines are kept: a crash leaves the stacks of all threads."""
+"""How many of the last lines are kept: a crash leaves the stacks of all threads."""
 REPORTED_LINES = 10
-TOLD_CHARS = 2000
+REPORTED_CHARACTERS = 2000
 CRASH = "Fatal Python error"
-"""Begins what `faulthandler` writes; the stack of the thread that crashed is next."""
+"""Begins what `faulthandler` writes; the stack of the thread that crashed comes next."""
 
 
 class ReplicaProcess:
     """Starts a replica and follows it to its end. Everything happens in the supervisor's event loop.
 
     Args:
-        name: the deployment's.
-        id: unique.
-        deployment: its configuration.
+        deployment: the configuration, with one device.
         directory: the replica's folder, which is made.
-        user_paths: put first on the replica's ``sys.path``.
+        user_paths: put first on its ``sys.path``.
         on_progress: called with each stage of the start.
-        on_log: called with each line that the replica writes, and with the lines of a traceback together.
     """
 
     def __init__(
@@ -62,11 +61,11 @@ class ReplicaProcess:
         deployment: Deployment,
         directory: Path,
         user_paths: tuple[str, ...],
-        *,
         on_progress: Callable[[str], None],
-        on_log: Callable[[str], None],
     ) -> None:
         self.id = id
+        self.device = deployment.placements[0]
+        """The device that it was placed on; see `facts` for what ``auto`` became."""
         self.directory = directory
         self.token = secrets.token_urlsafe(24)
         self.signature: Signature | None = None
@@ -77,39 +76,38 @@ class ReplicaProcess:
         """Whether another start would fail in the same way."""
         self.leftovers: list[str] = []
         """What could not be swept."""
-        loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[bool] = loop.create_future()
+        self.ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """True once it serves; False if it ends before."""
         self.ending = asyncio.Event()
-        """Set as soon as it can't be used any more."""
+        """Set as soon as it can no longer be used."""
         self.exited: asyncio.Future[None]
-        """Done when it has ended, and was seen to its end; `app.supervisor.host.Host` sets it."""
+        """Done when `follow` is; `app.supervisor.host.Host` sets it."""
         self._name = name
         self._deployment = deployment
         self._user_paths = user_paths
         self._on_progress = on_progress
-        self._log = ReplicaLog(on_log)
+        self._log = ReplicaLog(lambda record: replica_logger.info("%s", record, extra={"replica": id}))
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
-        """What it wrote last."""
+        """The last lines of its log."""
         self._cause = ""
         self._has_explained = False
-        """Whether the reason is in its own words."""
+        """Whether the replica itself gave the reason."""
         self._command_fd: int | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def group(self) -> int:
-        """The process group of its host; 0 if there is none yet."""
+        """The process group of its host; 0: there is none yet."""
         return Journal(self.directory).host_pid
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the guardian, which starts the replica. Whoever reaps the guardian must run `follow`.
 
         Raises:
-            OSError: the machine lacks what it takes: space, processes, file descriptors.
+            OSError: the machine lacks space, processes or file descriptors.
         """
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-            # What is theirs is closed here in any case, since the guardian has it; what is ours only if this fails.
+            # The guardian's ends of the pipes are closed here in any case, ours only if this fails.
             self.directory.mkdir(mode=0o700)
             ours.callback(shutil.rmtree, self.directory, ignore_errors=True)
             (self.directory / "tmp").mkdir(mode=0o700)
@@ -151,16 +149,12 @@ class ReplicaProcess:
             self._command_fd = None
 
     async def follow(self, exited: asyncio.Future[int]) -> None:
-        """See it to its end: take in what the guardian said last, and sweep what it left if it was killed itself.
-
-        Args:
-            exited: the guardian's exit.
-        """
+        """Wait until the guardian has exited, read its last words, and sweep the replica if the guardian was killed."""
         await exited
         # A guardian says why it ends, unless it is killed: its last lines come first.
         asyncio.get_running_loop().call_later(LAST_LINES_S, self.mark_ending, GUARDIAN_LOST)
         if self.directory.exists():
-            # Its work is done here: the group first, since it holds our pipes open.
+            # The guardian has not swept. The group is killed first, since it holds our pipes open.
             await self.ending.wait()
             host_pid = Journal(self.directory).host_pid
             if host_pid:
@@ -181,24 +175,22 @@ class ReplicaProcess:
             logger.error("%s: could not be removed: %s", self.id, leftover)
 
     def mark_ending(self, reason: str = "") -> None:
-        """Note that it can't be used any more; a reason that is known already stays."""
+        """Note that it can no longer be used; a reason that is known already stays."""
         self.reason = self.reason or reason
         self.ending.set()
         if not self.ready.done():
             self.ready.set_result(False)
 
     def account(self) -> str:
-        """The reason; if it isn't the replica's own, with the last lines of its log."""
+        """The reason; with the last lines of its log, unless the replica itself gave the reason."""
         lines = [line.strip() for line in self._lines if line.strip()]
         if self._has_explained or not lines:
             return self.reason
-        crash = next(
-            (place for place, line in enumerate(lines) if line.startswith(CRASH)), len(lines) - REPORTED_LINES + 2
-        )
-        first = max(0, crash - 2)
+        crash = next((index for index, line in enumerate(lines) if line.startswith(CRASH)), None)
+        first = max(0, len(lines) - REPORTED_LINES if crash is None else crash - 2)
         text = " | ".join(lines[first : first + REPORTED_LINES])
-        if len(text) > TOLD_CHARS:
-            text = "..." + text[-TOLD_CHARS:]
+        if len(text) > REPORTED_CHARACTERS:
+            text = "..." + text[-REPORTED_CHARACTERS:]
         return f"{self.reason or 'it ended'}{LAST_LINES}{text}"
 
     def cause(self) -> str:
@@ -253,7 +245,7 @@ class ReplicaProcess:
             for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON"):
                 environment[f"{library}_NUM_THREADS"] = str(self._deployment.threads)
         environment.update(self._deployment.environment)
-        if self._deployment.python is None:  # another Python's is known to the launcher, when it has asked it
+        if self._deployment.python is None:  # for another Python the launcher sets it
             environment["LD_LIBRARY_PATH"] = library_path(environment)
         return environment
 
@@ -264,10 +256,11 @@ class ReplicaProcess:
     def _take_status(self, line: str) -> None:
         try:
             status = msgspec.json.decode(line, type=ReplicaStatus)
-        except msgspec.MsgspecError as error:  # a callable has found the pipe and writes to it
+        except msgspec.MsgspecError as error:  # a callable wrote to the pipe
             self._log.take(f"not a status: {line[:200]!r} ({error})")
             return
         if status.event == "progress":
+            logger.info("%s: %s", self.id, status.text)
             self._on_progress(status.text)
         elif status.event == "ready":
             self.signature = msgspec.convert(status.signature, Signature)
@@ -294,7 +287,7 @@ def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[i
 
 
 async def _read_lines(fd: int, take: Callable[[str], None]) -> None:
-    """Call ``take`` with each line from a pipe, until its other end is closed everywhere."""
+    """Call ``take`` with each line from a pipe until its other end is closed everywhere."""
     reader = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_read_pipe(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Final
 
 import msgspec
@@ -16,61 +16,50 @@ from app.control.routing import DeploymentRoute, State
 from app.errors import CallableFailed, Conflict, MemoryBudgetExceeded
 from app.supervisor.host import Host
 from app.supervisor.replica_process import ReplicaProcess
-from app.supervisor.retired import Retired
 from app.supervisor.served import Served
 from app.supervisor.slot import Slot
-from app.supervisor.starter import ReplicaStarter
-from inference.reference import is_language_model
+from app.supervisor.starter import ReplicaStarter, Retired
 
 __all__ = ["ReplicaSet"]
-
 
 logger = logging.getLogger("headwater")
 
 CRASH_WINDOW_S: Final = 300.0
 """The time in which losses of replicas that served count for ``max_crashes``."""
-
 FAILED_STARTS_LIMIT: Final = 5
-"""Starts in a row that end before ready; then the deployment has failed."""
-
+"""After so many starts in a row that end before the replica is ready, the deployment has failed."""
 GROW_RETRY_S: Final = 300.0
-"""How long load calls for no other replica after one could not be started."""
+"""For how long load adds no replica after one could not be started."""
 
 
 class ReplicaSet(Served):
-    """One deployment that has replicas of its own, as the supervisor sees it.
-
-    Args:
-        name: the deployment's.
-        config: its configuration.
-        host: who has it.
-        part_of: of a deployment that is a step only: its pipeline.
-    """
+    """One deployment that has replicas of its own, as the supervisor sees it."""
 
     def __init__(self, name: str, config: Deployment, host: Host, part_of: str | None = None) -> None:
         super().__init__(name, config, "waiting to start")
         self.part_of = part_of
+        """The pipeline whose step it is, if any."""
         self.is_decided = False
         """Whether its first start has succeeded or failed."""
         self.has_given_up = False
-        """Whether it has FAILED by itself: a failed command is for the operator who gave it."""
+        """Whether it has FAILED by itself, not by an operator's command."""
         self.bounds = config.replicas
-        """Between which it scales; an operator may have changed them."""
+        """The bounds of ``wanted``; an operator may have changed them."""
         self.wanted = self.bounds.min
         """How many replicas it should have now."""
         self.shortage = ""
-        """Why it has fewer than its load takes, if it has."""
+        """Why it has fewer replicas than its load requires; empty: it hasn't."""
         self._trouble = ""
         """Why its last start failed, in the words for operators, until one succeeds; see `failure`."""
         self.host = host
         self.starter = ReplicaStarter(name, host)
         self._slots: list[Slot] = []
-        """Those that serve in the order in which they came to."""
+        """Those that serve are in the order in which they began to."""
         self._leaving: list[Slot] = []
-        """Those released, whose replicas are on their way out."""
+        """Released slots, whose replicas are being ended."""
         self._no_growth_before_s = float("-inf")
         self._crashes: list[float] = []
-        """When replicas that served were lost, of late."""
+        """When replicas that served were lost recently."""
         self._generation = 0
         """Counts loads and reloads."""
 
@@ -85,7 +74,7 @@ class ReplicaSet(Served):
         return bool(self._slots)
 
     def configure(self, config: Deployment) -> None:
-        """Have another configuration from now on; replicas that run keep what they were started with."""
+        """Change the configuration; running replicas keep the one they were started with."""
         self.bounds = self._bounds_of(config)
         self.config = config
 
@@ -94,7 +83,7 @@ class ReplicaSet(Served):
         self._slots += [Slot(self) for _ in range(self.wanted)]
 
     def route(self, workers: int) -> DeploymentRoute:
-        """What each of so many gateway workers is told, with its share of what is bounded."""
+        """What each of so many gateway workers gets, with its share of what is bounded."""
         batching = self.config.batching
         return msgspec.structs.replace(
             super().route(workers),
@@ -111,7 +100,7 @@ class ReplicaSet(Served):
             most=self.bounds.max,
             shortage=self.shortage,
             part_of=self.part_of,
-            is_language_model=is_language_model(self.config.model or ""),
+            is_language_model=self.config.is_language_model,
             quarantine_s=self.config.quarantine_s,
             generation=self._generation,
         )
@@ -119,14 +108,14 @@ class ReplicaSet(Served):
     # Commands
 
     async def load(self) -> None:
-        """Start its replicas, each once; afterwards it is READY or has FAILED. Raises as `ReplicaStarter.start_all`."""
+        """Start its replicas, each once; afterwards it is READY or FAILED. Raises as `ReplicaStarter.start_all`."""
         before, failure = (self.state, self.reason, self.has_given_up), self.failure
         self.failure = self._trouble = ""
         try:
             fresh = await self.starter.start_all(
                 self.config, self._within(self.bounds), lambda text: self.set_state(State.LOADING, text)
             )
-        except MemoryBudgetExceeded:  # perhaps only the first has shown what one takes
+        except MemoryBudgetExceeded:  # perhaps only once the first one was measured
             self.failure = failure
             self.set_state(*before)
             raise
@@ -138,7 +127,7 @@ class ReplicaSet(Served):
         self.host.on_change()
 
     async def begin_unload(self, timeout_s: float) -> Drained:
-        """Refuse new requests, replace nothing that ends, and wait until nothing is in flight, or the time is over."""
+        """Refuse new requests, replace no replica, and wait until nothing is in flight or the time is over."""
         for slot in self._slots:
             slot.release()
         self.is_set_aside = True
@@ -148,7 +137,7 @@ class ReplicaSet(Served):
         return await self.host.drain(self.name, timeout_s, None)
 
     async def end_unload(self) -> Retired:
-        """End all replicas. Afterwards it is UNAVAILABLE; or, if anything remains, it has FAILED."""
+        """End all replicas. Afterwards it is UNAVAILABLE, or FAILED if anything remains."""
         self._let_go(self._slots)
         self.shortage = self._trouble = self.failure = ""
         self.enter(State.UNLOADING, "its replicas are being ended")
@@ -158,11 +147,7 @@ class ReplicaSet(Served):
         return retired
 
     async def start_fresh(self, config: Deployment) -> list[ReplicaProcess]:
-        """Start replicas beside those that serve. Raises as `ReplicaStarter.start_all`.
-
-        Args:
-            config: what they are started with; the set's own, or what that becomes before `switch`.
-        """
+        """Start replicas, with this configuration, beside those that serve. Raises as `ReplicaStarter.start_all`."""
         try:
             return await self.starter.start_all(config, self._within(self._bounds_of(config)))
         except MemoryBudgetExceeded as error:
@@ -172,7 +157,7 @@ class ReplicaSet(Served):
             ) from error
 
     def switch(self, fresh: list[ReplicaProcess]) -> list[Slot]:
-        """Have new requests go to these replicas, once the host is told. Returns the old ones' slots, for `retire`."""
+        """Replace the replicas, from the host's next `on_change`. Returns the old ones' slots, for `retire`."""
         old = self._let_go(self._slots)
         self._crashes.clear()
         self._generation += 1
@@ -182,7 +167,7 @@ class ReplicaSet(Served):
         return old
 
     async def retire(self, old: list[Slot]) -> Retired:
-        """Let replaced replicas finish what they have, and end them."""
+        """Let replaced replicas finish what they have in flight, and end them."""
         ids = list(_serving(old))
         drained = await self.host.drain(self.name, self.config.drain_timeout_s, ids) if ids else Drained()
         retired = await self._end(old)
@@ -190,7 +175,7 @@ class ReplicaSet(Served):
         return retired
 
     async def _end(self, slots: Collection[Slot]) -> Retired:
-        """End the replicas of slots that are let go, and see what is left of them."""
+        """End the replicas of released slots, and check what remains of them."""
         for slot in slots:
             slot.serves = False
         self.host.on_change()
@@ -201,10 +186,10 @@ class ReplicaSet(Served):
     # Scaling
 
     async def scale(self, bounds: ReplicaBounds) -> Retired | None:
-        """Have other bounds, and as many replicas as they ask for. Returns what came of those that ended, if any.
+        """Change the bounds, and start or end replicas accordingly. Returns what came of those that ended, if any.
 
         Raises:
-            Conflict: it isn't loaded, and as `ReplicaStarter.start_all`; nothing has changed then.
+            Conflict: it isn't loaded. Also raises as `ReplicaStarter.start_all`. Nothing has changed then.
         """
         if not self.is_loaded or self.is_set_aside:
             raise Conflict(f"model `{self.name}` is {self.state.value}: {self.reason}; expected it loaded")
@@ -216,28 +201,28 @@ class ReplicaSet(Served):
         return await self._shed(len(self._slots) - bounds.max)
 
     async def grow(self) -> None:
-        """Have one replica more, because its load takes it, if there is room."""
+        """Add a replica, because the load requires it, if there is capacity."""
         if time.monotonic() < self._no_growth_before_s:
             return
         try:
-            place = await self.starter.find_place(self.config)
+            places = await self.host.memory.reserve(self.name, self.config, 1)
         except MemoryBudgetExceeded as error:
             if self.is_scalable:
                 self._note_shortage(error.message)
             return
-        if place is None:
+        if not places:
             return
         if not self.is_scalable or self.wanted >= self.bounds.max:  # meanwhile a command has come
-            self.host.memory.give_back(place)
+            self.host.memory.release(places[0])
             return
         self.shortage = ""
         self.wanted += 1
         logger.info("%s: scaling up to %d replicas", self.name, self.wanted)
-        self._slots.append(Slot(self, place=place))
+        self._slots.append(Slot(self, place=places[0]))
         self.host.on_change()
 
     async def shrink(self) -> None:
-        """Have one replica less, because its load takes no more: it finishes what it has, and ends."""
+        """Remove a replica, because the load doesn't require it; what it has in flight is finished first."""
         if not self.is_scalable or len(self._slots) <= self.bounds.min:
             return
         logger.info("%s: scaling down to %d replicas", self.name, len(self._slots) - 1)
@@ -247,31 +232,31 @@ class ReplicaSet(Served):
 
     @property
     def is_scalable(self) -> bool:
-        """Whether its load may change how many replicas it has."""
+        """Whether load may change the number of replicas."""
         return self.state is State.READY and not self.is_set_aside and not self.host.is_stopping
 
-    def no_shortage(self) -> None:
-        """Its load takes no more than it has."""
+    def end_shortage(self) -> None:
+        """Note that the load requires no more replicas than there are."""
         if self.shortage and len(self._slots) >= self.wanted:
             self.shortage = ""
             self.host.on_change()
 
     def _bounds_of(self, config: Deployment) -> ReplicaBounds:
-        """What an operator set stays, unless the configuration has become another."""
+        """The bounds that an operator set stay, unless the configuration's have changed."""
         return self.bounds if config.replicas == self.config.replicas else config.replicas
 
     def _within(self, bounds: ReplicaBounds) -> int:
         return min(max(self.wanted, bounds.min), bounds.max)
 
     async def _shed(self, count: int) -> Retired | None:
-        """Have so many replicas less, if any: they finish what they have, and end."""
-        released = self._let_go(_least_needed(self._slots, count, self.starter.devices))
+        """Retire so many replicas, if any."""
+        released = self._let_go(_least_needed(self._slots, count))
         self.wanted = len(self._slots)
         self.host.on_change()
         return await self.retire(released) if released else None
 
     def _let_go(self, slots: list[Slot]) -> list[Slot]:
-        """Replace nothing that ends in these slots; returned for `retire`."""
+        """Release these slots, and return them."""
         for slot in slots:
             slot.release()
         self._slots = [slot for slot in self._slots if slot not in slots]
@@ -279,13 +264,13 @@ class ReplicaSet(Served):
         return slots
 
     def _take(self, fresh: list[ReplicaProcess]) -> None:
-        """Have new requests go to these replicas, too, once the host is told."""
+        """Add replicas that serve, from the host's next `on_change`."""
         self._slots += [Slot(self, replica) for replica in fresh]
         self.signature = fresh[-1].signature
         self.enter(State.READY, f"replica {fresh[-1].id} ready")
 
     def _note_shortage(self, reason: str) -> None:
-        """There is no room for another replica; logged once, until there is."""
+        """Note that there is no capacity for another replica; it is logged once, until there is."""
         if not self.shortage:
             logger.warning("%s: %s", self.name, reason)
         before = self.shortage, self.reason
@@ -298,23 +283,23 @@ class ReplicaSet(Served):
 
     # Replicas
 
-    def note_no_room(self, slot: Slot, reason: str) -> None:
-        """A slot has found no room, and looks again."""
+    def note_no_capacity(self, slot: Slot, reason: str) -> None:
+        """A slot has found no capacity, and tries again later."""
         self._note_shortage(reason)
-        if self.ready and len(self._slots) > self.bounds.min:  # only load called for it, and may call again
+        if self.ready and len(self._slots) > self.bounds.min:  # only load required it, and may do so again
             self._slots.remove(slot)
             slot.release()
             self.wanted = len(self._slots)
             self.host.on_change()
 
     def note_progress(self, text: str) -> None:
-        """A replica has come to a stage of its start."""
+        """A replica has reached a stage of its start."""
         if self.state is State.LOADING:
             after = f", trying again after: {self._trouble}" if self._trouble else ""
             self.set_state(State.LOADING, f"{text}{after}")
 
     def note_trouble(self, reason: str, cause: str) -> None:
-        """A replica could not be started, and is tried again."""
+        """A replica could not be started; its slot tries again."""
         self.is_decided = True
         self._trouble, self.failure = reason, cause
         if not self.ready and self.state is not State.UNAVAILABLE:
@@ -331,14 +316,14 @@ class ReplicaSet(Served):
         self.set_state(State.READY, f"replica {replica.id} ready")
 
     def note_lost(self, slot: Slot, replica: ReplicaProcess) -> None:
-        """A replica that served has ended, or is about to."""
+        """A replica that served can no longer be used."""
         if slot.is_kept and not self.ready:
             self.set_state(State.UNAVAILABLE, replica.reason)
         else:
             self.host.on_change()
 
     def note_failed_start(self, slot: Slot, replica: ReplicaProcess, failed_starts: int) -> None:
-        """A replica ended before it was ready, as did those before it in its slot: so many in a row."""
+        """A replica ended before it was ready; so did the ones before it in its slot, so many in a row."""
         reason = replica.account() or "ended before it was ready"
         tries = "not tried again" if replica.is_permanent else f"{failed_starts} of {FAILED_STARTS_LIMIT}"
         logger.error("%s: did not start (%s): %s", replica.id, tries, reason)
@@ -349,7 +334,7 @@ class ReplicaSet(Served):
             self.note_trouble(reason, replica.cause())
 
     def note_crash(self, slot: Slot, replica: ReplicaProcess) -> None:
-        """A replica that served has ended, and its slot is about to start another."""
+        """A replica that served has ended; its slot is about to start another."""
         now_s = time.monotonic()
         recent = self._crashes = [*(at_s for at_s in self._crashes if at_s >= now_s - CRASH_WINDOW_S), now_s]
         if len(recent) >= self.config.max_crashes:
@@ -357,29 +342,29 @@ class ReplicaSet(Served):
             self._give_up(slot, reason, f"one replica less: {reason}")
 
     def _give_up(self, slot: Slot, reason: str, shortage: str) -> None:
-        """A slot starts no replica any more. The others go on; with the last slot the deployment has failed."""
+        """Remove a slot. The others go on; with the last one the deployment has failed."""
         self._slots.remove(slot)
         slot.release()
         if self._slots:
-            logger.error("%s: goes on with %d replicas: %s", self.name, len(self._slots), shortage)
-            if not self.bounds.is_fixed:  # load may call for another later
+            logger.error("%s: continues with %d replicas: %s", self.name, len(self._slots), shortage)
+            if not self.bounds.is_fixed:  # load may require another later
                 self.wanted = len(self._slots)
                 self._no_growth_before_s = time.monotonic() + GROW_RETRY_S
             self.shortage = shortage
             self.host.on_change()
             return
         logger.error(
-            "%s: FAILED and not tried again; correct it, and then load it or restart the server: %s", self.name, reason
+            "%s: FAILED and not tried again; fix it, then load it or restart the server: %s", self.name, reason
         )
         self.set_state(State.FAILED, reason, has_given_up=True)
 
     def set_state(self, state: State, reason: str, has_given_up: bool = False) -> None:
-        """Come into a state, and tell."""
+        """Enter a state, and notify the host."""
         self.enter(state, reason, has_given_up)
         self.host.on_change()
 
     def enter(self, state: State, reason: str, has_given_up: bool = False) -> None:
-        """Come into a state, of which the host isn't told yet."""
+        """Enter a state; the caller notifies the host."""
         super().enter(state, reason)
         if state is State.READY:
             self.failure = self._trouble = ""
@@ -388,14 +373,14 @@ class ReplicaSet(Served):
 
 
 def _serving(slots: Iterable[Slot]) -> dict[str, ReplicaProcess]:
-    """The replicas of slots that serve, by id."""
+    """The replicas that serve, by id."""
     return {slot.replica.id: slot.replica for slot in slots if slot.serves and slot.replica is not None}
 
 
-def _least_needed(slots: Iterable[Slot], count: int, devices: Mapping[str, str]) -> list[Slot]:
-    """First those that don't serve, then the newest of those on the device that has most."""
+def _least_needed(slots: Iterable[Slot], count: int) -> list[Slot]:
+    """So many slots: first those that don't serve, then the newest of those on the device that has most."""
     left, found = list(slots), []
     for _ in range(count):
-        on = [devices.get(slot.replica.id, "") if slot.replica is not None else "" for slot in left]
+        on = [slot.replica.device if slot.replica is not None else "" for slot in left]
         found.append(left.pop(max(range(len(left)), key=lambda at: (not left[at].serves, on.count(on[at]), at))))
     return found

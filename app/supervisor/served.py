@@ -1,4 +1,4 @@
-"""The state of what goes by a name, be it a set of replicas or a pipeline of others."""
+"""The state of a deployment, a set of replicas or a pipeline of other deployments."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ logger = logging.getLogger("headwater")
 
 
 class Served:
-    """One of them.
-
-    Args:
-        name: the deployment's.
-        config: its configuration.
-        reason: why it is still LOADING.
-    """
+    """A deployment that is LOADING at first, for the given reason."""
 
     def __init__(self, name: str, config: Deployment, reason: str) -> None:
         self.name = name
@@ -30,15 +24,15 @@ class Served:
         self.state = State.LOADING
         self.reason = reason
         self.failure = ""
-        """What clients are told instead of the reason, if a start has failed and none succeeded since."""
+        """What clients see instead of the reason, if a start has failed and none succeeded since."""
         self.since_s = time.time()
-        """When it came into its state, in seconds of the Unix epoch."""
+        """When it entered its state, in seconds of the Unix epoch."""
         self.signature: Signature | None = None
         self.is_set_aside = False
-        """Whether an operator unloaded it, and it isn't loaded again."""
+        """Whether an operator unloaded it."""
 
     def route(self, workers: int) -> DeploymentRoute:
-        """What each of so many gateway workers is told, with its share of what is bounded."""
+        """What each of so many gateway workers gets, with its share of what is bounded."""
         return DeploymentRoute(
             name=self.name,
             state=self.state,
@@ -52,7 +46,7 @@ class Served:
         )
 
     def enter(self, state: State, reason: str) -> None:
-        """Come into a state; each change is logged once."""
+        """Enter a state; each change is logged once."""
         if state is not self.state:
             logger.info("%s: %s -> %s: %s", self.name, self.state.value, state.value, reason)
             self.since_s = time.time()
@@ -60,7 +54,7 @@ class Served:
         self.is_set_aside &= state not in (State.READY, State.FAILED)
 
     def note_unloaded(self, leftovers: Collection[str]) -> None:
-        """What it had has ended; or, if anything remains, it has FAILED."""
+        """Enter the state after an unload: UNAVAILABLE, or FAILED if anything remains."""
         self.failure = ""
         if leftovers:
             self.enter(State.FAILED, f"unloaded, but this remains: {'; '.join(leftovers)}")

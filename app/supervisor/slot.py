@@ -9,8 +9,7 @@ from typing import Final, Protocol
 
 from app.config.schema import Deployment
 from app.errors import MemoryBudgetExceeded
-from app.supervisor.backoff import Backoff
-from app.supervisor.host import Host
+from app.supervisor.host import Backoff, Host
 from app.supervisor.replica_memory import Place
 from app.supervisor.replica_process import ReplicaProcess
 from app.supervisor.starter import FIRST_MEASURED_RETRY_S, ReplicaStarter
@@ -25,7 +24,7 @@ PLACE_RETRY_S: Final = 2.0
 
 
 class Owner(Protocol):
-    """Who has a slot: the replica set. It is told what becomes of the replicas, and may release the slot for it."""
+    """The replica set that has a slot. It is notified of what becomes of replicas, and may then release the slot."""
 
     name: str
     config: Deployment
@@ -33,7 +32,7 @@ class Owner(Protocol):
     starter: ReplicaStarter
     shortage: str
 
-    def note_no_room(self, slot: Slot, reason: str) -> None: ...
+    def note_no_capacity(self, slot: Slot, reason: str) -> None: ...
     def note_progress(self, text: str) -> None: ...
     def note_trouble(self, reason: str, cause: str) -> None: ...
     def note_ready(self, slot: Slot, replica: ReplicaProcess) -> None: ...
@@ -45,30 +44,26 @@ class Owner(Protocol):
 class Slot:
     """Keeps one replica running until it is released, or the server stops.
 
-    Args:
-        owner: whose it is.
-        replica: one that serves already.
-        place: room for the first.
+    It may begin with a replica that serves already, or with reserved capacity for the first.
     """
 
     def __init__(self, owner: Owner, replica: ReplicaProcess | None = None, place: Place | None = None) -> None:
         self.replica = replica
-        """The one that it has, from its launch to its end."""
+        """The present replica, from its launch to its end."""
         self.serves = replica is not None
         """Whether requests go to the replica, or are still in flight there."""
         self.is_kept = True
         """Whether a replica that ends is replaced."""
         self._owner = owner
         self._place = place
-        """Room that was found for the next replica."""
         self._failed_starts = 0
         self._pausing: asyncio.Future[None] | None = None
         owner.host.spawn(self._run())
 
     def release(self) -> None:
-        """Let no other replica follow. One that is there stays until it is ended."""
+        """Start no further replica. The present one stays until it is ended."""
         self.is_kept = False
-        self._give_back()
+        self._release_place()
         if self._pausing is not None:
             self._pausing.cancel()
 
@@ -78,7 +73,7 @@ class Slot:
 
     async def _run(self) -> None:
         backoff = Backoff()
-        while self.replica is not None or await self._find_room():
+        while self.replica is not None or await self._reserve():
             began_s = time.monotonic()
             if self.replica is None:
                 async with self._owner.starter.turn():
@@ -89,18 +84,19 @@ class Slot:
             if self._is_wanted:
                 await self._pause(backoff.after(time.monotonic() - began_s))
 
-    async def _find_room(self) -> bool:
-        """Wait until there is room for a replica. Returns whether there is: it may not be wanted any more."""
+    async def _reserve(self) -> bool:
+        """Wait until there is capacity for a replica. Returns whether there is: it may no longer be wanted."""
         while self._place is None and self._is_wanted:
             retry_s = FIRST_MEASURED_RETRY_S
             try:
-                self._place = await self._owner.starter.find_place(self._owner.config)
+                places = await self._owner.host.memory.reserve(self._owner.name, self._owner.config, 1)
+                self._place = places[0] if places else None
             except MemoryBudgetExceeded as error:
                 retry_s = PLACE_RETRY_S
                 if self.is_kept:
-                    self._owner.note_no_room(self, error.message)
+                    self._owner.note_no_capacity(self, error.message)
             if not self.is_kept:
-                self._give_back()
+                self._release_place()
             elif self._place is None:
                 await self._pause(retry_s)
             else:
@@ -108,7 +104,7 @@ class Slot:
         return self._place is not None
 
     async def _start(self) -> None:
-        """Start a replica in the room that was found, unless that was given back."""
+        """Start a replica in the reserved capacity, unless that was released."""
         place, self._place = self._place, None
         owner = self._owner
         if place is None or owner.host.is_stopping:
@@ -116,7 +112,7 @@ class Slot:
         config = owner.config
         try:
             replica = self.replica = owner.starter.launch(place, config, owner.note_progress)
-        except OSError as error:  # no space, processes or descriptors: it may pass; others go on serving
+        except OSError as error:  # no space, processes or descriptors: this may pass, and others go on serving
             logger.error("%s: a replica can't be started: %s", owner.name, error)
             owner.note_trouble(f"a replica can't be started: {error}", f"a replica can't be started: {error.strerror}")
             return
@@ -126,7 +122,7 @@ class Slot:
             owner.note_ready(self, replica)
 
     async def _see_end(self, replica: ReplicaProcess) -> None:
-        """Wait until a replica has ended, and tell of it."""
+        """Wait until a replica has ended, and notify the owner."""
         has_served = self.serves
         if has_served:
             await replica.ending.wait()
@@ -148,11 +144,11 @@ class Slot:
             recorder().count("headwater_replica_restarts", self._owner.name)
 
     async def _pause(self, timeout_s: float) -> None:
-        """Wait before another try, unless there won't be one."""
+        """Wait before the next try, until `release` at most."""
         self._pausing = asyncio.ensure_future(self._owner.host.wait_for_stop(timeout_s))
         await asyncio.wait({self._pausing})
 
-    def _give_back(self) -> None:
+    def _release_place(self) -> None:
         if self._place is not None:
-            self._owner.host.memory.give_back(self._place)
+            self._owner.host.memory.release(self._place)
             self._place = None

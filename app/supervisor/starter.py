@@ -1,4 +1,4 @@
-"""Starts one deployment's replicas where there is room for them, and ends replicas, with all that they have."""
+"""Starts one deployment's replicas where there is capacity for them, and ends replicas with all that they have."""
 
 from __future__ import annotations
 
@@ -7,77 +7,81 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from app.config.schema import Deployment
+from app.control.messages import Drained
 from app.errors import CallableFailed, HeadwaterError, Unavailable
-from app.process.proc import NOTHING, GroupMemory, group_members, measure_groups
+from app.process.proc import GroupUse, group_members, group_uses
 from app.supervisor.host import Host
 from app.supervisor.replica_memory import Place
 from app.supervisor.replica_process import ReplicaProcess
-from app.supervisor.retired import Retired
 from app.telemetry.recorder import recorder
 
-__all__ = ["FIRST_MEASURED_RETRY_S", "REPLICA_END_TIMEOUT_S", "ReplicaStarter", "stop_or_kill"]
+__all__ = ["FIRST_MEASURED_RETRY_S", "REPLICA_END_TIMEOUT_S", "ReplicaStarter", "Retired", "stop_or_kill"]
 
 logger = logging.getLogger("headwater")
 
 REPLICA_END_TIMEOUT_S: Final = 20.0
-"""How long a replica may take from being told to end until its guardian has ended, too; then it is killed."""
+"""How long a replica and its guardian may take to end; then they are killed."""
 REPLICA_KILL_TIMEOUT_S: Final = 10.0
 KILLED_TIMEOUT_S: Final = 5.0
-"""How long the processes of replicas that have ended may take to be gone."""
+"""How long the processes of a replica that has ended may take to be gone."""
 KILLED_POLL_S: Final = 0.02
 LONG_START_S: Final = 60.0
-"""A start that takes longer waits for something else than a core, and other starts don't wait for it any more."""
+"""A start that takes longer waits for something other than a core; other starts no longer wait for it."""
 FIRST_MEASURED_RETRY_S: Final = 0.2
-"""How often to look whether a first replica was measured, for which others wait."""
+"""How often to look whether the first replica was measured, if others wait for that."""
+
+
+@dataclass
+class Retired:
+    """What came of ending replicas."""
+
+    drained: Drained = field(default_factory=Drained)
+    before: GroupUse = field(default_factory=GroupUse)
+    """What the replicas' processes had."""
+    after: GroupUse = field(default_factory=GroupUse)
+    leftovers: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def report(self) -> dict[str, Any]:
+        """The fields of an operator's answer."""
+        gpu_bytes = None
+        if self.before.gpu_bytes is not None and self.after.gpu_bytes is not None:
+            gpu_bytes = self.before.gpu_bytes - self.after.gpu_bytes
+        return {
+            "drained": self.drained.drained,
+            "ended": self.drained.ended,
+            "freed": {"host_bytes": self.before.resident_bytes - self.after.resident_bytes, "gpu_bytes": gpu_bytes},
+            "leftovers": self.leftovers,
+            **({"warnings": self.warnings} if self.warnings else {}),
+        }
+
+    def __add__(self, other: Retired) -> Retired:
+        """The sum of both."""
+        return Retired(
+            self.drained + other.drained,
+            self.before + other.before,
+            self.after + other.after,
+            self.leftovers + other.leftovers,
+            self.warnings + other.warnings,
+        )
 
 
 class ReplicaStarter:
-    """Of one deployment.
-
-    Args:
-        name: the deployment's.
-        host: who has it.
-    """
+    """Starts and ends the replicas of one deployment."""
 
     def __init__(self, name: str, host: Host) -> None:
-        self.devices: dict[str, str] = {}
-        """By replica, from its launch to its end: what it was placed on."""
         self.failure = ""
-        """Why the last start of `start_all` that failed did, in the words for clients."""
+        """Why the last failed start of `start_all` failed, in the words for clients."""
         self._name = name
         self._host = host
 
-    async def find_place(self, config: Deployment) -> Place | None:
-        """Find room for one replica. None: that can't be said before another one was measured.
-
-        Raises:
-            MemoryBudgetExceeded: there is none.
-        """
-        places = await self._host.memory.reserve(self._name, config, 1, self.devices.values())
-        return places[0] if places else None
-
-    async def reserve(self, config: Deployment, count: int) -> list[Place]:
-        """Find room for some of these replicas: for all, or, while their size isn't known, for one.
-
-        Raises:
-            MemoryBudgetExceeded: there is none.
-            Unavailable: the server is stopping.
-        """
-        memory = self._host.memory
-        while not self._host.is_stopping:
-            number = memory.at_once(self._name, config, count)
-            places = await memory.reserve(self._name, config, number, self.devices.values())
-            if places is not None:
-                return places
-            await self._host.wait_for_stop(FIRST_MEASURED_RETRY_S)
-        raise Unavailable("the server is stopping")
-
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncGenerator[None, None]:
-        """A context in which a replica starts: not too many do at once."""
+        """A context in which to start a replica: only so many start at once."""
         await self._host.start_slots.acquire()
         with contextlib.ExitStack() as held:
             held.callback(self._host.start_slots.release)
@@ -85,24 +89,21 @@ class ReplicaStarter:
             yield
 
     def launch(self, place: Place, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaProcess:
-        """Start a replica where there is room for it.
+        """Start a replica in reserved capacity.
 
         Raises:
-            OSError: the machine lacks what it takes; the room is given back.
+            OSError: as `Host.launch`; the capacity is released.
         """
         try:
-            placed = config.model_copy(update={"device": place.device})
-            replica = self._host.launch(self._name, placed, on_progress)
+            replica = self._host.launch(self._name, config.model_copy(update={"device": place.device}), on_progress)
         except OSError:
-            self._host.memory.give_back(place)
+            self._host.memory.release(place)
             raise
-        self.devices[replica.id] = place.device
-        replica.exited.add_done_callback(lambda _: self.devices.pop(replica.id, None))
         self._host.memory.attach(place, replica)
         return replica
 
     async def await_ready(self, replica: ReplicaProcess, place: Place, config: Deployment) -> bool:
-        """Wait until a replica is ready, and note what it takes. Returns whether it came so far."""
+        """Wait until a replica is ready, and measure it. Returns whether it got ready."""
         started = time.monotonic()
         try:
             is_ready = await asyncio.wait_for(asyncio.shield(replica.ready), config.load_timeout_s)
@@ -115,10 +116,8 @@ class ReplicaStarter:
         took_s = time.monotonic() - started
         excess = await self._host.memory.settle(self._name, config, place)
         if excess is not None:
-            logger.warning(
-                "%s: all replicas together take more than they may; this one stays, and no other is started: %s",
-                self._name, excess,
-            )  # fmt: skip
+            text = "%s: all replicas together exceed the memory budget; this one stays, and no other is started: %s"
+            logger.warning(text, self._name, excess)
         logger.info(
             "%s: ready after %.1f s on %s%s", replica.id, took_s, replica.facts.get("device", "?"),
             _own_python(config, replica.facts),
@@ -128,12 +127,9 @@ class ReplicaStarter:
     async def start_all(
         self, config: Deployment, count: int, on_progress: Callable[[str], None] = lambda text: None
     ) -> list[ReplicaProcess]:
-        """Start some replicas, each once. All of them are ready then, or gone.
+        """Start so many replicas, each once. Afterwards all of them are ready, or gone.
 
-        Args:
-            config: what they are started with.
-            count: how many.
-            on_progress: called when there is room for the first, and with each stage.
+        ``on_progress`` is called when there is capacity for the first, and with each stage.
 
         Raises:
             CallableFailed: one of them didn't start, or was lost before the last was ready.
@@ -143,9 +139,13 @@ class ReplicaStarter:
         fresh: list[ReplicaProcess] = []
         try:
             while len(fresh) < count:
-                places = await self.reserve(config, count - len(fresh))
-                on_progress("loading, as an operator wants")
-                outcomes = await asyncio.gather(*(self._start_one(place, config, on_progress) for place in places))
+                places = await self._host.memory.reserve(self._name, config, count - len(fresh))
+                if not places:
+                    await self._host.wait_for_stop(FIRST_MEASURED_RETRY_S)
+                else:
+                    on_progress("loading, at an operator's request")
+                starts = (self._start_one(place, config, on_progress) for place in places)
+                outcomes = await asyncio.gather(*starts)
                 fresh += [outcome for outcome in outcomes if not isinstance(outcome, str)]
                 reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
                 if self._host.is_stopping:
@@ -160,7 +160,7 @@ class ReplicaStarter:
         return fresh
 
     def lost(self, fresh: Collection[ReplicaProcess]) -> CallableFailed | None:
-        """What is wrong with replicas that were started together, if one of them has ended since it was ready."""
+        """The error if one of the replicas that were started together has ended since it was ready."""
         for one in fresh:
             if one.ending.is_set():
                 reason = one.account() or "it ended"
@@ -171,10 +171,10 @@ class ReplicaStarter:
     async def _start_one(
         self, place: Place, config: Deployment, on_progress: Callable[[str], None]
     ) -> ReplicaProcess | str:
-        """Start a replica. Returns it when it is ready, or why it isn't, once it is gone."""
+        """Start a replica. Returns it once it is ready; or, once it is gone, the reason."""
         async with self.turn():
             if self._host.is_stopping:
-                self._host.memory.give_back(place)
+                self._host.memory.release(place)
                 return "the server is stopping"
             try:
                 replica = self.launch(place, config, on_progress)
@@ -211,29 +211,28 @@ class ReplicaStarter:
 
 
 async def _remaining(groups: Collection[int]) -> list[int]:
-    """The processes of these groups that don't end, though they were killed: the system takes its time for that."""
+    """The processes of these groups that don't end in time after SIGKILL."""
     deadline = time.monotonic() + KILLED_TIMEOUT_S
     while (pids := await asyncio.to_thread(group_members, groups)) and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(KILLED_POLL_S)
     return pids
 
 
-async def _measure(groups: Collection[int]) -> GroupMemory:
+async def _measure(groups: Collection[int]) -> GroupUse:
     try:
-        return await asyncio.to_thread(measure_groups, groups)
-    except OSError as error:  # no descriptors, for one: what is to end ends all the same
-        logger.error("what replicas that end have of the memory can't be measured: %s", error)
-        return NOTHING
+        return sum((await asyncio.to_thread(group_uses, groups)).values(), GroupUse())
+    except OSError as error:  # no descriptors, for one: the replicas are ended all the same
+        logger.error("the memory of replicas that are ended can't be measured: %s", error)
+        return GroupUse()
 
 
 async def stop_or_kill(replicas: Collection[ReplicaProcess]) -> None:
-    """End replicas, at once if they take too long; returns when they have ended, or don't even so."""
-    for replica in replicas:
-        replica.stop()
+    """End replicas, and kill those that take too long. Returns when they have ended, or don't end even so."""
     if not replicas:
         return
-    exits = {replica.exited for replica in replicas}
-    _, late = await asyncio.wait(exits, timeout=REPLICA_END_TIMEOUT_S)
+    for replica in replicas:
+        replica.stop()
+    _, late = await asyncio.wait({replica.exited for replica in replicas}, timeout=REPLICA_END_TIMEOUT_S)
     if late:
         for replica in replicas:
             replica.kill()
@@ -241,7 +240,7 @@ async def stop_or_kill(replicas: Collection[ReplicaProcess]) -> None:
 
 
 def _own_python(deployment: Deployment, facts: Mapping[str, str]) -> str:
-    """Which Python a replica runs under, and what it has there; empty if it is the one that we run under."""
+    """The Python that a replica runs under, and the versions there; empty: Headwater's own."""
     if deployment.python is None:
         return ""
     return f", under {deployment.python}: " + ", ".join(

@@ -13,24 +13,18 @@ import time
 from collections.abc import Callable
 
 from app.config.schema import Config
-from app.control.load import DeploymentLoad, together
-from app.control.routing import DeploymentRoute, RoutingTable, State
+from app.control.load import together
+from app.control.routing import RoutingTable, State
 from app.control.server import ControlServer
 from app.errors import StartError
 from app.process.sweep import make_instance_folder, sweep_stale
 from app.security.keys_file import keys_are_wanted
 from app.security.operator import is_loopback
+from app.supervisor import preflight
 from app.supervisor.autoscaler import Autoscaler
 from app.supervisor.deployments import Deployments
 from app.supervisor.host import Host
 from app.supervisor.lifecycle import Lifecycle
-from app.supervisor.preflight import (
-    region_problems,
-    runtime_dir_problems,
-    security_problems,
-    shared_memory_warnings,
-    tracing_problems,
-)
 from app.supervisor.replica_memory import ReplicaMemory
 from app.supervisor.served import Served
 from app.supervisor.starter import REPLICA_END_TIMEOUT_S
@@ -48,13 +42,13 @@ WORKER_END_TIMEOUT_S = 5.0
 
 
 class Supervisor:
-    """Runs a configuration until it is told to stop.
+    """Runs a configuration until a signal stops it.
 
     Args:
         config: what to serve.
         user_paths: put first on every replica's ``sys.path``.
-        on_serving: called once, with the base URL and the signatures, when the first start of every deployment has
-            been decided.
+        on_serving: called once the first start of every deployment has succeeded or failed, with the base URL and each
+            deployment's name, signature and reason.
     """
 
     def __init__(
@@ -71,14 +65,16 @@ class Supervisor:
         self._sets = self._deployments.sets
         self._graphs = self._deployments.graphs
         self._lifecycle = Lifecycle(self._deployments, self._host)
-        self._autoscaler = Autoscaler(self._sets, self._loads, self._lifecycle.is_busy, self._host)
+        self._autoscaler = Autoscaler(
+            self._sets, lambda: together(self._control.loads()), self._lifecycle.is_busy, self._host
+        )
         self._hurry = False
         """Whether a second signal came."""
         self._is_announced = False
         self._observer = Observer(None)
         self._url = ""
         self._failure = ""
-        """Why it ends by itself: every deployment has failed."""
+        """Why the server stops by itself: every deployment has failed."""
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT. Returns the exit status.
@@ -86,10 +82,10 @@ class Supervisor:
         Raises:
             StartError: the address can't be bound, or the runtime folder can't be made.
         """
-        # Orphans of children that die unexpectedly come to us and can be reaped; as PID 1 they do anyway.
+        # The supervisor adopts the orphans of children that die unexpectedly, and reaps them; as PID 1 it does anyway.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._host.children.reap)
+        loop.add_signal_handler(signal.SIGCHLD, self._host.reap)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop_signal, number)
         listener = self._listen()
@@ -101,10 +97,8 @@ class Supervisor:
             self._url = f"{scheme}://{_url_host(host)}:{port}"
             logger.info("listening on %s", self._url)
             if not is_loopback(listener.getsockname()) and not keys_are_wanted(self._config.security.keys_file):
-                logger.warning(
-                    "%s is reached from other machines, and there are no API keys: whoever reaches it may use every "
-                    "model; see security.keys_file", host,
-                )  # fmt: skip
+                text = "other machines reach %s; without API keys, anyone may use every model: see security.keys_file"
+                logger.warning(text, host)
             await self._control.start(self._host.folder / "control")
             self._publish()
             workers = Workers(self._config, self._host, self._control, self._observer)
@@ -116,7 +110,7 @@ class Supervisor:
                 watching[-1].add_done_callback(self._host.note_done)
             self._host.spawn(self._autoscaler.run())
             await self._host.stopping.wait()
-            listener.close()  # the workers have it too: with the last of them, connections are refused
+            listener.close()  # the workers have it, too; when the last of them has ended, connections are refused
             await self._stop(workers)
         finally:
             for task in watching:
@@ -125,33 +119,26 @@ class Supervisor:
             await self._control.close()
             shutil.rmtree(self._host.folder, ignore_errors=True)
             os.close(lock)
-        if self._failure:  # last, where whoever started it looks first
+        if self._failure:  # last, where the operator looks first
             logger.critical("every deployment has failed: %s", self._failure)
         return self._host.status
 
     def _listen(self) -> socket.socket:
         server = self._config.server
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            listener = socket.socket(family, kind, protocol)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(2048)
+            return preflight.open_listener(server.host, server.port)
         except OSError as error:
             raise StartError(
                 f"server.host, server.port: can't listen on {server.host}:{server.port}: {error.strerror}; "
                 "is another server running there? Choose another with --port"
             ) from error
-        return listener
 
     def _make_folder(self) -> int:
-        # A socket's path that is too long, for one, shows only when a model that says it is ready is called.
+        # Without these checks some problems would show late; a socket's path that is too long, only in a call.
         for problem in (
-            *security_problems(self._config),
-            *runtime_dir_problems(self._config.server, self._sets),
-            *tracing_problems(self._config.server),
+            *preflight.security_problems(self._config),
+            *preflight.runtime_dir_problems(self._config.server, self._sets),
+            *preflight.tracing_problems(self._config.server),
         ):
             raise StartError(str(problem))
         parent = self._config.server.runtime_dir
@@ -159,7 +146,7 @@ class Supervisor:
             for stale in sweep_stale(parent):
                 logger.warning("swept what an earlier instance left behind: %s", stale)
             # Triton's own message for it is a bus error.
-            for problem in region_problems(self._config.all_deployments().values()):
+            for problem in preflight.region_problems(self._config.all_deployments().values()):
                 raise StartError(str(problem))
             self._host.folder, lock = make_instance_folder(parent)
             self._observer = Observer(self._host.folder / "metrics" if self._config.server.metrics else None)
@@ -171,21 +158,20 @@ class Supervisor:
         self._publish()
         if not self._is_announced and all(one.is_decided for one in self._sets.values()):
             self._is_announced = True
-            told = self._served()
-            self._on_serving(self._url, [(name, item.signature, item.reason) for name, item in told.items()])
+            self._on_serving(self._url, [(one.name, one.signature, one.reason) for one in self._served()])
             signatures = {name: one.signature for name, one in self._sets.items() if one.signature is not None}
-            for problem in shared_memory_warnings(self._config.all_deployments(), signatures):
+            for problem in preflight.shared_memory_warnings(self._config.all_deployments(), signatures):
                 logger.warning("%s", problem)
-        # A server of which every deployment has failed serves nobody: whoever started it should know.
+        # A server of which every deployment has failed ends, so that the operator notices.
         if all(map(self._has_given_up, self._deployments.config.deployments)) and not self._host.is_stopping:
-            self._failure = "; ".join(f"{name}: {one.failure or one.reason}" for name, one in self._served().items())
+            self._failure = "; ".join(f"{one.name}: {one.failure or one.reason}" for one in self._served())
             self._host.stop(1)
 
-    def _served(self) -> dict[str, Served]:
-        return {name: self._sets.get(name) or self._graphs[name] for name in self._deployments.config.deployments}
+    def _served(self) -> list[Served]:
+        return [self._sets.get(name) or self._graphs[name] for name in self._deployments.config.deployments]
 
     def _has_given_up(self, name: str) -> bool:
-        """Whether a deployment has FAILED by itself, not by an operator's command, and none is about to change that."""
+        """Whether a deployment has FAILED by itself, and no operator's command is about to change that."""
         if self._lifecycle.is_busy(name):
             return False
         graph = self._graphs.get(name)
@@ -194,10 +180,6 @@ class Supervisor:
         steps = [self._sets[step] for step in graph.deployments.values()]
         by_command = not graph.is_loaded or any(one.state is State.FAILED and not one.has_given_up for one in steps)
         return graph.state is State.FAILED and not by_command
-
-    def _loads(self) -> dict[str, DeploymentLoad]:
-        """What there is to do, over all gateway workers."""
-        return together(self._control.loads())
 
     def _publish(self) -> None:
         workers = self._config.server.workers
@@ -208,12 +190,14 @@ class Supervisor:
         order = {name: index for index, name in enumerate(self._deployments.config.deployments)}
         routes.sort(key=lambda route: (order[route.part_of or route.name], route.part_of is not None))
         self._control.publish(RoutingTable(tuple(routes), draining=self._host.is_stopping))
-        self._observer.see_deployments(map(_view, routes))
+        views = []
+        for route in routes:
+            wanted = 0 if route.is_graph or route.is_set_aside else route.wanted
+            views.append(DeploymentView(route.name, route.state, len(route.replicas), wanted))
+        self._observer.see_deployments(views)
 
     def _replica_views(self) -> list[ReplicaView]:
         return [ReplicaView(one.id.rpartition("-")[0], one.id, one.group) for one in self._host.replicas.values()]
-
-    # The end
 
     def _on_stop_signal(self, number: int) -> None:
         if self._host.is_stopping:
@@ -223,7 +207,7 @@ class Supervisor:
         self._host.stop()
 
     async def _stop(self, workers: Workers) -> None:
-        self._publish()  # workers are then not ready, answer what they have, and end
+        self._publish()  # workers are then no longer ready, answer what is in flight, and end
         timeout_s = self._config.server.shutdown_timeout_s + WORKER_END_TIMEOUT_S
         await self._until(lambda: not workers.pids, timeout_s)
         workers.kill()
@@ -242,11 +226,6 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
         while not (condition() or self._hurry or time.monotonic() >= deadline):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-
-
-def _view(route: DeploymentRoute) -> DeploymentView:
-    wanted = 0 if route.is_graph or route.is_set_aside else route.wanted
-    return DeploymentView(route.name, route.state, len(route.replicas), wanted)
 
 
 def _url_host(host: str) -> str:

@@ -16,8 +16,7 @@ import msgspec
 from app.config.schema import Config
 from app.control.messages import WorkerSettings
 from app.control.server import ControlServer
-from app.supervisor.backoff import Backoff
-from app.supervisor.host import Host, kill
+from app.supervisor.host import Backoff, Host, kill
 from app.telemetry.observer import Observer
 from app.telemetry.recorder import recorder
 
@@ -26,35 +25,23 @@ __all__ = ["Workers"]
 logger = logging.getLogger("headwater")
 
 PING_EVERY_S: Final = 1.0
-
 TIMEOUT_S: Final = 10.0
-"""How long a worker may give no sign of life; then it is killed, and another takes its place."""
+"""A worker that gives no sign of life for so long is killed and replaced."""
 
 
 class Workers:
-    """Of one server.
-
-    Args:
-        config: the server's.
-        host: follows the processes.
-        control: what they are asked for a sign of life through.
-        observer: is told of their starts and ends.
-    """
+    """All gateway workers of a server."""
 
     def __init__(self, config: Config, host: Host, control: ControlServer, observer: Observer) -> None:
         self.pids: dict[int, int] = {}
-        """Process ids of those that run, by index."""
+        """Process ids of the running workers, by index."""
         self._config = config
         self._host = host
         self._control = control
         self._observer = observer
 
     def start(self, listener: socket.socket) -> None:
-        """Start them, and keep them running until the server stops.
-
-        Args:
-            listener: what they accept connections from.
-        """
+        """Start the workers, which accept connections from the listener; replace them until the server stops."""
         settings = WorkerSettings(
             control=str(self._host.folder / "control"),
             server=self._config.server.model_dump(mode="json"),
@@ -64,29 +51,27 @@ class Workers:
             self._host.spawn(self._keep(index, listener, settings))
 
     def kill(self) -> None:
-        """End at once those that still run."""
+        """Kill all workers that still run."""
         for pid in self.pids.values():
             kill(pid)
 
     async def watch(self) -> None:
-        """Kill those whose event loop hangs; others take their places."""
+        """Kill workers whose event loop hangs; others take their places."""
         while True:
             self.end_silent()
             await asyncio.sleep(PING_EVERY_S)
 
     def end_silent(self) -> None:
-        """Ask all for a sign of life, and kill those that have given none for too long."""
+        """Ping all workers, and kill those that have not answered for too long."""
         unanswered = self._control.ping()
         for index, pid in self.pids.items():
-            # In pings, not on a clock: while we are stopped ourselves, nobody can answer us.
+            # Counted in pings, not by a clock: while the supervisor itself is stopped, nobody can answer it.
             if unanswered.get(pid, 0) * PING_EVERY_S >= TIMEOUT_S:
-                logger.error(
-                    "gateway worker %d (%d) has given no sign of life for %g s: killing it", index, pid, TIMEOUT_S
-                )
+                text = "gateway worker %d (%d) has given no sign of life for %g s: killing it"
+                logger.error(text, index, pid, TIMEOUT_S)
                 kill(pid)
 
     async def _keep(self, index: int, listener: socket.socket, settings: WorkerSettings) -> None:
-        """Keep one running."""
         backoff = Backoff()
         while not self._host.is_stopping:
             began_s = time.monotonic()

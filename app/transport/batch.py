@@ -13,12 +13,11 @@ from app.errors import RETRY_AFTER_LOST_S, BadRequest, CallableFailed, Headwater
 from app.transport.protocol import FrameRequest
 from app.transport.segments import Segment, Segments
 from inference.datatypes import DATATYPES
-from inference.model import Scalar
 from inference.signature import Signature, TensorSpec
 from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, placeholder_shape
 from inference.wire.shared_memory import SHARED_FROM_BYTES, aligned, stand_in_shape
 
-__all__ = ["encode_batch", "encode_for_frames", "encode_nothing", "row_error", "sliced"]
+__all__ = ["encode_batch", "encode_inputs", "encode_nothing", "row_error", "sliced"]
 
 _Encoded = tuple[str, str, list[int], list[bytes | memoryview]]
 """An input: name, datatype, shape with the batch axis, and bytes in pieces."""
@@ -30,7 +29,7 @@ Rows = tuple[InferRequest, dict[str, RawTensor], int]
 def encode_batch(
     signature: Signature, batch: Sequence[Rows], *, is_alone: bool = False, segments: Segments | None = None
 ) -> tuple[bytes, list[bytes | memoryview], Segment | None]:
-    """Encode rows that may share a call: they have the same shapes, optional inputs and per-batch parameters.
+    """Encode rows for a replica that answers whole; see `encode_inputs`.
 
     Args:
         signature: the model's signature.
@@ -42,52 +41,53 @@ def encode_batch(
         The JSON, every tensor binary in both directions; the inputs' bytes, in order and uncopied; and the segment
         with the large tensors, if the call has any or its answer is expected to.
     """
-    note = _note(batch)
+    request, segment = encode_inputs(signature, batch, segments)
+    note = request.note
+    note.alone = is_alone
     inputs = []
     data: list[bytes | memoryview] = []
-    encoded = _encode_inputs(signature, batch, note)
-    segment = None if segments is None else _share(signature, encoded, segments, note)
-    for name, datatype, shape, pieces in encoded:
+    for name, datatype, shape, pieces in request.inputs:
         data += pieces
         size = sum(map(len, pieces))
         inputs.append({"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": size}})
-    wanted = dict.fromkeys(wish.name for request, _, _ in batch for wish in request.outputs)
+    wanted = dict.fromkeys([wish.name for request, _, _ in batch for wish in request.outputs])
     head: dict[str, Any] = {
         "inputs": inputs,
         "outputs": [{"name": name, "parameters": {"binary_data": True}} for name in (*wanted, REPORT)],
     }
-    note.alone = is_alone
     if note.parameters or note.rows or note.shapes or is_alone or segment is not None:
         head["parameters"] = {HEADWATER: msgspec.json.encode(note).decode()}
     return msgspec.json.encode(head), data, segment
 
 
-def encode_for_frames(
-    signature: Signature,
-    batch: Sequence[Rows],
-    heads: Sequence[tuple[int, int]],
-    stream: str,
-    patience_s: float = 0,
-    segments: Segments | None = None,
+def encode_inputs(
+    signature: Signature, batch: Sequence[Rows], segments: Segments | None = None
 ) -> tuple[FrameRequest, Segment | None]:
-    """Encode rows that may share a call to a replica that answers in frames.
-
-    Args:
-        signature: the model's signature.
-        batch: the rows.
-        heads: see `inference.wire.report.CallNote.heads`.
-        stream: see `inference.wire.report.CallNote.stream`.
-        patience_s: see `inference.wire.report.CallNote.patience_s`.
-        segments: where large inputs go; None: all go inline.
+    """Encode rows that may share a call: they have the same shapes, optional inputs and per-batch parameters.
 
     Returns:
-        The request, and the segment with the large inputs, if there are any.
+        The request, its note without what concerns heads and streams; and the segment with the large tensors.
     """
-    note = _note(batch)
-    note.heads = list(heads)
-    note.stream = stream
-    note.patience_s = patience_s
-    inputs = _encode_inputs(signature, batch, note)
+    first, tensors, _ = batch[0]
+    rows = sum([count for _, _, count in batch])
+    note = CallNote(parameters=first.batch_parameters)
+    if first.row_parameters:
+        note.rows = {
+            name: [value for request, _, count in batch for value in [request.row_parameters[name]] * count]
+            for name in first.row_parameters
+        }
+    inputs: list[_Encoded] = []
+    for spec in signature.inputs:
+        tensor = tensors.get(spec.name)
+        if tensor is None:
+            continue
+        shape = [rows, *tensor.shape[1:]]
+        if 0 in shape:  # a placeholder, since PyTriton can't carry it
+            note.shapes[spec.name] = shape
+            inputs.append((spec.name, *_zeros(spec, placeholder_shape(rows, spec.shape))))
+        else:
+            pieces = [those[spec.name].data for _, those, _ in batch]
+            inputs.append((spec.name, DATATYPES[spec.datatype].wire, shape, pieces))
     segment = None if segments is None else _share(signature, inputs, segments, note)
     return FrameRequest(inputs, note), segment
 
@@ -95,27 +95,8 @@ def encode_for_frames(
 def encode_nothing(signature: Signature) -> FrameRequest:
     """A no-op request for a replica that answers in frames: it cancels a stream that does not exist."""
     required = [spec for spec in signature.inputs if not spec.optional]
-    inputs = [(spec.name, *_neutral(spec, stand_in_shape(spec, 1))) for spec in required]
+    inputs = [(spec.name, *_zeros(spec, stand_in_shape(spec, 1))) for spec in required]
     return FrameRequest(inputs, CallNote(cancel="-"))
-
-
-def _encode_inputs(signature: Signature, batch: Sequence[Rows], note: CallNote) -> list[_Encoded]:
-    """Encode the batch's inputs; the shapes of empty ones go into the note."""
-    _, first, _ = batch[0]
-    rows = sum(count for _, _, count in batch)
-    inputs: list[_Encoded] = []
-    for spec in signature.inputs:
-        tensor = first.get(spec.name)
-        if tensor is None:
-            continue
-        shape = [rows, *tensor.shape[1:]]
-        if 0 in shape:
-            note.shapes[spec.name] = shape
-            inputs.append((spec.name, *_placeholder(spec, rows)))
-        else:
-            pieces = [tensors[spec.name].data for _, tensors, _ in batch]
-            inputs.append((spec.name, DATATYPES[spec.datatype].wire, shape, pieces))
-    return inputs
 
 
 def _share(signature: Signature, inputs: list[_Encoded], segments: Segments, note: CallNote) -> Segment | None:
@@ -129,34 +110,17 @@ def _share(signature: Signature, inputs: list[_Encoded], segments: Segments, not
         return None
     specs = {spec.name: spec for spec in signature.inputs}
     for place in large:
-        name, datatype, shape, pieces = inputs[place]
+        name, _, shape, pieces = inputs[place]
         segment.place(name, shape, pieces)
-        stand_in = stand_in_shape(specs[name], shape[0])
-        inputs[place] = (name, datatype, stand_in, [bytes(math.prod(stand_in) * DATATYPES[datatype].size_bytes)])
+        inputs[place] = (name, *_zeros(specs[name], stand_in_shape(specs[name], shape[0])))
     note.shared = segment.shared()
     return segment
 
 
-def _placeholder(spec: TensorSpec, rows: int) -> tuple[str, list[int], list[bytes | memoryview]]:
-    """The placeholder sent for an empty tensor."""
-    return _neutral(spec, placeholder_shape(rows, spec.shape))
-
-
-def _neutral(spec: TensorSpec, shape: list[int]) -> tuple[str, list[int], list[bytes | memoryview]]:
-    """Zeros: datatype, shape and bytes."""
+def _zeros(spec: TensorSpec, shape: list[int]) -> tuple[str, list[int], list[bytes | memoryview]]:
+    """Datatype, shape and bytes."""
     datatype = DATATYPES[spec.datatype]
     return datatype.wire, shape, [bytes((datatype.size_bytes or 4) * math.prod(shape))]  # BYTES: empty ones
-
-
-def _note(batch: Sequence[Rows]) -> CallNote:
-    return CallNote(parameters=batch[0][0].batch_parameters, rows=_row_parameters(batch))
-
-
-def _row_parameters(batch: Sequence[Rows]) -> dict[str, list[Scalar]]:
-    return {
-        name: [value for request, _, count in batch for value in [request.row_parameters[name]] * count]
-        for name in batch[0][0].row_parameters
-    }
 
 
 def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport], rows: int) -> dict[str, SlicedTensor]:
@@ -181,10 +145,10 @@ def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport],
 
 
 def row_error(reports: Sequence[RowReport], first_row: int, rows: int) -> HeadwaterError | None:
-    """The error of the first row that failed, as the client sees it; None if no row failed.
+    """The error of the first of these consecutive rows that failed, as the client sees it; None if none failed.
 
     Args:
-        reports: on consecutive rows of a request.
+        reports: one for each row.
         first_row: the index of the first of these in the request.
         rows: the number of rows in the request.
     """

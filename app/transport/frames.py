@@ -74,13 +74,7 @@ class _Call:
 
 
 class FrameClient:
-    """Calls one model of one Triton.
-
-    Args:
-        model: its name there.
-        socket_path: of Triton's gRPC.
-        token: Triton's access token.
-    """
+    """Calls one model of one Triton, on its gRPC socket."""
 
     def __init__(self, model: str, socket_path: str, token: str) -> None:
         self._model = model
@@ -132,7 +126,7 @@ class FrameClient:
     def cancel(self, name: str) -> None:
         """See `FrameReplicaClient.cancel`."""
         if not self._is_ended:
-            self._say(f"cancel-{name}", CallNote(cancel=name))
+            self._send_note(f"cancel-{name}", CallNote(cancel=name))
 
     def close(self) -> None:
         """See `FrameReplicaClient.close`."""
@@ -172,7 +166,7 @@ class FrameClient:
         response = message.infer_response
         call = self._calls.get(response.id)
         if response.id.startswith(_CHANNEL):
-            self._hear_channel(message)
+            self._take_from_channel(message)
         elif call is None:  # it has no reader, or no longer one
             if message.error_message:
                 logger.debug("model %s, call %s: %s", self._model, response.id, message.error_message)
@@ -191,12 +185,12 @@ class FrameClient:
 
     def _open_channel(self) -> StreamChannel:
         name = f"{_CHANNEL}{next(_numbers)}"
-        channel = StreamChannel(lambda note: self._say(name + _POST, CallNote(channel=note)))
-        self._say(name, CallNote(channel=channel.opening()))
+        channel = StreamChannel(lambda note: self._send_note(name + _POST, CallNote(channel=note)))
+        self._send_note(name, CallNote(channel=channel.opening()))
         self._channel_name = name
         return channel
 
-    def _hear_channel(self, message: Any) -> None:
+    def _take_from_channel(self, message: Any) -> None:
         """Handle an answer to a call that opened or acknowledged a channel: a parcel, or the call's end."""
         response = message.infer_response
         channel = self._stream_channel
@@ -233,7 +227,7 @@ class FrameClient:
             else:
                 call.put(error.again())
 
-    def _say(self, name: str, note: CallNote) -> None:
+    def _send_note(self, name: str, note: CallNote) -> None:
         """Send a no-op request with a note."""
         self._outgoing.put_nowait(self._message(name, FrameRequest(self._nothing.inputs, note)))
 

@@ -55,17 +55,12 @@ class FrameReplicaClient(Protocol):
 
         Args:
             nothing: a no-op request; its answer is dropped, even an error.
-            streams: whether calls will be streams. The replica then ends streams left over from a former client of
-                this process.
+            streams: whether calls will be streams; the replica then ends those of a former client of this process.
         """
         ...
 
     def frames(self, name: str, request: FrameRequest) -> AsyncGenerator[bytes, None]:
-        """Make one call. If its note makes it a stream, the replica waits for a slow reader.
-
-        Args:
-            name: the call's unique name.
-            request: the request.
+        """Make one call under a unique name. If its note makes it a stream, the replica waits for a slow reader.
 
         Returns:
             The frames as they come, until the answer is complete.

@@ -48,12 +48,7 @@ class _File:
 
 
 class Segment:
-    """One call's large tensors. Its memory is reused once no view of it is left.
-
-    Args:
-        file: the file.
-        memory: the file's bytes.
-    """
+    """One call's large tensors, in the memory of a file that is reused once no view of it is left."""
 
     def __init__(self, file: _File, memory: memoryview) -> None:
         self._file = file
@@ -78,13 +73,11 @@ class Segment:
     def outputs(self, signature: Signature) -> dict[str, RawTensor]:
         """The outputs that the replica left in the segment: views, by name."""
         found: dict[str, RawTensor] = {}
-        placed = placed_outputs(self._memory, self._end)
-        if placed:
-            datatypes = {spec.name: DATATYPES[spec.datatype] for spec in signature.outputs}
-            for name, (offset, shape) in placed.items():
-                datatype = datatypes[name]
-                data = self._memory[offset : offset + math.prod(shape) * datatype.size_bytes]
-                found[name] = RawTensor(datatype.wire, tuple(shape), data)
+        datatypes = {spec.name: DATATYPES[spec.datatype] for spec in signature.outputs}
+        for name, (offset, shape) in placed_outputs(self._memory, self._end).items():
+            datatype = datatypes[name]
+            data = self._memory[offset : offset + math.prod(shape) * datatype.size_bytes]
+            found[name] = RawTensor(datatype.wire, tuple(shape), data)
         return found
 
     def spoil(self) -> None:
@@ -106,8 +99,7 @@ class Segments:
         self._timer: asyncio.TimerHandle | None = None
 
     def take(self, inputs_bytes: int, rows: int) -> Segment | None:
-        """A segment for a call; None if neither its inputs nor its expected outputs are large, or no segment can be
-        created.
+        """A segment for a call; None if neither its inputs nor its expected outputs are large, or none can be created.
 
         Args:
             inputs_bytes: size of all inputs to place in it, each `aligned`.
@@ -140,10 +132,8 @@ class Segments:
 
     def _free_one(self, needed: int) -> _File | None:
         """The smallest free file that is large enough."""
-        found = None
-        for file in self._free:
-            if file.size_bytes >= needed and (found is None or file.size_bytes < found.size_bytes):
-                found = file
+        fitting = [file for file in self._free if file.size_bytes >= needed]
+        found = min(fitting, key=lambda file: file.size_bytes, default=None)
         if found is not None:
             self._free.remove(found)
         return found

@@ -6,6 +6,7 @@ A call costs the gateway a quarter of the CPU time of a gRPC call.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import cast
 
@@ -31,24 +32,15 @@ class _Output(msgspec.Struct):
 
 
 class _Reply(msgspec.Struct):
-    outputs: list[_Output]
-
-
-class _Error(msgspec.Struct):
-    error: str
+    outputs: list[_Output] = []
+    error: str = ""
 
 
 _reply_decoder = msgspec.json.Decoder(_Reply)
 
 
 class TritonClient:
-    """Calls one model of one Triton.
-
-    Args:
-        model: its name there.
-        socket_path: of Triton's HTTP.
-        token: Triton's access token.
-    """
+    """Calls one model of one Triton, on its HTTP socket."""
 
     def __init__(self, model: str, socket_path: str, token: str) -> None:
         self._path = socket_path
@@ -93,17 +85,14 @@ class TritonClient:
             connection = self._idle.pop()
             if not connection.lost:
                 return connection
-        if self._closed:
-            raise ReplicaUnreachable("the replica ended")
-        loop = asyncio.get_running_loop()
-        try:
-            _, connection = await loop.create_unix_connection(lambda: _Connection(self._all), self._path)
-        except OSError as error:
-            raise ReplicaUnreachable("the replica ended") from error
-        if self._closed:  # meanwhile
-            connection.close()
-            raise ReplicaUnreachable("the replica ended")
-        return connection
+        if not self._closed:
+            with contextlib.suppress(OSError):
+                loop = asyncio.get_running_loop()
+                _, connection = await loop.create_unix_connection(lambda: _Connection(self._all), self._path)
+                if not self._closed:
+                    return connection
+                connection.close()
+        raise ReplicaUnreachable("the replica ended")
 
 
 class _Connection(asyncio.Protocol):
@@ -136,8 +125,6 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
         self.connection_lost(None)
 
-    # asyncio.Protocol
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._registry.add(self)
@@ -156,8 +143,6 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self.close()
-
-    # httptools
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"inference-header-content-length":
@@ -200,6 +185,6 @@ def refusal(reason: str) -> HeadwaterError:
 
 def _reason(body: bytes) -> str:
     try:
-        return msgspec.json.decode(body, type=_Error).error
+        return _reply_decoder.decode(body).error
     except msgspec.MsgspecError:
         return body.decode(errors="replace")

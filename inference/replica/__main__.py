@@ -17,18 +17,18 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from inference import tuning
 from inference.environment import package_versions, require
-from inference.errors import LoadError, ModelError
+from inference.errors import LoadError, ModelError, is_permanent
 from inference.runtime.watchdog import WATCHDOG_FILE, WatchCall, Watchdog
-from inference.signature import Signature
 from inference.tuning import keep_freed_memory
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
-from inference.wire.tensor_store import uses_store
+from inference.wire.shared_memory import uses_store
 
 __all__ = ["failure_of", "main"]
 
@@ -41,19 +41,6 @@ _FOLDERS = re.compile(r"(?<![\w/:.~-])~?/(?:[^\s/:'\"]+/)*(?=[^\s/])")
 """Matches all but the last part of absolute paths."""
 
 
-class _Reporter:
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        os.set_inheritable(fd, False)
-
-    def send(self, status: ReplicaStatus) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the supervisor is gone; the guardian will end us
-            os.write(self._fd, msgspec.json.encode(status) + b"\n")
-
-    def progress(self, text: str) -> None:
-        self.send(ReplicaStatus("progress", text))
-
-
 def main() -> None:
     """Run the replica until SIGTERM."""
     # End with the guardian: if it is killed, nothing else would sweep up this process group.
@@ -63,15 +50,20 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     directory = Path(sys.argv[2])
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
-    reporter = _Reporter(spec.status_fd)
+    os.set_inheritable(spec.status_fd, False)
+
+    def report(status: ReplicaStatus) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the supervisor is gone; the guardian will end us
+            os.write(spec.status_fd, msgspec.json.encode(status) + b"\n")
+
     stop = _stop_on_sigterm(directory)
     try:
-        _serve(spec, directory, reporter, stop)
+        _serve(spec, directory, report, stop)
     except Exception as error:
         status = failure_of(error)
         if not status.is_permanent and (not isinstance(error, ModelError) or error.__cause__ is not None):
             traceback.print_exc()  # shows where in the user's code the error arose
-        reporter.send(status)
+        report(status)
         sys.stderr.flush()
         os._exit(1)
 
@@ -92,8 +84,13 @@ def _stop_on_sigterm(directory: Path) -> threading.Event:
     return stop
 
 
-def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter, stop: threading.Event) -> None:
-    reporter.progress("checking the environment")
+def _serve(
+    spec: ReplicaSpec, directory: Path, report: Callable[[ReplicaStatus], None], stop: threading.Event
+) -> None:  # fmt: skip
+    def progress(stage: str) -> None:
+        report(ReplicaStatus("progress", stage))
+
+    progress("checking the environment")
     require()
     sys.path[:0] = spec.user_paths
     os.chdir(spec.working_dir)
@@ -105,35 +102,30 @@ def _serve(spec: ReplicaSpec, directory: Path, reporter: _Reporter, stop: thread
     watch: WatchCall = contextlib.nullcontext
     if spec.max_compute_s is not None:
         watch = Watchdog(directory / WATCHDOG_FILE, spec.max_compute_s).call
-    served = load_served(spec, reporter.progress, _end_soon, watch)
-    signature, device = served.signature, served.device
+    served = load_served(spec, progress, _end_soon, watch)
+    signature = served.signature
 
-    reporter.progress("starting Triton")
+    progress("starting Triton")
     if not uses_store(signature):
         os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
     triton = EmbeddedTriton(directory, spec.token)
     served.bind(triton)
     triton.start()
-    served.warm_up(triton, spec, reporter.progress)
+    served.warm_up(triton, spec, progress)
     tuning.settle()
-    (directory / READY_FILE).touch()  # tells the guardian that every process of the group counts from now on
-    told = msgspec.to_builtins(_without_large_example(signature))
-    reporter.send(ReplicaStatus("ready", signature=told, facts={"device": device, **package_versions()}))
+    (directory / READY_FILE).touch()  # for the guardian: every process of the group counts from now on
+    if len(msgspec.json.encode(signature.example)) > LARGE_EXAMPLE_BYTES:  # too long to show; the warm-up has used it
+        signature = msgspec.structs.replace(signature, example=None)
+    facts = {"device": served.device, **package_versions()}
+    report(ReplicaStatus("ready", signature=msgspec.to_builtins(signature), facts=facts))
 
     stop.wait()
     served.unload()
-    reporter.send(ReplicaStatus("unloaded"))
+    report(ReplicaStatus("unloaded"))
     sys.stdout.flush()
     sys.stderr.flush()
     # Not Triton.stop(), which takes 5 s and more: the guardian ends the whole group at once.
     os._exit(0)
-
-
-def _without_large_example(signature: Signature) -> Signature:
-    """The signature for the gateway, without an example that is too long to show; only the warm-up needs that."""
-    if signature.example is None or len(msgspec.json.encode(signature.example)) <= LARGE_EXAMPLE_BYTES:
-        return signature
-    return msgspec.structs.replace(signature, example=None)
 
 
 def failure_of(error: Exception) -> ReplicaStatus:
@@ -145,7 +137,7 @@ def failure_of(error: Exception) -> ReplicaStatus:
         cause = error.problem.reason if error.__cause__ is None else _cause(error.__cause__)
     else:
         cause = text
-    return ReplicaStatus("failed", text, cause=_for_clients(cause), is_permanent=error.is_permanent)
+    return ReplicaStatus("failed", text, cause=_for_clients(cause), is_permanent=is_permanent(error))
 
 
 def _cause(error: BaseException) -> str:

@@ -7,11 +7,12 @@ model's module may do anything: if one ends the process, the findings printed be
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -24,7 +25,7 @@ from inference.runtime.device import choose_device
 from inference.runtime.loader import load_model
 from inference.signature import Signature
 
-__all__ = ["Finding", "Request", "main", "probe"]
+__all__ = ["Finding", "Request", "main", "own_output", "probe"]
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -43,6 +44,12 @@ class Request(msgspec.Struct, frozen=True):
     working_dir: str | None = None
     """The working folder of the user's code."""
 
+    def enter(self) -> None:
+        """Prepare this process for the user's code: ``sys.path`` and the working folder."""
+        sys.path[:0] = [entry for entry in self.path if entry not in sys.path]
+        if self.working_dir is not None:
+            os.chdir(self.working_dir)
+
 
 class Finding(msgspec.Struct, frozen=True):
     """The result for one request, or for one step of it."""
@@ -58,9 +65,7 @@ class Finding(msgspec.Struct, frozen=True):
 def probe(request: Request) -> Iterator[Finding]:
     """Check a model or a pipeline's models. Their modules stay imported, and ``sys.path`` and the working folder stay
     changed."""
-    sys.path[:0] = [entry for entry in request.path if entry not in sys.path]
-    if request.working_dir is not None:
-        os.chdir(request.working_dir)
+    request.enter()
     title = f"deployment {request.name}"
     problems: list[Problem] = []
     signature = None
@@ -125,12 +130,18 @@ def _device_problems(title: str, wanted: str) -> list[Problem]:
     return []
 
 
+@contextlib.contextmanager
+def own_output() -> Iterator[BinaryIO]:
+    """Standard output, to which models no longer write: what they print goes to standard error."""
+    with os.fdopen(os.dup(1), "wb") as output:
+        os.dup2(2, 1)
+        yield output
+
+
 def main() -> None:
     """Answer the requests on standard input."""
     requests = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Request])
-    # A model's output during import must not mix with the findings.
-    with os.fdopen(os.dup(1), "wb") as output:
-        os.dup2(2, 1)
+    with own_output() as output:
         for request in requests:
             for finding in probe(request):
                 output.write(msgspec.json.encode(finding) + b"\n")

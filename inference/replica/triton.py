@@ -7,9 +7,9 @@ What differs from `pytriton.triton.Triton`, and why:
 - Models are in a local model store that Triton loads as it starts, rather than being sent through its load API: this
   leaves no temporary ``/tmp/folder*`` per model behind, and avoids polling at intervals of a second.
 - Triton sees no GPU: it holds no tensors there, but would allocate memory pools and a context on each.
-- Several instances find each other however busy the machine is (`inference.replica.first_instance`).
+- Several instances find each other however busy the machine is (`inference.replica.patience`).
 
-All use of private parts of PyTriton is here and in `inference.replica.first_instance`;
+All use of private parts of PyTriton is here and in `inference.replica.patience`;
 tests/inference/replica/test_triton.py names the parts.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -30,31 +31,25 @@ from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonS
 
 from inference.datatypes import DATATYPES
 from inference.errors import ReplicaError
-from inference.replica.first_instance import make_patient
-from inference.replica.patience import patient
+from inference.replica.patience import make_patient, patient
 from inference.signature import Signature, TensorSpec
 from inference.wire.frame import FRAME
 from inference.wire.lm import CONTROL
 from inference.wire.report import REPORT
 from inference.wire.shared_memory import bound_shape
-from inference.wire.triton_words import error_lines, says_instance_failed
 
 __all__ = ["EmbeddedTriton", "UnixConnection", "telling_lines"]
 
 START_TIMEOUT_S = 60.0
 REPORTED_LINES = 15
 """Of the log of a Triton that did not start."""
-# PyTriton waits for readiness without its token, so `health` alone can't be restricted; it tells nothing.
-_RESTRICTED = (
-    "metadata",
-    "inference",
-    "shared-memory",
-    "model-config",
-    "model-repository",
-    "statistics",
-    "trace",
-    "logging",
-)
+# PyTriton waits for readiness without its token, so `health` alone can't be restricted; it discloses nothing.
+_RESTRICTED = [
+    "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics", "trace", "logging",
+]  # fmt: skip
+_ERROR = re.compile(r"[EF]\d{4} |error: ")
+_NO_GPU = "CudaDriverHelper has not been initialized"
+"""Logged on every machine without a GPU."""
 pytriton_model.get_config_from_handshake_server = patient(pytriton_model.get_config_from_handshake_server)
 
 
@@ -83,6 +78,8 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
 
     def __init__(self, directory: Path, token: str) -> None:
         self.directory = directory
+        self.http_socket = directory / "h"
+        self.grpc_socket = directory / "g:1"
         super().__init__(
             config=TritonConfig(
                 allow_http=False,  # keeps PyTriton's own clients off it; switched on below
@@ -94,20 +91,10 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
                 log_file=directory / "triton.log",
                 exit_timeout_secs=1,
             ),
-            security_config=TritonSecurityConfig(access_token=token, restricted_endpoints=list(_RESTRICTED)),
+            security_config=TritonSecurityConfig(access_token=token, restricted_endpoints=_RESTRICTED),
             triton_lifecycle_policy=TritonLifecyclePolicy(launch_triton_on_startup=True, local_model_store=True),
             workspace=directory / "w",
         )
-
-    @property
-    def grpc_socket(self) -> Path:
-        """The unix socket of Triton's gRPC."""
-        return self.directory / "g:1"
-
-    @property
-    def http_socket(self) -> Path:
-        """The unix socket of Triton's HTTP."""
-        return self.directory / "h"
 
     def bind(self, model_name: str, **about: Any) -> None:
         """As PyTriton's; its instances wait for each other."""
@@ -134,27 +121,16 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
     def bind_frames(
         self, signature: Signature, infer: Callable[[list[Any]], AsyncIterator[list[dict[str, Any]]]]
     ) -> None:
-        """Bind one callable that answers each request with any number of frames (`inference.wire.frame`)."""
+        """Bind one callable that answers each request with any number of frames (`inference.wire.frame`, or for a
+        language model `inference.wire.lm`)."""
+        control = Tensor(name=CONTROL, dtype=np.uint8, shape=(-1,))
         self.bind(
             model_name=signature.name,
             infer_func=infer,
-            inputs=[_tensor(spec) for spec in signature.inputs],
+            inputs=[_tensor(spec) for spec in signature.inputs] if signature.language_model is None else [control],
             outputs=[Tensor(name=FRAME, dtype=np.uint8, shape=(-1,))],
-            # Without Triton's batcher: merged requests would have to end together.
+            # Without Triton's batcher: merged requests would have to end together, and one may stay open for hours.
             config=ModelConfig(max_batch_size=signature.max_batch_size, batcher=None, decoupled=True),
-        )
-
-    def bind_control(
-        self, signature: Signature, infer: Callable[[list[Any]], AsyncIterator[list[dict[str, Any]]]]
-    ) -> None:
-        """Bind one callable that answers the messages of `inference.wire.lm` with its frames."""
-        self.bind(
-            model_name=signature.name,
-            infer_func=infer,
-            inputs=[Tensor(name=CONTROL, dtype=np.uint8, shape=(-1,))],
-            outputs=[Tensor(name=FRAME, dtype=np.uint8, shape=(-1,))],
-            # Without Triton's batcher: a request that stays open for hours must not block later ones.
-            config=ModelConfig(max_batch_size=1, batcher=None, decoupled=True),
         )
 
     def start(self) -> None:
@@ -178,7 +154,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
     def _prepare_triton_config(self, workspace: Any) -> None:
         super()._prepare_triton_config(workspace)
         self._triton_server_config["allow-http"] = True
-        self._triton_server_config["http-address"] = f"unix:{self.directory}/h"
+        self._triton_server_config["http-address"] = f"unix:{self.http_socket}"
         self._triton_server_config["metrics-address"] = f"unix:{self.directory}/m"
 
     def _initialize_server(self) -> None:
@@ -189,7 +165,8 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
     def _wait_for_server(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._is_ready():
-            if says_instance_failed("".join(lines := self._log_lines())):
+            # The log says so at once, while Triton keeps waiting for the instances that wait for the failed one.
+            if "Failed to create instance" in "".join(lines := self._log_lines()):
                 raise ReplicaError(_not_started("an instance failed", lines))
             if not self._triton_server.is_alive() or time.monotonic() > deadline:
                 ended = "it ended" if not self._triton_server.is_alive() else f"not ready after {START_TIMEOUT_S:g} s"
@@ -226,7 +203,8 @@ def telling_lines(lines: Sequence[str]) -> list[str]:
 
     After an error Triton still prints tables of its settings, so the errors are not at the end.
     """
-    return error_lines(lines)[:REPORTED_LINES] or list(lines[-REPORTED_LINES:])
+    errors = [line for line in lines if _ERROR.match(line) and _NO_GPU not in line]
+    return errors[:REPORTED_LINES] or list(lines[-REPORTED_LINES:])
 
 
 def _tensor(spec: TensorSpec) -> Any:

@@ -6,22 +6,38 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
+import grpc
 import msgspec
 import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from inference.datatypes import DATATYPES, float32_to_bf16, pack_bytes
 from inference.errors import DeclarationError, ReplicaError
+from inference.pipeline import tensor_text
 from inference.replica.triton import EmbeddedTriton, UnixConnection
 from inference.signature import Signature, TensorSpec
+from inference.wire.arrays import fits
 from inference.wire.frame import decode_frame
+from inference.wire.handshake import ReplicaSpec
 from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
-from inference.wire.shared_memory import ANSWER_HEAD_BYTES, SHARED_FROM_BYTES, SharedCall, aligned, stand_in_shape
-from inference.wire.tensor_store import batch_bytes
+from inference.wire.shared_memory import (
+    ANSWER_HEAD_BYTES,
+    SHARED_FROM_BYTES,
+    SharedCall,
+    aligned,
+    batch_bytes,
+    stand_in_shape,
+)  # fmt: skip
 
-__all__ = ["Caller", "FrameCaller", "HttpCaller", "batch_sizes", "example_rows", "warm_up"]
+__all__ = ["batch_sizes", "call_over_grpc", "call_over_http", "example_rows", "grpc_outputs", "warm_up"]
+
+Input = tuple[TensorSpec, bytes, list[int]]
+"""A tensor's declaration, bytes and shape with the batch axis."""
+Call = Callable[[Signature, EmbeddedTriton, ReplicaSpec, Sequence[Input], int], list[RowReport]]
+"""Calls the replica's own Triton, as a gateway does, with so many rows."""
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
@@ -38,17 +54,12 @@ def example_rows(spec: TensorSpec, value: object, rows: int) -> tuple[bytes, lis
     """
     datatype = DATATYPES[spec.datatype]
     where = f"example, input {spec.name!r}"
-    wanted = f"{spec.datatype} [{', '.join(str(dim) for dim in spec.shape)}]"
+    wanted = tensor_text(spec.datatype, spec.shape)
     try:
-        if datatype.numpy.hasobject:
-            array = np.array(value, dtype=object)
-        else:
-            array = np.array(value, dtype=np.float32 if spec.datatype == "BF16" else datatype.numpy)
+        array = np.array(value, dtype=np.float32 if spec.datatype == "BF16" else datatype.numpy)
     except (TypeError, ValueError) as error:
         raise DeclarationError(f"{where}: expected {wanted}: {error}") from error
-    if array.ndim != len(spec.shape) or any(
-        dim not in (-1, got) for dim, got in zip(spec.shape, array.shape, strict=True)
-    ):
+    if not fits(spec.shape, array.shape):
         raise DeclarationError(f"{where}: expected {wanted}, got shape {list(array.shape)}")
     if datatype.numpy.hasobject:
         elements = [item if isinstance(item, bytes) else str(item).encode() for item in array.ravel().tolist()]
@@ -58,124 +69,72 @@ def example_rows(spec: TensorSpec, value: object, rows: int) -> tuple[bytes, lis
     return row * rows, [rows, *array.shape]
 
 
-class Caller(Protocol):
-    """Calls the replica's own Triton as a gateway does."""
-
-    def call(self, inputs: Sequence[tuple[TensorSpec, bytes, list[int]]], rows: int) -> list[RowReport]:
-        """Make one call. Returns a report for each row that failed, and any number for the others.
-
-        Args:
-            inputs: declaration, bytes and shape with the batch axis.
-            rows: the number of rows.
-
-        Raises:
-            ReplicaError: there was no answer.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close the connection."""
-        ...
-
-
 def warm_up(
-    signature: Signature, caller: Caller, sizes: Sequence[int], *, progress: Callable[[str], None]
+    signature: Signature, triton: EmbeddedTriton, spec: ReplicaSpec, progress: Callable[[str], None], call: Call
 ) -> None:  # fmt: skip
-    """Call the model once with each batch size; a pipeline with all its heads.
+    """Call the model once with each of `warmup_batch_sizes`, by default powers of two; a pipeline with all its heads.
 
     Raises:
         ReplicaError: a call failed; the message includes the callable's own.
     """
     row = signature.example_row()
-    try:
-        for number, rows in enumerate(sizes, start=1):
-            progress(f"warming up, batch of {rows} ({number}/{len(sizes)})")
-            inputs = [
-                (spec, *example_rows(spec, row[spec.name], rows)) for spec in signature.inputs if spec.name in row
-            ]
-            for report in caller.call(inputs, rows):
-                if report.status is Status.OK:
-                    continue
-                hint = ""
-                if report.status in (Status.RAISED, Status.BAD_INPUT):
-                    tried = json.dumps(row, default=str)[:300]
-                    hint = f". The values tried were {tried}; if the model can't take these, declare `example` in it"
-                raise ReplicaError(f"warm-up with a batch of {rows}: {report.message}{hint}")
-    finally:
-        caller.close()
+    sizes = batch_sizes(spec.max_batch_size) if spec.warmup_batch_sizes is None else spec.warmup_batch_sizes
+    for number, size in enumerate(sizes, start=1):
+        rows = min(size, spec.max_batch_size)
+        progress(f"warming up, batch of {rows} ({number}/{len(sizes)})")
+        inputs = [(one, *example_rows(one, row[one.name], rows)) for one in signature.inputs if one.name in row]
+        for report in call(signature, triton, spec, inputs, rows):
+            if report.status is Status.OK:
+                continue
+            hint = ""
+            if report.status in (Status.RAISED, Status.BAD_INPUT):
+                tried = json.dumps(row, default=str)[:300]
+                hint = f". The values tried were {tried}; if the model can't take these, declare `example` in it"
+            raise ReplicaError(f"warm-up with a batch of {rows}: {report.message}{hint}")
 
 
-class HttpCaller:
-    """Calls a model that answers whole, over HTTP.
+def call_over_http(
+    signature: Signature, triton: EmbeddedTriton, spec: ReplicaSpec, inputs: Sequence[Input], rows: int
+) -> list[RowReport]:
+    """Call a model that answers whole, with large tensors in shared memory, and return its report.
 
-    Args:
-        signature: the model's.
-        triton: started.
-        token: its access token.
-        timeout_s: of a call.
+    Raises:
+        ReplicaError: there was no answer.
     """
-
-    def __init__(self, signature: Signature, triton: EmbeddedTriton, token: str, timeout_s: float) -> None:
-        self._signature = signature
-        self._token = token
-        self._connection = UnixConnection(triton.http_socket, timeout_s)
-
-    def call(self, inputs: Sequence[tuple[TensorSpec, bytes, list[int]]], rows: int) -> list[RowReport]:
-        """See `Caller.call`."""
-        with contextlib.ExitStack() as stack:
-            shared = _share(stack, self._signature, inputs, rows)
-            if shared is not None:
-                inputs = [
-                    _stand_in(spec, rows) if spec.name in shared.inputs else (spec, data, shape)
-                    for spec, data, shape in inputs
-                ]
-            return self._call(inputs, rows, CallNote(warmup=True, shared=shared))
-
-    def _call(
-        self, inputs: Sequence[tuple[TensorSpec, bytes, list[int]]], rows: int, note: CallNote
-    ) -> list[RowReport]:
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(contextlib.closing(UnixConnection(triton.http_socket, spec.load_timeout_s)))
+        shared = _share(stack, signature, inputs, rows)
+        sent = [_stand_in(one[0], rows) if shared and one[0].name in shared.inputs else one for one in inputs]
         tensors: list[dict[str, Any]] = [
             {
-                "name": spec.name,
-                "datatype": DATATYPES[spec.datatype].wire,
+                "name": tensor.name,
+                "datatype": DATATYPES[tensor.datatype].wire,
                 "shape": shape,
                 "parameters": {"binary_data_size": len(data)},
             }
-            for spec, data, shape in inputs
+            for tensor, data, shape in sent
         ]
-        head = json.dumps(
-            {
-                "inputs": tensors,
-                "outputs": [{"name": REPORT, "parameters": {"binary_data": True}}],
-                "parameters": {HEADWATER: msgspec.json.encode(note).decode()},
-            }
-        ).encode()
-        body = b"".join((head, *(data for _, data, _ in inputs)))
-        headers = {"Inference-Header-Content-Length": str(len(head)), "triton-access-token": self._token}
+        note = msgspec.json.encode(CallNote(warmup=True, shared=shared)).decode()
+        outputs = [{"name": REPORT, "parameters": {"binary_data": True}}]
+        head = json.dumps({"inputs": tensors, "outputs": outputs, "parameters": {HEADWATER: note}}).encode()
+        body = b"".join((head, *(data for _, data, _ in sent)))
+        headers = {"Inference-Header-Content-Length": str(len(head)), "triton-access-token": spec.token}
         try:
-            self._connection.request("POST", f"/v2/models/{self._signature.name}/infer", body, headers)
-            response = self._connection.getresponse()
+            connection.request("POST", f"/v2/models/{signature.name}/infer", body, headers)
+            response = connection.getresponse()
             answer = response.read()
         except OSError as error:
             raise ReplicaError(f"warm-up with a batch of {rows}: no answer: {error}") from error
-        if response.status != 200:
-            raise ReplicaError(f"warm-up with a batch of {rows}: Triton said {answer.decode(errors='replace')}")
-        return decode_reports(answer[int(response.headers["Inference-Header-Content-Length"]) :], rows).rows
-
-    def close(self) -> None:
-        """See `Caller.close`."""
-        self._connection.close()
+    if response.status != 200:
+        raise ReplicaError(f"warm-up with a batch of {rows}: Triton said {answer.decode(errors='replace')}")
+    return decode_reports(answer[int(response.headers["Inference-Header-Content-Length"]) :], rows).rows
 
 
 def _share(
-    stack: contextlib.ExitStack, signature: Signature, inputs: Sequence[tuple[TensorSpec, bytes, list[int]]], rows: int
-) -> SharedCall | None:
+    stack: contextlib.ExitStack, signature: Signature, inputs: Sequence[Input], rows: int
+) -> SharedCall | None:  # fmt: skip
     """Leave the large inputs where a gateway would; None if there are none, and the answer hasn't large ones either."""
-    large = [
-        (spec.name, data, shape)
-        for spec, data, shape in inputs
-        if spec.datatype != "BYTES" and len(data) >= SHARED_FROM_BYTES
-    ]
+    large = [one for one in inputs if one[0].datatype != "BYTES" and len(one[1]) >= SHARED_FROM_BYTES]
     answer_bytes = batch_bytes(signature.outputs, rows)
     if not large and answer_bytes < SHARED_FROM_BYTES:
         return None
@@ -183,8 +142,8 @@ def _share(
     stack.callback(os.close, fd)
     placed: dict[str, tuple[int, list[int]]] = {}
     end = 0
-    for name, data, shape in large:
-        placed[name] = (end, shape)
+    for tensor, data, shape in large:
+        placed[tensor.name] = (end, shape)
         # Not `os.pwrite`, which writes at most two gigabytes at once.
         with open(fd, "wb", closefd=False) as file:
             file.seek(end)
@@ -195,57 +154,51 @@ def _share(
     return SharedCall(f"/proc/{os.getpid()}/fd/{fd}", size_bytes, placed, end)
 
 
-def _stand_in(spec: TensorSpec, rows: int) -> tuple[TensorSpec, bytes, list[int]]:
-    shape = stand_in_shape(spec, rows)
-    return spec, bytes(math.prod(shape) * DATATYPES[spec.datatype].size_bytes), shape
+def _stand_in(tensor: TensorSpec, rows: int) -> Input:
+    shape = stand_in_shape(tensor, rows)
+    return tensor, bytes(math.prod(shape) * DATATYPES[tensor.datatype].size_bytes), shape
 
 
-class FrameCaller:
-    """Calls a pipeline or a streaming model over gRPC. It reads only the first result of a stream.
+def call_over_grpc(
+    signature: Signature, triton: EmbeddedTriton, spec: ReplicaSpec, inputs: Sequence[Input], rows: int
+) -> list[RowReport]:
+    """Call a pipeline or a streaming model, and return the reports of the rows that failed.
 
-    Args:
-        signature: the model's.
-        triton: started.
-        token: its access token.
-        timeout_s: of a call.
+    Raises:
+        ReplicaError: there was no answer.
     """
+    name = f"warm-up-{rows}"
+    request = service_pb2.ModelInferRequest(model_name=signature.name, id=name)
+    note = CallNote(warmup=True, stream=name if signature.streams else "")
+    request.parameters[HEADWATER].string_param = msgspec.json.encode(note).decode()
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    for tensor, data, shape in inputs:
+        request.inputs.add(name=tensor.name, datatype=DATATYPES[tensor.datatype].wire, shape=shape)
+        request.raw_input_contents.append(data)
+    frames = grpc_outputs(triton, spec, iter([request]), f"warm-up with a batch of {rows}")
+    return [
+        RowReport(Status(status), message)
+        for raw in frames
+        for piece in decode_frame(raw)[0].pieces
+        for _, status, message in piece.failures
+    ]
 
-    def __init__(self, signature: Signature, triton: EmbeddedTriton, token: str, timeout_s: float) -> None:
-        import grpc
-        from tritonclient.grpc import service_pb2_grpc
 
-        self._signature = signature
-        self._metadata = (("triton-grpc-protocol-triton-access-token", token),)
-        self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(f"unix:{triton.grpc_socket}")
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._failure = grpc.RpcError
+def grpc_outputs(
+    triton: EmbeddedTriton, spec: ReplicaSpec, requests: Iterator[Any], what: str
+) -> Generator[bytes, None, None]:
+    """Send requests over a gRPC stream, and yield the bytes of each output in the answers.
 
-    def call(self, inputs: Sequence[tuple[TensorSpec, bytes, list[int]]], rows: int) -> list[RowReport]:
-        """See `Caller.call`."""
-        from tritonclient.grpc import service_pb2
-
-        name = f"warm-up-{rows}"
-        request = service_pb2.ModelInferRequest(model_name=self._signature.name, id=name)
-        note = CallNote(warmup=True, stream=name if self._signature.streams else "")
-        request.parameters[HEADWATER].string_param = msgspec.json.encode(note).decode()
-        request.parameters["triton_enable_empty_final_response"].bool_param = True
-        for spec, data, shape in inputs:
-            request.inputs.add(name=spec.name, datatype=DATATYPES[spec.datatype].wire, shape=shape)
-            request.raw_input_contents.append(data)
-        reports: list[RowReport] = []
+    Raises:
+        ReplicaError: Triton answered with an error or not at all; the message begins with `what`.
+    """
+    with grpc.insecure_channel(f"unix:{triton.grpc_socket}") as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        metadata = (("triton-grpc-protocol-triton-access-token", spec.token),)
         try:
-            answers = self._stub.ModelStreamInfer(iter([request]), metadata=self._metadata, timeout=self._timeout_s)
-            for answer in answers:
+            for answer in stub.ModelStreamInfer(requests, metadata=metadata, timeout=spec.load_timeout_s):
                 if answer.error_message:
-                    raise ReplicaError(f"warm-up with a batch of {rows}: Triton said {answer.error_message}")
-                for raw in answer.infer_response.raw_output_contents:
-                    for piece in decode_frame(raw)[0].pieces:
-                        reports += [RowReport(Status(status), message) for _, status, message in piece.failures]
-        except self._failure as error:
-            raise ReplicaError(f"warm-up with a batch of {rows}: no answer: {error}") from error
-        return reports
-
-    def close(self) -> None:
-        """See `Caller.close`."""
-        self._channel.close()
+                    raise ReplicaError(f"{what}: Triton said {answer.error_message}")
+                yield from answer.infer_response.raw_output_contents
+        except grpc.RpcError as error:
+            raise ReplicaError(f"{what}: no answer: {error}") from error

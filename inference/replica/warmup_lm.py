@@ -7,10 +7,12 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+from tritonclient.grpc import service_pb2
+
 from inference.engine import EngineLimits, Sampling
 from inference.errors import ReplicaError
 from inference.replica.triton import EmbeddedTriton
-from inference.replica.warmup import batch_sizes
+from inference.replica.warmup import batch_sizes, grpc_outputs
 from inference.signature import Signature
 from inference.wire.handshake import ReplicaSpec
 from inference.wire.lm import CONTROL, RENEW_S, Message, Open, Post, StepFrame, Submit, decode_frame, encode_message
@@ -29,12 +31,8 @@ def warm_up(
 ) -> None:  # fmt: skip
     """Generate a few tokens, greedily, with several numbers of sequences together; each must come to its end.
 
-    Args:
-        signature: the model's.
-        triton: started.
-        spec: its `warmup_batch_sizes` are the numbers of sequences, by default powers of two up to what the engine
-            computes together, and up to `MOST`. More than the cache has room for are left out.
-        progress: told what is being done.
+    The numbers are `warmup_batch_sizes`, by default powers of two up to what the engine computes together, and up to
+    `MOST`; more than the cache's capacity are left out.
 
     Raises:
         ReplicaError: there was no answer, or a sequence failed.
@@ -77,16 +75,9 @@ class _Channel:
     """One channel over one gRPC stream."""
 
     def __init__(self, name: str, triton: EmbeddedTriton, spec: ReplicaSpec) -> None:
-        import grpc
-        from tritonclient.grpc import service_pb2_grpc
-
         self._name = name
-        self._failure = grpc.RpcError
-        self._connection = grpc.insecure_channel(f"unix:{triton.grpc_socket}")
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(self._connection)
-        metadata = (("triton-grpc-protocol-triton-access-token", spec.token),)
-        self._answers = stub.ModelStreamInfer(self._requests(), metadata=metadata, timeout=spec.load_timeout_s)
+        self._frames = grpc_outputs(triton, spec, self._requests(), "warm-up")
 
     def __enter__(self) -> _Channel:
         self._messages.put(Open(CHANNEL))
@@ -102,7 +93,7 @@ class _Channel:
                     raise ReplicaError(f"warm-up: expected no frame after the channel was closed, got {frame}")
         finally:
             self._messages.put(None)
-            self._connection.close()
+            self._frames.close()
 
     def generate(self, wanted: Sequence[Submit]) -> None:
         """Generate sequences to their ends."""
@@ -121,20 +112,11 @@ class _Channel:
 
     def _next(self) -> StepFrame | None:
         """The channel's next frame; None if the stream has ended."""
-        try:
-            for answer in self._answers:
-                if answer.error_message:
-                    raise ReplicaError(f"warm-up: Triton said {answer.error_message}")
-                for raw in answer.infer_response.raw_output_contents:
-                    return decode_frame(raw)
-        except self._failure as error:
-            raise ReplicaError(f"warm-up: no answer: {error}") from error
-        return None
+        raw = next(self._frames, None)
+        return None if raw is None else decode_frame(raw)
 
     def _requests(self) -> Iterator[Any]:
         """The requests to send, consumed by gRPC in its own thread."""
-        from tritonclient.grpc import service_pb2
-
         while True:
             message: Message | None
             try:

@@ -7,7 +7,6 @@ models, and prints one JSON `Weight`. The planner runs it as a process; see `app
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import msgspec
 
 from inference.lm.loading import plan_language_model
 from inference.reference import is_language_model
-from inference.replica.probe import Request
+from inference.replica.probe import Request, own_output
 from inference.runtime.device import choose_device
 from inference.runtime.loader import load_model
 
@@ -33,21 +32,15 @@ class Weight(msgspec.Struct, frozen=True):
 
 def weigh(request: Request) -> Weight:
     """Load a deployment's models, and measure their weights."""
-    sys.path[:0] = [entry for entry in request.path if entry not in sys.path]
-    if request.working_dir is not None:
-        os.chdir(request.working_dir)
-    steps = (
-        [(step.model, step.options) for step in request.pipeline.steps]
-        if request.pipeline is not None
-        else [(request.model, request.options)]
-    )
+    request.enter()
     kept: list[Any] = []
     if is_language_model(request.model):
         plan = plan_language_model(request.model, request.options, request.path)
         before = _anonymous_bytes()
         kept.append(plan.load(choose_device(request.device, uses_torch=True), lambda reason: None))
     else:
-        models = [load_model(reference, options, request.path) for reference, options in steps]
+        steps = [request] if request.pipeline is None else request.pipeline.steps
+        models = [load_model(step.model, step.options, request.path) for step in steps]
         device = choose_device(request.device, "torch" in sys.modules or any(one.arrays == "torch" for one in models))
         before = _anonymous_bytes()
         for model in models:
@@ -80,9 +73,7 @@ def _anonymous_bytes() -> int:
 def main() -> None:
     """Answer the request on standard input."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
-    # A model's output during loading must not precede the answer.
-    with os.fdopen(os.dup(1), "wb") as output:
-        os.dup2(2, 1)
+    with own_output() as output:
         output.write(msgspec.json.encode(weigh(request)))
 
 

@@ -15,7 +15,7 @@ from inference.runtime.request import Part
 from inference.runtime.step import LATE, Given, Made, Step
 from inference.runtime.stream_control import StreamControl
 from inference.runtime.values import copied, rows_of, settled
-from inference.wire.arrays import Array, zeros
+from inference.wire.arrays import Array, spread
 from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, encode_frame, tensor_bytes
 from inference.wire.report import RowReport, Status
 
@@ -26,11 +26,7 @@ SMOOTHING = 0.2
 
 
 class Pace:
-    """Smoothed step times, which tell whether an answer that is ready should wait for the next one.
-
-    Args:
-        wait_s: the longest that an answer may wait.
-    """
+    """Smoothed step times, which decide whether an answer that is ready waits for the next one, at most `wait_s`."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
@@ -52,7 +48,7 @@ class Pace:
 
 MAX_MESSAGE_CHARS = 2000
 
-_Said = tuple[Piece, list[bytes]]
+_Answer = tuple[Piece, list[bytes]]
 """A piece and the bytes of its tensors."""
 
 
@@ -67,22 +63,11 @@ class _Result(NamedTuple):
 
 
 class BatchRun:
-    """Runs one batch and answers in frames.
-
-    Args:
-        plan: the pipeline.
-        ancestors: for each head the steps that must run, itself included.
-        steps: the steps by name.
-        part: the batch.
+    """Runs one batch and answers in frames. `ancestors` has for each head the steps that must run, itself included.
 
     Raises:
         DeclarationError: the masks of wanted heads are not as many as the rows.
     """
-
-    __slots__ = (
-        "_ancestors", "_counts", "_needed", "_part", "_plan", "_results", "_spoilers", "_steps", "_unanswered",
-        "_until_s", "_wanted",
-    )  # fmt: skip
 
     def __init__(
         self, plan: Plan, ancestors: Mapping[str, frozenset[str]], steps: Mapping[str, Step], part: Part
@@ -109,13 +94,8 @@ class BatchRun:
         self._counts: dict[str, StepCount] = {}
 
     async def batch(self, turn: asyncio.Lock, pace: Pace) -> AsyncGenerator[Array, None]:
-        """Run the steps and yield the heads' answers as they become ready.
-
-        Args:
-            turn: held while steps run.
-            pace: decides whether an answer waits for the next one.
-        """
-        ready: list[_Said] = []
+        """Run the steps, holding the turn, and yield the heads' answers as they become ready."""
+        ready: list[_Answer] = []
         since_s = 0.0
         async with turn:
             names = [step.name for step in self._plan.steps if self._needed[step.name]]
@@ -124,31 +104,28 @@ class BatchRun:
                 try:
                     # The pace is an estimate: a step that hangs this time must not delay an answer that is ready.
                     if ready and not await _ends_within(running, self._left_s(ready, pace, since_s)):
-                        yield self._framed(ready)
+                        yield self._frame(ready)
                         ready = []
-                    said = await running
+                    answer = await running
                 finally:
                     if not running.done():  # even if the consumer leaves early, the turn is held until the step ends
                         await asyncio.wait({running})
-                if said is None:
+                if answer is None:
                     continue
                 if not ready:
                     since_s = time.perf_counter()
-                ready.append(said)
+                ready.append(answer)
                 if not self._waits(ready, pace, since_s, self._until_next_head(names[place:])):
-                    yield self._framed(ready)
+                    yield self._frame(ready)
                     ready = []
         if ready:
-            yield self._framed(ready)
+            yield self._frame(ready)
 
     async def stream(self, turn: asyncio.Lock, control: StreamControl) -> AsyncGenerator[Array, None]:
         """Run the steps up to the one that streams, then its descendants for each of its yields.
 
-        A head ends once one of its rows fails; the others go on.
-
-        Args:
-            turn: held while steps run, except while the streaming step computes its next yield.
-            control: the stream's control; a cancelled stream ends without a final frame.
+        A head ends once one of its rows fails; the others go on. The turn is held while steps run, except while the
+        streaming step computes its next yield. A cancelled stream ends without a final frame.
         """
         source = next(step for step in self._plan.steps if step.signature.streams)
         after = [
@@ -160,13 +137,13 @@ class BatchRun:
                 return
             for planned in self._plan.steps:
                 if self._needed[planned.name] and planned is not source and planned not in after:
-                    said = await self._step(self._steps[planned.name])
-                    if said is not None:
-                        yield self._framed([said])
+                    answer = await self._step(self._steps[planned.name])
+                    if answer is not None:
+                        yield self._frame([answer])
             heads = [head for head in self._wanted if source.name in self._ancestors[head]]
-            lost = [self._said(head, {}) for head in heads if self._is_lost(head)]
+            lost = [self._answer(head, {}) for head in heads if self._is_lost(head)]
             if lost:
-                yield self._framed(lost)
+                yield self._frame(lost)
             if not self._unanswered:
                 return
             given, rows, failures = await self._given(self._steps[source.name], is_private=True)
@@ -180,7 +157,7 @@ class BatchRun:
                 if control.is_cancelled:
                     break
                 self._take(source.name, made, took_s, rows, failures)
-                yield self._framed(await self._follow(source.name, made, took_s, after, turn))
+                yield self._frame(await self._follow(source.name, made, took_s, after, turn))
                 if not self._unanswered:
                     return
                 if self._part.note.warmup:  # one result is enough: the stream may be endless
@@ -189,35 +166,36 @@ class BatchRun:
                 started_s = time.perf_counter()
         if control.is_cancelled:
             return
-        yield self._framed([(Piece(head, len(self._wanted[head]), 0), []) for head in self._unanswered])
+        yield self._frame([(Piece(head, len(self._wanted[head]), 0), []) for head in self._unanswered])
 
     def failed(self, report: RowReport) -> Array:
         """A final frame in which all rows of the unanswered heads fail."""
-        said: list[_Said] = []
         for head in self._unanswered:
             self._results[head] = _Result([], {}, dict.fromkeys(self._wanted[head], report))
-            said.append(self._said(head, {}))
-        return self._framed(said)
+        return self._frame([self._answer(head, {}) for head in self._unanswered])
 
     async def _follow(
         self, source: str, made: Made, took_s: float, after: Sequence[PlannedStep], turn: asyncio.Lock
-    ) -> list[_Said]:  # fmt: skip
+    ) -> list[_Answer]:  # fmt: skip
         """The heads' pieces for one yield of the streaming step."""
-        said = [self._said(source, made.arrays, took_s, is_last=False)] if source in self._unanswered else []
+        answers = [self._answer(source, made.arrays, took_s, is_last=False)] if source in self._unanswered else []
         needed = [step for step in after if any(step.name in self._ancestors[head] for head in self._unanswered)]
         if needed:
             async with turn:
                 for planned in needed:
-                    one = await self._step(self._steps[planned.name], is_last=False)
-                    if one is not None:
-                        said.append(one)
-        return said
+                    answer = await self._step(self._steps[planned.name], is_last=False)
+                    if answer is not None:
+                        answers.append(answer)
+        return answers
 
-    async def _step(self, step: Step, pace: Pace | None = None, *, is_last: bool = True) -> _Said | None:
+    async def _step(self, step: Step, pace: Pace | None = None, *, is_last: bool = True) -> _Answer | None:
         """Run a step, whose parents have run, on the rows that need it. Returns the piece if the step is a head."""
         until_s = max(self._until_s[head] for head in self._wanted if step.name in self._ancestors[head])
         if until_s <= time.monotonic():
-            return self._late(step.name)
+            # The deadlines of its descendants have passed too.
+            late = dict.fromkeys(self._needed[step.name], RowReport(Status.RAISED, LATE))
+            self._results[step.name] = _Result([], {}, late)
+            return self._answer(step.name, {}) if step.name in self._unanswered else None
         given, rows, failures = await self._given(step)
         given = given._replace(until_s=until_s)
         made = Made()
@@ -232,28 +210,16 @@ class BatchRun:
             if wire.input in made.spoiled:
                 self._spoilers.setdefault(wire.step, step.name)
         self._take(step.name, made, took_s, rows, failures)
-        return self._said(step.name, made.arrays, took_s, is_last=is_last) if step.name in self._unanswered else None
-
-    def _late(self, name: str) -> _Said | None:
-        """Fail a step without running it: its deadline has passed, and so have those of its descendants."""
-        failures = dict.fromkeys(self._needed[name], RowReport(Status.RAISED, LATE))
-        self._results[name] = _Result([], {}, failures)
-        return self._said(name, {}) if name in self._unanswered else None
+        return self._answer(step.name, made.arrays, took_s, is_last=is_last) if step.name in self._unanswered else None
 
     async def _given(
         self, step: Step, *, is_private: bool = False
     ) -> tuple[Given, list[int], dict[int, RowReport]]:  # fmt: skip
-        """A step's inputs, the batch's rows that they are of, and the reports of the rows lost before.
-
-        Args:
-            step: a step whose parents have run.
-            is_private: whether the inputs must be copies.
-        """
+        """A step's inputs, copies if they must be private, the batch's rows that they are of, and the reports of the
+        rows lost before. The step's parents must have run."""
         for parent in step.planned.parents:
             await self._renew(parent)
-        lost: dict[int, RowReport] = {}
-        for parent in step.planned.parents:
-            lost = {**self._results[parent].failures, **lost}
+        lost = self._lost(step.planned.parents)
         needed = self._needed[step.name]
         rows = [row for row in needed if row not in lost]
         inputs: dict[str, Any] = {}
@@ -278,6 +244,14 @@ class BatchRun:
         per_row = {name: [values[row] for row in rows] for name, values in part.row_parameters.items()}
         given = Given(inputs, len(rows), part.batch_parameters, per_row, part.note.warmup, frozenset(shared))
         return given, rows, {row: lost[row] for row in needed if row in lost}
+
+    def _lost(self, steps: Iterable[str]) -> dict[int, RowReport]:
+        """The reports of the rows that failed in those of these steps that have run; the first step's come first."""
+        lost: dict[int, RowReport] = {}
+        for name in steps:
+            if name in self._results:
+                lost = {**self._results[name].failures, **lost}
+        return lost
 
     async def _renew(self, name: str) -> None:
         """Recompute a step's outputs if another step wrote into them; if that is impossible, fail their rows."""
@@ -318,10 +292,7 @@ class BatchRun:
 
     def _is_lost(self, head: str) -> bool:
         """Whether a row of a streaming head failed before the stream; the failures are then the head's result."""
-        lost: dict[int, RowReport] = {}
-        for step in self._plan.steps:
-            if step.name in self._ancestors[head] and step.name in self._results:
-                lost = {**self._results[step.name].failures, **lost}
+        lost = self._lost(step.name for step in self._plan.steps if step.name in self._ancestors[head])
         self._results[head] = _Result([], {}, lost)
         return any(row in lost for row in self._wanted[head])
 
@@ -333,17 +304,17 @@ class BatchRun:
                 kept = {output: settled(copied(value)) for output, value in values.items()}
                 self._results[name] = _Result(rows, kept, failures)
 
-    def _waits(self, ready: Sequence[_Said], pace: Pace, since_s: float, steps: Sequence[str]) -> bool:
+    def _waits(self, ready: Sequence[_Answer], pace: Pace, since_s: float, steps: Sequence[str]) -> bool:
         """Whether answers ready since `since_s` wait for the next one, which takes these steps."""
         waited_s = time.perf_counter() - since_s
         return waited_s < self._patience_s(ready) or pace.allows(waited_s, steps)
 
-    def _left_s(self, ready: Sequence[_Said], pace: Pace, since_s: float) -> float:
+    def _left_s(self, ready: Sequence[_Answer], pace: Pace, since_s: float) -> float:
         """How much longer answers ready since `since_s` may wait."""
         waited_s = time.perf_counter() - since_s
         return max(self._patience_s(ready) - waited_s, pace.left_s(waited_s))
 
-    def _patience_s(self, ready: Sequence[_Said]) -> float:
+    def _patience_s(self, ready: Sequence[_Answer]) -> float:
         """How long clients can't use these answers without the others. Each frame sent while a step computes slows that
         step down."""
         return 0 if any(piece.failures for piece, _ in ready) else self._part.note.patience_s
@@ -355,14 +326,11 @@ class BatchRun:
                 return names[:place]
         return ()
 
-    def _said(self, head: str, arrays: Mapping[str, Array], took_s: float = 0.0, *, is_last: bool = True) -> _Said:
+    def _answer(self, head: str, arrays: Mapping[str, Array], took_s: float = 0.0, *, is_last: bool = True) -> _Answer:
         """A head's result for the rows that wanted it, as a piece and its tensors' bytes.
 
-        Args:
-            head: the head's name.
-            arrays: its outputs in wire form, for the rows that succeeded, in order.
-            took_s: how long its step took.
-            is_last: whether this is the head's final piece; a piece with a failed row always is.
+        Its outputs are in wire form, for the rows that succeeded, in order. A piece with a failed row is always the
+        head's last.
         """
         wanted = self._wanted[head]
         result = self._results[head]
@@ -379,9 +347,7 @@ class BatchRun:
         for spec in self._steps[head].planned.signature.outputs if good else ():
             array = arrays[spec.name]
             if len(good) < len(wanted):
-                whole = zeros(spec, (len(wanted), *array.shape[1:]))
-                whole[good] = array[order]
-                array = whole
+                array = spread(spec, array[order], good, len(wanted))
             elif len(order) < len(array):
                 array = array[order]
             raw = tensor_bytes(spec, array)
@@ -389,10 +355,10 @@ class BatchRun:
             data.append(raw)
         return piece, data
 
-    def _framed(self, said: Sequence[_Said]) -> Array:
+    def _frame(self, answers: Sequence[_Answer]) -> Array:
         """A frame of these pieces and the step counts since the last frame."""
-        frame = Frame([piece for piece, _ in said], list(self._counts.values()))
-        encoded = encode_frame(frame, [raw for _, data in said for raw in data])
+        frame = Frame([piece for piece, _ in answers], list(self._counts.values()))
+        encoded = encode_frame(frame, [raw for _, data in answers for raw in data])
         self._counts = {}
         for piece in frame.pieces:
             if piece.is_last:
@@ -409,9 +375,9 @@ def _wanted(plan: Plan, part: Part) -> dict[str, list[int]]:
     """The rows that want each head; heads that no row wants are left out."""
     heads = [head.name for head in plan.signature.heads]
     runs = part.note.heads or [((1 << len(heads)) - 1, part.rows)]
-    told = sum(rows for _, rows in runs)
-    if told != part.rows or any(rows < 0 for _, rows in runs):
-        raise DeclarationError(f"heads: expected masks of {part.rows} rows, got {told}")
+    total = sum(rows for _, rows in runs)
+    if total != part.rows or any(rows < 0 for _, rows in runs):
+        raise DeclarationError(f"heads: expected masks of {part.rows} rows, got {total}")
     masks = [mask for mask, rows in runs for _ in range(rows)]
     wanted = {head: [row for row, mask in enumerate(masks) if mask >> bit & 1] for bit, head in enumerate(heads)}
     return {head: rows for head, rows in wanted.items() if rows}

@@ -12,68 +12,14 @@ from typing import Final
 
 from inference.runtime.stream_control import StreamControl
 from inference.wire.arrays import Array
-from inference.wire.parcel import (
-    PARCEL_BYTES,
-    PARCEL_WINDOW,
-    STREAM_WINDOW,
-    STREAM_WINDOW_BYTES,
-    ChannelNote,
-    Entry,
-    encode_parcel,
-)
+from inference.wire.parcel import PARCEL_BYTES, PARCEL_WINDOW, ChannelNote, Entry, encode_parcel
 
-__all__ = ["ChannelStream", "StreamChannels"]
+__all__ = ["StreamChannels"]
 
 PARCEL_EVERY_S: Final = 0.002
 """How long frames gather after a parcel; each parcel costs about a millisecond of CPU in Triton and PyTriton."""
 
 logger = logging.getLogger(__name__)
-
-
-class ChannelStream(StreamControl):
-    """A stream sent over a channel, with its reader's progress."""
-
-    __slots__ = ("_room", "bytes", "frames", "name", "taken_bytes", "taken_frames")
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self.frames = self.bytes = 0
-        """Sent so far."""
-        self.taken_frames = self.taken_bytes = 0
-        self._room: asyncio.Future[None] | None = None
-        """Set while the stream waits for its reader."""
-
-    def cancel(self) -> None:
-        """See `StreamControl.cancel`."""
-        super().cancel()
-        self._wake()
-
-    def take(self, frames: int, size_bytes: int) -> None:
-        """Note what the reader has taken so far."""
-        self.taken_frames, self.taken_bytes = frames, size_bytes
-        if not self.is_full:
-            self._wake()
-
-    async def room(self) -> None:
-        """Wait until the reader's window has capacity for the next frame, or the stream is cancelled."""
-        while self.is_full and not self.is_cancelled:
-            self._room = asyncio.get_running_loop().create_future()
-            try:
-                await self._room
-            finally:
-                self._room = None
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the reader is behind by a whole window."""
-        return (
-            self.frames - self.taken_frames >= STREAM_WINDOW or self.bytes - self.taken_bytes >= STREAM_WINDOW_BYTES
-        )  # fmt: skip
-
-    def _wake(self) -> None:
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
 
 
 class _Channel:
@@ -84,7 +30,7 @@ class _Channel:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.streams: dict[str, ChannelStream] = {}
+        self.streams: dict[str, StreamControl] = {}
         self.is_closed = False
         self._on_close = contextlib.ExitStack()
         self._entries: list[Entry] = []
@@ -178,14 +124,8 @@ class StreamChannels:
         """See `inference.wire.parcel.ChannelNote`."""
         self._channel(note).acknowledge(note)
 
-    def start(self, note: ChannelNote, stream: ChannelStream, frames: AsyncGenerator[Array, None]) -> None:
-        """Send a stream's frames as they are made.
-
-        Args:
-            note: identifies the channel.
-            stream: the stream's control.
-            frames: the stream's frames.
-        """
+    def start(self, note: ChannelNote, stream: StreamControl, frames: AsyncGenerator[Array, None]) -> None:
+        """Send a stream's frames as they are made."""
         task = asyncio.get_running_loop().create_task(_relay(self._channel(note), stream, frames))
         self._relays.add(task)
         task.add_done_callback(self._relays.discard)
@@ -208,7 +148,7 @@ class StreamChannels:
         return new
 
 
-async def _relay(channel: _Channel, stream: ChannelStream, frames: AsyncGenerator[Array, None]) -> None:
+async def _relay(channel: _Channel, stream: StreamControl, frames: AsyncGenerator[Array, None]) -> None:
     channel.streams[stream.name] = stream
     if channel.is_closed:
         stream.cancel()
@@ -220,7 +160,7 @@ async def _relay(channel: _Channel, stream: ChannelStream, frames: AsyncGenerato
                 channel.add(stream.name, frame)
                 del frame  # free the memory: the next frame may take long
                 if stream.is_full and not stream.has_turn:
-                    await stream.room()
+                    await stream.capacity()
                     if stream.is_cancelled:  # don't wait for the next frame, which may take long
                         break
     finally:

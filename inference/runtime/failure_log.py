@@ -1,17 +1,23 @@
-"""Logs where in the user's code a callable failed, at a limited rate for each place."""
+"""Failures of a user's code: row reports for clients, and tracebacks in the log at a limited rate for each place."""
 
 from __future__ import annotations
 
 import logging
 import time
 import traceback
+from collections.abc import Callable
+from typing import Final
 
-__all__ = ["FailureLog", "text_of"]
+from inference.errors import BadInput, BadOutput, ModelError
+from inference.runtime.device import breaks_device
+from inference.wire.report import RowReport, Status
+
+__all__ = ["CallFailed", "FailureLog", "Failures", "text_of"]
 
 logger = logging.getLogger(__name__)
 
-QUIET_S = 60.0
-PLACES_KEPT = 1000
+QUIET_S: Final = 60.0
+PLACES_KEPT: Final = 1000
 
 
 class FailureLog:
@@ -47,3 +53,37 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return "(its message can't be read)"
+
+
+class CallFailed(ModelError):
+    """All rows of a call fail with this message as it is; retrying with fewer rows would not help."""
+
+
+class Failures(FailureLog):
+    """Turns a model's exceptions into row reports, besides logging them.
+
+    `where` is the prefix of the messages; `on_broken` is called once the device is unusable; the replica then ends.
+    """
+
+    def __init__(self, device: str, on_broken: Callable[[str], None], where: str = "") -> None:
+        super().__init__()
+        self._device = device
+        self._on_broken = on_broken
+        self._where = where
+
+    def report(self, error: BaseException) -> RowReport:
+        """The report of rows whose call raised this exception."""
+        text = text_of(error)
+        if isinstance(error, BadInput):
+            return RowReport(Status.BAD_INPUT, text)
+        self.note(error)
+        if isinstance(error, CallFailed):
+            return RowReport(Status.RAISED, text)
+        if isinstance(error, BadOutput):
+            # The message of a handover already names the step.
+            return RowReport(Status.BAD_OUTPUT, text if text.startswith("step `") else f"{self._where}{text}")
+        reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        if breaks_device(reason, self._device):
+            self._on_broken(reason)
+            return RowReport(Status.BROKEN, reason)
+        return RowReport(Status.RAISED, f"{self._where}{reason}")

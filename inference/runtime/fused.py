@@ -12,8 +12,8 @@ from inference.errors import DeclarationError
 from inference.model import Model
 from inference.pipeline import Plan, PlannedStep
 from inference.runtime.batch_run import BatchRun, Pace
-from inference.runtime.channel import ChannelStream, StreamChannels
-from inference.runtime.request import Part, TritonRequest, read_request
+from inference.runtime.channel import StreamChannels
+from inference.runtime.request import Part, TritonRequest, read_request, refusal
 from inference.runtime.step import Handover, Step
 from inference.runtime.stream_control import StreamControl
 from inference.runtime.watchdog import WatchCall
@@ -56,12 +56,13 @@ class FusedPipeline:
         self._ancestors = {head: frozenset(plan.needed([head])) for head in self._heads}
         # One thread: models expect one call at a time, and torch's modes are per thread.
         executor = ThreadPoolExecutor(1, thread_name_prefix="steps")
+        # A plain model that streams is no step to its clients.
+        kind = "model" if [step.name for step in plan.steps] == [plan.signature.name] else "step"
         self.steps = {
             planned.name: Step(
                 planned, models[planned.name], device,
                 handovers=_handovers(plan, planned), is_head=planned.name in self._heads, executor=executor,
-                on_broken=on_broken, watch=watch,
-                is_alone=[step.name for step in plan.steps] == [plan.signature.name],
+                on_broken=on_broken, watch=watch, where=f"{kind} `{planned.name}`: ",
             )
             for planned in plan.steps
         }  # fmt: skip
@@ -77,11 +78,8 @@ class FusedPipeline:
         try:
             part = read_request(self._plan.signature, request)
         except Exception as error:  # no exception may reach PyTriton, see `_frames`
-            if isinstance(error, OSError):  # see `inference.wire.shared_memory`
-                report = RowReport(Status.UNSHARED, f"{type(error).__name__}: {error}")
-            else:
-                report = _report_of(error)
             rows = max((len(array) for array in request.data.values()), default=0)
+            report = refusal(error) if isinstance(error, OSError) else _report_of(error)
             yield [{FRAME: self._refusal(rows, report)}]
             return
         answers = self._answers(part)
@@ -106,7 +104,7 @@ class FusedPipeline:
             return None
         # The request ends now, and its tensors' memory with it.
         part = part._replace(inputs={name: array.copy() for name, array in part.inputs.items()})
-        stream = ChannelStream(note.stream)
+        stream = StreamControl(note.stream)
         self._channels.start(note.channel, stream, self._frames(part, stream))
         return None
 
@@ -143,8 +141,8 @@ class FusedPipeline:
 
 def _report_of(error: Exception) -> RowReport:
     """The report of rows that failed outside the steps."""
-    if isinstance(error, DeclarationError):  # only a client that talks to Triton directly gets here
-        return RowReport(Status.BAD_INPUT, str(error))
+    if isinstance(error, DeclarationError):
+        return refusal(error)
     logger.error("a batch failed between the steps", exc_info=error)
     return RowReport(Status.RAISED, f"internal error: {type(error).__name__}")
 

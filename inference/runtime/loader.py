@@ -18,10 +18,7 @@ __all__ = ["construct", "import_for", "load_class", "load_model", "wrong_options
 
 
 def load_class(reference: str) -> type[Model]:
-    """Import a model's class.
-
-    Args:
-        reference: ``module:Class``.
+    """Import a model's class, ``module:Class``.
 
     Raises:
         ReplicaError: the module can't be imported, or has no such model; the message says why and how to fix it.
@@ -36,7 +33,8 @@ def load_class(reference: str) -> type[Model]:
         models = _models_of(module)
         names = f"its models are {', '.join(models)}" if models else "it has no models"
         fix = f"name one of these, or add {class_name}" if models else "a model is a class derived from inference.Model"
-        reason = f"{_file(module)} has no {class_name}; {names}{did_you_mean(class_name, models)}"
+        file = getattr(module, "__file__", None) or module.__name__
+        reason = f"{file} has no {class_name}; {names}{did_you_mean(class_name, models)}"
         raise LoadError(Problem(title, reason, fix))
     if not inspect.isclass(found) or not issubclass(found, Model):
         what = f"a class derived from {found.__bases__[0].__name__}" if inspect.isclass(found) else repr(found)
@@ -131,19 +129,19 @@ def wrong_options(
 ) -> Problem | None:  # fmt: skip
     """All faults of options that are passed as keyword arguments; None if there are none."""
     reasons: list[str] = []
-    mends: list[str] = []
+    fixes: list[str] = []
     named = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     known = f"its options are {', '.join(named)}" if named else "it takes no options"
     if not any(one.kind is one.VAR_KEYWORD for one in takes):
         for name in options:
             if name not in named:
                 reasons.append(f"unknown option {name!r}; {known}{did_you_mean(name, named)}")
-                mends.append(f"correct or remove `options.{name}`")
+                fixes.append(f"correct or remove `options.{name}`")
     for one in takes:
         if one.name in named and one.default is one.empty and one.name not in options:
             reasons.append(f"option {one.name!r} is required, but missing")
-            mends.append(f"set `options.{one.name}`")
-    return Problem(title, "; ".join(reasons), "; ".join(mends)) if reasons else None
+            fixes.append(f"set `options.{one.name}`")
+    return Problem(title, "; ".join(reasons), "; ".join(fixes)) if reasons else None
 
 
 def _modules_in(folders: Iterable[str]) -> list[str]:
@@ -151,12 +149,5 @@ def _modules_in(folders: Iterable[str]) -> list[str]:
 
 
 def _models_of(module: ModuleType) -> list[str]:
-    return sorted(
-        name
-        for name, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, Model) and value is not Model
-    )
-
-
-def _file(module: ModuleType) -> str:
-    return getattr(module, "__file__", None) or module.__name__
+    classes = inspect.getmembers(module, inspect.isclass)
+    return [name for name, value in classes if issubclass(value, Model) and value is not Model]

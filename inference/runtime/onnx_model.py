@@ -12,6 +12,7 @@ import numpy as np
 
 from inference.errors import BadInput, BadOutput, DeclarationError, LoadError, Problem
 from inference.model import Model, Tensor
+from inference.reference import find_path
 from inference.wire.arrays import Array, as_objects
 
 __all__ = ["OnnxModel", "open_model"]
@@ -171,17 +172,16 @@ class OnnxModel(Model):
     def _ports(self, kind: str, nodes: Sequence[Any], new_names: Mapping[str, str]) -> list[_Port]:
         if not nodes:
             raise self._error(f"it has no {kind}s, expected at least one", f"export it with the {kind}s as arguments")
-        ports: list[_Port] = []
+        ports: dict[str, _Port] = {}
         for node in nodes:
             port = self._port(kind, node, new_names)
-            for other in ports:
-                if other.tensor.name == port.tensor.name:
-                    raise self._error(
-                        f"{kind}s {other.onnx_name!r} and {node.name!r} would both be named {port.tensor.name!r}",
-                        f"name one of them in options: `rename: {{{node.name!r}: ...}}`",
-                    )
-            ports.append(port)
-        return ports
+            other = ports.setdefault(port.tensor.name, port)
+            if other is not port:
+                raise self._error(
+                    f"{kind}s {other.onnx_name!r} and {node.name!r} would both be named {port.tensor.name!r}",
+                    f"name one of them in options: `rename: {{{node.name!r}: ...}}`",
+                )
+        return list(ports.values())
 
     def _port(self, kind: str, node: Any, new_names: Mapping[str, str]) -> _Port:
         where = f"{kind} {node.name!r}"
@@ -216,12 +216,7 @@ class OnnxModel(Model):
 
 
 def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> OnnxModel:
-    """Find an ONNX file and make a model of it, not yet loaded.
-
-    Args:
-        path: the file's path.
-        options: ``rename`` only, see `OnnxModel`.
-        search: folders in which a relative path is looked for, after the working folder.
+    """Find an ONNX file, as `find_path` does, and make a model of it, not yet loaded; see `OnnxModel` for its options.
 
     Raises:
         LoadError: there is no such file, or no such option, or the file can't be served.
@@ -231,17 +226,7 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
         if name != "rename":
             reason = f"unknown option {name!r}; its options are rename"
             raise LoadError(Problem(title, reason, f"correct or remove `options.{name}`"))
-    wanted = Path(path).expanduser()
-    folders = dict.fromkeys(Path(folder).absolute() for folder in (".", *search))
-    places = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]
-    for place in places:
-        if place.is_file():
-            return OnnxModel(place, **options)
-    tried = " or ".join(str(place) for place in places)
-    folder = next((place for place in places if place.is_dir()), None)
-    reason = f"there is no file {tried}" if folder is None else f"expected a file, got the folder {folder}"
-    fix = "correct the path; a relative one starts in the working folder or in that of the configuration"
-    raise LoadError(Problem(title, reason, fix))
+    return OnnxModel(find_path(title, path, search, "file"), **options)
 
 
 def _unreadable(message: str, version: str) -> tuple[str, str]:

@@ -10,10 +10,10 @@ import numpy as np
 from inference.errors import DeclarationError
 from inference.signature import Signature
 from inference.wire.arrays import Array
-from inference.wire.report import HEADWATER, CallNote
+from inference.wire.report import HEADWATER, CallNote, RowReport, Status
 from inference.wire.shared_memory import MappedCall
 
-__all__ = ["Part", "TritonRequest", "read_request"]
+__all__ = ["Part", "TritonRequest", "read_request", "refusal"]
 
 
 class TritonRequest(Protocol):
@@ -64,16 +64,22 @@ def read_request(signature: Signature, request: TritonRequest) -> Part:
     batch: dict[str, Any] = {}
     per_row: dict[str, list[Any]] = {}
     for parameter in signature.parameters:
-        if parameter.per == "row":
-            values = note.rows.get(parameter.name)
-            if values is None:
-                value = parameter.check(given[parameter.name]) if parameter.name in given else parameter.default
-                values = [value] * rows
-            per_row[parameter.name] = list(values)
-        elif parameter.name in note.parameters:
-            batch[parameter.name] = note.parameters[parameter.name]
+        name = parameter.name
+        if parameter.per == "row" and name in note.rows:
+            per_row[name] = list(note.rows[name])
+        elif parameter.per == "batch" and name in note.parameters:
+            batch[name] = note.parameters[name]
         else:
-            batch[parameter.name] = (
-                parameter.check(given[parameter.name]) if parameter.name in given else parameter.default
-            )
+            value = parameter.check(given[name]) if name in given else parameter.default
+            if parameter.per == "row":
+                per_row[name] = [value] * rows
+            else:
+                batch[name] = value
     return Part(rows, inputs, batch, per_row, note, memory)
+
+
+def refusal(error: DeclarationError | OSError) -> RowReport:
+    """The report of all rows of a request for which `read_request` raised this."""
+    if isinstance(error, OSError):
+        return RowReport(Status.UNSHARED, f"{type(error).__name__}: {error}")
+    return RowReport(Status.BAD_INPUT, str(error))  # only a client that talks to Triton directly gets here

@@ -1,10 +1,9 @@
-"""Runs one step of a fused pipeline, with a report for every row that fails."""
+"""Calls one model, a plain one or a step of a fused pipeline, with a report for every row that fails."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import math
 import sys
@@ -17,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from inference.errors import BadOutput
 from inference.model import Model
 from inference.pipeline import INPUT, PlannedStep
-from inference.runtime.isolation import CallFailed, Errors, Isolation, RaggedPieces
+from inference.runtime.failure_log import CallFailed, Failures
 from inference.runtime.stream_control import StreamControl
 from inference.runtime.values import (
     checked,
@@ -33,11 +32,13 @@ from inference.runtime.values import (
 from inference.runtime.watchdog import WatchCall
 from inference.signature import TensorSpec
 from inference.wire.arrays import Array, argument, wire
-from inference.wire.report import RowReport
+from inference.wire.report import RowReport, Status
 
 __all__ = ["LATE", "Given", "Handover", "Made", "Step"]
 
 T = TypeVar("T")
+
+_UNWATCHED: Final = contextlib.nullcontext()
 
 LATE: Final = "its time was over"
 """The message of rows whose deadline has passed; no client reads it, since the gateway has answered already."""
@@ -83,18 +84,11 @@ class Made:
     failures: dict[int, RowReport] = field(default_factory=dict)
     """Reports by row."""
     calls: int = 0
+    """Calls of the model without retries and warm-up; 0 in a stream's results."""
     retries: int = 0
-    """As in `Step`; 0 in a stream's results."""
+    """Calls to isolate failing rows, or to recompute outputs that another step overwrote; none in a warm-up."""
     spoiled: tuple[str, ...] = ()
     """Shared inputs that the model wrote into without declaring so."""
-
-
-class _Wrote(CallFailed):
-    """A step wrote into an input."""
-
-    def __init__(self, message: str, spoiled: tuple[str, ...]) -> None:
-        super().__init__(message)
-        self.spoiled = spoiled
 
 
 class _Watched(NamedTuple):
@@ -123,10 +117,10 @@ class Step:
         device: the device of torch tensors.
         handovers: the step's outputs that other steps take.
         is_head: whether the step's outputs are the pipeline's.
-        executor: runs calls, one after another, outside the event loop.
-        on_broken: called once the device is unusable.
+        executor: runs calls, one after another, outside the event loop; None runs them in it.
+        on_broken: called once the device is unusable; the replica then ends.
         watch: the context in which each call of the model runs; for a streaming model, each of its yields.
-        is_alone: whether this is a plain model that streams, which its clients don't know as a step.
+        where: prefix of the messages about failures, such as ``step `name`: ``.
     """
 
     def __init__(
@@ -137,46 +131,62 @@ class Step:
         *,
         handovers: Sequence[Handover],
         is_head: bool,
-        executor: Executor,
-        on_broken: Callable[[str], None] = lambda reason: None,
-        watch: WatchCall = contextlib.nullcontext,
-        is_alone: bool = False,
+        executor: Executor | None,
+        on_broken: Callable[[str], None],
+        watch: WatchCall,
+        where: str,
     ) -> None:
         self.name = planned.name
         self.planned = planned
         self.model = model
-        self.is_head = is_head
-        self.calls = 0
-        """Calls of the model without retries and warm-up."""
-        self.retries = 0
-        """Calls to isolate failing rows, or to recompute outputs that another step overwrote."""
-        self.warmups = 0
+        self._is_head = is_head
         self._device = device
         self._handovers = handovers
         self._executor = executor
-        self._errors = Errors(device, on_broken, f"{'model' if is_alone else 'step'} `{planned.name}`: ")
+        self._failures = Failures(device, on_broken, where)
         self._watch = watch
         self._is_async = inspect.iscoroutinefunction(type(model).__call__)
+        self._outputs = {spec.name: spec for spec in planned.signature.outputs}
+        self._from_steps = frozenset(wire.input for wire in planned.wires if wire.step != INPUT)
         self._writes = False
         """Whether the model was caught writing into its inputs: from then on it gets copies, but still fails."""
 
     async def run(self, given: Given, *, is_retry: bool = False) -> Made:
-        """Call the model; rows that make it fail are isolated by halving, and get a report each."""
+        """Call the model; rows that make it fail are isolated by halving, and get a report each.
+
+        If the results of the halves differ in shape, all rows that succeeded are computed once more in one call.
+        """
         made = Made()
-        isolation = Isolation(
-            functools.partial(self._call, given, made), self._errors, may_split=self.planned.signature.idempotent
-        )
-        await isolation.run(given.rows, functools.partial(_join, made), is_retry=is_retry)
-        made.failures = isolation.failures
+        rows = list(range(given.rows))
+        pieces = await self._attempt(
+            given, made, rows, is_retry=is_retry, may_split=self.planned.signature.idempotent
+        )  # fmt: skip
+        if not _join(made, pieces):
+            good = [row for row in rows if row not in made.failures]
+            _join(made, await self._attempt(given, made, good, is_retry=True, may_split=False))
         return made
+
+    async def _attempt(
+        self, given: Given, made: Made, rows: list[int], *, is_retry: bool, may_split: bool
+    ) -> list[_Piece]:
+        """The pieces of the rows that succeed; reports of the others are added to `made`."""
+        try:
+            return [await self._call(given, made, rows, is_retry)]
+        except BaseException as error:
+            # SystemExit and the like too: they would end PyTriton's thread, and the replica would hang.
+            report = self._failures.report(error)
+            may_split = may_split and not isinstance(error, CallFailed)
+        if may_split and report.status is not Status.BROKEN and len(rows) > 1:
+            middle = len(rows) // 2
+            left = await self._attempt(given, made, rows[:middle], is_retry=True, may_split=True)
+            return left + await self._attempt(given, made, rows[middle:], is_retry=True, may_split=True)
+        made.failures.update(dict.fromkeys(rows, report))
+        return []
 
     async def iterate(self, given: Given, control: StreamControl) -> AsyncGenerator[Made, None]:
         """Call a streaming model and yield its results one by one; a failure is the last.
 
-        Args:
-            given: the arguments.
-            control: the stream's control. When it is cancelled, an async generator is cancelled where it awaits; a
-                plain generator is not resumed.
+        When the stream is cancelled, an async generator is cancelled where it awaits; a plain one is not resumed.
         """
         rows = list(range(given.rows))
         results: AsyncGenerator[_Piece, None] | None = None
@@ -190,12 +200,11 @@ class Step:
             while not control.is_cancelled:
                 try:
                     if results is None:
-                        self._count(given, Made(), is_retry=False)
                         arguments, watched = self._arguments(given, rows)
                         results = self._results(arguments, own, control)
-                    with self._watching(watched):
-                        piece = await anext(results)
                     made = Made()
+                    with self._watching(watched, made):
+                        piece = await anext(results)
                     _join(made, [piece])
                     del piece  # free the memory: the next result may take long
                 except StopAsyncIteration:
@@ -203,9 +212,9 @@ class Step:
                 except BaseException as error:
                     if control.is_cancelled:
                         if not isinstance(error, asyncio.CancelledError):
-                            self._errors.log(error)
+                            self._failures.note(error)
                         return
-                    made = Made(failures=dict.fromkeys(rows, self._errors.report(error)))
+                    made = Made(failures=dict.fromkeys(rows, self._failures.report(error)))
                 yield made
                 if made.failures:
                     return
@@ -254,19 +263,15 @@ class Step:
         try:
             await results.aclose()
         except BaseException as error:
-            self._errors.log(error)
+            self._failures.note(error)
 
     async def _call(self, given: Given, made: Made, rows: list[int], is_retry: bool) -> _Piece:
-        try:
-            piece = await self._computed(given, made, rows, is_retry)
-        except _Wrote as error:
-            made.spoiled += error.spoiled
-            raise
-        # A copy, because a later call may reuse the memory.
-        return _owned(piece) if is_retry else piece
-
-    async def _computed(self, given: Given, made: Made, rows: list[int], is_retry: bool) -> _Piece:
-        self._count(given, made, is_retry=is_retry)
+        if not given.is_warmup:
+            if is_retry:
+                made.retries += 1
+            else:
+                made.calls += 1
+        self._turn_grad_off()
         arguments, watched = self._arguments(given, rows)
 
         def compute() -> _Piece | Awaitable[object]:
@@ -274,31 +279,24 @@ class Step:
                 result = self.model(**arguments)
             return result if inspect.isawaitable(result) else self._piece(result, rows, watched)
 
-        with self._watching(watched):
-            # One switch to the thread for both: a switch takes as long as a small head.
-            piece = self.model(**arguments) if self._is_async else await self._in_executor(compute)
+        with self._watching(watched, made) if watched else _UNWATCHED:
+            if self._is_async:
+                piece = self.model(**arguments)
+            elif self._executor is None:
+                piece = compute()
+            else:  # one switch to the thread for call and check: a switch takes as long as a small head
+                piece = await self._in_executor(compute)
             if not isinstance(piece, _Piece):
-                self._turn_grad_off()
                 with self._watch():
                     result = await _in_time(piece, given.until_s)
                 piece = await self._in_executor(lambda: self._piece(result, rows, watched))
-        return piece
-
-    def _count(self, given: Given, made: Made, *, is_retry: bool) -> None:
-        if given.is_warmup:
-            self.warmups += 1
-        elif is_retry:
-            self.retries += 1
-            made.retries += 1
-        else:
-            self.calls += 1
-            made.calls += 1
+        # A copy, because a later call may reuse the memory.
+        return _owned(piece) if is_retry else piece
 
     def _arguments(self, given: Given, rows: list[int]) -> tuple[dict[str, Any], list[_Watched]]:
         """The model's arguments, and those among them that it must not write into."""
         arguments: dict[str, Any] = {}
         watched: list[_Watched] = []
-        own = {wire.input for wire in self.planned.wires if wire.step == INPUT}
         kind = self.model.arrays
         is_whole = len(rows) == given.rows
         for spec in self.planned.signature.inputs:
@@ -306,7 +304,7 @@ class Step:
             if value is None:
                 arguments[spec.name] = None
                 continue
-            if spec.name in own:
+            if spec.name not in self._from_steps:
                 arguments[spec.name] = argument(spec, value.copy() if is_whole else value[rows], kind, self._device)
                 continue
             taken = converted(spec, value if is_whole else rows_of(value, rows), kind, self._device)
@@ -326,31 +324,31 @@ class Step:
         return arguments, watched
 
     @contextlib.contextmanager
-    def _watching(self, watched: Sequence[_Watched]) -> Iterator[None]:
+    def _watching(self, watched: Sequence[_Watched], made: Made) -> Iterator[None]:
         """A context in which the model computes, and in which it must not write into these arguments.
 
         Raises:
-            _Wrote: it wrote into one of them, or tried to; this replaces any other exception.
+            CallFailed: it wrote into one of them, or tried to; this replaces any other exception.
         """
         try:
             yield
         except ValueError as error:
             refused = [one for one in watched if refuses_writes(one.value)]
             if refused and "read-only" in str(error):  # numpy's wording
-                raise self._wrote(refused, " or ") from error
+                raise self._wrote(refused, " or ", made) from error
             raise
         finally:
             written = [one for one in watched if version_of(one.value) != one.version]
             if written:
                 self._writes = True
-                raise self._wrote(written, " and ")
+                raise self._wrote(written, " and ", made)
 
-    def _wrote(self, written: Sequence[_Watched], conjunction: str) -> _Wrote:
+    def _wrote(self, written: Sequence[_Watched], conjunction: str, made: Made) -> CallFailed:
+        made.spoiled += tuple(one.input for one in written if one.is_shared)
         names = conjunction.join(f"`{one.input}`" for one in written)
-        return _Wrote(
+        return CallFailed(
             f"step `{self.name}` writes into its input {names}, which other steps may read too: set "
-            f"`mutates_features = True` in {type(self.model).__name__}, so that it gets a copy",
-            tuple(one.input for one in written if one.is_shared),
+            f"`mutates_features = True` in {type(self.model).__name__}, so that it gets a copy"
         )
 
     def _piece(self, result: object, rows: list[int], watched: Sequence[_Watched]) -> _Piece:
@@ -369,10 +367,9 @@ class Step:
         kind = type(self.model).__name__
         if not isinstance(result, Mapping):
             raise BadOutput(f"{kind} returned {type(result).__name__}, expected a dict of output name to array")
-        declared = [spec.name for spec in self.planned.signature.outputs]
         for name in result:
-            if name not in declared:
-                raise BadOutput(f"{kind} returned an output {name!r}, expected {', '.join(declared)}")
+            if name not in self._outputs:
+                raise BadOutput(f"{kind} returned an output {name!r}, expected {', '.join(self._outputs)}")
         values: dict[str, Any] = {}
         for one in self._handovers:
             value = checked(
@@ -381,14 +378,17 @@ class Step:
             )  # fmt: skip
             values.setdefault(one.output, value)
         arrays: dict[str, Array] = {}
-        if self.is_head:
-            for spec in self.planned.signature.outputs:
-                if spec.name not in result:
-                    raise BadOutput(f"{kind} returned no output {spec.name!r}, expected {', '.join(declared)}")
-                arrays[spec.name] = wire(spec, result[spec.name], rows)
+        if self._is_head:
+            for name, spec in self._outputs.items():
+                if name not in result:
+                    raise BadOutput(f"{kind} returned no output {name!r}, expected {', '.join(self._outputs)}")
+                arrays[name] = wire(spec, result[name], rows)
         return values, arrays
 
     async def _in_executor(self, call: Callable[[], T]) -> T:
+        if self._executor is None:
+            return call()
+
         def run() -> T:
             self._turn_grad_off()
             try:
@@ -424,23 +424,22 @@ async def _in_time(computed: Awaitable[object], until_s: float) -> object:
     return task.result()
 
 
-def _join(made: Made, pieces: Sequence[_Piece]) -> None:
+def _join(made: Made, pieces: Sequence[_Piece]) -> bool:
     """Join the pieces into `made`: one value for each output, of all rows that succeeded.
 
-    Raises:
-        RaggedPieces: the pieces' shapes differ.
+    Returns False if the pieces' shapes differ, so that they can't be joined.
     """
+    if len(pieces) == 1:
+        made.good, made.values, made.arrays = pieces[0]
+        return True
+    shapes = [[tuple(one.shape[1:]) for one in (*piece.values.values(), *piece.arrays.values())] for piece in pieces]
+    if any(shape != shapes[0] for shape in shapes):
+        return False
     if pieces:
-        made.values = {name: settled(value) for name, value in _joined([one.values for one in pieces]).items()}
-        made.arrays = _joined([one.arrays for one in pieces])
+        made.values = {name: settled(joined([one.values[name] for one in pieces])) for name in pieces[0].values}
+        made.arrays = {name: joined([one.arrays[name] for one in pieces]) for name in pieces[0].arrays}
     made.good = [row for one in pieces for row in one.rows]
-
-
-def _joined(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    for name in pieces[0]:
-        if len({tuple(piece[name].shape[1:]) for piece in pieces}) > 1:
-            raise RaggedPieces
-    return {name: joined([piece[name] for piece in pieces]) for name in pieces[0]}
+    return True
 
 
 def _owned(piece: _Piece) -> _Piece:

@@ -7,46 +7,36 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from inference.errors import BadOutput
 from inference.pipeline import tensor_text
 from inference.signature import TensorSpec
-from inference.wire.arrays import NAMES, as_objects
+from inference.wire.arrays import NAMES, as_objects, fits
 
 __all__ = [
-    "checked",
-    "converted",
-    "copied",
-    "joined",
-    "overlaps",
-    "refuses_writes",
-    "rows_of",
-    "settled",
-    "version_of",
-]
+    "checked", "converted", "copied", "joined", "overlaps", "refuses_writes", "rows_of", "settled", "version_of",
+]  # fmt: skip
+
+
+_TORCH_NAMES: Final = {"bfloat16": "BF16", **{dtype.name: name for dtype, name in NAMES.items()}}
+"""Datatypes by the names of torch's types."""
 
 
 def checked(spec: TensorSpec, value: Any, rows: int, *, where: str, source: str) -> Any:
-    """Check a step's output against the input of another step, and return it.
-
-    Args:
-        spec: the expected tensor.
-        value: the producer's output.
-        rows: the producer's number of rows.
-        where: the consumer, for messages.
-        source: the producer, for messages.
+    """Check the output of a step, the source, against the input of another, and return it.
 
     Raises:
         BadOutput: the output differs in datatype, shape or size.
     """
-    expected = tensor_text(spec.datatype, (rows, *spec.shape))
+    expected = (rows, *spec.shape)
     if spec.datatype == "BYTES" and isinstance(value, (list, tuple)):
         value = np.array(value, dtype=object)
     if _is_torch(value):
-        datatype, shape = _torch_name(value), tuple(value.shape)
+        name = str(value.dtype).removeprefix("torch.")
+        datatype, shape = _TORCH_NAMES.get(name, name), tuple(value.shape)
     elif isinstance(value, np.ndarray):
         if value.dtype.kind in "OSU":
             value, datatype = as_objects(value, where), "BYTES"
@@ -57,13 +47,11 @@ def checked(spec: TensorSpec, value: Any, rows: int, *, where: str, source: str)
             datatype = NAMES.get(value.dtype, str(value.dtype))
         shape = value.shape
     else:
+        datatype, shape = None, ()
+    if datatype != spec.datatype or not fits(expected, shape):
         what = "nothing" if value is None else type(value).__name__
-        raise BadOutput(f"{where}: expected {expected}, got {what} from {source}")
-    fits = len(shape) == len(spec.shape) + 1 and all(
-        dim in (-1, got) for dim, got in zip((rows, *spec.shape), shape, strict=True)
-    )
-    if datatype != spec.datatype or not fits:
-        raise BadOutput(f"{where}: expected {expected}, got {tensor_text(datatype, shape)} from {source}")
+        got = what if datatype is None else tensor_text(datatype, shape)
+        raise BadOutput(f"{where}: expected {tensor_text(spec.datatype, expected)}, got {got} from {source}")
     return value
 
 
@@ -149,13 +137,3 @@ def _memory(value: Any) -> tuple[int, int]:
 def _is_torch(value: Any) -> bool:
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _torch_name(value: Any) -> str:
-    name = str(value.dtype).removeprefix("torch.")
-    if name == "bfloat16":
-        return "BF16"
-    try:
-        return NAMES.get(np.dtype(name), name)
-    except TypeError:
-        return name

@@ -43,37 +43,29 @@ class Watchdog:
         # Popped and appended at its end, each one atomic operation, so it needs no lock.
         self._free = list(range(SLOTS, 0, -1))
 
-    def begin(self) -> int:
-        """Record the start of a call. Returns its slot, for `end`."""
-        try:
-            slot = self._free.pop()
-        except IndexError:
-            return 0
-        self._slots[slot] = time.monotonic_ns()
-        return slot
-
-    def end(self, slot: int) -> None:
-        """Record the end of a call."""
-        if slot:
-            self._slots[slot] = 0
-            self._free.append(slot)
-
     def call(self) -> _Call:
         """A context for one call of the user's code."""
-        return _Call(self)
+        return _Call(self._slots, self._free)
 
 
 class _Call:
-    """A call under way."""
+    """A call under way, recorded in a slot unless all are taken."""
 
-    __slots__ = ("_slot", "_watchdog")
+    __slots__ = ("_free", "_slot", "_slots")
 
-    def __init__(self, watchdog: Watchdog) -> None:
-        self._watchdog = watchdog
-        self._slot = 0
+    def __init__(self, slots: memoryview[int], free: list[int]) -> None:
+        self._slots = slots
+        self._free = free
 
     def __enter__(self) -> None:
-        self._slot = self._watchdog.begin()
+        try:
+            self._slot = self._free.pop()
+        except IndexError:
+            self._slot = 0
+        else:
+            self._slots[self._slot] = time.monotonic_ns()
 
     def __exit__(self, *_: object) -> None:
-        self._watchdog.end(self._slot)
+        if self._slot:
+            self._slots[self._slot] = 0
+            self._free.append(self._slot)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
 
 from inference.datatypes import DATATYPES, bf16_to_float32, float32_to_bf16
 from inference.errors import BadOutput
+from inference.pipeline import tensor_text
 from inference.signature import TensorSpec
 
-__all__ = ["NAMES", "Array", "argument", "as_objects", "wire", "zeros"]
+__all__ = ["NAMES", "Array", "argument", "as_objects", "fits", "spread", "wire", "zeros"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -25,6 +27,13 @@ def zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
     return np.full(shape, b"", dtype) if dtype.hasobject else np.zeros(shape, dtype)
 
 
+def spread(spec: TensorSpec, array: Array, places: Sequence[int], rows: int) -> Array:
+    """Put an array's rows, in wire form, at these places of an array of so many rows; the others are zeros."""
+    whole = zeros(spec, (rows, *array.shape[1:]))
+    whole[places] = array
+    return whole
+
+
 def wire(spec: TensorSpec, value: object, rows: int) -> Array:
     """Check one output and bring it into wire form: numpy, ``BF16`` as its bit pattern, ``BYTES`` as objects.
 
@@ -32,25 +41,24 @@ def wire(spec: TensorSpec, value: object, rows: int) -> Array:
         BadOutput: the output isn't as declared, or has another number of rows.
     """
     where = f"output {spec.name!r}"
-    wanted = f"{spec.datatype} [{', '.join(str(dim) for dim in (rows, *spec.shape))}]"
     array, datatype = _as_array(spec, value, where)
-    if datatype != spec.datatype:
-        raise BadOutput(f"{where}: expected {wanted}, got {datatype} {list(array.shape)}")
-    if array.ndim != len(spec.shape) + 1 or any(
-        dim not in (-1, got) for dim, got in zip(spec.shape, array.shape[1:], strict=True)
-    ):
-        raise BadOutput(f"{where}: expected {wanted}, got {datatype} {list(array.shape)}")
-    if len(array) != rows:
-        raise BadOutput(f"{where}: expected {wanted}, got {datatype} {list(array.shape)}: {rows} rows went in")
+    if datatype != spec.datatype or not fits((rows, *spec.shape), array.shape):
+        expected, got = tensor_text(spec.datatype, (rows, *spec.shape)), tensor_text(datatype, array.shape)
+        is_count = datatype == spec.datatype and fits(spec.shape, array.shape[1:])
+        raise BadOutput(f"{where}: expected {expected}, got {got}{f': {rows} rows went in' if is_count else ''}")
     return np.ascontiguousarray(array)
+
+
+def fits(declared: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether an array of this shape is as declared, with -1 for a dimension that varies."""
+    return len(declared) == len(shape) and all(dim in (-1, got) for dim, got in zip(declared, shape, strict=True))
 
 
 def _as_array(spec: TensorSpec, value: object, where: str) -> tuple[Array, str]:
     """The value as a numpy array in wire form, and its datatype."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        tensor: Any = value
-        tensor = tensor.detach()
+        tensor: Any = value.detach()
         if tensor.dtype is torch.bfloat16:
             bits: Array = tensor.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
             return bits, "BF16"

@@ -7,6 +7,9 @@ replica may put the answer's large tensors into the same segment, behind the inp
 Segments need no sweep: the file ends with the last process that has it open. ``/dev/shm`` isn't used, because its size,
 64 MB in a container, would be a limit.
 
+What does not go this way, the tensors in frames (`inference.wire.frame`) and the inputs of streams, goes through
+PyTriton's own store in shared memory or inline; the store is faster for large tensors only.
+
 From ``answer_at`` on a segment holds the length (little-endian uint32) of a JSON object
 ``{"output": [offset, [shape]]}``, 0 if there is none; the object; and, `ANSWER_HEAD_BYTES` further on, the outputs.
 """
@@ -17,26 +20,29 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
 import numpy as np
 
 from inference.datatypes import DATATYPES
-from inference.signature import TensorSpec
+from inference.signature import Signature, TensorSpec
 from inference.wire.arrays import Array
 
 __all__ = [
     "ALIGNMENT",
     "ANSWER_HEAD_BYTES",
+    "ASSUMED_DIMENSION",
     "SHARED_FROM_BYTES",
     "MappedCall",
     "SharedCall",
     "aligned",
+    "batch_bytes",
     "bound_shape",
     "placed_outputs",
     "stand_in_shape",
+    "uses_store",
 ]
 
 SHARED_FROM_BYTES: Final = 64 * 1024
@@ -47,6 +53,10 @@ STAND_IN_BYTES: Final = 256
 """The most bytes per row of a placeholder."""
 ANSWER_HEAD_BYTES: Final = 4096
 """Bytes reserved for the JSON object and its length."""
+STORE_FROM_BYTES: Final = 128 * 1024
+"""Bytes of a full batch through PyTriton from which its store is used."""
+ASSUMED_DIMENSION: Final = 64
+"""The assumed size of a dimension that varies, and the assumed bytes of a ``BYTES`` element."""
 
 _LENGTH: Final = struct.Struct("<I")
 _Placed = dict[str, tuple[int, list[int]]]
@@ -67,9 +77,6 @@ class SharedCall(msgspec.Struct):
 
 class MappedCall:
     """A call's segment in the replica, mapped only during the call, since its owner reuses it.
-
-    Args:
-        shared: the segment's location.
 
     Raises:
         OSError: the segment can't be opened: the gateway runs as another user, or in another process namespace.
@@ -141,3 +148,20 @@ def placed_outputs(segment: memoryview, answer_at: int) -> _Placed:
         return {}
     start = answer_at + _LENGTH.size
     return _placed_decoder.decode(segment[start : start + length])
+
+
+def uses_store(signature: Signature) -> bool:
+    """Whether the replicas of a model use PyTriton's store, judged by `batch_bytes`."""
+    if not (signature.heads or signature.streams):
+        return False
+    taken = [spec for spec in signature.inputs if signature.streams or spec.datatype == "BYTES"]
+    return batch_bytes((*taken, *signature.outputs), signature.max_batch_size) >= STORE_FROM_BYTES
+
+
+def batch_bytes(specs: Iterable[TensorSpec], rows: int) -> int:
+    """Estimated bytes of this many rows of these tensors."""
+    return rows * sum(
+        (DATATYPES[spec.datatype].size_bytes or ASSUMED_DIMENSION)
+        * math.prod(ASSUMED_DIMENSION if dim < 0 else dim for dim in spec.shape)
+        for spec in specs
+    )

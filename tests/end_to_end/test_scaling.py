@@ -86,8 +86,8 @@ def test_replicas_are_added_as_long_as_there_is_memory_and_the_budget_is_never_c
         assert answer.status_code == 409
         error = answer.json()["error"]
         told = re.match(
-            r"no room for another replica of `large`: memory of the machine: it takes (\d+) MiB, and of the (\d+) MiB "
-            r"that replicas may take (\d+) MiB are taken",
+            r"no capacity for another replica of `large`: memory of the machine: it takes (\d+) MiB, and of the "
+            r"(\d+) MiB that replicas may take (\d+) MiB are taken",
             error,
         )
         assert told is not None, error
@@ -97,7 +97,7 @@ def test_replicas_are_added_as_long_as_there_is_memory_and_the_budget_is_never_c
     # A reload would have both for a while.
     reload = running.client.post(f"{running.url}/v2/repository/models/large/reload")
     assert reload.status_code == 409
-    assert "no room for 2 more replicas of `large`" in reload.json()["error"]
+    assert "no capacity for 2 more replicas of `large`" in reload.json()["error"]
     assert "expected `strategy: recreate`" in reload.json()["error"]
     assert running.replica_folders("large") == folders
     assert replicas(running, "large") == {"ready": 2, "wanted": 2, "min": 2, "max": 2}

@@ -162,7 +162,7 @@ class TestHealthAndMetadata:
     @pytest.mark.parametrize(
         ("config", "status", "told"),
         [
-            ('{"timeout_s": 3}', "409", "model `mirror` is READY: it is loaded already; expected reload"),
+            ('{"timeout_s": 3}', "409", "model `mirror` is READY: it is already loaded; expected reload"),
             ('{"timeout_s": 0}', "400", "`deployments.mirror.timeout_s`: input should be greater than 0, got 0"),
             ('{"backend": "python"}', "400", "`deployments.mirror.backend`: unknown field"),
             ('{"model": "typed:Matrix"}', "403", "server.allow_load is settings"),

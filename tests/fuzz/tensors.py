@@ -20,7 +20,8 @@ from app.codecs.json_data import JsonData
 from app.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
 from app.errors import CallableFailed, HeadwaterError
 from inference.datatypes import DATATYPES, pack_bytes, unpack_bytes
-from inference.signature import HeadSpec, ParameterSpec, Signature, TensorSpec
+from inference.model import Parameter
+from inference.signature import HeadSpec, Signature, TensorSpec
 from tests.fuzz.draw import Draw, body_of
 from tests.fuzz.promises import check_refusal
 
@@ -37,10 +38,10 @@ PLAIN: Final = Signature(
     ),
     outputs=(TensorSpec("y", "FP32", (-1,)), TensorSpec("label", "BYTES", (1,))),
     parameters=(
-        ParameterSpec("temperature", "float", 1.0, "batch", minimum=0.0, maximum=2.0),
-        ParameterSpec("top_k", "int", 5, "row"),
-        ParameterSpec("mode", "str", "fast", "batch", choices=("fast", "exact")),
-        ParameterSpec("verbose", "bool", False, "row"),
+        Parameter("temperature", "float", 1.0, "batch", minimum=0.0, maximum=2.0),
+        Parameter("top_k", "int", 5, "row"),
+        Parameter("mode", "str", "fast", "batch", choices=("fast", "exact")),
+        Parameter("verbose", "bool", False, "row"),
     ),
 )
 PIPELINE: Final = Signature(

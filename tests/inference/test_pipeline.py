@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.errors import DeclarationError
+from inference.model import Embedding, Parameter
 from inference.pipeline import INPUT, PipelineSpec, Plan, StepSpec, Wire, check_names, make_plan
-from inference.signature import EmbeddingSpec, HeadSpec, ParameterSpec, Signature, TensorSpec
+from inference.signature import HeadSpec, Signature, TensorSpec
 
 
 def tensor(text: str) -> TensorSpec:
@@ -219,7 +220,7 @@ def test_a_trunk_that_no_head_reads() -> None:
 
 
 def test_a_parameter_that_two_steps_declare_differently() -> None:
-    one, other = (ParameterSpec("k", "int", default, "batch", maximum=9) for default in (1, 2))
+    one, other = (Parameter("k", "int", default, "batch", maximum=9) for default in (1, 2))
     trunk = model("x", "features FP32 [8]", parameters=(one,))
     message = refused({"trunk": trunk, "a": model("features FP32 [8]", "a", parameters=(other,))})
     assert message == (
@@ -229,7 +230,7 @@ def test_a_parameter_that_two_steps_declare_differently() -> None:
 
 
 def test_a_parameter_called_heads() -> None:
-    head = model("features FP32 [8]", "a", parameters=(ParameterSpec("heads", "int", 8, "batch"),))
+    head = model("features FP32 [8]", "a", parameters=(Parameter("heads", "int", 8, "batch"),))
     message = refused({"trunk": TRUNK, "a": head})
     assert message == "step `a`, parameter `heads`: in a pipeline it picks the heads; rename it"
 
@@ -273,7 +274,7 @@ EMBEDDER = model("features FP32 [8]", "vector FP32 [384]; count INT32 [1]; matri
     ],
 )
 def test_an_embedding_that_maps_to_nothing(embedding: tuple[str, ...], message: str) -> None:
-    got = refused({"trunk": TEXT_TRUNK, "a": EMBEDDER}, embedding=EmbeddingSpec(*embedding))
+    got = refused({"trunk": TEXT_TRUNK, "a": EMBEDDER}, embedding=Embedding(*embedding))
     assert got == f"pipeline, {message}"
 
 
@@ -386,7 +387,7 @@ def test_a_dimension_of_an_input_that_one_step_knows_is_known() -> None:
 
 
 def test_the_signature_of_the_whole() -> None:
-    per_row = ParameterSpec("k", "int", 1, "row")
+    per_row = Parameter("k", "int", 1, "row")
     steps = {
         "trunk": model("x; z?", "features FP32 [8]", description="Looks.", example={"x": [1.0] * 4}),
         "b": model("features FP32 [8]", "b2; b1", parameters=(per_row,), description="Guesses."),
@@ -449,7 +450,7 @@ def test_the_whole_streams_if_one_step_does(streaming: str) -> None:
 
 
 def test_an_embedding_of_a_pipeline() -> None:
-    embedding = EmbeddingSpec("text", "vector", "count")
+    embedding = Embedding("text", "vector", "count")
     trunk = model("text BYTES [1]", "features FP32 [8]")
     assert planned({"trunk": trunk, "a": EMBEDDER}, embedding=embedding).signature.embedding == embedding
 

@@ -24,7 +24,7 @@ from app.cli.bench.plan import Plan, check_answers, points_of
 from app.cli.bench.results import Results
 from app.cli.bench.table import page_html, table_text
 from app.cli.client import ServerClient, api_key
-from app.cli.options import add_report_options, check_writable, checked, listed, number, whole, write_file
+from app.cli.options import add_report_options, check_writable, listed, number, whole, write_file
 from app.cli.report.plots import check_plots
 from app.errors import CommandError
 
@@ -34,8 +34,8 @@ MOST_CONNECTIONS = 20_000
 MOST_PROCESSES = 64
 STEP_S = 0.5
 """Interval of the progress bar."""
-POSITIVE = checked(number(lambda value: value > 0, "a number above 0"))
-NOT_NEGATIVE = checked(number(lambda value: value >= 0, "a number 0 or more"))
+POSITIVE = number(lambda value: value > 0, "a number above 0")
+NOT_NEGATIVE = number(lambda value: value >= 0, "a number 0 or more")
 
 
 def add_bench_command(commands: Any) -> None:
@@ -112,7 +112,7 @@ def add_bench_command(commands: Any) -> None:
         "--ignore-eos", action="store_true", help="generate --max-tokens in any case; not every server supports this"
     )
     bench.add_argument(
-        "--slo", type=checked(read_limits), default={}, metavar="LIMIT=MS[,LIMIT=MS]",
+        "--slo", type=read_limits, default={}, metavar="LIMIT=MS[,LIMIT=MS]",
         help=f"limits: {', '.join(OF_REQUESTS)} for each request, which goodput counts; {', '.join(OF_RUNS)} for a "
         "whole run",
     )  # fmt: skip

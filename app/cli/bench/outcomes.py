@@ -68,7 +68,7 @@ def read_limits(text: str) -> dict[str, float]:
     """Read the value of ``--slo``: limits by name, in milliseconds.
 
     Raises:
-        ValueError: the message says what was expected.
+        argparse.ArgumentTypeError: a limit is wrong.
     """
     return named(text, (*OF_REQUESTS, *OF_RUNS), number(lambda ms: ms > 0, "milliseconds above 0, such as 200"))
 

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from app.cli.options import add_report_options, checked, listed, number, whole
-from app.cli.plan.known_sizes import read_size
+from app.cli.options import add_report_options, add_set_option, listed, number, read_size, whole
 
 __all__ = ["add_plan_command"]
 
-MOST_ROWS: Final = 65_536
-MOST_REPLICAS: Final = 64
 MOST_SECONDS: Final = 3600
-PART: Final = checked(number(lambda value: 0 <= value < 1, "a part such as 0.2, from 0 to below 1"))
-SECONDS: Final = checked(number(lambda value: 0 < value <= MOST_SECONDS, f"seconds above 0, at most {MOST_SECONDS}"))
+PART: Final = number(lambda value: 0 <= value < 1, "a part such as 0.2, from 0 to below 1")
+SECONDS: Final = number(lambda value: 0 < value <= MOST_SECONDS, f"seconds above 0, at most {MOST_SECONDS}")
 
 
-def add_plan_command(commands: Any, read: Callable[[argparse.Namespace], Any]) -> None:
-    """Add the command to a parser's commands.
-
-    Args:
-        commands: the parser's.
-        read: gives the configuration that the options name; see `app.cli.plan.command.run`.
-    """
+def add_plan_command(commands: Any) -> None:
+    """Add the command to a parser's commands."""
     plan = commands.add_parser(
         "plan",
         help="measure a deployment at several sizes, and recommend configurations",
@@ -38,24 +29,17 @@ def add_plan_command(commands: Any, read: Callable[[argparse.Namespace], Any]) -
         "what", nargs="?", metavar="CONFIG | MODULE:CLASS | onnx:PATH | lm:PATH", help="as for `headwater serve`"
     )
     plan.add_argument("--deployment", metavar="NAME", help="the deployment; default: the only one")
+    for option, most, default, about in (
+        ("--batch-sizes", 65_536, (1, 8, 32), "maximum rows in a call"),
+        ("--sequences", 4096, (1, 8, 32), "for a language model, instead of batch sizes: concurrent sequences"),
+        ("--instances", 64, (1, 2), "threads per replica that compute at once"),
+        ("--replicas", 64, (1, 2), "replicas"),
+    ):
+        shown = ",".join(map(str, default))
+        about = f"{about}; default: {shown}"
+        plan.add_argument(option, type=listed(whole(1, most)), default=default, metavar="N[,N]", help=about)
     plan.add_argument(
-        "--batch-sizes", type=listed(whole(1, MOST_ROWS)), default=(1, 8, 32), metavar="N[,N]",
-        help="rows in a call, at most; default: 1,8,32",
-    )  # fmt: skip
-    plan.add_argument(
-        "--sequences", type=listed(whole(1, 4096)), default=(1, 8, 32), metavar="N[,N]",
-        help="for a language model instead: sequences at once; default: 1,8,32",
-    )  # fmt: skip
-    plan.add_argument(
-        "--instances", type=listed(whole(1, MOST_REPLICAS)), default=(1, 2), metavar="N[,N]",
-        help="threads per replica that compute at once; default: 1,2",
-    )  # fmt: skip
-    plan.add_argument(
-        "--replicas", type=listed(whole(1, MOST_REPLICAS)), default=(1, 2), metavar="N[,N]",
-        help="replicas; default: 1,2",
-    )  # fmt: skip
-    plan.add_argument(
-        "--memory", type=checked(read_size), metavar="SIZE",
+        "--memory", type=read_size, metavar="SIZE",
         help="memory of the device that it computes on, such as 16GiB; default: all that the device has",
     )  # fmt: skip
     plan.add_argument(
@@ -88,14 +72,11 @@ def add_plan_command(commands: Any, read: Callable[[argparse.Namespace], Any]) -
         "--from-sizes", metavar="weights=SIZE[,process=SIZE][,row=SIZE][,instance=SIZE]",
         help="compute what fits from these sizes without running anything; needs --memory, and no CONFIG",
     )  # fmt: skip
-    plan.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", dest="fields",
-        help="as of `headwater serve`",
-    )  # fmt: skip
-    plan.set_defaults(run=lambda options: _run(options, read))
+    add_set_option(plan)
+    plan.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace, read: Callable[[argparse.Namespace], Any]) -> int:
-    from app.cli.plan.command import run  # its imports take time, which other commands are spared
+def _run(options: argparse.Namespace) -> int:
+    from app.cli.plan.command import run  # imported late: its imports take time, which other commands don't need
 
-    return run(options, read)
+    return run(options)

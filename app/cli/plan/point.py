@@ -16,54 +16,47 @@ class Point(NamedTuple):
     """A size."""
 
     rows: int
-    """That one call computes at most: ``batching.max_batch_size``; of a language model ``options.max_sequences``."""
+    """``batching.max_batch_size``; for a language model, ``options.max_sequences``."""
     instances: int = 1
     replicas: int = 1
 
     @property
     def calls(self) -> int:
-        """That may be computed at once."""
+        """The number of calls that can be computed at once."""
         return self.instances * self.replicas
 
     def __str__(self) -> str:
-        """As a reader is told."""
         return f"{self.rows} × {self.instances} × {self.replicas}"
 
 
 def grid(rows: Sequence[int], instances: Sequence[int], replicas: Sequence[int]) -> list[Point]:
-    """Every combination, the small ones first."""
-    points = [
-        Point(*one) for one in itertools.product(sorted(set(rows)), sorted(set(instances)), sorted(set(replicas)))
-    ]
+    """Every combination once, the small ones first."""
+    points = {Point(*one) for one in itertools.product(rows, instances, replicas)}
     return sorted(points, key=lambda point: (point.calls, point.replicas, point.rows))
 
 
 def takes_instances(deployment: Deployment) -> bool:
-    """Whether a replica of it may compute several calls at once, as far as its section tells."""
+    """Whether a replica of the deployment may compute several calls at once."""
     return deployment.pipeline is None and not is_language_model(deployment.model or "")
 
 
 def threads_of(deployment: Deployment, point: Point, cores: int) -> int:
-    """Threads of torch in each call: what the section says, or the cores shared among all calls."""
+    """Threads of torch in each call: as the section says, or the cores divided by the calls at once."""
     return deployment.threads or max(1, cores // point.calls)
 
 
 def section_of(deployment: Deployment, point: Point, cores: int) -> dict[str, Any]:
     """The deployment's section at this size, as YAML would hold it."""
     section: dict[str, Any] = deployment.model_dump(mode="json", exclude_unset=True, warnings=False)
-    batching = section.setdefault("batching", {})
     if is_language_model(deployment.model or ""):
         section.setdefault("options", {})["max_sequences"] = point.rows
     else:
+        batching = section.setdefault("batching", {})
         batching["max_batch_size"] = point.rows
-        # So many calls wait at a replica as compute there, and one more: what a section says for another size.
+        # The default suffices for any number of instances; what the section says may be meant for fewer.
         if deployment.batching.max_in_flight < point.instances:
             batching.pop("max_in_flight", None)
-    if not batching:
-        del section["batching"]
-    section["instances"] = point.instances
-    section["replicas"] = point.replicas
-    section["threads"] = threads_of(deployment, point, cores)
+    section.update(instances=point.instances, replicas=point.replicas, threads=threads_of(deployment, point, cores))
     if not takes_instances(deployment):
         del section["instances"]
     return section

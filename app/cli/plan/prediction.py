@@ -1,4 +1,4 @@
-"""Predicts what a size takes and gives, by a model of memory and one of throughput, and compares with measurements.
+"""Predicts memory and speed of a size, by models fitted to measured sizes.
 
 A call of b rows takes about a + c × b seconds, and several calls at once help as far as there are cores. Each measured
 pair of instances and replicas has call times of its own: interpolated between measured batch sizes, and beyond them on
@@ -9,22 +9,21 @@ the gateway. A pair measured at one batch size only takes the line of the most s
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from app.cli.plan.measuring import Measured
 from app.cli.plan.memory_model import CacheSize, MemoryModel, Need, fit_memory, fit_non_negative
 from app.cli.plan.point import Point
+from app.cli.plan.subject import Subject
 
 __all__ = [
-    "MEMORY_TOLERANCE",
-    "RATE_TOLERANCE",
     "CallTimes",
-    "Comparison",
     "Prediction",
     "Predictor",
     "ThroughputModel",
@@ -34,50 +33,28 @@ __all__ = [
     "unseen_points",
 ]
 
-MEMORY_TOLERANCE: Final = 0.10
-RATE_TOLERANCE: Final = 0.15
 
+def held_out_error(measured: Sequence[Measured], cache: CacheSize) -> float | None:
+    """The largest relative error of a size's memory, predicted by a fit to all others; None: fewer than four sizes.
 
-@dataclass(frozen=True)
-class Comparison:
-    """One figure, predicted before it was measured."""
-
-    what: str
-    predicted: float
-    measured: float
-
-    @property
-    def error(self) -> float:
-        """Relative to what was measured: 0.1 is 10 % too much."""
-        return self.predicted / self.measured - 1 if self.measured else 0.0
-
-    def told(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"what": self.what, "predicted": self.predicted, "measured": self.measured, "error": self.error}
-
-
-def held_out_error(measured: Sequence[Measured], cache: CacheSize, *, on_device: bool) -> float | None:
-    """The largest relative error of the memory of a size that a fit to all others predicts; None: too few sizes.
-
-    The smallest and largest of each kind are among them: then it is an extrapolation.
+    The smallest and the largest size are extrapolations.
     """
     if len(measured) < 4:
         return None
-    worst = 0.0
+    errors = []
     for index, left_out in enumerate(measured):
-        others = [one for place, one in enumerate(measured) if place != index]
-        model = fit_memory([one.point for one in others], [one.memory for one in others], cache, on_device=on_device)
-        worst = max(worst, abs(model.at(left_out.point).host / left_out.host - 1))
-        if on_device and left_out.device:
-            worst = max(worst, abs(model.at(left_out.point).device / left_out.device - 1))
-    return worst
+        need = fit_memory([*measured[:index], *measured[index + 1 :]], cache).at(left_out.point)
+        errors.append(abs(need.host / left_out.host_bytes - 1))
+        if left_out.is_on_gpu and left_out.device_bytes:
+            errors.append(abs(need.device / left_out.device_bytes - 1))
+    return max(errors)
 
 
 def unseen_points(measured: Sequence[Point], fits: Callable[[Point], bool]) -> list[Point]:
-    """Sizes that were not measured, to be predicted and then run: none is beyond those that were.
+    """Up to two sizes that fit and were not measured, but lie between measured ones.
 
-    One has the most instances and replicas and rows between the two largest batches, the other one the fewest and rows
-    between the two smallest.
+    One has the most instances and replicas, and rows between the two largest batches; the other has the fewest, and
+    rows between the two smallest.
     """
     rows = sorted({point.rows for point in measured})
     large, small = (round(math.sqrt(pair[0] * pair[-1])) for pair in (rows[-2:], rows[:2]))
@@ -88,60 +65,51 @@ def unseen_points(measured: Sequence[Point], fits: Callable[[Point], bool]) -> l
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Of one pair of instances and replicas: how long a call would take if calls came one after the other."""
+    """Duration of one pair's calls if they were made one after the other."""
 
-    measured: tuple[tuple[int, float], ...]
+    measured: Sequence[tuple[int, float]]
     """Rows and seconds, the fewest rows first."""
     call_s: float
-    """For other sizes call_s + rows × row_s."""
+    """For other sizes, a call takes call_s + rows × row_s, scaled to the nearest measured one."""
     row_s: float
 
     def rows_per_s(self, rows: int) -> float:
-        """With calls of so many rows."""
-        rate = rows / self._seconds(rows)
-        if rows <= self.measured[-1][0]:
-            return rate
-        return min(rate, max(fewer / seconds for fewer, seconds in self.measured))
-
-    def _seconds(self, rows: int) -> float:
-        for (fewer, less_s), (more, more_s) in itertools.pairwise(self.measured):
-            if fewer <= rows <= more:
-                return less_s + (more_s - less_s) * (rows - fewer) / (more - fewer)
-        nearest, seconds = self.measured[0] if rows <= self.measured[0][0] else self.measured[-1]
-        # As much slower or faster than the line as the nearest size.
-        return seconds * (self.call_s + rows * self.row_s) / (self.call_s + nearest * self.row_s)
+        """The rate with calls of this many rows."""
+        sizes, seconds = zip(*self.measured, strict=True)
+        nearest = min(max(rows, sizes[0]), sizes[-1])
+        scale = (self.call_s + rows * self.row_s) / (self.call_s + nearest * self.row_s)
+        rate: float = rows / (scale * float(np.interp(nearest, sizes, seconds)))
+        return rate if rows <= sizes[-1] else min(rate, max(size / time_s for size, time_s in self.measured))
 
 
 @dataclass(frozen=True)
 class ThroughputModel:
-    """By instances and replicas; fitted."""
+    """The fitted model of speed."""
 
     times: Mapping[tuple[int, int], CallTimes]
+    """By instances and replicas."""
 
     def rows_per_s(self, point: Point) -> float:
-        """With as much to do as can be done."""
+        """The rate if all calls are kept full."""
         known = self.times.get((point.instances, point.replicas))
         if known is not None:
             return known.rows_per_s(point.rows)
-        found: dict[int, list[float]] = {}
-        for (instances, replicas), time in self.times.items():
-            found.setdefault(instances * replicas, []).append(time.rows_per_s(point.rows))
-        rates = sorted((calls, sum(each) / len(each)) for calls, each in found.items())
-        return _interpolated(rates, point.calls)
+        rates: dict[int, list[float]] = {}
+        for (instances, replicas), times in sorted(self.times.items(), key=lambda item: math.prod(item[0])):
+            rates.setdefault(instances * replicas, []).append(times.rows_per_s(point.rows))
+        return float(np.interp(point.calls, list(rates), [statistics.mean(each) for each in rates.values()]))
 
 
 def fit_throughput(points: Sequence[Point], rows_per_s: Sequence[float]) -> ThroughputModel:
-    """Fit the model to what was measured.
-
-    Args:
-        points: at least one.
-        rows_per_s: at these, each above 0.
-    """
+    """Fit the model to at least one size and its measured rate, which is above 0."""
     groups: dict[tuple[int, int], list[tuple[int, float]]] = {}
-    for point, rate in zip(points, rows_per_s, strict=True):
+    for point, rate in sorted(zip(points, rows_per_s, strict=True)):
         groups.setdefault((point.instances, point.replicas), []).append((point.rows, point.rows / rate))
-    times = {pair: _call_times(measured) for pair, measured in groups.items()}
-    lines = [pair for pair, time in times.items() if len(time.measured) > 1]
+    times = {}
+    for pair, measured in groups.items():
+        line = fit_non_negative([(1.0, float(rows)) for rows, _ in measured], [seconds for _, seconds in measured])
+        times[pair] = CallTimes(measured, *line)
+    lines = [pair for pair, measured in groups.items() if len(measured) > 1]
     for pair, time in times.items():
         if lines and pair not in lines:
             like = times[min(lines, key=lambda line: (abs(line[0] * line[1] - pair[0] * pair[1]), line))]
@@ -149,28 +117,13 @@ def fit_throughput(points: Sequence[Point], rows_per_s: Sequence[float]) -> Thro
     return ThroughputModel(times)
 
 
-def _call_times(measured: Sequence[tuple[int, float]]) -> CallTimes:
-    times = sorted(measured)
-    call_s, row_s = fit_non_negative([(1.0, float(rows)) for rows, _ in times], [seconds for _, seconds in times])
-    return CallTimes(tuple(times), call_s, row_s)
-
-
-def _interpolated(rates: Sequence[tuple[int, float]], calls: int) -> float:
-    """Between the nearest two; outside of all the nearest."""
-    below = max((one for one in rates if one[0] <= calls), default=rates[0])
-    above = min((one for one in rates if one[0] >= calls), default=rates[-1])
-    if above[0] <= below[0]:
-        return below[1]
-    return below[1] + (above[1] - below[1]) * (calls - below[0]) / (above[0] - below[0])
-
-
 class Prediction(NamedTuple):
-    """At one size."""
+    """What is predicted for one size."""
 
     need: Need
-    """Under load."""
+    """Memory under the measured load."""
     most: Need
-    """Likewise, or while the last replica starts, if that is more."""
+    """Memory under any load, or while the last replica starts, if that is more."""
     rate: float
     """Rows or tokens per second."""
     p50_ms: float
@@ -179,15 +132,15 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Predictor:
-    """Fitted to what was measured.
+    """The fitted models.
 
     Args:
-        memory: at the load that was measured.
-        largest: the same with a language model's key/value cache full.
-        speed: at a load that keeps all calls full.
-        connections: how many that takes.
-        p50_factor: of connections / rate: 1 where a request is a row and the server does nothing else.
-        p99_factor: of p50.
+        memory: the memory under the measured load.
+        largest: the memory with a language model's key/value cache full.
+        speed: the rate under a load that keeps all calls full.
+        connections: the number of connections of that load.
+        p50_factor: p50 relative to connections / rate; 1 if a request is a row and the server does nothing else.
+        p99_factor: p99 relative to p50.
     """
 
     memory: MemoryModel
@@ -198,37 +151,21 @@ class Predictor:
     p99_factor: float
 
     def at(self, point: Point) -> Prediction:
-        """What a size takes and gives under the load that was measured."""
+        """The prediction for a size."""
         rate = self.speed.rows_per_s(point)
-        # Little's law: as many requests are under way as there are connections.
+        # Little's law: as many requests are in flight as there are connections.
         p50_ms = 1000 * self.p50_factor * self.connections(point) / rate
-        return Prediction(
-            self.memory.at(point), self.largest.most(point), rate, p50_ms, p50_ms * self.p99_factor
-        )  # fmt: skip
+        return Prediction(self.memory.at(point), self.largest.most(point), rate, p50_ms, p50_ms * self.p99_factor)
 
 
-def fit(
-    measured: Sequence[Measured],
-    connections: Callable[[Point], int],
-    filled_cache: Callable[[int], int],
-    largest_cache: Callable[[int], int],
-) -> Predictor:
-    """Fit both models.
-
-    Args:
-        measured: at least one.
-        connections: of the load at a size.
-        filled_cache: bytes of a replica's key/value cache under that load, by sequences.
-        largest_cache: likewise, at most.
-    """
-    points = [one.point for one in measured]
-    memories = [one.memory for one in measured]
-    on_device = measured[0].device_name.startswith("cuda")
+def fit(measured: Sequence[Measured], subject: Subject) -> Predictor:
+    """Fit both models to at least one measured size."""
+    memory = fit_memory(measured, subject.filled_cache)
     return Predictor(
-        memory=fit_memory(points, memories, filled_cache, on_device=on_device),
-        largest=fit_memory(points, memories, filled_cache, on_device=on_device).with_cache(largest_cache),
-        speed=fit_throughput(points, [one.rate for one in measured]),
-        connections=connections,
+        memory=memory,
+        largest=replace(memory, cache=subject.largest_cache),
+        speed=fit_throughput([one.point for one in measured], [one.rate for one in measured]),
+        connections=subject.connections,
         p50_factor=statistics.median(one.p50_ms / 1000 * one.rate / one.connections for one in measured),
         p99_factor=statistics.median(one.p99_ms / one.p50_ms for one in measured),
     )

@@ -1,4 +1,4 @@
-"""Runs ``headwater serve`` for a while, as a user would, and tells when it is ready or why it never is."""
+"""Runs ``headwater serve`` for a while, as a user would, until it is ready or can't become so."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from app.cli.client import ServerClient
 from app.errors import CommandError
+from app.process.model_side import last_line
 
 __all__ = ["PlanServer", "serve_point"]
 
@@ -25,20 +26,19 @@ POLL_S: Final = 0.05
 STOP_TIMEOUT_S: Final = 60.0
 
 
-class PlanServer:
-    """One server, of which everything is ready."""
+class PlanServer(NamedTuple):
+    """A server with all its replicas ready."""
 
-    def __init__(self, pid: int, url: str, runtime_dir: Path) -> None:
-        self.pid = pid
-        """The supervisor's."""
-        self.url = url
-        self.runtime_dir = runtime_dir
+    pid: int
+    """The supervisor's."""
+    url: str
+    runtime_dir: Path
 
     def get(self, path: str) -> Any:
-        """What it answers to a GET, parsed.
+        """The JSON that the server answers to a GET.
 
         Raises:
-            CommandError: it doesn't, or with an error.
+            CommandError: there is no answer, or the answer is an error.
         """
         status, content = ServerClient(self.url, key="").get(path)
         if status != 200:
@@ -51,94 +51,78 @@ def serve_point(what: str, fields: Mapping[str, Any], timeout_s: float) -> Itera
     """Serve a configuration on a free port of the loopback interface until the block ends.
 
     Args:
-        what: as ``headwater serve`` takes it.
-        fields: laid over it, by dotted path.
-        timeout_s: how long it may take until everything is ready.
+        what: the configuration as ``headwater serve`` takes it.
+        fields: fields that override it, by dotted path.
+        timeout_s: time until all replicas must be ready.
 
     Raises:
-        CommandError: it ends, or doesn't get ready in time; the message has the reason that it told.
+        CommandError: the server ends or isn't ready in time; the message has the reason from its log.
     """
-    # Short: the sockets of replicas lie below it.
+    # A short prefix, because replicas have sockets in this folder, whose paths are limited.
     with tempfile.TemporaryDirectory(prefix="hw-plan-") as name:
-        folder = Path(name)
+        runtime_dir, log = Path(name, "run"), Path(name, "log")
         given = {
             **fields,
             "server.host": "127.0.0.1",
             "server.port": 0,
-            "server.runtime_dir": str(folder / "run"),
+            "server.runtime_dir": str(runtime_dir),
             "server.tls": None,
             "server.tracing": None,
             "server.log_format": "json",
             "security": {},
         }
         flags = [part for field, value in given.items() for part in ("--set", f"{field}={json.dumps(value)}")]
-        log = folder / "log"
+        # Where Headwater runs from its sources, the server needs their folder on its path.
+        python_path = filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).resolve().parents[3])))
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "app", "serve", what, *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the planner, which then stops it
+                start_new_session=True,  # Ctrl-C reaches the planner only, which then stops the server
                 preexec_fn=_end_with_parent,
                 # `-m` would put the current folder first, where a module could hide one of ours.
-                env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": _python_path()},
+                env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(python_path)},
             )
         try:
             url = _wait_ready(process, log, time.monotonic() + timeout_s)
-            yield PlanServer(process.pid, url, folder / "run")
+            yield PlanServer(process.pid, url, runtime_dir)
         finally:
-            _stop(process)
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()  # the guardians notice, and end the replicas
+                process.wait()
 
 
 def _end_with_parent() -> None:
-    """Should the planner be killed, the server ends by itself."""
+    """Let the server end if the planner is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _python_path() -> str:
-    """Where Headwater is not installed but run from its sources, it must be told where they are."""
-    ours = str(Path(__file__).resolve().parents[3])
-    return os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), ours)))
-
-
 def _wait_ready(process: subprocess.Popen[bytes], log: Path, deadline_s: float) -> str:
-    """Returns its address."""
+    """Returns the server's URL."""
     url = ""
     while True:
         if process.poll() is not None:
             raise CommandError(f"the server ended with status {process.returncode}: {_reason(log)}")
         if (failure := _start_failure(log)) is not None:
-            raise CommandError(failure)  # the server would try again, and end the same way
+            raise CommandError(failure)  # the server would start the replica again, which would fail again
         if not url:
             url = _address(log)
-        elif (refused := _state(url)) == "":
+        elif (obstacle := _obstacle(url)) == "":
             return url
-        elif refused is not None:
-            raise CommandError(refused)
+        elif obstacle is not None:
+            raise CommandError(obstacle)
         if time.monotonic() > deadline_s:
             raise CommandError(f"it was not ready in time: {_reason(log)}; raise `load_timeout_s`")
         time.sleep(POLL_S)
 
 
-def _address(log: Path) -> str:
-    for entry in _entries(log):
-        if str(entry.get("message", "")).startswith("listening on "):
-            return str(entry["message"]).rpartition(" ")[2]
-    return ""
-
-
-def _start_failure(log: Path) -> str | None:
-    """Why a replica did not start, if one didn't."""
-    for entry in _entries(log):
-        message = str(entry.get("message", ""))
-        if entry.get("level") == "error" and ": did not start (" in message:
-            return message.partition("): ")[2]
-    return None
-
-
-def _state(url: str) -> str | None:
-    """Nothing if every replica is ready, None if that may come to be, otherwise why it won't."""
+def _obstacle(url: str) -> str | None:
+    """Why not every replica is ready or can become so; empty: all are ready; None: they may become ready."""
     client = ServerClient(url, key="")
     with contextlib.suppress(CommandError):
         is_ready = client.get("/v2/health/ready")[0] == 200
@@ -153,29 +137,29 @@ def _state(url: str) -> str | None:
     return None
 
 
+def _address(log: Path) -> str:
+    """The URL at which the server listens; empty: not yet."""
+    messages = _messages(log, "info")
+    return next((one.rpartition(" ")[2] for one in messages if one.startswith("listening on ")), "")
+
+
+def _start_failure(log: Path) -> str | None:
+    """Why a replica did not start; None: none has failed."""
+    return next((one.partition("): ")[2] for one in _messages(log, "error") if ": did not start (" in one), None)
+
+
 def _reason(log: Path) -> str:
-    """The last error that it told, or its last words."""
-    entries = list(_entries(log))
-    errors = [str(one["message"]) for one in entries if one.get("level") in ("error", "critical")]
-    if errors:
-        return errors[-1]
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].removeprefix("headwater: ") if lines else "it said nothing"
+    """The last error in the log, or its last line."""
+    errors = _messages(log, "error", "critical")
+    return errors[-1] if errors else last_line(log.read_text(errors="replace")).removeprefix("headwater: ")
 
 
-def _entries(log: Path) -> Iterator[dict[str, Any]]:
+def _messages(log: Path, *levels: str) -> list[str]:
+    """The messages of these levels; lines that are not JSON are left out."""
+    found = []
     for line in log.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             entry = json.loads(line)
-            if isinstance(entry, dict):
-                yield entry
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()  # its guardians see it, and end the replicas
-            process.wait()
+            if isinstance(entry, dict) and entry.get("level") in levels:
+                found.append(str(entry.get("message", "")))
+    return found

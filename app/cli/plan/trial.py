@@ -1,166 +1,91 @@
-"""Sizes that are predicted and then run, and the profile files that recommend them."""
+"""A size that is run, once or in several rounds, and its figures beside those predicted."""
 
 from __future__ import annotations
 
-import shlex
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
-import yaml
-
-from app.cli.plan.measuring import Measured
+from app.cli.bench.closed_loop import STOPPED
+from app.cli.plan.measuring import RATE_TOLERANCE, Measured, combined
 from app.cli.plan.point import Point
-from app.cli.plan.prediction import RATE_TOLERANCE, Comparison, Prediction
-from app.cli.plan.profiles import PROFILES, Profile
-from app.cli.plan.subject import Subject
-from app.config.schema import Config
-from app.process.machine import size_text
+from app.cli.plan.prediction import Prediction
+from app.errors import CommandError
 
-__all__ = [
-    "Recommendation",
-    "Trial",
-    "combined",
-    "figures",
-    "profile_comments",
-    "profile_yaml",
-    "served_at",
-    "spread_text",
-]
+__all__ = ["MEMORY_TOLERANCE", "Comparison", "Trial"]
+
+MEMORY_TOLERANCE: Final = 0.10
+"""Relative error up to which a prediction of memory holds."""
+
+
+class Comparison(NamedTuple):
+    """One figure, predicted before it was measured."""
+
+    what: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """The prediction's relative error: 0.1 means 10 % more than was measured."""
+        return self.predicted / self.measured - 1 if self.measured else 0.0
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the error is larger than it should be."""
+        return abs(self.error) > (RATE_TOLERANCE if self.what == "rate" else MEMORY_TOLERANCE)
 
 
 @dataclass
 class Trial:
-    """A size that was predicted first and then run."""
+    """A size and what was measured at it so far."""
 
     point: Point
-    predicted: Prediction
+    predicted: Prediction | None = None
+    """None: the models are fitted to this size."""
     rounds: list[Measured] = field(default_factory=list)
-    """What each round gave, as far as they went well."""
+    """The rounds that succeeded."""
     error: str = ""
-    """Why it could not be run, or not to the end."""
+    """Why the size, or its last round, could not be measured, in one line; empty: it was."""
+    first_error: str = ""
+    """Why the first try failed, if there was a second."""
+
+    def run(self, measure: Callable[[], Measured]) -> None:
+        """Add a round, or the error of one. KeyboardInterrupt passes; it is an error if it stops the first round."""
+        try:
+            self.rounds.append(measure())
+        except CommandError as error:
+            self.error = " | ".join(str(error).splitlines())
+        except KeyboardInterrupt:
+            if not self.rounds:
+                self.error = STOPPED
+            raise
 
     @property
     def measured(self) -> Measured | None:
-        """All rounds as one; None: it was not run, or one of them failed."""
+        """All rounds as one; None: there was no round, or one failed."""
         return combined(self.rounds) if self.rounds and not self.error else None
 
     @property
+    def note(self) -> str:
+        """What to know of the figures of a size without a prediction, or why there are none; empty: nothing."""
+        one = self.measured
+        if one is None:
+            return self.error
+        notes = ["the load generator was busy"] if one.generator_cpu_share > 0.9 else []
+        if self.first_error:
+            notes.append(f"at the second try; at the first: {self.first_error}")
+        if one.rates:
+            notes.append(f"an outlier, so medians of {len(one.rates)} measurements: {one.spread_text}")
+        return "; ".join(notes)
+
+    @property
     def comparisons(self) -> list[Comparison]:
-        """What was predicted beside what was measured."""
-        measured = self.measured
-        if measured is None:
+        """The predicted figures beside the measured ones."""
+        predicted, measured = self.predicted, self.measured
+        if predicted is None or measured is None:
             return []
-        found = [Comparison("host memory", self.predicted.need.host, measured.host)]
-        if measured.device:
-            found.append(Comparison("device memory", self.predicted.need.device, measured.device))
-        return [*found, Comparison("rate", self.predicted.rate, measured.rate)]
-
-
-@dataclass
-class Recommendation:
-    """A profile, its file, and what came of running that."""
-
-    profile: Profile
-    trial: Trial | None = None
-    """None: the profile is left out."""
-    file: Path | None = None
-
-
-def combined(rounds: Sequence[Measured]) -> Measured:
-    """Several rounds at one size as one: the most of the memory, the medians of the rest, and all rates.
-
-    Args:
-        rounds: at least one.
-    """
-    if len(rounds) == 1:
-        return rounds[0]
-    largest = max(rounds, key=lambda one: one.host)
-    return replace(
-        largest,
-        device=max(one.device for one in rounds),
-        rate=statistics.median(one.rate for one in rounds),
-        p50_ms=statistics.median(one.p50_ms for one in rounds),
-        p99_ms=statistics.median(one.p99_ms for one in rounds),
-        mean_rows=statistics.median(one.mean_rows for one in rounds),
-        load_share=max(one.load_share for one in rounds),
-        rates=tuple(one.rate for one in rounds),
-    )
-
-
-def figures(one: Measured, unit: str) -> str:
-    """What was measured, in a line."""
-    device = f" and {size_text(one.device)} of the GPU's" if one.device else ""
-    return f"{size_text(one.host)}{device}, {one.rate:.4g} {unit}, p50 {one.p50_ms:.1f} ms, p99 {one.p99_ms:.1f} ms"
-
-
-def spread_text(one: Measured) -> str:
-    """From which rate to which the rounds go, and how far that is; empty: there was one only."""
-    return f"{min(one.rates):.4g} to {max(one.rates):.4g} ({one.spread:.0%})" if one.rates else ""
-
-
-def profile_comments(one: Recommendation, subject: Subject, url: str) -> list[str]:
-    """The lines.
-
-    Args:
-        one: its profile is not left out.
-        subject: what was planned for.
-        url: where its server will be.
-    """
-    trial = one.trial
-    assert trial is not None
-    predicted, measured = trial.predicted, trial.measured
-    device = f", {size_text(predicted.need.device)} of the GPU's" if predicted.need.device else ""
-    lines = [
-        f"{one.profile.name}: {PROFILES[one.profile.name]}. Made by `headwater plan` from {subject.what}.",
-        *([one.profile.note] if one.profile.note else []),
-        f"Predicted: {size_text(predicted.need.host)} of memory{device}, {predicted.rate:.4g} {subject.unit}, "
-        f"p50 {predicted.p50_ms:.1f} ms, p99 {predicted.p99_ms:.1f} ms.",
-    ]
-    if trial.rounds and trial.error:
-        lines.append(f"Measured:  no figure, since round {len(trial.rounds) + 1} failed: {trial.error}.")
-    elif measured is None:
-        lines.append(f"Measured:  not run{f', {trial.error}' if trial.error else ''}.")
-    else:
-        lines.append(f"Measured:  {figures(measured, subject.unit)}.")
-    if measured is not None and measured.rates:
-        lines.append(f"Medians of {len(measured.rates)} rounds: {spread_text(measured)} {subject.unit}.")
-        if measured.spread > RATE_TOLERANCE:
-            lines.append("The rounds differ that much: the machine was busy with something else. Plan again.")
-    again = ["headwater", "bench", *subject.bench_arguments(url, trial.point)]
-    lines += ["To measure it again, serve this file and run", f"  {shlex.join(again)}"]
-    return [line.replace("\n", " ") for line in lines]
-
-
-ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses of all interfaces, and one of them that can be asked."""
-
-
-def served_at(config: Config) -> str:
-    """The URL at which a server of this configuration can be asked on its own machine."""
-    server = config.server
-    host = ANY.get(server.host, server.host)
-    scheme = "http" if server.tls is None else "https"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.port}"
-
-
-def profile_yaml(config: Config, name: str, section: dict[str, Any], comments: Sequence[str]) -> str:
-    """The file's text.
-
-    Args:
-        config: the one that was planned for; its other deployments are left out.
-        name: the deployment.
-        section: its section at the profile's size.
-        comments: lines of text that stand on top.
-    """
-    content: dict[str, Any] = {}
-    for part in ("server", "security"):
-        given = getattr(config, part).model_dump(mode="json", exclude_unset=True)
-        if given:
-            content[part] = given
-    content["deployments"] = {name: section}
-    head = "".join(f"# {line}".rstrip() + "\n" for line in comments)
-    body: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
-    return head + body
+        found = [Comparison("host memory", predicted.need.host, measured.host_bytes)]
+        if measured.device_bytes:
+            found.append(Comparison("device memory", predicted.need.device, measured.device_bytes))
+        return [*found, Comparison("rate", predicted.rate, measured.rate)]

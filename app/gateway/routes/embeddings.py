@@ -22,8 +22,8 @@ from app.gateway.models import Models
 from app.telemetry.recorder import accept
 from inference.datatypes import pack_bytes
 from inference.errors import DeclarationError
-from inference.model import Scalar
-from inference.signature import EmbeddingSpec, Signature
+from inference.model import Embedding, Scalar
+from inference.signature import Signature
 
 __all__ = ["EmbeddingsEndpoint", "EmbeddingsRequest"]
 
@@ -88,7 +88,7 @@ def _read(raw: bytes) -> tuple[EmbeddingsRequest, list[str]]:
     return body, texts
 
 
-def _request(signature: Signature, spec: EmbeddingSpec, texts: list[str], dimensions: int | None) -> InferRequest:
+def _request(signature: Signature, spec: Embedding, texts: list[str], dimensions: int | None) -> InferRequest:
     row_parameters: dict[str, Scalar] = {
         parameter.name: parameter.default for parameter in signature.parameters if parameter.per == "row"
     }

@@ -374,7 +374,7 @@ def test_what_replicas_take_when_they_start_counts_the_fewest_and_their_instance
     assert region_problems([deployment()]) == []
     # More than any machine's /dev/shm: 1000 x 64 x 4 MiB for each.
     (problem,) = region_problems([deployment(replicas=64, instances=64)] * 1000)
-    assert "need about 16,384,000 MiB in /dev/shm" in problem.reason
+    assert "need about 16000.0 GiB in /dev/shm" in problem.reason
     assert "--shm-size=" in problem.fix
     assert region_problems([deployment(replicas={"min": 1, "max": 64}, instances=64)]) == []
 

@@ -16,8 +16,9 @@ from app.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, Raw
 from app.config.schema import load_config
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded
 from inference.datatypes import pack_bytes, unpack_bytes
+from inference.model import Parameter
 from inference.runtime.loader import load_model
-from inference.signature import HeadSpec, ParameterSpec, Signature, TensorSpec
+from inference.signature import HeadSpec, Signature, TensorSpec
 
 SIGNATURE = Signature(
     name="m",
@@ -34,8 +35,8 @@ SIGNATURE = Signature(
     ),
     outputs=(TensorSpec("y", "FP32", (-1,)), TensorSpec("label", "BYTES", (1,))),
     parameters=(
-        ParameterSpec("temperature", "float", 1.0, "batch", maximum=2.0),
-        ParameterSpec("top_k", "int", 5, "row"),
+        Parameter("temperature", "float", 1.0, "batch", maximum=2.0),
+        Parameter("top_k", "int", 5, "row"),
     ),
 )
 DECODER = GenerateDecoder(SIGNATURE)

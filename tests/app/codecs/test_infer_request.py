@@ -20,7 +20,8 @@ from app.codecs.infer_request import RequestDecoder
 from app.codecs.tensors import InferRequest, OutputWish
 from app.errors import BadRequest
 from inference.datatypes import DATATYPES, pack_bytes, unpack_bytes
-from inference.signature import HeadSpec, ParameterSpec, Signature, TensorSpec
+from inference.model import Parameter
+from inference.signature import HeadSpec, Signature, TensorSpec
 
 HEADER = "Inference-Header-Content-Length"
 JSON_DATATYPES = [name for name, datatype in DATATYPES.items() if datatype.json]
@@ -37,10 +38,10 @@ SIGNATURE = Signature(
     ),
     outputs=(TensorSpec("y", "FP32", (-1,)), TensorSpec("label", "BYTES", (1,))),
     parameters=(
-        ParameterSpec("temperature", "float", 1.0, "batch", minimum=0.0, maximum=2.0),
-        ParameterSpec("top_k", "int", 5, "row"),
-        ParameterSpec("mode", "str", "fast", "batch", choices=("fast", "exact")),
-        ParameterSpec("verbose", "bool", False, "row"),
+        Parameter("temperature", "float", 1.0, "batch", minimum=0.0, maximum=2.0),
+        Parameter("top_k", "int", 5, "row"),
+        Parameter("mode", "str", "fast", "batch", choices=("fast", "exact")),
+        Parameter("verbose", "bool", False, "row"),
     ),
 )
 DECODER = RequestDecoder(SIGNATURE)
@@ -56,7 +57,7 @@ PIPELINE = RequestDecoder(
             TensorSpec("scores", "FP32", (10,)),
             TensorSpec("ink", "FP16", (1,)),
         ),
-        parameters=(ParameterSpec("mode", "str", "fast", "batch"),),
+        parameters=(Parameter("mode", "str", "fast", "batch"),),
         heads=(
             HeadSpec("digits", ("digit", "scores")),
             HeadSpec("even", ("parity",)),

@@ -9,8 +9,8 @@ import pytest
 
 from app.config.schema import Config, load_config, read_config
 from app.errors import ConfigError
+from inference.model import Embedding
 from inference.pipeline import StepSpec
-from inference.signature import EmbeddingSpec
 
 MODEL = {"model": "m:M"}
 FAN = {"trunk": {"model": "m:Trunk"}, "heads": {"a": MODEL, "b": MODEL}}
@@ -55,7 +55,7 @@ def test_steps_and_the_names_of_heads() -> None:
     spec = pipeline.spec()
     assert spec.steps == (StepSpec("first", "m:M"), StepSpec("second", "m:M", inputs={"x": "first.y"}))
     assert (spec.heads, spec.trunk) == (("second",), None)
-    assert spec.embedding == EmbeddingSpec("text", "v", "n")
+    assert spec.embedding == Embedding("text", "v", "n")
 
 
 def test_a_step_may_be_called_trunk_where_there_is_none() -> None:

@@ -236,7 +236,7 @@ def test_a_worker_whose_event_loop_goes_round_answers_each_ping() -> None:
         await bench.worker()
         for _ in range(3):
             assert bench.server.ping() == {os.getpid(): 0}
-            await until(lambda: not bench.server._unanswered)
+            await until(lambda: not any(worker.unanswered for worker in bench.server._workers))
 
     run(scenario)
 
@@ -248,11 +248,10 @@ def test_pings_that_a_worker_does_not_answer_are_counted_until_it_does() -> None
         assert [bench.server.ping() for _ in range(4)] == [{os.getpid(): count} for count in range(4)]
         assert (await reader.readline()).strip() == b'{"type":"ping"}'  # one is enough
         writer.write(b'{"type":"pong"}\n')
-        await until(lambda: not bench.server._unanswered)
+        await until(lambda: not any(worker.unanswered for worker in bench.server._workers))
         assert bench.server.ping() == {os.getpid(): 0}
         writer.close()
         await until(lambda: not bench.server.ping())
-        assert not bench.server._unanswered
 
     run(scenario)
 
@@ -260,8 +259,8 @@ def test_pings_that_a_worker_does_not_answer_are_counted_until_it_does() -> None
 # Quarantine
 
 
-def _note(found: list[tuple[str, bytes]], model: str, mark: bytes) -> None:
-    found.append((model, mark))
+def _note(found: list[tuple[str, bytes]], model: str, fingerprint: bytes) -> None:
+    found.append((model, fingerprint))
 
 
 def test_what_one_worker_found_the_others_are_told() -> None:
@@ -272,8 +271,8 @@ def test_what_one_worker_found_the_others_are_told() -> None:
             link = SupervisorLink(nothing_in_flight, partial(_note, found))
             links.append(link)
             await bench.follow(link)
-        links[0].tell_quarantined("m", b"\x00\xff")
-        links[2].tell_quarantined("n", b"")
+        links[0].report_quarantined("m", b"\x00\xff")
+        links[2].report_quarantined("n", b"")
         await until(lambda: [len(found) for found in told] == [1, 2, 1])
         assert told == [[("n", b"")], [("m", b"\x00\xff"), ("n", b"")], [("m", b"\x00\xff")]]
 
@@ -392,7 +391,7 @@ def test_a_worker_that_ends_while_it_drains_has_nothing_in_flight() -> None:
 def test_a_worker_that_never_says_that_it_has_drained_is_waited_for_no_longer_than_that(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("app.control.messages.DRAIN_GRACE_S", 0.05)
+    monkeypatch.setattr("app.control.server.DRAIN_GRACE_S", 0.05)
 
     async def scenario(bench: Bench) -> None:
         async def never(order: Drain) -> Drained:

@@ -15,8 +15,8 @@ from app.errors import BadRequest, BodyTooLarge, QueueFull
 class Queue:
     """A deployment's admission, and what became of its requests; each request is one item."""
 
-    def __init__(self, name: str = "m", room: QueueBudget | None = None, limit: int = 8) -> None:
-        self.admission = Admission(name, room or QueueBudget(), self._drop)
+    def __init__(self, name: str = "m", budget: QueueBudget | None = None, limit: int = 8) -> None:
+        self.admission = Admission(name, budget or QueueBudget(), self._drop)
         self.admission.limit = limit
         self.dropped: list[tuple[Item, QueueFull]] = []
 
@@ -26,7 +26,7 @@ class Queue:
 
     def send(self, rows: int = 1, *, size: int = 0, priority: int = 0) -> Item:
         self.admission.check(rows, size, priority)
-        each = Item("a", rows, held_bytes=size, arrived_s=0, priority=priority, payload=None)
+        each = Item("a", rows, arrived_s=0, priority=priority, held_bytes=size)
         self.admission.queue.push(each)
         return each
 
@@ -49,9 +49,9 @@ def test_a_request_that_never_fits_is_wrong_not_early() -> None:
     with pytest.raises(BadRequest, match=r"at most 3 rows \(max_queue_size of model `m`, .* got 4;"):
         Queue(limit=3).send(4)
     with pytest.raises(BadRequest, match=r"at most 2 rows \(server\.max_queue_size, .* got 3;"):
-        Queue(limit=3, room=QueueBudget(max_rows=2)).send(3)
+        Queue(limit=3, budget=QueueBudget(max_rows=2)).send(3)
     with pytest.raises(BodyTooLarge, match=r"at most 100 bytes \(server\.max_queue_bytes, .* got 101;"):
-        Queue(room=QueueBudget(max_bytes=100)).send(size=101)
+        Queue(budget=QueueBudget(max_bytes=100)).send(size=101)
 
 
 def test_the_less_urgent_give_way_and_are_told() -> None:
@@ -118,16 +118,16 @@ def test_that_is_so_for_every_class() -> None:
 
 
 def test_a_deployment_may_use_what_others_do_not() -> None:
-    room = QueueBudget(max_rows=10)
-    greedy, _ = Queue("greedy", room, limit=100), Queue("quiet", room, limit=100)
+    budget = QueueBudget(max_rows=10)
+    greedy, _ = Queue("greedy", budget, limit=100), Queue("quiet", budget, limit=100)
     greedy.fill(10)
     with pytest.raises(QueueFull, match=r"queues are full: 10 of 10 rows wait \(server\.max_queue_size\), 10 of them"):
         greedy.send()
 
 
 def test_and_gives_it_back_when_they_need_it() -> None:
-    room = QueueBudget(max_rows=10)
-    greedy, quiet = Queue("greedy", room, limit=100), Queue("quiet", room, limit=100)
+    budget = QueueBudget(max_rows=10)
+    greedy, quiet = Queue("greedy", budget, limit=100), Queue("quiet", budget, limit=100)
     waiting = greedy.fill(10)
     quiet.fill(5)
     assert [item for item, _ in greedy.dropped] == waiting[:4:-1]
@@ -139,20 +139,20 @@ def test_and_gives_it_back_when_they_need_it() -> None:
 
 
 def test_bytes_are_shared_likewise() -> None:
-    room = QueueBudget(max_bytes=1000)
-    greedy, quiet = Queue("greedy", room), Queue("quiet", room)
+    budget = QueueBudget(max_bytes=1000)
+    greedy, quiet = Queue("greedy", budget), Queue("quiet", budget)
     for _ in range(4):
         greedy.send(size=250)
     with pytest.raises(QueueFull, match=r"1000 of 1000 bytes wait \(server\.max_queue_bytes\), 1000 of them here"):
         greedy.send(size=1)
     quiet.send(size=300)
     assert [BYTES_OF_ALL in error.message for _, error in greedy.dropped] == [True, True]
-    assert room.waiting.held_bytes == 800
+    assert budget.waiting.held_bytes == 800
 
 
 def test_where_the_server_is_full_classes_of_a_deployment_still_have_their_shares() -> None:
-    room = QueueBudget(max_rows=10)
-    mixed, other = Queue("mixed", room, limit=100), Queue("other", room, limit=100)
+    budget = QueueBudget(max_rows=10)
+    mixed, other = Queue("mixed", budget, limit=100), Queue("other", budget, limit=100)
     waiting = mixed.fill(5, priority=10)
     other.fill(5)
     mixed.send(priority=1)
@@ -161,12 +161,12 @@ def test_where_the_server_is_full_classes_of_a_deployment_still_have_their_share
 
 
 def test_a_deployment_that_is_gone_has_no_part() -> None:
-    room = QueueBudget(max_rows=10)
-    first, second = Queue("first", room), Queue("second", room)
-    assert room.part()[0] == 5
+    budget = QueueBudget(max_rows=10)
+    first, second = Queue("first", budget), Queue("second", budget)
+    assert budget.share()[0] == 5
     second.admission.close()
     second.admission.close()
-    assert room.part()[0] == 10
+    assert budget.share()[0] == 10
     first.fill(8)
 
 
@@ -178,8 +178,8 @@ class RoomMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.room = QueueBudget(self.MAX_ROWS, self.MAX_BYTES)
-        self.queues = [Queue(str(limit), self.room, limit) for limit in self.LIMITS]
+        self.budget = QueueBudget(self.MAX_ROWS, self.MAX_BYTES)
+        self.queues = [Queue(str(limit), self.budget, limit) for limit in self.LIMITS]
         for queue in self.queues:
             queue.admission.queue.max_batch_size = 8
         self.pushed = self.left = 0
@@ -208,15 +208,15 @@ class RoomMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_bound_is_exceeded(self) -> None:
-        assert self.room.waiting.rows == sum(queue.rows for queue in self.queues) <= self.MAX_ROWS
+        assert self.budget.waiting.rows == sum(queue.rows for queue in self.queues) <= self.MAX_ROWS
         held = sum(queue.admission.queue.held_bytes for queue in self.queues)
-        assert self.room.waiting.held_bytes == held <= self.MAX_BYTES
+        assert self.budget.waiting.held_bytes == held <= self.MAX_BYTES
         assert all(queue.rows <= queue.admission.limit for queue in self.queues)
 
     @invariant()
     def rows_are_conserved(self) -> None:
         shed = sum(item.rows for queue in self.queues for item, _ in queue.dropped)
-        assert self.pushed == self.left + shed + self.room.waiting.rows
+        assert self.pushed == self.left + shed + self.budget.waiting.rows
 
 
 TestRoom = RoomMachine.TestCase

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Literal
 
 import pytest
@@ -36,8 +36,13 @@ def stream(**on_error: OnError) -> Collector:
     return Collector(heads(**on_error), is_stream=True)
 
 
+async def pieces_of(collector: Collector) -> AsyncIterator[HeadAnswer]:
+    while (piece := await collector.next_piece()) is not None:
+        yield piece
+
+
 async def read(collector: Collector) -> list[HeadAnswer]:
-    return [piece async for piece in collector.pieces()]
+    return [piece async for piece in pieces_of(collector)]
 
 
 def test_the_answer_has_every_head() -> None:
@@ -151,7 +156,7 @@ def test_a_stream_gives_pieces_in_the_order_in_which_they_came() -> None:
 def test_a_stream_gives_each_piece_before_the_next_is_there() -> None:
     async def scenario() -> None:
         collector = stream(a="fail")
-        pieces = collector.pieces()
+        pieces = pieces_of(collector)
         for value in range(3):
             waiting = asyncio.ensure_future(anext(pieces))
             await asyncio.sleep(0)
@@ -201,7 +206,7 @@ def test_pieces_that_came_before_the_failure_are_still_given() -> None:
         collector = stream(a="fail")
         collector.add("a", outputs("a"))
         collector.fail(ReplicaLost("gone"))
-        pieces = collector.pieces()
+        pieces = pieces_of(collector)
         assert (await anext(pieces)).head == "a"
         with pytest.raises(ReplicaLost):
             await anext(pieces)
@@ -222,10 +227,10 @@ def full() -> Collector:
 def test_a_stream_that_nobody_reads_has_no_room_until_its_reader_goes_on() -> None:
     async def scenario() -> None:
         collector = full()
-        waiting = asyncio.create_task(collector.room())
+        waiting = asyncio.create_task(collector.wait_for_capacity())
         await asyncio.sleep(0)
         assert not waiting.done()
-        pieces = collector.pieces()
+        pieces = pieces_of(collector)
         await anext(pieces)
         await waiting
         for _ in range(PIECES_LIMIT - 1):  # none is lost
@@ -243,7 +248,7 @@ def test_a_stream_that_nobody_reads_has_no_room_until_its_reader_goes_on() -> No
 def test_a_stream_that_is_over_holds_nobody_up(end: Callable[[Collector], None]) -> None:
     async def scenario() -> None:
         collector = full()
-        waiting = asyncio.create_task(collector.room())
+        waiting = asyncio.create_task(collector.wait_for_capacity())
         await asyncio.sleep(0)
         end(collector)
         await asyncio.wait_for(waiting, 10)
@@ -256,7 +261,7 @@ def test_a_stream_that_is_over_holds_nobody_up(end: Callable[[Collector], None])
 def test_a_stream_that_is_read_may_be_of_any_length() -> None:
     async def scenario() -> None:
         collector = stream(a="fail")
-        pieces = collector.pieces()
+        pieces = pieces_of(collector)
         for _ in range(2 * PIECES_LIMIT):
             collector.add("a", outputs("a"))
             await anext(pieces)

@@ -12,6 +12,7 @@ from app.dispatch.collector import WHOLE, Collector
 from app.dispatch.deadlines import Deadlines
 from app.errors import DeadlineExceeded
 from inference.signature import HeadSpec
+from tests.app.dispatch.test_collector import pieces_of
 
 LONG_S = 60.0
 
@@ -39,10 +40,10 @@ def test_the_earlier_of_the_deployments_deadline_and_the_clients_counts(timeout_
     async def scenario() -> None:
         collector = collector_of()
         deadlines = Deadlines(collector, timeout_s, timeout_us)
-        assert deadlines.first_left_s() <= 0.005
+        assert deadlines.left_s(WHOLE) <= 0.005
         with pytest.raises(DeadlineExceeded):
             await collector.whole()
-        assert deadlines.first_left_s() < 0.002
+        assert deadlines.left_s(WHOLE) < 0.002
 
     run(scenario)
 
@@ -91,7 +92,7 @@ def test_in_a_stream_heads_that_are_late_are_pieces() -> None:
     async def scenario() -> None:
         collector = collector_of(HeadSpec("a", ("y",)), HeadSpec("b", ("z",)), is_stream=True)
         Deadlines(collector, 0.005, 0)
-        assert [(piece.head, piece.status) async for piece in collector.pieces()] == [
+        assert [(piece.head, piece.status) async for piece in pieces_of(collector)] == [
             ("a", "timeout"),
             ("b", "timeout"),
         ]
@@ -115,7 +116,7 @@ async def beats(collector: Collector, deadlines: Deadlines, count: int, interval
     """Pieces at intervals."""
     for _ in range(count):
         collector.add("a", {})
-        deadlines.hear()
+        deadlines.note_piece()
         yield
         await asyncio.sleep(interval_s)
 
@@ -129,7 +130,7 @@ def test_a_stream_may_last_as_long_as_something_comes(runner: Callable[[Awaitabl
         started_s = loop.time()
         async for _ in beats(collector, deadlines, 30, 0.02):
             assert not collector.is_done
-        pieces = collector.pieces()
+        pieces = pieces_of(collector)
         for _ in range(30):
             await anext(pieces)
         with pytest.raises(DeadlineExceeded, match=r"^the stream gave nothing for 0\.5 s$"):
@@ -143,7 +144,7 @@ def test_a_stream_that_never_began_is_late_like_any_request() -> None:
     async def scenario() -> None:
         collector = collector_of(HeadSpec("a", ("y",)), is_stream=True)
         Deadlines(collector, 0.005, 0, is_idle_limit=True)
-        (piece,) = [piece async for piece in collector.pieces()]
+        (piece,) = [piece async for piece in pieces_of(collector)]
         assert piece.error is not None
         assert piece.error.message == "head `a`: the deadline of 0.005 s passed while it was computed"
 
@@ -157,7 +158,7 @@ def test_a_heads_deadline_after_a_streams_idle_limit_counts_too() -> None:
         async for _ in beats(collector, deadlines, 1000, 0.01):
             if collector.is_done:
                 break
-        *_, last = [piece async for piece in collector.pieces()]
+        *_, last = [piece async for piece in pieces_of(collector)]
         assert last.error is not None
         assert "its timeout_s of 0.6 s" in last.error.message
 

@@ -104,7 +104,7 @@ class Bench:
     """A dispatcher with replicas of the test's own."""
 
     def __init__(
-        self, signature: Signature = NUMBERS, replicas: int = 1, room: QueueBudget | None = None, **route: Any
+        self, signature: Signature = NUMBERS, replicas: int = 1, budget: QueueBudget | None = None, **route: Any
     ) -> None:
         self.replicas: dict[str, Replica] = {}
         self.route = DeploymentRoute(
@@ -114,7 +114,7 @@ class Bench:
             replicas=tuple(ReplicaRoute(f"m-{index}", "", "") for index in range(replicas)),
             **route,
         )
-        self.dispatcher = ModelDispatcher(self.route, self._connect, room=room)
+        self.dispatcher = ModelDispatcher(self.route, self._connect, budget=budget)
 
     def _connect(self, name: str, route: ReplicaRoute) -> Replica:
         self.replicas[route.id] = Replica()
@@ -760,14 +760,14 @@ def test_weights_of_the_deployment_order_what_waits_also_when_they_change() -> N
 
 def test_the_bound_of_all_deployments_is_shared() -> None:
     async def scenario() -> None:
-        room = QueueBudget(max_rows=4)
-        greedy, quiet = (Bench(max_in_flight=1, room=room) for _ in range(2))
+        budget = QueueBudget(max_rows=4)
+        greedy, quiet = (Bench(max_in_flight=1, budget=budget) for _ in range(2))
         greedy.send(0)
         quiet.send(0)
         await settle()
         waiting = [greedy.send(value) for value in range(4)]
         await settle()
-        assert room.waiting.rows == 4
+        assert budget.waiting.rows == 4
         with pytest.raises(QueueFull, match=r"server\.max_queue_size"):
             await greedy.send(5)
         quiet.send(1, 2)
@@ -775,7 +775,7 @@ def test_the_bound_of_all_deployments_is_shared() -> None:
             with pytest.raises(QueueFull, match="gave way"):
                 await task
         greedy.dispatcher.close()
-        assert room.waiting.rows == 2
+        assert budget.waiting.rows == 2
 
     run(scenario)
 

@@ -13,6 +13,7 @@ from app.control.routing import ReplicaRoute
 from app.dispatch.admission import QueueBudget
 from app.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
 from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, run, settle
+from tests.app.dispatch.test_queue import held
 from tests.counted import count_from_zero, requests_of
 
 EVENTS = ("send", "send", "answer", "answer", "leave", "lose", "miss", "raise", "come", "retire", "smaller", "larger")
@@ -22,12 +23,12 @@ class Deployment:
     """A bench to which everything happens.
 
     Args:
-        room: shared with another.
+        budget: shared with another.
         chance: says to which request, call or replica.
     """
 
-    def __init__(self, room: QueueBudget, chance: Any) -> None:
-        self.bench = Bench(room=room, replicas=2, max_in_flight=2, max_queue_size=12)
+    def __init__(self, budget: QueueBudget, chance: Any) -> None:
+        self.bench = Bench(budget=budget, replicas=2, max_in_flight=2, max_queue_size=12)
         self.sent: list[tuple[asyncio.Task[Any], list[float]]] = []
         self._chance = chance
         self._replicas = dict.fromkeys(self.bench.replicas, False)
@@ -106,7 +107,7 @@ class Deployment:
                 assert isinstance(task.exception(), HeadwaterError)
                 failed += 1
         assert (dispatcher.in_flight, dispatcher.queued_rows, dispatcher._requests) == (0, 0, set())
-        assert (len(dispatcher._queue), dispatcher._queue.held_bytes) == (0, 0)
+        assert (held(dispatcher._queue), dispatcher._queue.held_bytes) == (0, 0)
         assert not dispatcher._retries
         assert dispatcher._calls._tasks == set()
         assert [one for one in dispatcher._pool.connected.values() if one.calls or one.rows or one.batches] == []
@@ -129,8 +130,8 @@ def test_at_the_end_every_request_has_ended_and_all_counters_are_zero(
         told: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
         count_from_zero()
-        room = QueueBudget(max_rows=16, max_bytes=80)
-        deployments = [Deployment(room, chance) for _ in range(2)]
+        budget = QueueBudget(max_rows=16, max_bytes=80)
+        deployments = [Deployment(budget, chance) for _ in range(2)]
         for which, event, turns in events:
             deployments[which].happen(event)
             for _ in range(turns):
@@ -151,7 +152,7 @@ def test_at_the_end_every_request_has_ended_and_all_counters_are_zero(
         # Who leaves as the answer comes has it counted; who comes while no replica is there has not.
         assert answered <= requests <= answered + left
         assert failures <= failed + left
-        assert (room.waiting.rows, room.waiting.held_bytes) == (0, 0)
+        assert (budget.waiting.rows, budget.waiting.held_bytes) == (0, 0)
         assert told == []
 
     run(scenario)

@@ -212,8 +212,8 @@ def test_a_lost_request_that_its_replica_never_had_a_second_time_is_not_charged(
 def test_a_request_that_took_two_replicas_down_is_refused_until_a_reload() -> None:
     async def scenario() -> None:
         bench = Bench(replicas=2)
-        marks: list[bytes] = []
-        bench.dispatcher._losses._on_quarantined = marks.append
+        fingerprints: list[bytes] = []
+        bench.dispatcher._losses._on_quarantined = fingerprints.append
         task = bench.send(1)
         await settle()
         lose(bench, "m-0")
@@ -221,7 +221,7 @@ def test_a_request_that_took_two_replicas_down_is_refused_until_a_reload() -> No
         lose(bench, "m-1")
         with pytest.raises(ReplicaLost, match="not tried again"):
             await task
-        assert len(marks) == 1
+        assert len(fingerprints) == 1
         replace(bench, "m-2", "m-3")
         with pytest.raises(Quarantined, match=r"took two replicas down, and is refused for another \d+ s") as caught:
             await bench.send(1)
@@ -242,9 +242,9 @@ def test_a_request_that_took_two_replicas_down_is_refused_until_a_reload() -> No
 
 def test_what_another_worker_found_is_refused_here() -> None:
     async def scenario() -> None:
-        marks: list[bytes] = []
+        fingerprints: list[bytes] = []
         first, second = Bench(replicas=2), Bench()
-        first.dispatcher._losses._on_quarantined = marks.append
+        first.dispatcher._losses._on_quarantined = fingerprints.append
         task = first.send(1)
         await settle()
         lose(first, "m-0")
@@ -252,7 +252,7 @@ def test_what_another_worker_found_is_refused_here() -> None:
         lose(first, "m-1")
         with pytest.raises(ReplicaLost):
             await task
-        second.dispatcher.quarantine(*marks)
+        second.dispatcher.quarantine(*fingerprints)
         with pytest.raises(Quarantined):
             await second.send(1)
 
@@ -266,7 +266,7 @@ def test_a_worker_tells_and_is_told_by_its_models() -> None:
         workers = []
         for bench in benches:
             models = Models(bench._connect)
-            models.on_quarantined = lambda name, mark: told.append((name, mark))
+            models.on_quarantined = lambda name, fingerprint: told.append((name, fingerprint))
             models.update(RoutingTable((bench.route,)))
             dispatcher = models.get("m").dispatcher
             assert isinstance(dispatcher, ModelDispatcher)

@@ -25,8 +25,9 @@ from app.errors import (
     Unavailable,
 )
 from inference.datatypes import pack_bytes
+from inference.model import Parameter
 from inference.pipeline import PipelineSpec, Plan, StepSpec, make_plan
-from inference.signature import ParameterSpec, Signature, TensorSpec
+from inference.signature import Signature, TensorSpec
 from tests.counted import count_from_zero, counts_of
 
 
@@ -270,8 +271,8 @@ def test_a_head_may_take_inputs_of_the_pipeline_and_other_heads_outputs() -> Non
 
 def test_parameters_go_to_the_steps_that_declare_them() -> None:
     async def scenario() -> None:
-        scale = ParameterSpec("scale", "float", 1.0, "batch")
-        top = ParameterSpec("top", "int", 1, "row")
+        scale = Parameter("scale", "float", 1.0, "batch")
+        top = Parameter("top", "int", 1, "row")
         signatures = {
             "trunk": signature([fp32("x", 2)], [fp32("features", 3)], parameters=(scale,)),
             "head_a": signature([fp32("features", 3)], [fp32("a", 3)], parameters=(scale, top)),
@@ -354,15 +355,14 @@ def test_what_a_step_hands_over_is_checked_before_it_goes_on(given: RawTensor | 
     run(scenario)
 
 
+TEXT = TensorSpec("text", "BYTES", (1,))
+TEXTS = {"trunk": signature([fp32("x", 2)], [TEXT]), "head": signature([TEXT], [fp32("y", 1)])}
+
+
 @pytest.mark.parametrize("data", [pack_bytes([b"a"]), pack_bytes([b"a", b"b"])[:-1], pack_bytes([b"a", b"b", b"c"])])
 def test_texts_that_are_handed_over_are_counted(data: bytes) -> None:
     async def scenario() -> None:
-        text = TensorSpec("text", "BYTES", (1,))
-        bench = Bench(
-            plan(
-                {"trunk": signature([fp32("x", 2)], [text]), "head": signature([text], [fp32("y", 1)])}, heads=["head"]
-            )
-        )
+        bench = Bench(plan(TEXTS, heads=["head"]))
         task = bench.send(2)
         await settle()
         bench.call("trunk").answer(text=RawTensor("BYTES", (2, 1), data))
@@ -377,12 +377,7 @@ def test_texts_that_are_handed_over_are_counted(data: bytes) -> None:
 
 def test_texts_go_on_undecoded() -> None:
     async def scenario() -> None:
-        text = TensorSpec("text", "BYTES", (1,))
-        bench = Bench(
-            plan(
-                {"trunk": signature([fp32("x", 2)], [text]), "head": signature([text], [fp32("y", 1)])}, heads=["head"]
-            )
-        )
+        bench = Bench(plan(TEXTS, heads=["head"]))
         task = bench.send(2)
         await settle()
         tensor = RawTensor("BYTES", (2, 1), memoryview(pack_bytes([b"\xff\x00", b""])))

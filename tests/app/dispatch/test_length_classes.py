@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 
 from app.codecs.tensors import RawTensor
-from app.dispatch.policy import LengthClasses
+from app.dispatch.policy import length_class
 from inference.datatypes import pack_bytes
 
 
@@ -26,32 +26,29 @@ def text(length: int) -> dict[str, RawTensor]:
 )
 @example(max_padding=0.2, lengths=[4, 5, 100, 124, 125, 126])
 def test_of_what_is_computed_for_a_class_no_more_is_padding(max_padding: float, lengths: list[int]) -> None:
-    classes = LengthClasses(max_padding)
     by_class: dict[int, list[int]] = {}
     for length in lengths:
-        by_class.setdefault(classes.of(text(length)), []).append(length)
+        by_class.setdefault(length_class(text(length), max_padding), []).append(length)
     for members in by_class.values():
         computed = len(members) * max(members)
         assert (computed - sum(members)) / computed <= max_padding + 1e-9
 
 
 def test_longer_rows_are_of_higher_classes() -> None:
-    classes = LengthClasses(0.2)
-    found = [classes.of(text(length)) for length in range(4, 5000)]
+    found = [length_class(text(length), 0.2) for length in range(4, 5000)]
     assert found == sorted(found)
     assert len(set(found)) == 33  # log(5000 / 4) / log(1 / 0.8), and those at both ends
 
 
 def test_of_several_rows_the_longest_counts() -> None:
-    classes = LengthClasses(0.2)
-    assert classes.of(texts(b"a", b"b" * 500, b"cc")) == classes.of(texts(b"b" * 500))
-    assert classes.of(texts(b"a", b"cc")) < classes.of(texts(b"b" * 500))
+    longest = length_class(texts(b"b" * 500), 0.2)
+    assert length_class(texts(b"a", b"b" * 500, b"cc"), 0.2) == longest
+    assert length_class(texts(b"a", b"cc"), 0.2) < longest
 
 
 def test_of_a_row_with_several_elements_and_inputs_all_count() -> None:
-    classes = LengthClasses(0.1)
     pair = {"question": RawTensor("BYTES", (2, 2), pack_bytes([b"a", b"b" * 40, b"c" * 41, b""])), **texts(b"d", b"e")}
-    assert classes.of(pair) == classes.of(text(4 + 4 + 41 + 4 + 1))
+    assert length_class(pair, 0.1) == length_class(text(4 + 4 + 41 + 4 + 1), 0.1)
 
 
 @pytest.mark.parametrize(
@@ -63,4 +60,4 @@ def test_of_a_row_with_several_elements_and_inputs_all_count() -> None:
     ],
 )
 def test_what_does_not_vary_is_of_one_class(inputs: dict[str, RawTensor]) -> None:
-    assert LengthClasses(0.2).of(inputs) == 0
+    assert length_class(inputs, 0.2) == 0

@@ -12,7 +12,7 @@ from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.dispatch.losses import LIMIT, Quarantine, fingerprint
 
 FOR_S = 10.0
-MARKS = st.sampled_from([b"a", b"b", b"c"])
+DIGESTS = st.sampled_from([b"a", b"b", b"c"])
 
 
 def request(data: bytes = b"\0" * 8, shape: tuple[int, ...] = (2, 1), **fields: Any) -> InferRequest:
@@ -26,9 +26,9 @@ def request(data: bytes = b"\0" * 8, shape: tuple[int, ...] = (2, 1), **fields: 
 
 
 def test_a_fingerprint_is_of_inputs_parameters_and_heads_only() -> None:
-    mark = fingerprint(request())
-    assert mark == fingerprint(request(priority=1, timeout_us=5))
-    assert mark == fingerprint(request(inputs={"x": RawTensor("FP32", (2, 1), memoryview(b"\0" * 8))}))
+    digest = fingerprint(request())
+    assert digest == fingerprint(request(priority=1, timeout_us=5))
+    assert digest == fingerprint(request(inputs={"x": RawTensor("FP32", (2, 1), memoryview(b"\0" * 8))}))
     others = [
         request(b"\1" + b"\0" * 7),
         request(shape=(1, 2)),
@@ -38,16 +38,16 @@ def test_a_fingerprint_is_of_inputs_parameters_and_heads_only() -> None:
         request(inputs={"z": RawTensor("FP32", (2, 1), b"\0" * 8)}),
         request(inputs={"x": RawTensor("INT32", (2, 1), b"\0" * 8)}),
     ]
-    assert len({mark, *map(fingerprint, others)}) == len(others) + 1
+    assert len({digest, *map(fingerprint, others)}) == len(others) + 1
 
 
 @given(st.lists(st.tuples(st.binary(max_size=6), st.binary(max_size=6)), min_size=2, max_size=2, unique=True))
 def test_tensors_that_are_cut_elsewhere_are_others(pairs: list[tuple[bytes, bytes]]) -> None:
-    marks = {
+    digests = {
         fingerprint(request(inputs={"a": RawTensor("BYTES", (1,), a), "b": RawTensor("BYTES", (1,), b)}))
         for a, b in pairs
     }
-    assert len(marks) == 2
+    assert len(digests) == 2
 
 
 def test_without_a_time_nobody_is_suspected_or_refused() -> None:
@@ -79,21 +79,21 @@ class AsSaid(RuleBasedStateMachine):
         self.suspected: dict[bytes, float] = {}
         self.refused: dict[bytes, float] = {}
 
-    @rule(mark=MARKS)
-    def suspect(self, mark: bytes) -> None:
-        self.quarantine.suspect(mark, self.now_s)
-        self.suspected[mark] = self.now_s + FOR_S
+    @rule(digest=DIGESTS)
+    def suspect(self, digest: bytes) -> None:
+        self.quarantine.suspect(digest, self.now_s)
+        self.suspected[digest] = self.now_s + FOR_S
 
-    @rule(mark=MARKS)
-    def refuse(self, mark: bytes) -> None:
-        self.quarantine.refuse(mark, self.now_s)
-        self.suspected.pop(mark, None)
-        self.refused[mark] = self.now_s + FOR_S
+    @rule(digest=DIGESTS)
+    def refuse(self, digest: bytes) -> None:
+        self.quarantine.refuse(digest, self.now_s)
+        self.suspected.pop(digest, None)
+        self.refused[digest] = self.now_s + FOR_S
 
-    @rule(mark=MARKS)
-    def clear(self, mark: bytes) -> None:
-        self.quarantine.clear(mark)
-        self.suspected.pop(mark, None)
+    @rule(digest=DIGESTS)
+    def clear(self, digest: bytes) -> None:
+        self.quarantine.clear(digest)
+        self.suspected.pop(digest, None)
 
     @rule()
     def lift(self) -> None:
@@ -107,9 +107,9 @@ class AsSaid(RuleBasedStateMachine):
 
     @invariant()
     def knows_as_much(self) -> None:
-        for mark in (b"a", b"b", b"c"):
-            assert self.quarantine.is_suspected(mark, self.now_s) == (self.suspected.get(mark, 0) > self.now_s)
-            assert self.quarantine.refused_s(mark, self.now_s) == max(0, self.refused.get(mark, 0) - self.now_s)
+        for digest in (b"a", b"b", b"c"):
+            assert self.quarantine.is_suspected(digest, self.now_s) == (self.suspected.get(digest, 0) > self.now_s)
+            assert self.quarantine.refused_s(digest, self.now_s) == max(0, self.refused.get(digest, 0) - self.now_s)
         assert len(self.quarantine) <= len(self.suspected) + len(self.refused)
 
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from app.process.guardian import Guardian
-from app.process.priority import START_NICE, may_raise
+from app.process.guardian import START_NICE, Guardian, may_raise_priority
 from tests.running import wait_for
 
 SLEEP = "import time; time.sleep(600)"
@@ -157,7 +156,7 @@ def priorities(pid: int) -> tuple[set[int], str]:
     return threads, group.read_text().split()[-1] if group.exists() else ""
 
 
-@pytest.mark.skipif(not may_raise(), reason="a priority can't be raised again by this user")
+@pytest.mark.skipif(not may_raise_priority(), reason="a priority can't be raised again by this user")
 def test_a_start_comes_after_what_serves(tmp_path: Path) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
     with guarding(tmp_path, THREADS) as guarded:
@@ -266,7 +265,7 @@ class Looks:
         self.now_s = 100.0
         self.states = {os.getpid(): ("python", "S"), 2: ("tritonserver", "S"), 3: ("sleep", "S")}
         self.guardian = Guardian(folder, -1, -1, [])
-        monkeypatch.setattr(self.guardian, "_host", SimpleNamespace(pid=os.getpid()))
+        monkeypatch.setattr(self.guardian, "_host", SimpleNamespace(pid=os.getpid()), raising=False)
         monkeypatch.setattr(self.guardian, "_states", lambda: dict(self.states))
         monkeypatch.setattr(
             "app.process.guardian.time", SimpleNamespace(monotonic=lambda: self.now_s, monotonic_ns=lambda: 0)

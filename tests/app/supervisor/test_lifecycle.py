@@ -61,6 +61,7 @@ class Replica:
         self.is_stubborn = self.is_permanent = False
         self.config: Deployment | None = None
         """What it was started with."""
+        self.device = "auto"
 
     def get_ready(self) -> None:
         self.ready.set_result(True)
@@ -114,6 +115,7 @@ class Supervisor(Host):
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         replica = Replica(name, f"{name}-{len(self.launched)}", exited)
         replica.config = config
+        replica.device = config.placements[0]
         self.launched.append(replica)
         on_progress("importing")
         if name in self.failing:
@@ -293,7 +295,7 @@ def test_a_load_while_it_starts_by_itself_is_a_conflict() -> None:
         supervisor.auto_ready = False
         await supervisor.start()
         status, error = await supervisor.told("load", "a", {"timeout_s": 3})
-        assert (status, "is LOADING: it is loaded already" in error) == (409, True)
+        assert (status, "is LOADING: it is already loaded" in error) == (409, True)
         supervisor.launched[0].get_ready()
         await settle()
         assert (supervisor.sets["a"].state, len(supervisor.launched)) == (State.READY, 1)

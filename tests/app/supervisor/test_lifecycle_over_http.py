@@ -150,7 +150,7 @@ def test_what_outlasts_the_drain_is_answered_with_an_error_of_its_own() -> None:
 def test_a_refusal_has_the_supervisors_words() -> None:
     async def scenario(whole: Whole) -> None:
         answer = await whole.command("load")
-        assert (answer.status_code, "is READY: it is loaded already" in answer.json()["error"]) == (409, True)
+        assert (answer.status_code, "is READY: it is already loaded" in answer.json()["error"]) == (409, True)
         whole.failing.add("a")
         answer = await whole.command("reload")
         assert (answer.status_code, "goes on serving" in answer.json()["error"]) == (500, True)

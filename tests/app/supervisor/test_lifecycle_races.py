@@ -147,7 +147,7 @@ def test_a_load_that_finds_room_for_the_first_replica_only_leaves_the_state_as_i
         reason = a.reason
         host.failing.clear()
         status, error = await host.told("load", "a")
-        assert (status, "no room for another replica" in error) == (409, True)
+        assert (status, "no capacity for another replica" in error) == (409, True)
         assert (a.state, a.reason, a.is_loaded, host.alive) == (State.FAILED, reason, False, [])
         assert host.memory.budget.taken(HOST) == 0
 
@@ -164,7 +164,7 @@ def test_a_pipeline_of_which_one_step_has_no_room_is_not_loaded_in_part() -> Non
         assert (await host.scale("shared", 2)).status == 200
         before = graph.state, graph.reason
         status, error = await host.told("load", "p")
-        assert (status, "no room" in error) == (409, True)
+        assert (status, "no capacity" in error) == (409, True)
         assert (graph.state, graph.reason, graph.is_loaded) == (*before, False)
         assert not any(host.sets[name].is_loaded for name in ("p.trunk", "p.head"))
         assert host.memory.budget.taken(HOST) == 200
@@ -179,7 +179,7 @@ def test_a_model_that_finds_no_room_to_be_recreated_is_unloaded_and_says_so(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_room(*_: Any) -> None:
-        raise MemoryBudgetExceeded("no room")
+        raise MemoryBudgetExceeded("no capacity")
 
     async def scenario() -> None:
         supervisor = Supervisor({**one(), "shared": {"model": "m:Shared"}}, "any")
@@ -188,7 +188,7 @@ def test_a_model_that_finds_no_room_to_be_recreated_is_unloaded_and_says_so(
         monkeypatch.setattr(supervisor.memory, "reserve", no_room)
         assert await supervisor.told("reload", "a", {"strategy": "recreate", **fields}) == (
             409,
-            "no room; model `a` is unloaded now",
+            "no capacity; model `a` is unloaded now",
         )
         a = supervisor.sets["a"]
         assert (a.state, a.is_set_aside, supervisor.graphs, supervisor.deployments.config) == (
@@ -283,11 +283,11 @@ def test_why_the_last_replica_is_not_replaced_is_told_whatever_was_missing_befor
     async def scenario() -> None:
         host = Host(one(replicas=3), limit=250)
         a = await started(host, 2)
-        await until(lambda: "no room" in a.shortage)
+        await until(lambda: "no capacity" in a.shortage)
         host.memory.budget.limits[HOST] = 50
         for replica in list(host.launched):
             replica.end("killed")
-        await until(lambda: "no room" in a.reason)
+        await until(lambda: "no capacity" in a.reason)
         assert (a.state, a.shortage) == (State.UNAVAILABLE, a.reason)
 
     run(scenario)
@@ -411,7 +411,7 @@ def test_what_cannot_be_measured_ends_all_the_same_and_the_unload_says_what_it_c
     async def scenario() -> None:
         host = Host(one())
         a = await started(host)
-        monkeypatch.setattr("app.supervisor.starter.measure_groups", no_descriptors)
+        monkeypatch.setattr("app.supervisor.starter.group_uses", no_descriptors)
         monkeypatch.setattr("app.supervisor.starter.group_members", no_descriptors)
         answer = await host.do("unload", "a")
         assert (answer.status, answer.content["leftovers"]) == (
@@ -452,7 +452,7 @@ def test_a_slot_that_finds_no_room_after_a_reload_has_replaced_it_changes_nothin
             if not looking.is_set():
                 looking.set()
                 await found.wait()
-                raise MemoryBudgetExceeded("no room")
+                raise MemoryBudgetExceeded("no capacity")
             return await reserve(*arguments)
 
         monkeypatch.setattr(host.memory, "reserve", late)
@@ -558,9 +558,7 @@ class Storm(Host):
                 return f"{name} is {found.state.value} ({found.reason}) with {held} of {alive}"
             if found._leaving:
                 return f"{name} has {found._leaving} on their way out"
-        empty = [
-            place for place in self.memory._places.values() if place.replica is None or place.replica.ending.is_set()
-        ]
+        empty = [place for place in self.memory._places if place.replica is None or place.replica.ending.is_set()]
         return f"room for nobody: {empty}" if empty else ""
 
 

@@ -28,7 +28,7 @@ def test_a_replica_starts_only_where_its_size_fits() -> None:
     assert str(refusal) == (
         "memory of the machine: it takes 400 MiB, and of the 1000 MiB that replicas may take 800 MiB are taken"
     )
-    budget.give_back(1)
+    budget.release(1)
     assert budget.take(3, "m", HOST, 400 * MIB) is None
 
 
@@ -61,7 +61,7 @@ def test_the_second_of_which_nothing_is_known_waits_until_the_first_was_measured
 def test_the_second_does_not_wait_for_one_that_is_gone_or_whose_size_was_declared() -> None:
     budget = MemoryBudget({HOST: 1000})
     budget.take(1, "m", HOST, None)
-    budget.give_back(1)
+    budget.release(1)
     assert not budget.waits("m")
     budget.take(2, "m", HOST, 100)
     assert not budget.waits("m")
@@ -161,7 +161,7 @@ class Machine(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.real)))
         del self.real[number]
         self.ready.discard(number)
-        self.budget.give_back(number)
+        self.budget.release(number)
 
     @invariant()
     def it_is_never_crossed(self) -> None:

@@ -232,7 +232,7 @@ def test_beyond_the_budget_a_scaling_is_refused_with_figures_and_changes_nothing
         assert (await host.scale("a", 3)).status == 200
         answer = await host.scale("a", 4)
         assert answer.status == 409
-        assert answer.content["error"].startswith("no room for another replica of `a`: memory of the machine")
+        assert answer.content["error"].startswith("no capacity for another replica of `a`: memory of the machine")
         assert (len(host.launched), a.wanted, a.bounds.max, a.shortage) == (3, 3, 3, "")
         answer = await host.scale("a", 2)
         assert (answer.status, len(host.alive)) == (200, 2)
@@ -247,7 +247,7 @@ def test_a_reload_beside_needs_room_for_both_and_recreate_does_not() -> None:
         a = await started(host, 2)
         status, error = await host.told("reload", "a")
         assert status == 409
-        assert "no room for 2 more replicas of `a`" in error
+        assert "no capacity for 2 more replicas of `a`" in error
         assert "expected `strategy: recreate`" in error
         assert (a.state, list(a.ready), len(host.launched)) == (State.READY, ["a-0", "a-1"], 2)
         assert (await host.told("reload", "a", {"strategy": "recreate"}))[0] == 200
@@ -393,8 +393,8 @@ def test_where_there_is_no_room_it_is_told_once_until_there_is(caplog: pytest.Lo
             host.autoscaler.tick()
             await asyncio.sleep(0.01)  # it measures in a thread
         assert (len(a.ready), a.wanted) == (2, 2)
-        assert "no room for another replica of `a`" in a.route(1).shortage
-        assert caplog.text.count("no room for another replica of `a`") == 1
+        assert "no capacity for another replica of `a`" in a.route(1).shortage
+        assert caplog.text.count("no capacity for another replica of `a`") == 1
         host.loads["a"] = QUIET
         await host.tick(1)
         assert a.route(1).shortage == ""

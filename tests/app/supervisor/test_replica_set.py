@@ -81,7 +81,7 @@ class Host(RealHost):
         super().__init__(ReplicaMemory(), (), drain, lambda: None)
         self.folder = folder
         self.launched: list[ReplicaProcess] = []
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.children.reap)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.reap)
 
     def launch(self, *arguments: Any) -> ReplicaProcess:
         self.launched.append(super().launch(*arguments))
@@ -124,8 +124,8 @@ def test_unload_ends_the_whole_group_and_measures_it() -> None:
         await replicas.begin_unload(1)
         retired = await replicas.end_unload()
         assert (retired.leftovers, retired.warnings) == ([], [])
-        assert retired.before.host_bytes - retired.after.host_bytes > 100_000_000
-        assert retired.after.host_bytes == 0
+        assert retired.before.resident_bytes - retired.after.resident_bytes > 100_000_000
+        assert retired.after.resident_bytes == 0
         assert not replica.directory.exists()
         assert group_members({group}) == []
         assert (replicas.state.value, replicas.is_loaded) == ("UNAVAILABLE", False)
@@ -154,7 +154,7 @@ def test_replicas_are_added_while_what_they_really_take_fits_and_leave_nothing_w
         await replicas.scale(ReplicaBounds(min=2, max=2))
         assert list(replicas.ready) == ["m-1", "m-2"]
         assert 200_000_000 < host.memory.budget.taken(HOST_MEMORY) < 290_000_000
-        with pytest.raises(MemoryBudgetExceeded, match=r"no room for another replica of `m`: .* of the 277 MiB"):
+        with pytest.raises(MemoryBudgetExceeded, match=r"no capacity for another replica of `m`: .* of the 277 MiB"):
             await replicas.scale(ReplicaBounds(min=3, max=3))
         with pytest.raises(MemoryBudgetExceeded, match="expected `strategy: recreate`"):
             await replicas.start_fresh(replicas.config)
@@ -164,7 +164,7 @@ def test_replicas_are_added_while_what_they_really_take_fits_and_leave_nothing_w
         retired = await replicas.scale(ReplicaBounds(min=1, max=1))
         assert retired is not None
         assert (retired.leftovers, retired.warnings, group_members({group})) == ([], [], [])
-        assert retired.before.host_bytes - retired.after.host_bytes > 100_000_000
+        assert retired.before.resident_bytes - retired.after.resident_bytes > 100_000_000
         assert not leaving.directory.exists()
         assert host.memory.budget.taken(HOST_MEMORY) < 150_000_000
         assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-1"])

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.transport.channel import StreamChannel, Taken
-from inference.runtime.channel import ChannelStream, StreamChannels
+from inference.runtime.channel import StreamChannels
+from inference.runtime.stream_control import StreamControl
 from inference.wire.parcel import (
     PARCEL_BYTES,
     PARCEL_WINDOW,
@@ -55,7 +56,7 @@ class Source:
     def __init__(self, count: int, size: int = 8) -> None:
         self.made = 0
         self.is_closed = False
-        self.stream = ChannelStream(f"stream-{next(numbers)}")
+        self.stream = StreamControl(f"stream-{next(numbers)}")
         self._count = count
         self._size = size
 

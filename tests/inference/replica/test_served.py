@@ -20,6 +20,7 @@ from app.process.sweep import Journal, segments_mapped_by, sweep_replica
 from inference.engine import EngineLimits, SequenceRequest
 from inference.environment import library_path
 from inference.errors import LoadError
+from inference.lm.engine_host import EngineHost
 from inference.lm.loading import SlotOptions, lm_signature, plan_language_model
 from inference.lm.null_engine import NullEngine
 from inference.lm.slot_engine import SlotEngine
@@ -173,7 +174,8 @@ def test_how_long_a_step_may_take_is_told_to_the_host_and_to_no_engine(folder: P
     options = {"engine": engine, "max_step_s": 0.3}
     served = load_language_model(spec_of(f"lm:{folder}", **options), lambda said: None, broken.append)
     try:
-        assert served._host._max_step_s == 0.3
+        assert isinstance(served.runner, EngineHost)
+        assert served.runner._max_step_s == 0.3
     finally:
         served.unload()
 

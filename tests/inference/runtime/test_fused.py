@@ -136,7 +136,6 @@ class TestWhoIsCalled:
     def test_warm_up_is_counted_apart(self) -> None:
         pipeline, _ = trunk_and_heads(1)
         assert totals(ask(pipeline, {"x": rows(1)}, warmup=True)) == {"trunk": (0, 0), "h0": (0, 0)}
-        assert [(step.calls, step.warmups) for step in pipeline.steps.values()] == [(0, 1), (0, 1)]
 
 
 class TestMemory:

@@ -38,7 +38,7 @@ def test_each_instance_has_a_runner_and_all_have_one_model(monkeypatch: pytest.M
     load("scaled:Slow", monkeypatch, options={"seconds": 0}, instances=3).bind(triton)  # type: ignore[arg-type]
     runners = [one.__self__ for one in triton.bound]
     assert len(set(map(id, runners))) == 3
-    assert len({id(runner._model) for runner in runners}) == 1
+    assert len({id(runner.step.model) for runner in runners}) == 1
 
 
 @pytest.mark.parametrize(

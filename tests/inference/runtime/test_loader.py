@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from inference import Model
-from inference.errors import LoadError, ReplicaError
+from inference.errors import LoadError, ReplicaError, is_permanent
 from inference.runtime.loader import construct, load_class
 
 ROOT = Path(__file__).parents[3]
@@ -143,7 +143,7 @@ def test_a_declaration_error_names_the_users_line(write: Write, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("source", "is_permanent"),
+    ("source", "permanent"),
     [
         ("VALUE = 1", True),  # no class of that name
         ("class Scale: pass", True),
@@ -153,18 +153,18 @@ def test_a_declaration_error_names_the_users_line(write: Write, tmp_path: Path) 
         ("raise OSError('no weights yet')", False),
     ],
 )
-def test_what_cannot_change_by_trying_again_is_said_to_be_so(write: Write, source: str, is_permanent: bool) -> None:
+def test_what_cannot_change_by_trying_again_is_said_to_be_so(write: Write, source: str, permanent: bool) -> None:
     with pytest.raises(LoadError) as caught:
         load_class(f"{write(source)}:Scale")
-    assert caught.value.is_permanent is is_permanent
+    assert is_permanent(caught.value) is permanent
 
 
 def test_a_constructor_that_raises_may_succeed_later_and_a_wrong_option_may_not(write: Write) -> None:
     cls = load_class(f"{write(GOOD.replace('= factor', '= 1 / factor'))}:Scale")
-    for options, is_permanent in (({"factor": 0}, False), ({"fcator": 0}, True)):
+    for options, permanent in (({"factor": 0}, False), ({"fcator": 0}, True)):
         with pytest.raises(LoadError) as caught:
             construct(cls, options)
-        assert caught.value.is_permanent is is_permanent
+        assert is_permanent(caught.value) is permanent
 
 
 def test_an_unknown_option(write: Write) -> None:

@@ -91,20 +91,6 @@ def test_only_the_rows_at_fault_fail(bad: set[int]) -> None:
             assert answer["y"][index] == values[index] * 2
 
 
-def test_retries_are_counted_apart_from_calls() -> None:
-    runner = runner_of(Echo())
-    handle(runner, Request({"x": rows(1, -1)}))
-    assert (runner.calls, runner.retries, runner.warmups) == (1, 2, 0)
-
-
-def test_warm_up_calls_are_counted_apart() -> None:
-    runner = runner_of(Echo())
-    note = msgspec.json.encode(CallNote(warmup=True)).decode()
-    handle(runner, Request({"x": rows(1)}, {HEADWATER: note}))
-    handle(runner, Request({"x": rows(1)}))
-    assert (runner.calls, runner.retries, runner.warmups) == (1, 0, 1)
-
-
 def test_a_model_that_is_not_idempotent_is_called_once_and_fails_whole() -> None:
     class Once(Echo):
         idempotent = False

@@ -13,7 +13,8 @@ from sentence_transformers import SentenceTransformer
 from benchmarks.zero_shot import evaluate, read_data
 from inference import BadInput
 from inference.errors import DeclarationError, ReplicaError
-from inference.signature import EmbeddingSpec, Signature, TensorSpec
+from inference.model import Embedding
+from inference.signature import Signature, TensorSpec
 from inference.zoo import text as text_module
 from inference.zoo.text import MAX_TOKENS, Encoder, SentenceEmbedding, Text, ZeroShot, weights_folder
 
@@ -116,7 +117,7 @@ def test_its_signature() -> None:
     signature = Signature.of(Text(), name="text", max_batch_size=32)
     assert signature.inputs == (TensorSpec("text", "BYTES", (1,)),)
     assert signature.outputs == (TensorSpec("embedding", "FP32", (384,)), TensorSpec("tokens", "INT32", (1,)))
-    assert signature.embedding == EmbeddingSpec(input="text", output="embedding", tokens="tokens")
+    assert signature.embedding == Embedding(input="text", output="embedding", tokens="tokens")
     assert signature.description.startswith("Turns a sentence or short paragraph into a vector")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+
 import pytest
 
 from app.cli.bench.answers import Sample, TokenReader
@@ -57,7 +59,7 @@ def test_they_are_read_in_milliseconds() -> None:
     ],
 )
 def test_nonsense_is_told(text: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ArgumentTypeError, match=told):
         read_limits(text)
 
 

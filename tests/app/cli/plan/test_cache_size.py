@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.cli.plan.memory_model import CacheShape, cache_shape
+from app.cli.plan.cache_size import CacheShape, cache_shape
 from app.config.schema import Deployment
 
 LLAMA = {

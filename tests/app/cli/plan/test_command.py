@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from app.cli.plan.command import exit_status
 from app.cli.plan.measuring import Measured, Weights
-from app.cli.plan.memory_model import MeasuredMemory, Need
+from app.cli.plan.memory_model import Need
 from app.cli.plan.planning import Plan
 from app.cli.plan.point import Point
 from app.cli.plan.prediction import Prediction, fit
 from app.cli.plan.profiles import Budget, Profile
 from app.cli.plan.subject import make_subject
-from app.cli.plan.trial import Recommendation, Trial
+from app.cli.plan.trial import Trial
 from app.config.schema import read_config
 
 POINT = Point(8)
-MEASURED = Measured(POINT, MeasuredMemory(100, 200, 700.0, 700.0), 1000, 0, "cpu", 100.0, 5.0, 9.0, 16, 8.0, 0.1)
+MEASURED = Measured(POINT, 1000, 100, 200, 700, 700, 100.0, 5.0, 9.0, 16)
 NEED = Need(1000, 0)
 
 
@@ -26,10 +27,10 @@ def plan_with(*rounds: Measured, error: str = "", ended: str = "", budget: int =
     """A plan whose only profile was predicted to take 1,000 bytes and give 100 rows/s, and gave that in its rounds."""
     config = read_config({"deployments": {"one": {"model": "a:B"}}}, source="test", environment={}, flags={})
     subject = make_subject("a:B", config, "one", (), cores=2, seconds=4, tokens=64, input=None)
-    plan = Plan(subject, Budget(budget), None, Weights(None, "unknown"), ended=ended)
-    plan.predictor = fit([MEASURED], subject.connections, subject.filled_cache, subject.largest_cache)
+    plan = Plan(subject, Budget(budget), None, Weights(None, "unknown"), Path("one"), print, ended=ended)
+    plan.predictor = fit([MEASURED], subject)
     trial = Trial(POINT, Prediction(NEED, NEED, 100.0, 5.0, 9.0), list(rounds), error)
-    plan.recommendations.append(Recommendation(Profile("throughput", POINT, ""), trial))
+    plan.profiles.append(Profile("throughput", POINT, "", trial))
     return plan
 
 
@@ -43,7 +44,7 @@ def test_what_holds_is_0(capsys: pytest.CaptureFixture[str]) -> None:
     ("rounds", "told"),
     [
         ([replace(MEASURED, rate=60.0)], "8 × 1 × 1: rate: predicted +66.7% of what was measured"),
-        ([replace(MEASURED, host=1500)], "8 × 1 × 1: host memory: predicted -33.3% of what was measured"),
+        ([replace(MEASURED, host_bytes=1500)], "8 × 1 × 1: host memory: predicted -33.3% of what was measured"),
         (
             [replace(MEASURED, rate=rate) for rate in (80.0, 100.0, 101.0)],
             "8 × 1 × 1: its rounds differ by 21%: the machine was busy with something else",
@@ -57,7 +58,7 @@ def test_figures_that_did_not_hold_are_3(rounds: list[Measured], told: str, caps
 
 def test_a_size_that_two_profiles_have_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_with(replace(MEASURED, rate=60.0))
-    plan.recommendations.append(replace(plan.recommendations[0]))
+    plan.profiles.append(replace(plan.profiles[0]))
     assert exit_status(plan) == 3
     assert capsys.readouterr().err.count("rate: predicted") == 1
 

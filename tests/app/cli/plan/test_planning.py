@@ -12,15 +12,12 @@ import pytest
 import yaml
 
 from app.cli.plan import planning
-from app.cli.plan.json import plan_json
 from app.cli.plan.measuring import Measured, Weights
-from app.cli.plan.memory_model import MeasuredMemory
-from app.cli.plan.page import plan_page
-from app.cli.plan.planning import Plan, Planner
+from app.cli.plan.planning import Plan
 from app.cli.plan.point import Point, grid
 from app.cli.plan.profiles import Budget
+from app.cli.plan.report import plan_json, plan_page, plan_text
 from app.cli.plan.subject import Subject, choose_deployment, make_subject
-from app.cli.plan.text import is_off, plan_text, size_rows, smallest_need
 from app.config.schema import Config, read_config
 from app.errors import CommandError
 
@@ -42,10 +39,9 @@ def machine(point: Point, gain: float = 1.0) -> Measured:
     rows = min(point.rows, 32)  # larger batches give no more
     rate = gain * min(point.calls, 2) * rows / (0.01 + 0.002 * rows)
     connections = 2 * point.rows * point.calls
-    memory = MeasuredMemory(80 << 20, 150 << 20, own, own)
     host = (230 << 20) + point.replicas * own
     p50_ms = 1000 * connections / rate
-    return Measured(point, memory, host, 0, "cpu", rate, p50_ms, 2 * p50_ms, connections, float(point.rows), 0.2)
+    return Measured(point, host, 80 << 20, 150 << 20, own, own, rate, p50_ms, 2 * p50_ms, connections)
 
 
 Run = Callable[..., Plan]
@@ -67,10 +63,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
         monkeypatch.setattr(planning, "measure_point", lambda subject, point: measure(point))
         monkeypatch.setattr(planning, "measure_server_under_load", run_file)
-        plan = Plan(subject(config()), Budget(budget), 16 * GIB, Weights(90 << 20, "tensors"))
-        Planner(plan, config(), tmp_path, "models-one", lambda line: None).run(
-            points, checks=verifies, rounds=rounds if verifies else 0
-        )
+        weights, files = Weights(90 << 20, "tensors"), tmp_path / "models-one"
+        plan = Plan(subject(config()), Budget(budget), 16 * GIB, weights, files, lambda line: None)
+        plan.run(points, checks=verifies, rounds=rounds if verifies else 0)
         return plan
 
     return make
@@ -81,13 +76,14 @@ def test_a_plan_predicts_what_it_then_measures(run: Run, tmp_path: Path) -> None
     assert not plan.ended
     assert plan.held_out is not None
     assert plan.held_out < 1e-6
-    assert [trial.point for trial in plan.trials] == [Point(16, 2, 2), Point(3)]
-    trials = [*plan.trials, *(one.trial for one in plan.recommendations if one.trial is not None)]
+    assert [trial.point for trial in plan.checks] == [Point(16, 2, 2), Point(3)]
+    trials = [*plan.checks, *(one.trial for one in plan.profiles if one.trial is not None)]
     assert len(trials) == 5
     for trial in trials:
         assert {one.what for one in trial.comparisons} == {"host memory", "rate"}
-        assert not any(is_off(one) for one in trial.comparisons)
+        assert not any(one.is_off for one in trial.comparisons)
         assert trial.measured is not None
+        assert trial.predicted is not None
         assert trial.predicted.p50_ms == pytest.approx(trial.measured.p50_ms)
         assert trial.predicted.p99_ms == pytest.approx(trial.measured.p99_ms)
     names = [f"models-one-{name}.yaml" for name in ("balanced", "memory-lean", "throughput")]
@@ -107,8 +103,8 @@ def test_what_was_not_allowed_is_neither_run_nor_recommended(run: Run) -> None:
         return machine(point)
 
     plan = run(measure, points=grid([1, 4], [1], [1]))
-    assert [one.profile.point for one in plan.recommendations] == [Point(4)] * 3
-    proposed = [*ran, *(trial.point for trial in plan.trials), *(row.point for row in size_rows(plan))]
+    assert [one.point for one in plan.profiles] == [Point(4)] * 3
+    proposed = [*ran, *(trial.point for trial in plan.checks), *(row.point for row in plan.size_rows())]
     assert {(point.instances, point.replicas) for point in proposed} == {(1, 1)}
     assert max(point.rows for point in proposed) == 4
 
@@ -137,18 +133,18 @@ def test_throughput_is_the_size_that_measured_most(run: Run, tmp_path: Path) -> 
         return machine(point, gain=0.5 if point == Point(32, 2) else 1.0)
 
     plan = run(verify=verify)
-    one = plan.recommendations[1]
+    one = plan.profiles[1]
     assert one.trial is not None
     assert one.trial.measured is not None
-    assert one.profile.point == Point(8, 1, 2)
-    assert one.profile.note.startswith("as memory-lean: 32 × 2 × 1 was to be faster, but gave ")
+    assert one.point == Point(8, 1, 2)
+    assert one.note.startswith("as memory-lean: 32 × 2 × 1 was expected to be faster, but gave ")
     assert one.trial.measured.rate == max(
-        other.trial.measured.rate for other in plan.recommendations if other.trial and other.trial.measured
+        other.trial.measured.rate for other in plan.profiles if other.trial and other.trial.measured
     )
     text = (tmp_path / "models-one-throughput.yaml").read_text()
     assert "max_batch_size: 8" in text
     assert f"{machine(Point(8, 1, 2)).rate:.4g} rows/s" in text
-    assert Point(32, 2) in [trial.point for trial in plan.trials]  # what it gave can still be read
+    assert Point(32, 2) in [trial.point for trial in plan.checks]  # what it gave can still be read
 
 
 def test_what_is_told_is_the_same_everywhere(run: Run) -> None:
@@ -181,7 +177,7 @@ def test_profiles_are_run_in_turns_and_the_median_is_stated_with_its_spread(run:
 
     plan = run(verify=verify, rounds=3)
     assert order == [Point(8, 1, 2), Point(32, 2), Point(4, 2, 2)] * 3
-    trial = plan.recommendations[2].trial
+    trial = plan.profiles[2].trial
     assert trial is not None
     measured = trial.measured
     assert measured is not None
@@ -225,7 +221,7 @@ def test_a_profile_that_fails_in_a_later_round_states_no_figure(run: Run, tmp_pa
 
     plan = run(verify=verify, rounds=3)
     assert order.count(Point(32, 2)) == 2
-    trial = plan.recommendations[1].trial
+    trial = plan.profiles[1].trial
     assert trial is not None
     assert trial.measured is None
     assert "no figure, since round 2 failed: it went away" in (tmp_path / "models-one-throughput.yaml").read_text()
@@ -242,8 +238,8 @@ def test_ctrl_c_in_a_later_round_keeps_the_rounds_before(run: Run) -> None:
 
     plan = run(verify=verify, rounds=3)
     assert plan.ended == "stopped by hand"
-    assert [len(one.trial.rounds) for one in plan.recommendations if one.trial is not None] == [2, 1, 1]
-    assert all(one.trial.measured is not None for one in plan.recommendations if one.trial is not None)
+    assert [len(one.trial.rounds) for one in plan.profiles if one.trial is not None] == [2, 1, 1]
+    assert all(one.trial.measured is not None for one in plan.profiles if one.trial is not None)
 
 
 def test_ctrl_c_in_the_sweep_still_fits_and_recommends_but_runs_nothing_more(run: Run) -> None:
@@ -254,9 +250,9 @@ def test_ctrl_c_in_the_sweep_still_fits_and_recommends_but_runs_nothing_more(run
 
     plan = run(measure)
     assert plan.ended == "stopped by hand"
-    assert len(plan.sweep.measured) == 5
-    assert not plan.trials
-    assert all(one.trial is not None and one.trial.measured is None for one in plan.recommendations)
+    assert len(plan.measured) == 5
+    assert not plan.checks
+    assert all(one.trial is not None and one.trial.measured is None for one in plan.profiles)
     told = plan_json(plan)
     assert told["complete"] is False
     assert told["points"][5]["error"] == "stopped by hand"
@@ -269,16 +265,16 @@ def test_a_profile_that_does_not_run_says_why_and_the_others_do(run: Run, tmp_pa
         return machine(point)
 
     plan = run(verify=verify)
-    errors = [one.trial.error for one in plan.recommendations if one.trial is not None]
+    errors = [one.trial.error for one in plan.profiles if one.trial is not None]
     assert errors == ["", "no module 'my'", ""]
     assert "not run, no module 'my'" in (tmp_path / "models-one-throughput.yaml").read_text()
 
 
 def test_if_nothing_fits_no_file_is_written_and_the_smallest_need_is_told(run: Run, tmp_path: Path) -> None:
     plan = run(budget=GIB // 2, verifies=False)
-    assert smallest_need(plan) == "needs 631 MiB of the machine's memory, 512 MiB may be taken"
+    assert plan.smallest_excess() == "needs 631 MiB of the machine's memory, 512 MiB may be taken"
     assert "Nothing fits" in plan_text(plan)
-    assert all(row.excess for row in size_rows(plan))
+    assert all(row.excess for row in plan.size_rows())
     assert not list(tmp_path.iterdir())
 
 

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from app.cli.plan.point import Point, grid, section_of, takes_instances, threads_of
-from app.cli.plan.trial import profile_yaml
+from app.cli.plan.profiles import profile_yaml
+from app.cli.plan.subject import make_subject
 from app.config.schema import Config, Deployment, read_config
 
 
@@ -61,8 +62,8 @@ def test_the_yaml_of_a_profile_is_a_configuration(replicas: int) -> None:
         source="test", environment={}, flags={},
     )  # fmt: skip
     point = Point(4, 1, replicas)
-    section = section_of(config.deployments["fan"], point, 2)
-    text = profile_yaml(config, "fan", section, ["balanced: two replicas.", "Predicted: 1 GiB."])
+    subject = make_subject("models.yaml", config, "fan", (), cores=2, seconds=4, tokens=64, input=None)
+    text = profile_yaml(subject, point, ["balanced: two replicas.", "Predicted: 1 GiB."])
     assert text.startswith("# balanced: two replicas.\n# Predicted: 1 GiB.\n")
     again = read_config(yaml.safe_load(text), source="profile", environment={}, flags={})
     assert again.server == config.server

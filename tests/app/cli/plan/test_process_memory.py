@@ -7,33 +7,66 @@ import subprocess
 import sys
 from pathlib import Path
 
-from app.cli.plan.process_memory import ProcessMemory, add_up, descendants, mark_peaks, measure_server, parse_smaps
+import psutil
+import pytest
 
-SMAPS = """\
-55b73491c000-55b73491e000 r--p 00000000 fe:00 260386                     /usr/lib/libtorch.so
-Size:                  8 kB
-Rss:                   8 kB
-Anonymous:             0 kB
-55b73491e000-55b734924000 rw-p 00002000 fe:00 260386                     /usr/lib/libtorch.so
-Size:                 24 kB
-Rss:                  24 kB
-Anonymous:            20 kB
-7f0000000000-7f0000100000 rw-p 00000000 00:00 0                          [heap]
-Size:               1024 kB
-Rss:                 100 kB
-Anonymous:           100 kB
-"""
-TORCH = ("fe:00", "260386", "/usr/lib/libtorch.so")
+from app.cli.plan.process_memory import (
+    ProcessMemory,
+    add_up,
+    descendants,
+    mark_peaks,
+    measure_server,
+    process_memory,
+)
+
+TORCH = "/usr/lib/libtorch.so"
 
 
-def test_pages_of_a_file_that_were_written_are_the_process_own() -> None:
-    assert parse_smaps(SMAPS) == (120 * 1024, {TORCH: 12 * 1024})
+def test_pages_of_a_file_that_were_written_are_the_process_own(tmp_path: Path) -> None:
+    file = tmp_path / "library"
+    file.write_bytes(b"x" * (4 << 20))
+    program = (
+        "import mmap, sys\n"
+        "file = open(sys.argv[1], 'rb')\n"
+        "mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)\n"
+        "sum(mapped[::4096])\n"
+        "print(flush=True); sys.stdin.readline()\n"
+        "mapped[: 3 << 20] = b'y' * (3 << 20)\n"
+        "sum(mapped[::4096])\n"  # the kernel may have unmapped the rest of a large page
+        "print(flush=True); sys.stdin.readline()\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child, child.stdin, child.stdout:
+        child.stdout.readline()
+        read = process_memory(child.pid)
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        written = process_memory(child.pid)
+    assert read is not None
+    assert written is not None
+    assert read.files[str(file)] == 4 << 20
+    assert written.files[str(file)] == 1 << 20
+    assert written.anonymous - read.anonymous >= 3 << 20
+    assert process_memory(child.pid) is None
+
+
+@pytest.mark.parametrize("status", [psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD])
+def test_a_process_that_has_ended_is_no_descendant(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    with child, child.stdin:
+        assert child.pid in descendants(os.getpid())
+        monkeypatch.setattr(psutil.Process, "status", lambda self: status)
+        assert child.pid not in descendants(os.getpid())
 
 
 def test_a_library_counts_once_and_a_replicas_own_files_for_each() -> None:
-    own = ("00:1", "7", "/run/hw/r1/workspace/tritonserver")
-    other = ("00:1", "8", "/run/hw/r2/workspace/tritonserver")
-    segment = ("00:1", "9", "/dev/shm/region")
+    own = "/run/hw/r1/workspace/tritonserver"
+    other = "/run/hw/r2/workspace/tritonserver"
+    segment = "/dev/shm/region"
     found = add_up(
         [ProcessMemory(10, {TORCH: 5})],
         [

@@ -13,8 +13,8 @@ from app.cli.bench.plan import Plan, points_of
 from app.cli.client import Metadata, ServerClient, Tensor
 from app.cli.main import main
 from app.cli.plan.point import Point
+from app.cli.plan.profiles import served_at
 from app.cli.plan.subject import WARMUP_S, Subject, make_subject
-from app.cli.plan.trial import served_at
 from app.config.schema import read_config
 
 URL = "http://127.0.0.1:8000"

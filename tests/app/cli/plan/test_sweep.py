@@ -7,22 +7,23 @@ from dataclasses import replace
 import pytest
 
 from app.cli.plan.measuring import Measured
-from app.cli.plan.memory_model import MeasuredMemory
-from app.cli.plan.planning import Row, Sweep, measure_outliers_again, run_sweep
 from app.cli.plan.point import Point
+from app.cli.plan.sweep import measure_outliers_again, measured_of, run_sweep
+from app.cli.plan.trial import Trial
 from app.errors import CommandError
 
 POINTS = [Point(1), Point(8), Point(32)]
 
 
 def measured(point: Point) -> Measured:
-    memory = MeasuredMemory(100, 200, 1000.0, 1000.0)
-    return Measured(point, memory, 1300, 0, "cpu", 10.0, 5.0, 9.0, 2, 1.0, 0.1)
+    return Measured(point, 1300, 100, 200, 1000, 1000, 10.0, 5.0, 9.0, 2)
 
 
-def swept(measure: object, capacity: int | None = None, points: list[Point] = POINTS) -> Sweep:
-    sweep = Sweep()
-    run_sweep(sweep, points, measure, capacity, lambda row: None)  # type: ignore[arg-type]
+def swept(
+    measure: object, capacity: int | None = None, points: list[Point] = POINTS, sweep: list[Trial] | None = None
+) -> list[Trial]:
+    sweep = [] if sweep is None else sweep
+    run_sweep(sweep, points, measure, capacity, lambda trial: None)  # type: ignore[arg-type]
     return sweep
 
 
@@ -37,9 +38,8 @@ def failing(at: Point, error: BaseException) -> object:
 
 def test_a_size_that_fails_says_why_and_the_others_are_measured() -> None:
     sweep = swept(failing(POINTS[1], CommandError("it needs more")))
-    assert [row.error for row in sweep.rows] == ["", "it needs more", ""]
-    assert [one.point for one in sweep.measured] == [POINTS[0], POINTS[2]]
-    assert not sweep.ended
+    assert [row.error for row in sweep] == ["", "it needs more", ""]
+    assert [one.point for one in measured_of(sweep)] == [POINTS[0], POINTS[2]]
 
 
 def test_a_size_that_fails_once_is_measured_at_the_second_try_and_says_so() -> None:
@@ -53,28 +53,30 @@ def test_a_size_that_fails_once_is_measured_at_the_second_try_and_says_so() -> N
 
     sweep = swept(measure)
     assert tries == [POINTS[0], POINTS[1], POINTS[1], POINTS[2]]
-    assert [row.first_error for row in sweep.rows] == ["", "Triton did not start: | its log", ""]
-    assert [row.error for row in sweep.rows] == [""] * 3
-    assert len(sweep.measured) == 3
+    assert [row.first_error for row in sweep] == ["", "Triton did not start: | its log", ""]
+    assert [row.error for row in sweep] == [""] * 3
+    assert len(measured_of(sweep)) == 3
 
 
 def test_ctrl_c_keeps_what_there_is() -> None:
-    sweep = swept(failing(POINTS[1], KeyboardInterrupt()))
-    assert [row.error for row in sweep.rows] == ["", "stopped by hand"]
-    assert sweep.ended == "stopped by hand"
+    sweep: list[Trial] = []
+    with pytest.raises(KeyboardInterrupt):
+        swept(failing(POINTS[1], KeyboardInterrupt()), sweep=sweep)
+    assert [row.error for row in sweep] == ["", "stopped by hand"]
 
 
 def test_if_the_smallest_size_fails_no_other_is_tried() -> None:
-    sweep = swept(failing(POINTS[0], CommandError("no module my")))
-    assert len(sweep.rows) == 1
-    assert sweep.ended == "the smallest size, 1 × 1 × 1, can't be measured: no module my"
+    sweep: list[Trial] = []
+    with pytest.raises(CommandError, match=r"^the smallest size, 1 × 1 × 1, can't be measured: no module my$"):
+        swept(failing(POINTS[0], CommandError("no module my")), sweep=sweep)
+    assert len(sweep) == 1
 
 
 def test_a_size_that_would_bring_the_machine_down_is_not_tried() -> None:
     points = [Point(1), Point(1, 1, 2), Point(1, 1, 3)]
     sweep = swept(measured, 3000, points)
-    assert [bool(row.error) for row in sweep.rows] == [False, False, True]
-    assert sweep.rows[2].error.startswith("not tried: it takes")
+    assert [bool(row.error) for row in sweep] == [False, False, True]
+    assert sweep[2].error.startswith("not tried: it takes")
 
 
 def test_other_errors_are_ours_and_not_hidden() -> None:
@@ -97,7 +99,7 @@ def like_a_machine(point: Point, *, rate: float | None = None, p99_ms: float = 1
     ],
 )
 def test_an_outlier_is_measured_again_and_the_medians_count(noisy: Point, disturbed: Measured) -> None:
-    sweep, again, told = Sweep(), list[Point](), list[Row]()
+    sweep, again, told = list[Trial](), list[Point](), list[Trial]()
     points = [*POINTS, Point(8, 1, 2)]
     run_sweep(sweep, points, lambda one: disturbed if one == noisy else like_a_machine(one), None, lambda row: None)
 
@@ -108,7 +110,7 @@ def test_an_outlier_is_measured_again_and_the_medians_count(noisy: Point, distur
     measure_outliers_again(sweep, measure, told.append)
     assert again == [noisy, noisy]
     (row,) = told
-    assert row is sweep.rows[points.index(noisy)]
+    assert row is sweep[points.index(noisy)]
     assert row.measured is not None
     assert (row.measured.rate, row.measured.p99_ms) == (like_a_machine(noisy).rate, 12.0)
     assert row.measured.rates == (disturbed.rate, *2 * (like_a_machine(noisy).rate,))
@@ -118,13 +120,13 @@ def test_an_outlier_is_measured_again_and_the_medians_count(noisy: Point, distur
 def test_without_outliers_nothing_is_measured_again() -> None:
     sweep = swept(like_a_machine)
     measure_outliers_again(sweep, failing(POINTS[0], AssertionError()), pytest.fail)  # type: ignore[arg-type]
-    assert [row.note for row in sweep.rows] == [""] * 3
+    assert [row.note for row in sweep] == [""] * 3
 
 
 def test_an_outlier_that_cannot_be_measured_again_keeps_what_there_is() -> None:
     sweep = swept(lambda point: like_a_machine(point, p99_ms=286.0 if point.rows == 8 else 12.0))
     measure_outliers_again(sweep, failing(Point(8), CommandError("it went away")), lambda row: None)  # type: ignore[arg-type]
-    assert [one.p99_ms for one in sweep.measured] == [12.0, 286.0, 12.0]
-    measure_outliers_again(sweep, failing(Point(8), KeyboardInterrupt()), lambda row: None)  # type: ignore[arg-type]
-    assert sweep.ended == "stopped by hand"
-    assert len(sweep.measured) == 3
+    assert [one.p99_ms for one in measured_of(sweep)] == [12.0, 286.0, 12.0]
+    with pytest.raises(KeyboardInterrupt):
+        measure_outliers_again(sweep, failing(Point(8), KeyboardInterrupt()), lambda row: None)  # type: ignore[arg-type]
+    assert len(measured_of(sweep)) == 3

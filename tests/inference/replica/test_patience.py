@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from pytriton.proxy import communication
 
-from inference.replica.first_instance import make_patient
-from inference.replica.patience import patient
+from inference.replica.patience import make_patient, patient
 from inference.replica.triton import telling_lines
 
 FAULTS = (ConnectionRefusedError("bound, not listening"), TimeoutError("not there"), ValueError("no JSON"))
