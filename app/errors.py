@@ -69,17 +69,22 @@ __all__ = [
 ]
 
 RETRY_AFTER_LOST_S: Final = 2
-"""What a client is told to wait when a replica was lost: about as long as another one takes to have room for it."""
+"""``Retry-After`` when a replica was lost: about the time until another one has capacity for its requests."""
 
 
 class HeadwaterError(Exception):
-    """Base of the errors that an HTTP client sees."""
+    """Base of the errors that an HTTP client sees.
+
+    A subclass gives its HTTP status and whether it may quote as keywords, or inherits both.
+    """
 
     status: ClassVar[int] = 500
-    kind: ClassVar[str] = "server_error"
-    """OpenAI's ``type``."""
     may_quote: ClassVar[bool] = True
-    """Whether its message may hold what a client sent or a callable said: then it is logged only if asked for."""
+    """Whether the message may hold what a client sent or a callable said: then it is logged only if asked for."""
+
+    def __init_subclass__(cls, status: int | None = None, *, may_quote: bool | None = None) -> None:
+        cls.status = cls.status if status is None else status
+        cls.may_quote = cls.may_quote if may_quote is None else may_quote
 
     def __init__(self, message: str, *, field: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -89,152 +94,90 @@ class HeadwaterError(Exception):
         self.retry_after_s = retry_after_s
 
     def again(self, message: str | None = None) -> HeadwaterError:
-        """The same, perhaps in other words: one object raised in several tasks gathers the tracebacks of all."""
-        return type(self)(
-            self.message if message is None else message, field=self.field, retry_after_s=self.retry_after_s
-        )
+        """A new error like this one, maybe with another message: one object raised in several tasks gathers the
+        tracebacks of all."""
+        text = self.message if message is None else message
+        return type(self)(text, field=self.field, retry_after_s=self.retry_after_s)
 
 
-class BadRequest(HeadwaterError):
+class BadRequest(HeadwaterError, status=400):
     """The request's content is wrong."""
 
-    status = 400
-    kind = "invalid_request_error"
 
-
-class Unauthorized(HeadwaterError):
+class Unauthorized(HeadwaterError, status=401, may_quote=False):
     """No API key, or none that is good here."""
 
-    status = 401
-    kind = "invalid_request_error"
-    may_quote = False
 
-
-class Forbidden(HeadwaterError):
-    """What only an operator may do, asked by someone who can't be told from anybody else."""
-
-    status = 403
-    kind = "invalid_request_error"
-    may_quote = False
+class Forbidden(HeadwaterError, status=403, may_quote=False):
+    """Only an operator may do this, and the client could be anybody."""
 
 
 class ScopeMissing(Forbidden):
     """The API key is good, but not for this."""
 
 
-class NotFound(HeadwaterError):
+class NotFound(HeadwaterError, status=404):
     """No such model or route."""
 
-    status = 404
-    kind = "invalid_request_error"
 
-
-class MethodNotAllowed(HeadwaterError):
+class MethodNotAllowed(HeadwaterError, status=405, may_quote=False):
     """The route exists, but not for this method."""
 
-    status = 405
-    kind = "invalid_request_error"
-    may_quote = False
 
-
-class BodyTooSlow(HeadwaterError):
+class BodyTooSlow(HeadwaterError, status=408, may_quote=False):
     """The body did not arrive in time."""
 
-    status = 408
-    kind = "invalid_request_error"
-    may_quote = False
 
-
-class Conflict(HeadwaterError):
+class Conflict(HeadwaterError, status=409, may_quote=False):
     """The deployment's state doesn't allow it."""
-
-    status = 409
-    kind = "invalid_request_error"
-    may_quote = False
 
 
 class MemoryBudgetExceeded(Conflict):
     """The memory budget doesn't allow another replica."""
 
 
-class Cancelled(HeadwaterError):
+class Cancelled(HeadwaterError, status=409, may_quote=False):
     """The request was cancelled by its id while it ran."""
 
-    status = 409
-    kind = "invalid_request_error"
-    may_quote = False
 
-
-class BodyTooLarge(HeadwaterError):
+class BodyTooLarge(HeadwaterError, status=413, may_quote=False):
     """The body, or what it unpacks to, is over the configured limit."""
 
-    status = 413
-    kind = "invalid_request_error"
-    may_quote = False
 
-
-class UnsupportedMediaType(HeadwaterError):
+class UnsupportedMediaType(HeadwaterError, status=415):
     """Content type or content encoding that the route doesn't take."""
 
-    status = 415
-    kind = "invalid_request_error"
 
-
-class Quarantined(HeadwaterError):
+class Quarantined(HeadwaterError, status=422, may_quote=False):
     """The same request took two replicas down a while ago."""
 
-    status = 422
-    kind = "invalid_request_error"
-    may_quote = False
 
-
-class QueueFull(HeadwaterError):
+class QueueFull(HeadwaterError, status=429, may_quote=False):
     """The queue of the deployment, or of all, is full."""
 
-    status = 429
-    kind = "rate_limit_error"
-    may_quote = False
 
-
-class RateLimited(HeadwaterError):
+class RateLimited(HeadwaterError, status=429, may_quote=False):
     """The limit of the API key is reached, whatever the server could do."""
 
-    status = 429
-    kind = "rate_limit_error"
-    may_quote = False
 
-
-class HeadersTooLarge(HeadwaterError):
+class HeadersTooLarge(HeadwaterError, status=431, may_quote=False):
     """The headers are over the limit."""
 
-    status = 431
-    kind = "invalid_request_error"
-    may_quote = False
 
-
-class ClientGone(HeadwaterError):
+class ClientGone(HeadwaterError, status=499, may_quote=False):
     """The client went away before its answer; seen in logs and metrics only."""
 
-    status = 499
-    kind = "invalid_request_error"
-    may_quote = False
 
-
-class CallableFailed(HeadwaterError):
+class CallableFailed(HeadwaterError, status=500):
     """The user's callable raised, or broke its own declaration."""
-
-    status = 500
 
 
 class ContractBroken(CallableFailed):
-    """An engine repeated a token, left one out, or went on after the end: what it says can't be trusted."""
+    """An engine repeated a token, left one out, or went on after the end: its output can't be trusted."""
 
 
-class Unavailable(HeadwaterError):
+class Unavailable(HeadwaterError, status=503, may_quote=False):
     """The deployment is loading, draining or crashed."""
-
-    status = 503
-    may_quote = False
 
 
 class ReplicaLost(Unavailable):
@@ -245,11 +188,8 @@ class ReplicaUnreachable(ReplicaLost):
     """The replica ended before it had the request: nothing of it was computed."""
 
 
-class DeadlineExceeded(HeadwaterError):
+class DeadlineExceeded(HeadwaterError, status=504, may_quote=False):
     """The request's deadline passed, queueing included."""
-
-    status = 504
-    may_quote = False
 
 
 class ConfigError(Exception):
@@ -261,9 +201,11 @@ class StartError(Exception):
 
 
 class CommandError(Exception):
-    """A running server refused or failed what it was told to do, or can't be reached; the message says why."""
+    """A running server refused a command or failed at it, or can't be reached; the message says why."""
 
 
 def openai_error(error: HeadwaterError) -> dict[str, object]:
     """The body of an error in the form of OpenAI's API."""
-    return {"error": {"message": error.message, "type": error.kind, "param": error.field, "code": error.status}}
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    kind = "rate_limit_error" if error.status == 429 else kind
+    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": error.status}}

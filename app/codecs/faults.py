@@ -1,42 +1,35 @@
 """Reads a request's JSON and reports its faults: the field, what was expected, and what the client sent.
 
-Every route reports a fault in the same words. Only `said` reads msgspec's own wording.
+Every route reports a fault in the same words.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
-from msgspec import inspect
 
+from app.codecs.wording import PARSE_ERRORS, PATH_PART, ParsedError, bounds_at, choices_at, fields_at, kind_of, parsed
 from app.errors import BadRequest
 
 __all__ = [
     "MAX_CONTAINERS",
     "MAX_VALUES",
-    "PARSE_ERRORS",
-    "Said",
     "at",
     "check_keys",
     "check_size",
     "colons",
     "key_text",
-    "kind_of",
     "no_json_form",
     "read_json",
-    "said",
     "shape_text",
     "shown",
     "unreadable",
 ]
-
-PARSE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Everything msgspec raises for a client's input."""
 
 MAX_CONTAINERS: Final = 100_000
 """Keys, objects and arrays in a body, not counting a tensor's ``data``. One call decodes a body, and no other thread
@@ -44,56 +37,18 @@ runs meanwhile: this bounds that time to a few hundredths of a second."""
 MAX_VALUES: Final = 1_000_000
 """Values in a body without tensors; a plain value costs a tenth of a key or an object."""
 
-_KINDS: Final = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "a boolean",
-    "array": "an array",
-    "object": "an object",
-    "null": "null",
-}
-_BOUNDED: Final = {
-    "int": inspect.IntType,
-    "float": inspect.FloatType,
-    "str": inspect.StrType,
-    "array": inspect.ListType,
-}
-_UNITS: Final = {"str": " characters", "array": " entries"}
-_EXPECTED: Final = re.compile(r"Expected `([^`]*)`, got `([^`]*)`\Z")
-_BOUND: Final = re.compile(r"Expected `(int|float|str|array)` (?:of length )?[<>]=? \S+\Z")
-_FIELD: Final = re.compile(r"Object (contains unknown|missing required) field `(.*)`\Z", re.DOTALL)
-_ENUM: Final = re.compile(r"Invalid enum value (.*)\Z", re.DOTALL)
-_BYTE: Final = re.compile(r"\(byte (\d+)\)\Z")
-_PATH_PART: Final = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+_ENTRY: Final = re.compile(r"\.(?:inputs|outputs)\[\d+\]")
 _NOT_FINITE: Final = re.compile(rb"-?\b(?:NaN|Infinity)\b")
 _NOT_FINITE_HERE: Final = re.compile(rb"nan|inf", re.IGNORECASE)
 _HIGH_SURROGATE: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _BACKSLASHES: Final = re.compile(rb"\\*")
-# A longer body is not searched again for the tensor's name: errors must be cheap too.
+# A longer body is not parsed again for an error's words: errors must be cheap too.
 _LOOK_AGAIN_BYTES: Final = 1 << 20
 _PIECE_BYTES: Final = 1 << 16
 _FEW_BYTES: Final = 4096
 _FEW_COLONS: Final = 1000
 
 _Value = TypeVar("_Value")
-
-
-class _Entry(msgspec.Struct):
-    """The parts of a tensor that an error message needs."""
-
-    name: Any = None
-    data: msgspec.Raw = msgspec.Raw(b"")
-    parameters: Any = None
-
-
-class _Loose(msgspec.Struct):
-    inputs: list[_Entry] = []
-    outputs: list[_Entry] = []
-    parameters: Any = None
-
-
-_LOOSE: Final = msgspec.json.Decoder(_Loose)
 
 
 def at(path: str, tensor: str | None, message: str) -> BadRequest:
@@ -112,7 +67,7 @@ def shown(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, (int, float)):
         return repr(value)
-    return "null" if value is None else _KINDS["object" if isinstance(value, dict) else "array"]
+    return "null" if value is None else kind_of("object" if isinstance(value, dict) else "array")
 
 
 def key_text(name: str) -> str:
@@ -128,69 +83,12 @@ def shape_text(shape: Sequence[int]) -> str:
 
 def no_json_form(path: str, tensor: str, datatype: str) -> BadRequest:
     """The error for an output requested in JSON that has no JSON form."""
-    return at(
-        path,
-        tensor,
-        f"expected a datatype that has a JSON form, got {datatype}; ask for binary data: "
-        '"parameters": {"binary_data": true} on the output, or "parameters": {"binary_data_output": true} on the '
-        "request",
-    )
+    fix = 'ask for binary data: "parameters": {"binary_data": true} on the output, or "parameters": '
+    fix += '{"binary_data_output": true} on the request'
+    return at(path, tensor, f"expected a datatype that has a JSON form, got {datatype}; {fix}")
 
 
-def kind_of(name: str) -> str:
-    """The words for a type that msgspec calls ``int`` or ``float | null``."""
-    return " or ".join(_KINDS.get(part, part) for part in name.split(" | ") if part != "null" or name == "null")
-
-
-class Said(NamedTuple):
-    """The parts of an error message of msgspec."""
-
-    text: str
-    """The message without the path."""
-    path: str
-    """As in ``.inputs[0].shape[1]``; ``[...]`` for a value of a dict."""
-    expected: str = ""
-    """msgspec's name of one or several types: ``float | null``."""
-    got: str = ""
-    unknown: str | None = None
-    """A field that the object must not have."""
-    missing: str | None = None
-    """A required field that the object lacks."""
-    value: str | None = None
-    """A value that is none of the choices."""
-    bounded: str | None = None
-    """msgspec's name of the type of a value that is out of bounds."""
-    is_out_of_range: bool = False
-    byte: int | None = None
-    """Where the JSON is malformed."""
-    is_followed: bool = False
-    """Whether more follows valid JSON."""
-
-
-def said(error: Exception) -> Said:
-    """Parse msgspec's wording."""
-    text, found, path = str(error).rpartition(" - at `$")
-    text, path = (text, path[:-1]) if found else (str(error), "")
-    if kinds := _EXPECTED.match(text):
-        return Said(text, path, expected=kinds[1], got=kinds[2])
-    if field := _FIELD.match(text):
-        is_unknown = field[1] == "contains unknown"
-        return Said(text, path, unknown=field[2] if is_unknown else None, missing=None if is_unknown else field[2])
-    if bound := _BOUND.match(text):
-        return Said(text, path, bounded=bound[1])
-    if value := _ENUM.match(text):
-        return Said(text, path, value=value[1])
-    where = _BYTE.search(text)
-    return Said(
-        text.removeprefix("JSON is malformed: "),
-        path,
-        is_out_of_range=text.endswith("out of range"),
-        byte=int(where[1]) if where else None,
-        is_followed="trailing characters" in text,
-    )
-
-
-def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "") -> _Value:
+def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "", *, hint: str = "") -> _Value:
     """Decode JSON that has no tensors.
 
     Args:
@@ -198,18 +96,20 @@ def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "
         kind: the value's type. A struct's field of type None is part of the API but not supported here: only null is
             accepted. A bound has words of its own where its `msgspec.Meta` has `extra={"expected": words}`.
         path: the field whose value the JSON is; empty: the body.
+        hint: added to an error's message.
 
     Raises:
         BadRequest: the text isn't JSON, is too large, or has a duplicate key; or a field is unknown, missing,
             unsupported, of another type or out of bounds. The message names the field.
     """
     text = bytes(text)
-    check_size(text)
     try:
+        check_size(text)
         value: _Value = msgspec.json.decode(text, type=kind)
         check_keys(text)
-    except PARSE_ERRORS as error:
-        raise unreadable(error, text, kind, path) from None
+    except (BadRequest, *PARSE_ERRORS) as error:
+        fault = error if isinstance(error, BadRequest) else unreadable(error, text, kind, path)
+        raise (fault.again(f"{fault.message}; {hint}") if hint else fault) from None
     return value
 
 
@@ -227,10 +127,10 @@ def check_size(text: bytes, end: int | None = None, *, tensors: bool = False) ->
     end = len(text) if end is None else end
     if end <= MAX_CONTAINERS:
         return
-    counted = (b":",) if tensors else (b":", b"[", b"{")
-    brackets = 0 if tensors else text.count(b"[", 0, end) + text.count(b"{", 0, end)
-    if colons(text, end) + brackets > MAX_CONTAINERS:
-        _check_outside(text, end, counted, MAX_CONTAINERS, "keys" if tensors else "keys, objects and arrays")
+    brackets = () if tensors else (b"[", b"{")
+    if colons(text, end) + sum(text.count(one, 0, end) for one in brackets) > MAX_CONTAINERS:
+        what = "keys" if tensors else "keys, objects and arrays"
+        _check_outside(text, end, (b":", *brackets), MAX_CONTAINERS, what)
     if not tensors and text.count(b",", 0, end) > MAX_VALUES:
         _check_outside(text, end, (b",",), MAX_VALUES, "values")
 
@@ -281,12 +181,8 @@ def check_keys(text: bytes) -> None:
 
 def _unique(pairs: list[tuple[str, object]]) -> None:
     if len(pairs) != len(dict(pairs)):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                name = key_text(key)
-                raise at(name, None, "expected every key of an object once, got this one twice; leave one out")
-            seen.add(key)
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise at(key_text(key), None, "expected every key of an object once, got this one twice; leave one out")
 
 
 _PAIRS: Final = json.JSONDecoder(object_pairs_hook=_unique, strict=False, parse_int=len, parse_float=len)
@@ -309,21 +205,23 @@ def unreadable(
         return at(whole, None, "expected JSON, got arrays or objects nested too deeply")
     if isinstance(error, UnicodeDecodeError):
         return at(whole, None, f"expected JSON in UTF-8, got byte 0x{error.object[error.start]:02x} in a string")
-    fault = said(error)
+    fault = parsed(error)
     if not isinstance(error, msgspec.ValidationError):
         return _malformed(fault, text, whole, binary)
-    entry = _entry(fault.path, text)
-    tensor = entry.name if isinstance(entry, _Entry) and isinstance(entry.name, str) else None
+    tensor = _tensor(text, fault.path)
     expected = fault.expected
     inner = fault.path
     if inner.endswith("parameters[...]"):
-        inner = inner.removesuffix("[...]") + _guilty_parameter(entry, dict if fault.got == "object" else list)
+        inner = inner.removesuffix("[...]")
+        parameters = _value_at(text, inner)
+        if isinstance(parameters, dict):
+            wrong = dict if fault.got == "object" else list
+            inner += next((f".{key_text(name)}" for name, one in parameters.items() if isinstance(one, wrong)), "")
         expected = expected.replace(" | array", "").replace(" | null", "")  # only some of the parameters accept these
     place = (path + inner).lstrip(".")
-    if fault.unknown is not None or fault.missing is not None:
-        name = fault.unknown if fault.missing is None else fault.missing
-        assert name is not None
-        listed = ", ".join(_fields(_type_at(kind, fault.path)))
+    name = fault.missing if fault.unknown is None else fault.unknown
+    if name is not None:
+        listed = ", ".join(fields_at(kind, fault.path))
         field = f"{place}.{key_text(name)}" if place else key_text(name)
         if fault.missing is None:
             return at(field, tensor, f"expected one of the fields {listed}, got {shown(name)}")
@@ -334,67 +232,18 @@ def unreadable(
     if expected:
         return at(place, tensor, f"expected {kind_of(expected)}, got {kind_of(fault.got)}")
     if fault.value is not None:
-        return at(place, tensor, f"expected {_choices(_type_at(kind, fault.path))}, got {fault.value[:80]}")
+        return at(place, tensor, f"expected {choices_at(kind, fault.path)}, got {fault.value[:80]}")
     if fault.bounded is not None:
-        expected = _bounds(fault.bounded, _type_at(kind, fault.path))
-        return at(place, tensor, f"expected {expected}{_got(fault, text)}")
+        return at(place, tensor, f"expected {bounds_at(kind, fault.path, fault.bounded)}{_got(fault, text)}")
     if fault.is_out_of_range:
         return at(place, tensor, "expected a number in range, got one beyond it")
     return at(place, tensor, f"expected a valid value, got this: {fault.text[:200]}")
 
 
-@functools.cache
-def _type_info(kind: Any) -> inspect.Type:
-    return inspect.type_info(kind)
-
-
-def _type_at(kind: Any, path: str) -> Sequence[inspect.Type]:
-    """The types accepted at a path."""
-    found = _alternatives(_type_info(kind))
-    for part in _PATH_PART.finditer(path):
-        inner: list[inspect.Type] = []
-        for one in found:
-            if part[1] is not None and isinstance(one, inspect.StructType):
-                inner += [field.type for field in one.fields if field.encode_name == part[1]]
-            elif part[1] is None and isinstance(one, inspect.ListType):
-                inner.append(one.item_type)
-            elif part[1] is None and isinstance(one, inspect.DictType):
-                inner.append(one.value_type)
-        found = [one for kinds in inner for one in _alternatives(kinds)]
-    return found
-
-
-def _alternatives(kind: inspect.Type) -> Sequence[inspect.Type]:
-    if isinstance(kind, inspect.Metadata):
-        return (kind, *_alternatives(kind.type))
-    if isinstance(kind, inspect.UnionType):
-        return [one for within in kind.types for one in _alternatives(within)]
-    return (kind,)
-
-
-def _bounds(name: str, kinds: Sequence[inspect.Type]) -> str:
-    """The bounds of a type, by msgspec's name of it."""
-    for kind in kinds:
-        if isinstance(kind, inspect.Metadata) and isinstance(kind.type, _BOUNDED[name]) and kind.extra:
-            return str(kind.extra["expected"])
-    bare: Any = next(kind for kind in kinds if isinstance(kind, _BOUNDED[name]))
-    unit = _UNITS.get(name, "")
-    low, high = (bare.min_length, bare.max_length) if unit else (bare.ge, bare.le)
-    if low is None or high is None:
-        return f"at least {low}{unit}" if high is None else f"at most {high}{unit}"
-    return f"{low} to {high}{unit}" if unit else f"{_KINDS[name]} from {low} to {high}"
-
-
-def _got(fault: Said, text: bytes | memoryview) -> str:
-    """The value that is out of bounds; empty if it is not to be had."""
-    if len(text) > _LOOK_AGAIN_BYTES:
-        return ""
-    try:
-        value = msgspec.json.decode(text)
-        check_keys(bytes(text))
-        for part in _PATH_PART.finditer(fault.path):
-            value = value[int(part[2]) if part[1] is None else part[1]]
-    except (*PARSE_ERRORS, LookupError, ValueError):  # malformed further on, or within a dict of any keys
+def _got(fault: ParsedError, text: bytes | memoryview) -> str:
+    """The value that is out of bounds, for a message; empty if it can't be found."""
+    value = _value_at(text, fault.path, check=True)
+    if value is None:
         return ""
     if fault.bounded == "str":
         return f", got {len(value)} characters" if value else ", got an empty string"
@@ -403,51 +252,34 @@ def _got(fault: Said, text: bytes | memoryview) -> str:
     return f", got {shown(float(value) if fault.bounded == 'float' else value)}"
 
 
-def _fields(kinds: Sequence[inspect.Type]) -> list[str]:
-    """The supported fields of an object."""
-    return [
-        field.encode_name
-        for kind in kinds
-        if isinstance(kind, inspect.StructType)
-        for field in kind.fields
-        if not isinstance(field.type, inspect.NoneType)
-    ]
+def _value_at(text: bytes | memoryview, path: str, *, check: bool = False) -> Any:
+    """The value at a path; None if the text is long or malformed, or the path leads into an object of any keys.
 
-
-def _choices(kinds: Sequence[inspect.Type]) -> str:
-    return " or ".join(repr(value) for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values)
-
-
-def _loose(text: bytes | memoryview) -> _Loose | None:
+    Raises:
+        BadRequest: ``check`` is set, and an object has a key twice.
+    """
     if len(text) > _LOOK_AGAIN_BYTES:
         return None
     try:
-        return _LOOSE.decode(text)
-    except PARSE_ERRORS:
+        value = msgspec.json.decode(text)
+        if check:
+            check_keys(bytes(text))
+        for part in PATH_PART.finditer(path):
+            value = value[int(part[2]) if part[1] is None else part[1]]
+    except (*PARSE_ERRORS, LookupError, TypeError, ValueError):
         return None
+    return value
 
 
-def _entry(path: str, text: bytes | memoryview) -> _Entry | _Loose | None:
-    """The input or output that a path lies in, else the request; None if the text can't be parsed again."""
-    loose = _loose(text)
-    place = re.match(r"\.(inputs|outputs)\[(\d+)\]", path)
-    if loose is None or place is None:
-        return loose
-    entries: list[_Entry] = getattr(loose, place[1])
-    return entries[int(place[2])]
+def _tensor(text: bytes | memoryview, path: str) -> str | None:
+    """The name of the input or output that a path lies in."""
+    place = _ENTRY.match(path)
+    entry = None if place is None else _value_at(text, place[0])
+    name = entry.get("name") if isinstance(entry, dict) else None
+    return name if isinstance(name, str) else None
 
 
-def _guilty_parameter(entry: _Entry | _Loose | None, kind: type[Any]) -> str:
-    """The parameter of that type, which msgspec calls ``parameters[...]``."""
-    values = entry.parameters if entry is not None else None
-    if isinstance(values, dict):
-        for name, value in values.items():
-            if isinstance(value, kind):
-                return f".{key_text(name)}"
-    return ""
-
-
-def _malformed(fault: Said, text: bytes | memoryview, path: str, binary: str) -> BadRequest:
+def _malformed(fault: ParsedError, text: bytes | memoryview, path: str, binary: str) -> BadRequest:
     position = len(text) if fault.byte is None else fault.byte
     here = bytes(text[position : position + 3])
     if not len(text) or bytes(text).isspace():
@@ -455,11 +287,8 @@ def _malformed(fault: Said, text: bytes | memoryview, path: str, binary: str) ->
     if _NOT_FINITE_HERE.match(here):
         field, tensor = _not_finite_tensor(text) if binary else (path, None)
         hint = f"; send the tensor as {binary}, which has both" if binary else ""
-        return at(
-            field,
-            tensor,
-            f"expected JSON numbers, got a NaN or Infinity at byte {position}: JSON has neither{hint}",
-        )
+        message = f"expected JSON numbers, got a NaN or Infinity at byte {position}: JSON has neither{hint}"
+        return at(field, tensor, message)
     # A high surrogate without a low one after it; msgspec reports it in some places only.
     before = text[-16:] if fault.byte is None else text[max(position - 6, 0) : position]
     if "surrogate" in fault.text or _HIGH_SURROGATE.search(bytes(before)):
@@ -470,8 +299,10 @@ def _malformed(fault: Said, text: bytes | memoryview, path: str, binary: str) ->
 
 def _not_finite_tensor(text: bytes | memoryview) -> tuple[str, str | None]:
     """The path and name of the first input whose data hold a NaN or an infinity."""
-    loose = _loose(_NOT_FINITE.sub(b"null", bytes(text))) if len(text) <= _LOOK_AGAIN_BYTES else None
-    for index, tensor in enumerate(loose.inputs if loose else ()):
-        if b"null" in bytes(tensor.data):
-            return f"inputs[{index}].data", tensor.name if isinstance(tensor.name, str) else None
+    if len(text) <= _LOOK_AGAIN_BYTES:
+        text = _NOT_FINITE.sub(b"null", bytes(text))
+        inputs = _value_at(text, ".inputs")
+        for index, entry in enumerate(inputs if isinstance(inputs, list) else ()):
+            if isinstance(entry, dict) and b"null" in msgspec.json.encode(entry.get("data", "")):
+                return f"inputs[{index}].data", _tensor(text, f".inputs[{index}]")
     return "body", None

@@ -7,29 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import orjson
 
-from app.codecs.faults import (
-    PARSE_ERRORS,
-    at,
-    check_keys,
-    check_size,
-    colons,
-    key_text,
-    read_json,
-    shape_text,
-    shown,
-    unreadable,
-)
+from app.codecs.faults import at, check_keys, check_size, colons, key_text, read_json, shape_text, shown, unreadable
 from app.codecs.infer_response import checked_size, flat_json, omission_parameters
 from app.codecs.inputs import DeclaredInput, declared_input, element_count
 from app.codecs.parameters import RequestId, RequestParameters
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, RawTensor
+from app.codecs.wording import PARSE_ERRORS
 from app.errors import BadRequest, CallableFailed, HeadwaterError
-from inference.datatypes import DATATYPES, Datatype
+from inference.datatypes import DATATYPES
 from inference.signature import Signature
 
 __all__ = ["GenerateDecoder", "GenerateEncoder"]
@@ -39,9 +29,8 @@ _BODY: Final = msgspec.json.Decoder(_Fields)
 _NULL: Final = msgspec.Raw(b"null")
 _REQUEST_FIELDS: Final = ("id", "parameters")
 _ANSWER_FIELDS: Final = (
-    *("id", "model_name", "model_version", "parameters"),
-    *("head", "status", "time_ms", "error", "final", "heads"),
-)
+    "id", "model_name", "model_version", "parameters", "head", "status", "time_ms", "error", "final", "heads",
+)  # fmt: skip
 _NO_ELEMENT_TEXT: Final = b" \t\r\n"
 _NUMBER_TEXT: Final = b" \t\r\n0123456789+-.eEtruefals"
 _MAX_NESTING: Final = 64
@@ -92,8 +81,10 @@ class GenerateDecoder:
                 continue
             if name in self._inputs:
                 values[name] = raw
-            elif name not in self._parameters:
-                raise self._unknown(name)
+            elif name not in self._parameters.known:
+                known = ", ".join((*self._inputs, *_REQUEST_FIELDS))
+                known += f", or of the parameters {', '.join(self._parameters.known)}"
+                raise at(key_text(name), None, f"expected one of the fields {known}, got {shown(name)}")
             elif name in given:
                 raise at(key_text(name), None, f"expected it once, got parameters.{key_text(name)} as well")
             else:
@@ -104,12 +95,9 @@ class GenerateDecoder:
             request.inputs[name] = _row(raw, self._inputs[name])
         missing = [name for name in self._required if name not in request.inputs]
         if missing:
-            raise at(
-                key_text(missing[0]),
-                None,
-                f"expected the required inputs {', '.join(map(repr, self._required))}, got an object without "
-                f"{', '.join(map(repr, missing))}",
-            )
+            required, lacking = ", ".join(map(repr, self._required)), ", ".join(map(repr, missing))
+            message = f"expected the required inputs {required}, got an object without {lacking}"
+            raise at(key_text(missing[0]), None, message)
         request.rows = 1
         return request
 
@@ -122,24 +110,12 @@ class GenerateDecoder:
         for name in names:
             datatype = self._outputs[name]
             if not datatype.json:
-                fix = "; or leave its head out of parameters.heads" if heads is not None else ""
-                raise at(
-                    "outputs",
-                    name,
-                    f"expected a datatype that has a JSON form, got {datatype.name}; use /infer and binary data{fix}",
-                )
+                fix = "use /infer and binary data"
+                fix += "; or leave its head out of parameters.heads" if heads is not None else ""
+                raise at("outputs", name, f"expected a datatype that has a JSON form, got {datatype.name}; {fix}")
             if name in _ANSWER_FIELDS:
                 raise at("outputs", name, "expected a name that is no field of the answer; use /infer")
         request.outputs = [OutputWish(name, binary=False) for name in names]
-
-    def _unknown(self, name: str) -> BadRequest:
-        fields = ", ".join((*self._inputs, *_REQUEST_FIELDS))
-        known = ", ".join(self._parameters.known)
-        return at(
-            key_text(name),
-            None,
-            f"expected one of the fields {fields}, or of the parameters {known}, got {shown(name)}",
-        )
 
 
 def _row(raw: msgspec.Raw, declared: DeclaredInput) -> RawTensor:
@@ -157,10 +133,8 @@ def _row(raw: msgspec.Raw, declared: DeclaredInput) -> RawTensor:
         # An empty array hides the dimensions within it.
         dims = [*nesting, *(max(dim, 0) for dim in spec.shape[len(nesting) :])]
     else:
-        raise at(
-            path, None, f"expected a flat array, or one nested as a row of shape {shape_text(spec.shape)}, got "
-            f"{len(nesting)} levels of nesting"
-        )  # fmt: skip
+        expected = f"expected a flat array, or one nested as a row of shape {shape_text(spec.shape)}"
+        raise at(path, None, f"{expected}, got {len(nesting)} levels of nesting")
     shape = [1, *dims]
     count = element_count(shape, declared, None)
     return RawTensor(spec.datatype, tuple(shape), declared.data.pack(text, dims, count, None))
@@ -172,9 +146,8 @@ def _single(text: bytes, declared: DeclaredInput) -> RawTensor:
     path = key_text(spec.name)
     if any(dim not in (1, -1) for dim in spec.shape):
         kind = {ord('"'): "a string", ord("{"): "an object", ord("n"): "null"}.get(text[0], "a single value")
-        raise at(
-            path, None, f"expected an array of {spec.datatype} for a row of shape {shape_text(spec.shape)}, got {kind}"
-        )
+        expected = f"expected an array of {spec.datatype} for a row of shape {shape_text(spec.shape)}"
+        raise at(path, None, f"{expected}, got {kind}")
     shape = [1] * (len(spec.shape) + 1)
     try:
         data = declared.data.pack(b"[%b]" % text, shape[1:], 1, None)
@@ -218,21 +191,13 @@ def _dims_of_flat(length: int, declared: DeclaredInput) -> list[int]:
     fixed = math.prod(dim for dim in shape if dim >= 0)
     varying = sum(dim < 0 for dim in shape)
     if varying > 1:
-        raise at(
-            path, None, f"expected arrays nested as a row of shape {shape_text(shape)}, several dimensions of which "
-            "vary, got a flat array"
-        )  # fmt: skip
+        expected = f"expected arrays nested as a row of shape {shape_text(shape)}, several dimensions of which vary"
+        raise at(path, None, f"{expected}, got a flat array")
     if varying and (fixed == 0 or length % fixed):
         raise at(path, None, f"expected a multiple of {fixed} elements, for shape {shape_text(shape)}, got {length}")
     if not varying and length != fixed:
         raise at(path, None, f"expected {fixed} elements, for shape {shape_text(shape)}, got {length}")
     return [length // fixed if dim < 0 else dim for dim in shape]
-
-
-class _Declared(NamedTuple):
-    datatype: Datatype
-    key: bytes
-    """``,"name":``"""
 
 
 class GenerateEncoder:
@@ -245,8 +210,7 @@ class GenerateEncoder:
     def __init__(self, signature: Signature) -> None:
         self._model = b'{"model_name":%b,"model_version":"1"' % orjson.dumps(signature.name)
         self._outputs = {
-            spec.name: _Declared(DATATYPES[spec.datatype], b",%b:" % orjson.dumps(spec.name))
-            for spec in signature.outputs
+            spec.name: (DATATYPES[spec.datatype], b",%b:" % orjson.dumps(spec.name)) for spec in signature.outputs
         }
         self._heads = {head.name: head.outputs for head in signature.heads}
 
@@ -259,8 +223,9 @@ class GenerateEncoder:
         """
         gone = {output for head in answer.omitted for output in self._heads[head.head]}
         names = [wish.name for wish in request.outputs if wish.name not in gone]
-        said = omission_parameters(answer.omitted)
-        parameters = b',"parameters":%b' % orjson.dumps(said) if said else b""
+        parameters = b""
+        if answer.omitted:
+            parameters = b',"parameters":%b' % orjson.dumps(omission_parameters(answer.omitted))
         return b"%b%b%b}" % (self._begin(request), parameters, self._values(names, answer.outputs))
 
     def piece(self, request: InferRequest, answer: HeadAnswer) -> bytes:
@@ -273,11 +238,7 @@ class GenerateEncoder:
         begin = self._begin(request)
         if not self._heads:
             return b"%b%b}" % (begin, self._values([wish.name for wish in request.outputs], answer.outputs))
-        fields: dict[str, object] = {
-            "head": answer.head,
-            "status": answer.status,
-            "time_ms": round(answer.took_ms, 3),
-        }
+        fields: dict[str, object] = {"head": answer.head, "status": answer.status, "time_ms": round(answer.took_ms, 3)}
         names: Sequence[str] = ()
         if answer.error is not None:
             fields["error"] = answer.error.message
@@ -287,7 +248,7 @@ class GenerateEncoder:
         return b"%b,%b%b}" % (begin, orjson.dumps(fields)[1:-1], self._values(names, answer.outputs))
 
     def failure(self, error: HeadwaterError) -> bytes:
-        """The JSON of an error that ends an answer under way."""
+        """The JSON of an error that ends an answer which has begun."""
         return orjson.dumps({"error": error.message, "status": error.status})
 
     def end(self, request: InferRequest, statuses: Mapping[str, str]) -> bytes:

@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
-from app.codecs.faults import PARSE_ERRORS, at, check_keys, check_size, colons, no_json_form, said, shown, unreadable
+from app.codecs.faults import at, check_keys, check_size, colons, no_json_form, shown, unreadable
 from app.codecs.inputs import declared_input, element_count, take_binary
 from app.codecs.parameters import MAX_UINT64, RequestId, RequestParameters, boolean, integer, unsupported
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
+from app.codecs.wording import PARSE_ERRORS, parsed
 from app.errors import BadRequest
 from inference.datatypes import DATATYPES
 from inference.signature import Signature
 
-__all__ = ["RequestDecoder", "example_body"]
+__all__ = ["RequestDecoder", "example_body", "json_example"]
 
 _Parameters = dict[str, str | int | float | bool | None] | None
 _NO_DATA: Final = msgspec.Raw(b"")
@@ -28,7 +30,7 @@ _SIZE: Final = "binary_data_size"
 _LONG_BYTES: Final = 1024
 LIGHT_BYTES: Final = 64 * 1024
 LARGEST_EXAMPLE: Final = 1000
-"""Elements of an input at most; no example is made up for a larger one."""
+"""An input with more elements gets no made-up example."""
 
 
 class _Input(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -56,10 +58,6 @@ class _PipelineRequest(_Request, forbid_unknown_fields=True, gc=False):
     """``heads`` may be a list; other parameters are scalars."""
 
 
-_REQUEST: Final = msgspec.json.Decoder(_Request)
-_PIPELINE_REQUEST: Final = msgspec.json.Decoder(_PipelineRequest)
-
-
 class RequestDecoder:
     """Decodes requests to one model. Stateless, so any number of tasks may share it.
 
@@ -76,9 +74,7 @@ class RequestDecoder:
         self._heads = self._parameters.heads
         self._has_texts = any(spec.datatype == "BYTES" for spec in signature.inputs)  # whose lengths are checked
         self._kind = _PipelineRequest if signature.heads else _Request
-        self._parse: Callable[[bytes | memoryview], _Request] = (
-            _PIPELINE_REQUEST.decode if signature.heads else _REQUEST.decode
-        )
+        self._parse: Callable[[bytes | memoryview], _Request] = msgspec.json.Decoder(self._kind).decode
 
     def is_light(self, header_length: int) -> bool:
         """Whether decoding is fast, however long the binary tensors after ``header_length`` bytes of JSON are."""
@@ -102,11 +98,8 @@ class RequestDecoder:
         text: bytes | memoryview = body
         if header_length is not None:
             if not 0 <= header_length <= len(body):
-                raise BadRequest(
-                    "Inference-Header-Content-Length: expected the length of the JSON in bytes, 0 to the body's "
-                    f"{len(body)}, got {shown(header_length)}",
-                    field="Inference-Header-Content-Length",
-                )
+                expected = f"expected the length of the JSON in bytes, 0 to the body's {len(body)}"
+                raise at("Inference-Header-Content-Length", None, f"{expected}, got {shown(header_length)}")
             text = memoryview(body)[:header_length]
         check_size(body, len(text), tensors=True)
         try:
@@ -135,11 +128,9 @@ class RequestDecoder:
         offset = len(body) if header_length is None else header_length
         end = self._take_inputs(asked.inputs, body, offset, request)
         if end != len(body):
-            raise BadRequest(
-                f"body: expected the end after the last binary tensor, at byte {end}, got {len(body) - end} bytes "
-                f"more; compare Inference-Header-Content-Length ({header_length}) and the inputs' {_SIZE}",
-                field="body",
-            )
+            expected = f"expected the end after the last binary tensor, at byte {end}, got {len(body) - end} bytes more"
+            fix = f"compare Inference-Header-Content-Length ({header_length}) and the inputs' {_SIZE}"
+            raise at("body", None, f"{expected}; {fix}")
         return request
 
     def _unreadable(
@@ -149,7 +140,7 @@ class RequestDecoder:
         if fault.field != "body":
             return fault
         hint = ""
-        if header_length is None and said(error).is_followed:
+        if header_length is None and parsed(error).is_followed:
             hint = "; if binary tensors follow, the header Inference-Header-Content-Length must say where"
         elif header_length is not None and header_length < len(body):
             hint = f" (in the first {header_length} bytes, as Inference-Header-Content-Length says)"
@@ -194,33 +185,24 @@ class RequestDecoder:
                 request.rows = shape[0]
             elif shape[0] != request.rows:
                 first = next(iter(inputs))
-                raise at(
-                    f"inputs[{index}].shape",
-                    name,
-                    f"expected {request.rows} rows as in input {first!r}, got {shape[0]}",
-                )
+                expected = f"{request.rows} rows as in input {first!r}"
+                raise at(f"inputs[{index}].shape", name, f"expected {expected}, got {shape[0]}")
             size = _binary_size(tensor, index) if tensor.parameters else None
             data: bytes | memoryview
             if size is not None:
                 data = take_binary(body, offset, size, declared.spec, shape, count, index)
                 offset += size
             elif tensor.data is _NO_DATA:
-                raise at(
-                    f"inputs[{index}].data",
-                    name,
-                    f"expected an array, or binary data and parameters.{_SIZE}, got neither",
-                )
+                expected = f"expected an array, or binary data and parameters.{_SIZE}"
+                raise at(f"inputs[{index}].data", name, f"{expected}, got neither")
             else:
                 data = declared.data.pack(tensor.data, shape, count, index)
             inputs[name] = RawTensor(tensor.datatype, tuple(shape), data)
         missing = [name for name in self._required if name not in inputs]
         if missing:
+            required, lacking = ", ".join(map(repr, self._required)), ", ".join(map(repr, missing))
             got = f"only {', '.join(map(repr, inputs))}" if inputs else "none"
-            raise BadRequest(
-                f"inputs: expected the required inputs {', '.join(map(repr, self._required))}, got {got}; "
-                f"missing: {', '.join(map(repr, missing))}",
-                field="inputs",
-            )
+            raise at("inputs", None, f"expected the required inputs {required}, got {got}; missing: {lacking}")
         return offset
 
 
@@ -249,7 +231,7 @@ def _check_keys(asked: _Request, text: bytes) -> None:
     """
     data = [bytes(tensor.data) for tensor in asked.inputs]
     if text.count(b":") - sum(one.count(b":") for one in data) == _keys(asked):
-        return  # the others are in strings of a tensor
+        return  # the other colons are in strings of a tensor
     for one in data:
         if len(one) > _LONG_BYTES and one.startswith(b"["):
             text = text.replace(one, b"[]")
@@ -273,27 +255,24 @@ def _binary_size(tensor: _Input, index: int) -> int | None:
             raise unsupported(where, tensor.name, key, (_SIZE,))
     assert tensor.parameters is not None
     if tensor.data is not _NO_DATA:
-        raise at(
-            f"inputs[{index}].data", tensor.name, f"expected either data or parameters.{_SIZE}, got both; leave one out"
-        )
+        expected = f"expected either data or parameters.{_SIZE}"
+        raise at(f"inputs[{index}].data", tensor.name, f"{expected}, got both; leave one out")
     return integer(f"{where}.{_SIZE}", tensor.name, tensor.parameters[_SIZE], MAX_UINT64)
 
 
 def example_body(signature: Signature) -> dict[str, Any] | None:
     """A request in JSON that the model answers; None if an input has no JSON form, or is too large to read."""
-    if signature.example is None and any(math.prod(spec.shape) > LARGEST_EXAMPLE for spec in signature.inputs):
+    row = json_example(signature, LARGEST_EXAMPLE)
+    if row is None:
         return None
-    row = signature.example_row()
     inputs = []
     for spec in signature.inputs:
         if spec.name in row:
-            if not DATATYPES[spec.datatype].json:
-                return None
-            flat, shape = flat_values(row[spec.name])
-            inputs.append({"name": spec.name, "datatype": spec.datatype, "shape": [1, *shape], "data": flat})
+            value = np.array(row[spec.name], object)
+            entry = {"name": spec.name, "datatype": spec.datatype, "shape": [1, *value.shape]}
+            inputs.append({**entry, "data": value.ravel().tolist()})
     body: dict[str, Any] = {"inputs": inputs}
-    in_json = [spec.name for spec in signature.outputs if DATATYPES[spec.datatype].json]
-    if len(in_json) < len(signature.outputs):
+    if not all(DATATYPES[spec.datatype].json for spec in signature.outputs):
         body["outputs"] = [
             {"name": spec.name, "parameters": {"binary_data": not DATATYPES[spec.datatype].json}}
             for spec in signature.outputs
@@ -301,13 +280,9 @@ def example_body(signature: Signature) -> dict[str, Any] | None:
     return body
 
 
-def flat_values(value: Any) -> tuple[list[Any], list[int]]:
-    """A nested list's elements in C order, and its shape."""
-    shape = []
-    flat = [value]
-    while isinstance(flat[0], (list, tuple)):
-        shape.append(len(flat[0]))
-        flat = [item for part in flat for item in part]
-        if not flat:
-            break
-    return flat, shape
+def json_example(signature: Signature, most: int) -> dict[str, Any] | None:
+    """One row by input name; None if an input has no JSON form, or a made-up one would have over ``most`` elements."""
+    if signature.example is None and any(math.prod(spec.shape) > most for spec in signature.inputs):
+        return None
+    row = signature.example_row()
+    return row if all(DATATYPES[spec.datatype].json for spec in signature.inputs if spec.name in row) else None

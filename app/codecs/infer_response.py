@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import orjson
@@ -16,7 +16,6 @@ from app.codecs.faults import at, no_json_form
 from app.codecs.tensors import HeadAnswer, InferRequest, RawTensor
 from app.errors import CallableFailed
 from inference.datatypes import DATATYPES, Datatype, unpack_bytes
-from inference.model import Scalar
 from inference.signature import Signature
 
 __all__ = ["ResponseEncoder", "checked_size", "flat_json", "omission_parameters"]
@@ -63,16 +62,10 @@ def flat_json(name: str, tensor: RawTensor, datatype: Datatype) -> bytes:
 
 def _not_finite(text: bytes, values: np.ndarray[Any, np.dtype[Any]]) -> bytes:
     """Replace each null by the literal that Triton writes and Python's json reads."""
-    literals = iter(
-        [
-            b"NaN" if np.isnan(value) else b"Infinity" if value > 0 else b"-Infinity"
-            for value in values[~np.isfinite(values)]
-        ]
-    )
     first, *rest = text.split(b"null")
     pieces = [first]
-    for piece in rest:
-        pieces += (next(literals), piece)
+    for value, piece in zip(values[~np.isfinite(values)], rest, strict=True):
+        pieces += (b"NaN" if np.isnan(value) else b"Infinity" if value > 0 else b"-Infinity", piece)
     return b"".join(pieces)
 
 
@@ -89,19 +82,9 @@ def _strings(name: str, tensor: RawTensor) -> bytes:
     try:
         return orjson.dumps([element.decode() for element in elements])
     except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise at(
-            "outputs",
-            name,
-            f"expected UTF-8 text, for JSON strings, got byte 0x{byte:02x}; ask /infer for binary "
-            'data: "parameters": {"binary_data": true} on the output',
-        ) from None
-
-
-class _Declared(NamedTuple):
-    datatype: Datatype
-    head: bytes
-    """The output's JSON up to its shape."""
+        fix = 'ask /infer for binary data: "parameters": {"binary_data": true} on the output'
+        got = f"byte 0x{error.object[error.start]:02x}"
+        raise at("outputs", name, f"expected UTF-8 text, for JSON strings, got {got}; {fix}") from None
 
 
 class ResponseEncoder:
@@ -114,28 +97,24 @@ class ResponseEncoder:
     def __init__(self, signature: Signature) -> None:
         self._model = b'"model_name":%b,"model_version":"1",' % orjson.dumps(signature.name)
         self._outputs = {
-            spec.name: _Declared(
+            spec.name: (
                 DATATYPES[spec.datatype],
                 b'{"name":%b,"datatype":"%b","shape":' % (orjson.dumps(spec.name), spec.datatype.encode()),
             )
             for spec in signature.outputs
         }
+        """Datatype, and the output's JSON up to its shape."""
         self._heads = {head.name: head.outputs for head in signature.heads}
 
     def encode(
-        self,
-        request: InferRequest,
-        outputs: Mapping[str, RawTensor],
-        parameters: Mapping[str, Scalar] | None = None,
-        omitted: Sequence[HeadAnswer] = (),
+        self, request: InferRequest, outputs: Mapping[str, RawTensor], omitted: Sequence[HeadAnswer] = ()
     ) -> tuple[list[bytes | memoryview], int | None]:
         """Encode one answer.
 
         Args:
             request: the request; its ``outputs`` decide which outputs are written, in which order and form.
             outputs: the model's outputs by name; those not requested are left out.
-            parameters: the response's own parameters, if any.
-            omitted: heads whose outputs are left out; the parameters then say which, and why.
+            omitted: heads whose outputs are left out; ``parameters`` then say which, and why.
 
         Returns:
             The body in pieces, the first of which is the JSON; and, if any output is binary, the JSON's length for
@@ -147,35 +126,32 @@ class ResponseEncoder:
         """
         wishes = request.outputs
         if omitted:
-            parameters = {**(parameters or {}), **omission_parameters(omitted)}
             gone = {output for head in omitted for output in self._heads[head.head]}
             wishes = [wish for wish in wishes if wish.name not in gone]
         parts = [b"{"]
         if request.id:
             parts.append(b'"id":%b,' % orjson.dumps(request.id))
         parts.append(self._model)
-        if parameters:
-            parts.append(b'"parameters":%b,' % orjson.dumps(dict(parameters)))
+        if omitted:
+            parts.append(b'"parameters":%b,' % orjson.dumps(omission_parameters(omitted)))
         parts.append(b'"outputs":[')
         chunks: list[bytes | memoryview] = [b""]
         separator = b""
         binary = False
         for wish in wishes:
-            declared = self._outputs[wish.name]
+            datatype, head = self._outputs[wish.name]
             tensor = outputs.get(wish.name)
             if tensor is None:
-                raise CallableFailed(f"output {wish.name!r}: expected {declared.datatype.name}, got no such output")
-            size_bytes = checked_size(wish.name, tensor, declared.datatype)
+                raise CallableFailed(f"output {wish.name!r}: expected {datatype.name}, got no such output")
+            size_bytes = checked_size(wish.name, tensor, datatype)
             shape = orjson.dumps(tensor.shape)
             if wish.binary:
                 binary = True
-                parts.append(
-                    b'%b%b%b,"parameters":{"binary_data_size":%d}}' % (separator, declared.head, shape, size_bytes)
-                )
+                parts.append(b'%b%b%b,"parameters":{"binary_data_size":%d}}' % (separator, head, shape, size_bytes))
                 chunks.append(tensor.data)
             else:
-                data = flat_json(wish.name, tensor, declared.datatype)
-                parts += (separator, declared.head, shape, b',"data":', data, b"}")
+                data = flat_json(wish.name, tensor, datatype)
+                parts += (separator, head, shape, b',"data":', data, b"}")
             separator = b","
         parts.append(b"]}")
         chunks[0] = text = b"".join(parts)
@@ -183,11 +159,9 @@ class ResponseEncoder:
 
 
 def omission_parameters(omitted: Sequence[HeadAnswer]) -> dict[str, str]:
-    """A response's ``parameters`` about omitted heads, all scalars; {} if no head is omitted."""
-    if not omitted:
-        return {}
-    said = {"omitted_heads": ",".join(head.head for head in omitted)}
+    """A response's ``parameters`` about omitted heads, all scalars."""
+    parameters = {"omitted_heads": ",".join(head.head for head in omitted)}
     for head in omitted:
-        said[f"head.{head.head}.status"] = head.status
-        said[f"head.{head.head}.reason"] = head.error.message if head.error is not None else ""
-    return said
+        parameters[f"head.{head.head}.status"] = head.status
+        parameters[f"head.{head.head}.reason"] = head.error.message if head.error is not None else ""
+    return parameters

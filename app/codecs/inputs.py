@@ -23,7 +23,7 @@ _MAX_BYTES_ELEMENTS: Final = 10**6
 
 
 class DeclaredInput(NamedTuple):
-    """An input that the model declares, as tables for checking requests."""
+    """An input that the model declares, prepared for checking requests."""
 
     spec: TensorSpec
     dims: tuple[int | None, ...]
@@ -33,7 +33,7 @@ class DeclaredInput(NamedTuple):
 
 
 def declared_input(spec: TensorSpec, *, rows: bool) -> DeclaredInput:
-    """Make the table for one input; for ``rows`` see `JsonData`."""
+    """Prepare the checks of one input; for ``rows`` see `JsonData`."""
     dims = (None, *(None if dim < 0 else dim for dim in spec.shape))
     return DeclaredInput(spec, dims, DATATYPES[spec.datatype].size_bytes, JsonData(spec, rows=rows))
 
@@ -87,11 +87,8 @@ def _check_hollow(shape: list[int], declared: DeclaredInput, index: int | None) 
     """Bound the dimensions of an empty tensor: it costs no bytes, but a callable may allocate by its dimensions."""
     if math.prod(dim for dim in shape if dim) > _MAX_HOLLOW:
         path, name = _named(declared, index)
-        raise at(
-            path,
-            name,
-            f"expected non-zero dimensions with a product of at most {_MAX_HOLLOW}, got {shape_text(shape)}",
-        )
+        expected = f"expected non-zero dimensions with a product of at most {_MAX_HOLLOW}"
+        raise at(path, name, f"{expected}, got {shape_text(shape)}")
 
 
 def take_binary(
@@ -115,62 +112,44 @@ def take_binary(
         BadRequest: the size contradicts the shape or the body, or the bytes contradict their datatype.
     """
     datatype = DATATYPES[spec.datatype]
-    path = f"inputs[{index}].parameters.binary_data_size"
+    fault = ""
     if datatype.size_bytes and size != count * datatype.size_bytes:
-        raise at(
-            path,
-            spec.name,
-            f"expected {count * datatype.size_bytes} bytes for {datatype.name} of shape {shape_text(shape)}, "
-            f"got {size}",
-        )
-    if size > len(body) - offset:
-        raise at(
-            path,
-            spec.name,
+        expected = f"{count * datatype.size_bytes} bytes for {datatype.name} of shape {shape_text(shape)}"
+        fault = f"expected {expected}, got {size}"
+    elif size > len(body) - offset:
+        fault = (
             f"expected {size} bytes after the JSON, got {len(body) - offset}; compare the header "
-            "Inference-Header-Content-Length, which says how many bytes of the body are JSON (without it: all)",
+            "Inference-Header-Content-Length, which says how many bytes of the body are JSON (without it: all)"
         )
+    if fault:
+        raise at(f"inputs[{index}].parameters.binary_data_size", spec.name, fault)
     data = memoryview(body)[offset : offset + size]
     if datatype.name == "BYTES":
-        _check_bytes(data, spec.name, shape, count, index)
+        fault = _bytes_fault(data, shape, count)
     elif datatype.name == "BOOL" and size:
         values = np.frombuffer(data, np.uint8)
         if values.max() > 1:
             place = int((values > 1).argmax())
-            raise at(
-                f"inputs[{index}]",
-                spec.name,
-                f"expected bytes of 0 or 1 for BOOL, got {int(values[place])} as element {place} of the binary data",
-            )
+            fault = f"expected bytes of 0 or 1 for BOOL, got {int(values[place])} as element {place} of the binary data"
+    if fault:
+        raise at(f"inputs[{index}]", spec.name, fault)
     return data
 
 
-def _check_bytes(data: memoryview, name: str, shape: Sequence[int], count: int, index: int) -> None:
-    """Check that the lengths before the elements add up, without copying the elements."""
-    path = f"inputs[{index}]"
+def _bytes_fault(data: memoryview, shape: Sequence[int], count: int) -> str:
+    """What is wrong with the lengths before the elements; empty if nothing. The elements are not copied."""
     offset, end, got = 0, len(data), 0
     length_at = _LENGTH.unpack_from
-    while offset < end:
-        if got == count:
-            raise at(
-                path,
-                name,
-                f"expected {count} elements (shape {shape_text(shape)}) in the binary data, got more: "
-                f"{end - offset} bytes are left",
-            )
+    while offset < end and got < count:
         left = end - offset - 4
         if left < 0:
-            raise at(
-                path, name, f"expected a 4-byte length before element {got} of the binary data, got {left + 4} bytes"
-            )
+            return f"expected a 4-byte length before element {got} of the binary data, got {left + 4} bytes"
         (length,) = length_at(data, offset)
         if length > left:
-            raise at(
-                path,
-                name,
-                f"expected {length} bytes in element {got} of the binary data, as its length says, got {left}",
-            )
+            return f"expected {length} bytes in element {got} of the binary data, as its length says, got {left}"
         offset += 4 + length
         got += 1
-    if got != count:
-        raise at(path, name, f"expected {count} elements (shape {shape_text(shape)}) in the binary data, got {got}")
+    if offset == end and got == count:
+        return ""
+    more = f"more: {end - offset} bytes are left" if offset < end else str(got)
+    return f"expected {count} elements (shape {shape_text(shape)}) in the binary data, got {more}"

@@ -10,8 +10,10 @@ from itertools import chain
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
-from app.codecs.faults import PARSE_ERRORS, at, key_text, kind_of, said, shape_text, shown
+from app.codecs.faults import at, key_text, shape_text, shown
+from app.codecs.wording import PARSE_ERRORS, has_array_first, kind_of, parsed
 from app.errors import BadRequest
 from inference.datatypes import DATATYPES
 from inference.signature import TensorSpec
@@ -19,26 +21,14 @@ from inference.signature import TensorSpec
 __all__ = ["JsonData"]
 
 _STRUCT_CODES: Final = {
-    "UINT16": "H",
-    "UINT32": "I",
-    "UINT64": "Q",
-    "INT8": "b",
-    "INT16": "h",
-    "INT32": "i",
-    "INT64": "q",
-    "FP32": "f",
-    "FP64": "d",
-}
+    "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q",
+    "FP32": "f", "FP64": "d",
+}  # fmt: skip
 _LENGTH: Final = struct.Struct("<I")
 _NESTED: Final = re.compile(rb"\s*\[\s*\[")
 # A list of Python floats takes 32 bytes for the two of "1,". Longer texts are parsed in pieces of this many bytes, so
 # that a body's memory stays a small multiple of its size.
 _PIECE_BYTES: Final = 1 << 16
-_INT_RANGES: Final = {
-    f"{sign}INT{bits}": (0, 2**bits - 1) if sign else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    for sign in ("", "U")
-    for bits in (8, 16, 32, 64)
-}
 # The last doubles that still round to a finite float32.
 _FLOAT32_RANGE: Final = (-math.nextafter(2.0**128 - 2.0**103, 0.0), math.nextafter(2.0**128 - 2.0**103, 0.0))
 
@@ -53,11 +43,8 @@ class JsonData:
 
     def __init__(self, spec: TensorSpec, *, rows: bool = False) -> None:
         self._name = spec.name
-        self._fix = (
-            "POST the tensor to /infer as binary data"
-            if rows
-            else "send the tensor as binary data (parameters.binary_data_size)"
-        )
+        here = "send the tensor as binary data (parameters.binary_data_size)"
+        self._fix = "POST the tensor to /infer as binary data" if rows else here
         self._datatype = spec.datatype
         self._code = _STRUCT_CODES.get(spec.datatype, "")
         element: Any = {"BOOL": bool, "BYTES": str}.get(spec.datatype)
@@ -85,25 +72,16 @@ class JsonData:
             BadRequest: the elements don't fit the datatype or the shape.
         """
         if not self._has_json:
-            raise self._bad(
-                index,
-                "",
-                f"expected binary data, got JSON: {self._datatype} has no JSON form; "
-                + (
-                    self._fix
-                    if index is None
-                    else "send the bytes after the JSON and "
-                    f'"parameters": {{"binary_data_size": {count * DATATYPES[self._datatype].size_bytes}}}'
-                ),
-            )
+            size = f'"parameters": {{"binary_data_size": {count * DATATYPES[self._datatype].size_bytes}}}'
+            fix = self._fix if index is None else f"send the bytes after the JSON and {size}"
+            raise self._bad(index, "", f"expected binary data, got JSON: {self._datatype} has no JSON form; {fix}")
         text = memoryview(raw)
         if len(text) > _PIECE_BYTES and self._datatype != "BYTES":
             return self._pack_in_pieces(bytes(text), shape, count, index)
         try:
             values = self._flat.decode(text)
         except PARSE_ERRORS as error:
-            fault = said(error)
-            if (fault.got, fault.path) != ("array", "[0]"):
+            if not has_array_first(error):
                 raise self._unreadable(error, index, 0) from None
             values = self._flatten(text, shape, index)
         if len(values) != count:
@@ -166,19 +144,14 @@ class JsonData:
         for axis, dim in enumerate(shape):
             for place, part in enumerate(level):
                 if len(part) != dim:
-                    raise self._bad(
-                        index,
-                        _subscript(place, shape[:axis]),
-                        f"expected {dim} elements in every array along axis {axis} (shape {shape_text(shape)}), "
-                        f"got {len(part)}",
-                    )
+                    expected = f"{dim} elements in every array along axis {axis} (shape {shape_text(shape)})"
+                    raise self._bad(index, _subscript(place, shape[:axis]), f"expected {expected}, got {len(part)}")
             level = list(chain.from_iterable(level))
         return level
 
     def _elements(self) -> str:
-        if self._datatype in ("BOOL", "BYTES"):
-            return "booleans" if self._datatype == "BOOL" else "strings"
-        return "numbers" if self._datatype.startswith("FP") else "integers"
+        number = "numbers" if self._datatype.startswith("FP") else "integers"
+        return {"BOOL": "booleans", "BYTES": "strings"}.get(self._datatype, number)
 
     def _bad(self, index: int | None, subscript: str, message: str) -> BadRequest:
         if index is None:
@@ -190,12 +163,8 @@ class JsonData:
 
     def _nested_otherwise(self, index: int | None, shape: Sequence[int]) -> BadRequest:
         wanted = self._elements()
-        return self._bad(
-            index,
-            "",
-            f"expected {wanted}, flat or nested as shape {shape_text(shape)} says, got arrays nested in another way, "
-            f"of unequal lengths, or with an element that isn't one of {wanted}",
-        )
+        got = f"arrays nested in another way, of unequal lengths, or with an element that isn't one of {wanted}"
+        return self._bad(index, "", f"expected {wanted}, flat or nested as shape {shape_text(shape)} says, got {got}")
 
     def _unreadable(self, error: Exception, index: int | None, start: int, hint: str = "") -> BadRequest:
         wanted = self._elements()
@@ -204,7 +173,7 @@ class JsonData:
             return self._bad(index, "", f"expected JSON in UTF-8, got byte 0x{byte:02x} in a string; {self._fix}")
         if isinstance(error, RecursionError):
             return self._bad(index, "", "expected JSON, got arrays or objects nested too deeply")
-        fault = said(error)
+        fault = parsed(error)
         subscript = fault.path
         if not isinstance(error, msgspec.ValidationError):
             return self._bad(index, f"[{start}:]", f"expected a flat array of {wanted}, got another element among them")
@@ -218,21 +187,18 @@ class JsonData:
         came = "a number with a fraction or an exponent" if (wanted, got) == ("integers", "float") else kind_of(got)
         if got == "array" and not hint:
             hint = " in a flat array"
-        one = "an array" if fault.expected == "array" else f"{_one(wanted)} ({self._datatype})"
+        one = "an integer" if wanted == "integers" else f"a {wanted[:-1]}"
+        one = "an array" if fault.expected == "array" else f"{one} ({self._datatype})"
         return self._bad(index, subscript, f"expected {one}{hint}, got {came}")
 
     def _out_of_range(self, values: list[Any], index: int | None, start: int) -> BadRequest:
-        low, high = _INT_RANGES.get(self._datatype, _FLOAT32_RANGE)
+        low, high = _FLOAT32_RANGE
+        if self._datatype != "FP32":
+            bounds = np.iinfo(DATATYPES[self._datatype].numpy)
+            low, high = int(bounds.min), int(bounds.max)
         place = next(place for place, value in enumerate(values) if not low <= value <= high)
-        return self._bad(
-            index,
-            f"[{start + place}]",
-            f"expected {self._datatype}, {low} to {high}, got {shown(values[place])}, out of range",
-        )
-
-
-def _one(wanted: str) -> str:
-    return f"an {wanted[:-1]}" if wanted == "integers" else f"a {wanted[:-1]}"
+        message = f"expected {self._datatype}, {low} to {high}, got {shown(values[place])}, out of range"
+        return self._bad(index, f"[{start + place}]", message)
 
 
 def _subscript(place: int, shape: Sequence[int]) -> str:
@@ -247,7 +213,7 @@ def _subscript(place: int, shape: Sequence[int]) -> str:
 def _nested_as(skeleton: bytes, shape: Sequence[int]) -> bool:
     """Whether brackets and commas are those of an array of that shape. Allocates no more than ``skeleton`` has."""
     rank = next((axis for axis, dim in enumerate(shape) if dim == 0), len(shape) - 1)
-    dims = shape[: rank + 1]  # nothing shows an axis behind one of size 0
+    dims = shape[: rank + 1]  # an axis after one of size 0 leaves no trace in the text
     size = 0
     for dim in reversed(dims):
         size = 2 + dim * size + max(dim - 1, 0)

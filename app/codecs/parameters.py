@@ -17,13 +17,18 @@ from inference.errors import DeclarationError
 from inference.model import Parameter, Scalar
 from inference.signature import HeadSpec, Signature
 
-__all__ = ["HEADS", "MAX_UINT64", "HeadChoice", "RequestId", "RequestParameters", "boolean", "integer", "unsupported"]
+__all__ = ["MAX_UINT64", "RequestId", "RequestParameters", "boolean", "integer", "unsupported"]
 
-HEADS = "heads"
-"""The request parameter's name."""
+MAX_UINT64: Final = 2**64 - 1
+_MAX_PRIORITY: Final = 2**32 - 1
+_INT64: Final = range(-(2**63), 2**63)
+_BINARY_OUTPUT: Final = "binary_data_output"
+_HEADS: Final = "heads"
+RequestId: TypeAlias = Annotated[str, Meta(max_length=1000)]
+"""The client's own id of a request."""
 
 
-class HeadChoice:
+class _HeadChoice:
     """Resolves which heads of a pipeline a request wants, by ``parameters.heads``, by its ``outputs``, or by both.
 
     Args:
@@ -33,6 +38,7 @@ class HeadChoice:
     def __init__(self, heads: Sequence[HeadSpec]) -> None:
         self.names = tuple(head.name for head in heads)
         """All heads, in the signature's order."""
+        self._listed = ", ".join(map(repr, self.names))
         self._owners = {output: head.name for head in heads for output in head.outputs}
 
     def read(self, value: object, path: str) -> tuple[str, ...]:
@@ -55,12 +61,12 @@ class HeadChoice:
         else:
             raise at(path, None, f"expected names of heads, as a list or separated by commas, got {shown(value)}")
         if not named:
-            raise at(path, None, f"expected at least one of {self._listed()}, got none")
+            raise at(path, None, f"expected at least one of {self._listed}, got none")
         seen = set()
         for index, name in enumerate(named):
             place = f"{path}[{index}]" if isinstance(value, list) else path
             if not isinstance(name, str) or name not in self.names:
-                raise at(place, None, f"expected one of the heads {self._listed()}, got {shown(name)}")
+                raise at(place, None, f"expected one of the heads {self._listed}, got {shown(name)}")
             if name in seen:
                 raise at(place, None, f"expected every head at most once, got {shown(name)} a second time")
             seen.add(name)
@@ -84,29 +90,11 @@ class HeadChoice:
         for index, output in enumerate(outputs):
             owner = self._owners[output]
             if heads and owner not in heads:
-                raise self._foreign(index, output, owner, heads)
+                expected = f"expected an output of the heads {', '.join(map(repr, heads))} (parameters.{_HEADS})"
+                fix = "add the head there, or leave the output out"
+                raise at(f"outputs[{index}].name", output, f"{expected}, got one of head {owner!r}; {fix}")
             owners.add(owner)
         return tuple(name for name in self.names if name in owners)
-
-    def _foreign(self, index: int, output: str, owner: str, heads: Sequence[str]) -> BadRequest:
-        listed = ", ".join(map(repr, heads))
-        return at(
-            f"outputs[{index}].name",
-            output,
-            f"expected an output of the heads {listed} (parameters.{HEADS}), got one of head {owner!r}; add the head "
-            "there, or leave the output out",
-        )
-
-    def _listed(self) -> str:
-        return ", ".join(map(repr, self.names))
-
-
-MAX_UINT64: Final = 2**64 - 1
-_MAX_PRIORITY: Final = 2**32 - 1
-RequestId: TypeAlias = Annotated[str, Meta(max_length=1000)]
-"""The client's own id of a request."""
-_INT64: Final = range(-(2**63), 2**63)
-_BINARY_OUTPUT: Final = "binary_data_output"
 
 
 class RequestParameters:
@@ -122,16 +110,12 @@ class RequestParameters:
         self._defaults: dict[str, dict[str, Scalar]] = {"batch": {}, "row": {}}
         for name, parameter in self._declared.items():
             self._defaults[parameter.per][name] = parameter.default
-        self.heads = HeadChoice(signature.heads) if signature.heads else None
+        self.heads = _HeadChoice(signature.heads) if signature.heads else None
         """None unless the model is a pipeline."""
         self._binary = binary
-        self._known = (
-            *self._declared,
-            *((_BINARY_OUTPUT,) if binary else ()),
-            "priority",
-            "timeout",
-            *((HEADS,) if signature.heads else ()),
-        )
+        own = ((_BINARY_OUTPUT,) if binary else ()) + ("priority", "timeout") + ((_HEADS,) if signature.heads else ())
+        self.known = (*self._declared, *own)
+        """All names, for messages."""
 
     def request(self, id: str | None) -> InferRequest:
         """A request with an id and default parameters, still without inputs and outputs."""
@@ -170,19 +154,11 @@ class RequestParameters:
                 request.priority = integer(_path(where, name), None, value, _MAX_PRIORITY)
             elif name == "timeout":
                 request.timeout_us = integer(_path(where, name), None, value, MAX_UINT64)
-            elif name == HEADS and self.heads is not None:
+            elif name == _HEADS and self.heads is not None:
                 request.heads = self.heads.read(value, _path(where, name))
             else:
-                raise unsupported(where, None, name, self._known)
+                raise unsupported(where, None, name, self.known)
         return binary_output
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._known
-
-    @property
-    def known(self) -> Sequence[str]:
-        """All names, for messages."""
-        return self._known
 
 
 def boolean(path: str, tensor: str | None, value: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request
@@ -19,9 +19,9 @@ from app.gateway.http.entry import INFER_PATH, EndpointRoute, Entry, HeadAsGet, 
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.http.replies import Reply, error_reply, internal_error
 from app.gateway.models import Models
-from app.gateway.openapi.schema import openapi_schema, with_keys
+from app.gateway.openapi.schema import openapi_schema
 from app.gateway.routes.embeddings import EmbeddingsEndpoint
-from app.gateway.routes.generate import GenerateEndpoint, GenerateStreamEndpoint
+from app.gateway.routes.generate import GenerateEndpoint
 from app.gateway.routes.infer import InferEndpoint
 from app.gateway.routes.metadata import health_routes, metadata_routes, openai_model_routes
 from app.gateway.routes.pages import docs_routes, page_routes
@@ -54,17 +54,18 @@ def create_app(
         models: what to serve; may change while the application runs.
         server: limits and switches.
         routers: further routes: those that need the supervisor.
-        keys: without one of which nothing is answered but health and pages; None: all is, but see
-        `app.security.operator`. cors_origins: of web pages whose scripts may ask.
-        records: what becomes of each request; default: as ``server`` says.
+        keys: the API keys, of which every request but those for health and pages needs one; None: no request needs a
+            key, but see `app.security.operator`.
+        cors_origins: origins of web pages whose scripts may send requests.
+        records: begins and ends each request; by default as ``server`` says.
     """
     reader = BodyReader(server.max_body_bytes, server.client_timeout_s)
-    infer = InferEndpoint(models, reader)
     if records is None:
         log = AccessLog(log_format=server.log_format, payloads=server.log_payloads) if server.access_log else None
         records = RequestRecords(log, StreamLimits(write_timeout_s=server.client_timeout_s))
-    generate = GenerateEndpoint(models, reader)
-    generate_stream = GenerateStreamEndpoint(models, reader)
+    infer = InferEndpoint(models, reader)
+    generate = GenerateEndpoint(models, reader, streams=False)
+    generate_stream = GenerateEndpoint(models, reader, streams=True)
     routes = [
         EndpointRoute(INFER_PATH, infer),
         EndpointRoute("/v2/models/{model}/versions/{version}/infer", infer),
@@ -79,7 +80,7 @@ def create_app(
         EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader)),
     ]
     gateway = FastAPI(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    gateway.router.routes[:0] = routes  # which refuses other methods
+    gateway.router.routes[:0] = routes  # FastAPI refuses other methods
     gateway.add_middleware(HeadAsGet)
     gateway.add_exception_handler(HeadwaterError, _on_error)
     gateway.add_exception_handler(HTTPException, _on_http_error)
@@ -98,8 +99,7 @@ def create_app(
 
     def openapi() -> dict[str, Any]:
         gateway.openapi_schema = None  # models come and go
-        schema = openapi_schema(generated(), models)
-        return schema if keys is None else with_keys(schema)
+        return openapi_schema(generated(), models, has_keys=keys is not None)
 
     gateway.openapi = openapi  # type: ignore[method-assign]
     cors = functools.partial(
@@ -120,33 +120,27 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
+    headers = {}
+    fault: HeadwaterError = CallableFailed(str(error.detail))
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         if "GET" in allowed and "HEAD" not in allowed:
             allowed = allowed.replace("GET", "GET, HEAD")
-        reply = error_reply(
-            MethodNotAllowed(f"method {request.method}: not allowed on {path[:200]}; allowed: {allowed}"), path
-        )
-        return _response(reply, {"allow": allowed})
-    if error.status_code == 404:
-        return _response(error_reply(NotFound(f"route {path[:200]}: unknown; see /docs"), path))
-    reply = error_reply(CallableFailed(str(error.detail)), path)
+        headers["allow"] = allowed
+        fault = MethodNotAllowed(f"method {request.method}: not allowed on {path[:200]}; allowed: {allowed}")
+    elif error.status_code == 404:
+        fault = NotFound(f"route {path[:200]}: unknown; see /docs")
+    reply = error_reply(fault, path)
     reply.status = error.status_code
-    return _response(reply)
+    return _response(reply, headers)
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:
     return _response(error_reply(internal_error(request.scope["state"], error), request.url.path))
 
 
-def _response(reply: Reply, headers: dict[str, str] | None = None) -> Response:
-    return _ReplyResponse(reply, headers or {})
-
-
-class _ReplyResponse(Response):
-    """A `Reply` where Starlette wants a Response."""
-
-    def __init__(self, reply: Reply, headers: dict[str, str]) -> None:
-        body, pairs = reply.content()
-        super().__init__(body, reply.status, headers)
-        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-type"] + pairs
+def _response(reply: Reply, headers: Mapping[str, str] | None = None) -> Response:
+    body, pairs = reply.content()
+    response = Response(body, reply.status, headers)
+    response.raw_headers += pairs
+    return response

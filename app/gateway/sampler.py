@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from app.control.load import DeploymentLoad, LoadReport, Moment
@@ -16,44 +15,26 @@ from app.telemetry.instruments import Gauge
 
 __all__ = ["SAMPLE_EVERY_S", "LoadSampler", "Sampler"]
 
-
 SAMPLE_S: Final = 0.05
-
 SAMPLES: Final = 10
 """In one report."""
-
-
-@dataclass(slots=True)
-class _Seen:
-    """Of one deployment since the last report."""
-
-    samples: int = 0
-    computing: int = 0
-    """Summed."""
-    requests: int = 0
-    wait_s: float = 0.0
-    waiting: int = 0
-
-    def take(self, moment: Moment) -> None:
-        self.samples += 1
-        self.computing += moment.computing
-        self.requests = max(self.requests, moment.requests)
-        self.wait_s = max(self.wait_s, moment.wait_s)
-        self.waiting = moment.waiting
+SAMPLE_EVERY_S: Final = 1.0
+"""The age that another worker's gauges may have."""
 
 
 class LoadSampler:
-    """Of one worker.
+    """Reports a worker's load to the supervisor.
 
     Args:
-        models: what it serves.
+        models: what the worker serves.
         send: takes a report to the supervisor.
     """
 
     def __init__(self, models: Models, send: Callable[[LoadReport], None]) -> None:
         self._models = models
         self._send = send
-        self._seen: dict[str, _Seen] = {}
+        self._moments: dict[str, list[Moment]] = {}
+        """Since the last report, by deployment."""
 
     async def run(self) -> None:
         """Sample and report, until cancelled."""
@@ -67,20 +48,24 @@ class LoadSampler:
             self.report()
 
     def sample(self) -> None:
-        """Look once."""
+        """Note each deployment's load now."""
         for model in self._models.with_steps():
             if _scales(model):
-                route = model.route
-                moment = model.dispatcher.moment()
-                self._seen.setdefault(route.name, _Seen()).take(moment)
+                self._moments.setdefault(model.route.name, []).append(model.dispatcher.moment())
 
     def report(self) -> None:
-        """Tell what was seen since the last report, if anything."""
-        seen, self._seen = self._seen, {}
+        """Send the load since the last report, if anything was sampled."""
         loads = [
-            DeploymentLoad(name, one.waiting, one.wait_s, one.computing / one.samples, one.requests)
-            for name, one in seen.items()
+            DeploymentLoad(
+                name,
+                waiting=moments[-1].waiting,
+                wait_s=max(moment.wait_s for moment in moments),
+                computing=sum(moment.computing for moment in moments) / len(moments),
+                requests=max(moment.requests for moment in moments),
+            )
+            for name, moments in self._moments.items()
         ]
+        self._moments = {}
         if loads:
             self._send(LoadReport(loads))
 
@@ -89,24 +74,16 @@ def _scales(model: ServedModel) -> bool:
     return model.route.least < model.route.most and not model.route.is_graph
 
 
-SAMPLE_EVERY_S = 1.0
-"""How old what another worker answers may be."""
-
-
 class Sampler:
-    """Reads gauges off a worker's models.
-
-    Args:
-        models: whose.
-    """
+    """Sets the gauges of a worker's models."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
         self._set: set[Gauge] = set()
-        """Those that were not zero."""
+        """The gauges that are not zero."""
 
     def sample(self) -> None:
-        """Say what is now; deployments that are gone have nothing."""
+        """Set the gauges; those of deployments that are gone become zero."""
         now: dict[Gauge, int] = {}
         for model in self._models.with_steps():
             now.update(model.dispatcher.gauges())

@@ -51,30 +51,28 @@ logger = logging.getLogger("headwater")
 
 DRAIN_POLL_S = 0.02
 GARBAGE_ALLOCATIONS = 10_000
-"""See `inference.tuning`. Python's own 700 is fewer than what the requests under way hold: a collection ran for every
-few requests. They free what they held without it."""
+"""See `inference.tuning`. Requests in flight hold more than Python's own 700, which would collect every few requests,
+and free what they hold without it."""
 LAST_ANSWERS_TIMEOUT_S = 2
 """How long clients may take to read the answers that are ready when the server stops."""
 
 
 async def serve_beside(
-    serve: Callable[[], Awaitable[None]],
-    tasks: Sequence[Callable[[], Awaitable[None]]],
-    stop: Callable[[], None],
+    serve: Callable[[], Awaitable[None]], tasks: Sequence[Callable[[], Awaitable[None]]], stop: Callable[[], None]
 ) -> bool:
-    """Serve, and carry out background tasks until that is over. A task that fails is logged, and ends the worker.
+    """Serve, and run background tasks meanwhile. A task that fails is logged, and ends the worker.
 
     Args:
         serve: answers requests.
-        tasks: each may end before `serve` does; what still runs then is cancelled.
-        stop: ends `serve` soon; called after a task has failed.
+        tasks: each may end before ``serve`` does; those that run longer are cancelled.
+        stop: ends ``serve`` soon; called after a task has failed.
 
     Returns:
         Whether no task has failed.
     """
     has_failed = False
 
-    async def carry_out(task: Callable[[], Awaitable[None]]) -> None:
+    async def supervised(task: Callable[[], Awaitable[None]]) -> None:
         nonlocal has_failed
         try:
             await task()
@@ -85,14 +83,14 @@ async def serve_beside(
 
     async with anyio.create_task_group() as group:
         for task in tasks:
-            group.start_soon(carry_out, task)
+            group.start_soon(supervised, task)
         await serve()
         group.cancel_scope.cancel()
     return not has_failed
 
 
 async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
-    """Returns the exit status."""
+    """Run the worker; return the exit status."""
     options = Server.model_validate(settings.server)
     budget = QueueBudget(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
     models = Models(budget=budget)
@@ -120,15 +118,16 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     routers = [repository_routes(link.command, operator, options)]
     sampler = Sampler(models)
     counts = Path(settings.metrics) if settings.metrics else None
+    folder = None if counts is None else counts.parent
     recorder.use(Store(counts, call_soon=asyncio.get_running_loop().call_soon))
-    if settings.metrics:
-        routers.append(metrics_routes(models, Path(settings.metrics).parent, sampler))
-    routers.append(status_routes(models, Path(settings.metrics).parent if settings.metrics else None, sampler))
+    routers.append(status_routes(models, folder, sampler))
+    if folder is not None:
+        routers.append(metrics_routes(models, folder, sampler))
     if options.tracing is not None:
         tracing.use(tracing.exporting(options.tracing))
     app = create_app(models, options, *routers, keys=keys, cors_origins=security.cors_origins)
     if app.records.log is not None:
-        # Requests that are cut off at the end are logged when the event loop, and so the log's timer, stands.
+        # The last requests may be logged after the event loop, and with it the log's timer, has ended.
         atexit.register(app.records.log.flush)
     server = uvicorn.Server(
         uvicorn.Config(
@@ -165,14 +164,14 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
             first_table.set()
             if table.draining:
                 draining.set()
-        # Without a supervisor there is nobody to say where replicas are.
+        # Nobody else knows where the replicas are.
         logger.error("the supervisor is gone: stopping")
         server.force_exit = True
         stop()
         models.close()
 
     async def drain() -> None:
-        """Answer what is under way, and 503 to what still comes; then end."""
+        """Answer what is in flight, and 503 to new requests; then end."""
         await draining.wait()
         deadline_s = time.monotonic() + options.shutdown_timeout_s
         while not models.is_idle and time.monotonic() < deadline_s:  # noqa: ASYNC110 - only at the end

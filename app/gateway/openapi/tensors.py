@@ -1,59 +1,202 @@
-"""Schemas of what requests and answers are made of: elements, tensors in words, parameters.
-
-The OpenAPI operations of the generate extension, for one model.
-"""
+"""The OpenAPI operations of one model with tensors: inference, and the generate extension."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
+from app.codecs.infer_request import example_body, json_example
 from app.codecs.parameters import RequestId
+from app.gateway.openapi.operations import EVENTS, INTEGER, JSON, STRING, object_schema, operation, response
 from inference.datatypes import DATATYPES
 from inference.signature import Signature, TensorSpec
 
-__all__ = ["ID", "OMISSIONS", "described", "element_schema", "generate_operations", "parameter_schemas"]
+__all__ = ["tensor_operations"]
 
-
-ID: Final = msgspec.json.schema(RequestId)
-
-OMISSIONS: Final[dict[str, Any]] = {
+_ID: Final = msgspec.json.schema(RequestId)
+_BOOLEAN: Final = {"type": "boolean"}
+_OMISSIONS: Final = {
     "type": "object",
     "description": "Only if heads were left out: `omitted_heads`, their names with commas between them, and of each "
     "`head.NAME.status` and `head.NAME.reason`",
-    "properties": {"omitted_heads": {"type": "string"}},
-    "additionalProperties": {"type": "string"},
+    "properties": {"omitted_heads": STRING},
+    "additionalProperties": STRING,
 }
 """The ``parameters`` of an answer."""
-
-_INTEGER_BOUNDS = {
-    name: (-(1 << (8 * size - 1)), (1 << (8 * size - 1)) - 1) if name.startswith("INT") else (0, (1 << 8 * size) - 1)
-    for name, size in ((row.name, row.size_bytes) for row in DATATYPES.values())
-    if "INT" in name
-}
+_LARGEST_EXAMPLE: Final = 100
+"""An input with more elements gets no made-up example."""
 
 
-def described(spec: TensorSpec) -> str:
-    """A tensor in words."""
-    dims = ", ".join(["rows", *("any" if dim < 0 else str(dim) for dim in spec.shape)])
-    return f"`{spec.name}` {spec.datatype} [{dims}]{' (optional)' if spec.optional else ''}"
+def tensor_operations(signature: Signature) -> dict[str, dict[str, Any]]:
+    """The operations by route: ``infer``, ``generate`` and ``generate_stream``, as far as the model has them."""
+    infer = {} if signature.streams else {"infer": _infer_operation(signature)}
+    return infer | _generate_operations(signature)
 
 
-def element_schema(datatype: str) -> dict[str, Any]:
-    """One element."""
-    if datatype == "BOOL":
-        return {"type": "boolean"}
-    if datatype == "BYTES":
-        return {"type": "string"}
-    if datatype in _INTEGER_BOUNDS:
-        low, high = _INTEGER_BOUNDS[datatype]
-        return {"type": "integer", "minimum": low, "maximum": high}
-    return {"type": "number"}
+def _infer_operation(signature: Signature) -> dict[str, Any]:
+    body: dict[str, Any] = {"schema": _infer_schema(signature)}
+    if (example := example_body(signature)) is not None:
+        body["example"] = example
+    outputs = {
+        "name": _one_of(spec.name for spec in signature.outputs),
+        "datatype": STRING,
+        "shape": _array(INTEGER),
+        "data": _array({}),
+        "parameters": {"type": "object"},
+    }
+    answer = _answer_schema(signature, {"outputs": _array(object_schema(outputs, "data", "parameters"))}, "id")
+    return operation(
+        "inference",
+        f"infer_{signature.name}",
+        f"Infer with {signature.name}",
+        body,
+        response("The outputs", {JSON: answer, "application/octet-stream": {"type": "string", "format": "binary"}}),
+        description=f"{signature.description}\n\nInputs: {_described(signature.inputs)}. "
+        f"Outputs: {_described(signature.outputs)}. Up to {signature.max_batch_size} rows share a call of the model.",
+    )
 
 
-def parameter_schemas(signature: Signature) -> dict[str, Any]:
+def _infer_schema(signature: Signature) -> dict[str, Any]:
+    inputs = [_input_schema(spec) for spec in signature.inputs]
+    needed = sum(not spec.optional for spec in signature.inputs)
+    binary = object_schema({"binary_data": _BOOLEAN}, "binary_data", closed=True)
+    output = {"name": _one_of(spec.name for spec in signature.outputs), "parameters": binary}
+    parameters = {"binary_data_output": _BOOLEAN, **_parameter_schemas(signature)}
+    fields = {
+        "id": _ID,
+        "inputs": {
+            **_array(inputs[0] if len(inputs) == 1 else {"oneOf": inputs}),
+            "minItems": needed,
+            "maxItems": len(inputs),
+        },
+        "outputs": {**_array(object_schema(output, "parameters", closed=True)), "maxItems": len(signature.outputs)},
+        "parameters": object_schema(parameters, *parameters, closed=True),
+    }
+    return object_schema(fields, "id", "outputs", "parameters", closed=True)
+
+
+def _input_schema(spec: TensorSpec) -> dict[str, Any]:
+    shape = _array({"type": "integer", "minimum": 0}, len(spec.shape) + 1)
+    data = _array(_element_schema(spec.datatype))
+    fields = {
+        "name": _one_of([spec.name]),
+        "datatype": _one_of([spec.datatype]),
+        "shape": {**shape, "description": f"{_described([spec])}, batch axis first"},
+        "data": {**data, "description": "Elements in C order; lists nested by the shape are taken too"},
+    }
+    return {"title": spec.name, **object_schema(fields, closed=True)}
+
+
+def _generate_operations(signature: Signature) -> dict[str, dict[str, Any]]:
+    """The operations by route; {} if the model's tensors have no JSON form."""
+    in_json = [head.name for head in signature.heads if _has_json(signature, head.outputs)]
+    has_json = bool(in_json) or _has_json(signature, [spec.name for spec in signature.outputs])
+    if not has_json or not all(spec.optional or DATATYPES[spec.datatype].json for spec in signature.inputs):
+        return {}
+    body: dict[str, Any] = {"schema": _generate_schema(signature)}
+    if (row := json_example(signature, _LARGEST_EXAMPLE)) is not None:
+        body["example"] = {name: _bare(value) for name, value in row.items()}
+        if len(in_json) < len(signature.heads):
+            body["example"]["heads"] = in_json
+    name = signature.name
+    summary = f"Ask {name} about one row"
+    description = f"{signature.description}\n\nInputs: {_described(signature.inputs)}, of which this takes one row: "
+    description += "nested, flat, or bare if it is one element. Parameters may stand beside the inputs or in "
+    description += "`parameters`."
+    # A number may be written NaN or Infinity, which no schema knows.
+    outputs = {spec.name: {"description": _described([spec])} for spec in signature.outputs}
+    optional = ("id", *(outputs if signature.heads else ()))
+    answer = _answer_schema(signature, outputs, *optional)
+    operations = {}
+    if not signature.streams:
+        operations["generate"] = operation(
+            "inference",
+            f"generate_{name}",
+            summary,
+            body,
+            response("The outputs: a value if it is one, otherwise a flat list", {JSON: answer}),
+            description=description,
+        )
+    pieces = "each head's outputs as it finishes" if signature.heads else "each result as it is ready"
+    operations["generate_stream"] = operation(
+        "inference",
+        f"generate_stream_{name}",
+        f"{summary}, and get {pieces}",
+        body,
+        response(
+            "Server-sent events, each a line `data: {...}`", {EVENTS: _event_schema(signature, answer["properties"])}
+        ),
+        description=f"{description}\n\nThe last event has `final`; an error after the start is an event with `error` "
+        "and `status`, before it.",
+    )
+    return operations
+
+
+def _has_json(signature: Signature, outputs: Sequence[str]) -> bool:
+    return all(DATATYPES[spec.datatype].json for spec in signature.outputs if spec.name in outputs)
+
+
+def _bare(row: Any) -> Any:
+    """The row's element, if it has only one."""
+    value = row
+    while isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    return row if isinstance(value, (list, tuple)) else value
+
+
+def _generate_schema(signature: Signature) -> dict[str, Any]:
+    parameters = _parameter_schemas(signature)
+    inputs = {spec.name: _row_schema(spec) for spec in signature.inputs if DATATYPES[spec.datatype].json}
+    within = object_schema(parameters, *parameters, closed=True)
+    optional = [spec.name for spec in signature.inputs if spec.optional]
+    fields = {**parameters, **inputs, "id": _ID, "parameters": within}
+    return object_schema(fields, *parameters, *optional, "id", "parameters", closed=True)
+
+
+def _row_schema(spec: TensorSpec) -> dict[str, Any]:
+    element = _element_schema(spec.datatype)
+    forms: list[dict[str, Any]] = []
+    if all(dim in (1, -1) for dim in spec.shape):
+        forms.append(element)
+    if sum(dim < 0 for dim in spec.shape) <= 1:
+        forms.append(_array(element, math.prod(spec.shape) if all(dim >= 0 for dim in spec.shape) else -1))
+    if len(spec.shape) > 1:
+        nested = element
+        for dim in reversed(spec.shape):
+            nested = _array(nested, dim)
+        forms.append(nested)
+    return {"title": spec.name, "description": f"One row of {_described([spec])}", "anyOf": forms}
+
+
+def _event_schema(signature: Signature, answer: dict[str, Any]) -> dict[str, Any]:
+    """One event of a stream: before OpenAPI 3.2 a schema describes each event, not the stream."""
+    fields = {
+        **answer,
+        "error": STRING,
+        "status": {"description": "Beside an error that ends the stream: what would have been the answer's status"},
+        "final": {**_BOOLEAN, "description": "In the last event only"},
+    }
+    if signature.heads:
+        statuses = _one_of(["ok", "timeout", "unavailable", "failed"])
+        fields["head"] = _one_of(head.name for head in signature.heads)
+        fields["status"] = {"anyOf": [{**statuses, "description": "The head's"}, {**INTEGER, **fields["status"]}]}
+        fields["time_ms"] = {"type": "number", "description": "Since the request came"}
+        fields["heads"] = {"type": "object", "additionalProperties": statuses}
+    data = {"type": "object", "properties": fields}
+    return object_schema({"data": {**STRING, "contentMediaType": JSON, "contentSchema": data}})
+
+
+def _answer_schema(signature: Signature, outputs: dict[str, Any], *optional: str) -> dict[str, Any]:
+    about = {"id": STRING, "model_name": _one_of([signature.name]), "model_version": STRING}
+    omissions = {"parameters": _OMISSIONS} if signature.heads else {}
+    return object_schema({**about, **omissions, **outputs}, "parameters", *optional)
+
+
+def _parameter_schemas(signature: Signature) -> dict[str, Any]:
     """The request parameters that every route of the model takes, by name."""
     schemas: dict[str, Any] = {
         "priority": {"type": "integer", "minimum": 0, "description": "1 is the most urgent; 0 is the default"},
@@ -65,172 +208,41 @@ def parameter_schemas(signature: Signature) -> dict[str, Any]:
             "description": f"The wanted heads, of {', '.join(names)}: a list, or names with commas between them; "
             "all by default",
             "anyOf": [
-                {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"type": "string", "enum": names}},
+                {**_array(_one_of(names)), "minItems": 1, "uniqueItems": True},
                 {"type": "string", "minLength": 1},
             ],
             "example": names[:1],
         }
-    for parameter in signature.parameters:
-        kind = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}[parameter.type]
-        entry: dict[str, Any] = {"type": kind, "default": parameter.default, "description": parameter.description}
-        if parameter.minimum is not None:
-            entry["minimum"] = parameter.minimum
-        if parameter.maximum is not None:
-            entry["maximum"] = parameter.maximum
-        if parameter.choices is not None:
-            entry["enum"] = list(parameter.choices)
-        schemas[parameter.name] = entry
+    for spec in signature.parameters:
+        kind = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}[spec.type]
+        bounds = {"minimum": spec.minimum, "maximum": spec.maximum, "enum": spec.choices}
+        given = {name: bound for name, bound in bounds.items() if bound is not None}
+        schemas[spec.name] = {"type": kind, "default": spec.default, "description": spec.description, **given}
     return schemas
 
 
-LARGEST_EXAMPLE = 100
-"""Elements of an input, for which an example is made up."""
+def _element_schema(datatype: str) -> dict[str, Any]:
+    dtype = DATATYPES[datatype].numpy
+    if datatype != "BF16" and dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return {"type": "integer", "minimum": int(info.min), "maximum": int(info.max)}
+    return {"type": {"BOOL": "boolean", "BYTES": "string"}.get(datatype, "number")}
 
 
-def generate_operations(signature: Signature) -> dict[str, dict[str, Any]]:
-    """The operations by route: ``generate`` and ``generate_stream``; {} if the model's tensors have no JSON form."""
-    needed = [spec for spec in signature.inputs if not spec.optional]
-    in_json = [head.name for head in signature.heads if _has_json(signature, head.outputs)]
-    outputs = [spec.name for spec in signature.outputs]
-    if not all(DATATYPES[spec.datatype].json for spec in needed) or not (in_json or _has_json(signature, outputs)):
-        return {}
-    body: dict[str, Any] = {"schema": _request_schema(signature)}
-    example = _example(signature)
-    if example is not None:
-        if signature.heads and len(in_json) < len(signature.heads):
-            example["heads"] = in_json
-        body["example"] = example
-    request = {"required": True, "content": {"application/json": body}}
-    named = f"Inputs: {', '.join(described(spec) for spec in signature.inputs)}, of which this takes one row: nested, "
-    named += "flat, or bare if it is one element. Parameters may stand beside the inputs or in `parameters`."
-    operations = {}
-    if not signature.streams:
-        operations["generate"] = {
-            "tags": ["inference"],
-            "summary": f"Ask {signature.name} about one row",
-            "description": f"{signature.description}\n\n{named}",
-            "operationId": f"generate_{signature.name}",
-            "requestBody": request,
-            "responses": {
-                "200": {
-                    "description": "The outputs: a value if it is one, otherwise a flat list",
-                    "content": {"application/json": {"schema": _response_schema(signature)}},
-                }
-            },
-        }
-    pieces = "each head's outputs as it finishes" if signature.heads else "each result as it is ready"
-    operations["generate_stream"] = {
-        "tags": ["inference"],
-        "summary": f"Ask {signature.name} about one row, and get {pieces}",
-        "description": f"{signature.description}\n\n{named}\n\nThe last event has `final`; an error after the start "
-        "is an event with `error` and `status`, before it.",
-        "operationId": f"generate_stream_{signature.name}",
-        "requestBody": request,
-        "responses": {
-            "200": {
-                "description": "Server-sent events, each a line `data: {...}`",
-                "content": {"text/event-stream": {"schema": _event_schema(signature)}},
-            }
-        },
-    }
-    return operations
+def _described(specs: Sequence[TensorSpec]) -> str:
+    """Tensors in words."""
+    words = []
+    for spec in specs:
+        dims = ", ".join(["rows", *("any" if dim < 0 else str(dim) for dim in spec.shape)])
+        words.append(f"`{spec.name}` {spec.datatype} [{dims}]{' (optional)' if spec.optional else ''}")
+    return ", ".join(words)
 
 
-def _has_json(signature: Signature, outputs: Any) -> bool:
-    return all(DATATYPES[spec.datatype].json for spec in signature.outputs if spec.name in outputs)
+def _one_of(names: Iterable[str]) -> dict[str, Any]:
+    return {"type": "string", "enum": list(names)}
 
 
-def _example(signature: Signature) -> dict[str, Any] | None:
-    """One row; None if it is too large to look at."""
-    if signature.example is None and any(math.prod(spec.shape) > LARGEST_EXAMPLE for spec in signature.inputs):
-        return None
-    row = signature.example_row()
-    example = {}
-    for spec in signature.inputs:
-        if spec.name in row:
-            if not DATATYPES[spec.datatype].json:
-                return None
-            value = row[spec.name]
-            while isinstance(value, (list, tuple)) and len(value) == 1:
-                value = value[0]
-            # Bare only if nothing but one element is left.
-            example[spec.name] = row[spec.name] if isinstance(value, (list, tuple)) else value
-    return example
-
-
-def _request_schema(signature: Signature) -> dict[str, Any]:
-    parameters = parameter_schemas(signature)
-    inputs = {spec.name: _row_schema(spec) for spec in signature.inputs if DATATYPES[spec.datatype].json}
-    return {
-        "type": "object",
-        "required": [spec.name for spec in signature.inputs if not spec.optional],
-        "additionalProperties": False,
-        "properties": {
-            **parameters,
-            **inputs,
-            "id": ID,
-            "parameters": {"type": "object", "additionalProperties": False, "properties": parameters},
-        },
-    }
-
-
-def _row_schema(spec: TensorSpec) -> dict[str, Any]:
-    element = element_schema(spec.datatype)
-    forms: list[dict[str, Any]] = []
-    if all(dim in (1, -1) for dim in spec.shape):
-        forms.append(element)
-    if sum(dim < 0 for dim in spec.shape) <= 1:
-        forms.append(_array(element, math.prod(spec.shape) if all(dim >= 0 for dim in spec.shape) else -1))
-    if len(spec.shape) > 1:
-        nested = element
-        for dim in reversed(spec.shape):
-            nested = _array(nested, dim)
-        forms.append(nested)
-    return {"title": spec.name, "description": f"One row of {described(spec)}", "anyOf": forms}
-
-
-def _array(items: dict[str, Any], length: int) -> dict[str, Any]:
+def _array(items: dict[str, Any], length: int = -1) -> dict[str, Any]:
+    """An array's schema; a negative length is any."""
     schema: dict[str, Any] = {"type": "array", "items": items}
     return schema if length < 0 else {**schema, "minItems": length, "maxItems": length}
-
-
-def _event_schema(signature: Signature) -> dict[str, Any]:
-    """One event; before OpenAPI 3.2 ``schema`` stands for each of a stream's."""
-    fields = {
-        **_response_schema(signature)["properties"],
-        "error": {"type": "string"},
-        "status": {"description": "Beside an error that ends the stream: what would have been the answer's status"},
-        "final": {"type": "boolean", "description": "In the last event only"},
-    }
-    if signature.heads:
-        statuses = {"type": "string", "enum": ["ok", "timeout", "unavailable", "failed"]}
-        fields["head"] = {"type": "string", "enum": [head.name for head in signature.heads]}
-        fields["status"] = {
-            "anyOf": [{**statuses, "description": "The head's"}, {"type": "integer", **fields["status"]}]
-        }
-        fields["time_ms"] = {"type": "number", "description": "Since the request came"}
-        fields["heads"] = {"type": "object", "additionalProperties": statuses}
-    data = {"type": "object", "properties": fields}
-    return {
-        "type": "object",
-        "required": ["data"],
-        "properties": {"data": {"type": "string", "contentMediaType": "application/json", "contentSchema": data}},
-    }
-
-
-def _response_schema(signature: Signature) -> dict[str, Any]:
-    outputs: dict[str, Any] = {}
-    for spec in signature.outputs:
-        # A number may be written NaN or Infinity, which no schema knows.
-        outputs[spec.name] = {"description": described(spec)}
-    return {
-        "type": "object",
-        "required": ["model_name", "model_version", *([] if signature.heads else outputs)],
-        "properties": {
-            "id": {"type": "string"},
-            "model_name": {"type": "string", "enum": [signature.name]},
-            "model_version": {"type": "string"},
-            **({"parameters": OMISSIONS} if signature.heads else {}),
-            **outputs,
-        },
-    }

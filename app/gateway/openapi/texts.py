@@ -1,204 +1,179 @@
-"""The OpenAPI operations of language models: OpenAI's two text APIs, the generate extension, and cancelling."""
+"""The OpenAPI operations whose bodies are the same for every model: OpenAI's, the generate extension of language
+models, and cancelling. Schemas of bodies are made of the structs that read the bodies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
-from app.gateway.openapi.bodies import of_models
+import msgspec
+
+from app.gateway.openapi.operations import (
+    EVENTS,
+    INTEGER,
+    JSON,
+    STRING,
+    error_response,
+    object_schema,
+    operation,
+    response,
+)
+from app.gateway.routes.embeddings import EmbeddingsRequest
+from app.lm.chat import ChatRequest
+from app.lm.completion import CompletionRequest
+from app.lm.generate import GenerateRequest
+from inference.engine import Sampling
 from inference.signature import Signature
 
-__all__ = ["cancel_operation", "completion_operations", "text_operations"]
+__all__ = ["body_schemas", "of_models", "shared_paths", "text_operations"]
 
-_MESSAGES: Final = [{"role": "user", "content": "Write a Python function that adds two numbers."}]
 _PROMPT: Final = "def add(a, b):\n    "
-_USAGE: Final[dict[str, Any]] = {
-    "type": "object",
-    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
-    "properties": {
+_CANCELLED: Final = "The request was cancelled by its id"
+_FINISH: Final = {"type": "string", "enum": ["stop", "length"]}
+_USAGE: Final = object_schema(
+    {
         "prompt_tokens": {"type": "integer", "description": "Each prompt once, however many choices it has"},
         "completion_tokens": {"type": "integer", "description": "The token that stopped a text included"},
-        "total_tokens": {"type": "integer"},
-    },
-}
-_FINISH: Final[dict[str, Any]] = {"type": "string", "enum": ["stop", "length"]}
+        "total_tokens": INTEGER,
+    }
+)
 
 
-def completion_operations(models: list[str], schemas: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """OpenAI's operations, by path.
+def body_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The bodies' schemas by the structs' names, and the components that they refer to."""
+    kinds = (ChatRequest, CompletionRequest, EmbeddingsRequest, GenerateRequest)
+    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for schema in schemas.values():
+        fields = {name: _without_null(field) for name, field in schema["properties"].items()}
+        schema["properties"] = {name: field for name, field in fields.items() if field != {"type": "null"}}
+        for name, default in msgspec.structs.asdict(Sampling()).items():
+            if name in fields and default is not None:
+                fields[name].setdefault("default", default)
+    return {kind.__name__: schemas.pop(kind.__name__) for kind in kinds}, schemas
+
+
+def _without_null(field: dict[str, Any]) -> dict[str, Any]:
+    """A field's schema without null, which means the same as leaving the field out."""
+    kinds = [one for one in field.get("anyOf", ()) if one != {"type": "null"}]
+    rest = {key: value for key, value in field.items() if key != "anyOf" and (key, value) != ("default", None)}
+    return {**(kinds[0] if len(kinds) == 1 else {"anyOf": kinds} if kinds else {}), **rest}
+
+
+def of_models(schema: dict[str, Any], models: list[str]) -> dict[str, Any]:
+    """The schema, with the models that the body may name."""
+    return {**schema, "properties": {**schema["properties"], "model": {"type": "string", "enum": models}}}
+
+
+def shared_paths(
+    embedders: list[str], language_models: list[str], schemas: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The operations that several models share, by path.
 
     Args:
-        models: names of the language models; at least one.
+        embedders: names of the models with embeddings.
+        language_models: names of the language models.
         schemas: of the bodies, by the structs' names.
     """
-    answer_message = {
-        "type": "object",
-        "required": ["role", "content"],
-        "properties": {"role": {"type": "string"}, "content": {"type": "string"}},
-    }
-    return {
-        "/v1/chat/completions": _openai_operation(
+    paths = {}
+    if embedders:
+        texts = ["The harbour lay still.", "Boats slept in the port."]
+        paths["/v1/embeddings"] = operation(
+            "openai",
+            "embeddings",
+            "Embeddings, as OpenAI's API has them",
+            {
+                "schema": of_models(schemas["EmbeddingsRequest"], embedders),
+                "example": {"model": embedders[0], "input": texts},
+            },
+            response("One embedding a text, in order", {JSON: {"type": "object"}}),
+        )
+    if language_models:
+        messages = [{"role": "user", "content": "Write a Python function that adds two numbers."}]
+        paths["/v1/chat/completions"] = _openai_operation(
             "chat_completions",
             "Chat, as OpenAI's API has it",
-            of_models(schemas["ChatRequest"], models),
-            {"model": models[0], "messages": _MESSAGES, "max_completion_tokens": 64},
-            {"message": answer_message},
-        ),
-        "/v1/completions": _openai_operation(
+            of_models(schemas["ChatRequest"], language_models),
+            {"model": language_models[0], "messages": messages, "max_completion_tokens": 64},
+            {"message": object_schema({"role": STRING, "content": STRING})},
+        )
+        paths["/v1/completions"] = _openai_operation(
             "completions",
             "Continue texts, as OpenAI's API does",
-            of_models(schemas["CompletionRequest"], models),
-            {"model": models[0], "prompt": _PROMPT, "max_tokens": 64},
-            {"text": {"type": "string"}},
-        ),
-    }
-
-
-def text_operations(signature: Signature, schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The operations of the generate extension for one language model, by route.
-
-    Args:
-        signature: of the model.
-        schema: of the body.
-    """
-    body = {"schema": schema, "example": {"text_input": _PROMPT, "parameters": {"max_tokens": 64}}}
-    names = {
-        "model_name": {"type": "string", "enum": [signature.name]},
-        "model_version": {"type": "string"},
-        "id": {"type": "string"},
-        "text_output": {"type": "string"},
-    }
-    facts = {
-        "finish_reason": _FINISH,
-        "prompt_tokens": {"type": "integer"},
-        "completion_tokens": {"type": "integer"},
-    }
-    whole = {
-        "type": "object",
-        "required": ["model_name", "model_version", "text_output", "parameters"],
-        "properties": {**names, "parameters": {"type": "object", "required": [*facts], "properties": facts}},
-    }
-    event = {
-        "type": "object",
-        "properties": {
-            **names,
-            **facts,
-            "finish_reason": {"type": "string", "enum": ["stop", "length", "error"]},
-            "final": {"type": "boolean"},
-            "error": {"type": "string"},
-            "status": {"type": "integer"},
-        },
-    }
-    said = "The text is taken as it is: no chat template is applied. Parameters may stand beside it, too."
-    shared = {
-        "tags": ["inference"],
-        "requestBody": {"required": True, "content": {"application/json": body}},
-    }
-    return {
-        "generate": {
-            **shared,
-            "summary": f"Have {signature.name} continue a text",
-            "description": f"{signature.description}\n\n{said}",
-            "operationId": f"generate_{signature.name}",
+            of_models(schemas["CompletionRequest"], language_models),
+            {"model": language_models[0], "prompt": _PROMPT, "max_tokens": 64},
+            {"text": STRING},
+        )
+        paths["/v2/requests/{request_id}/cancel"] = {
+            "tags": ["inference"],
+            "summary": "Cancel a stream, or a request to a language model",
+            "description": "Whoever knows a request's id, its `X-Request-Id`, can end it; it is answered with status "
+            "409.",
+            "operationId": "cancel_request",
+            "parameters": [{"name": "request_id", "in": "path", "required": True, "schema": STRING}],
             "responses": {
-                "200": {"description": "The text", "content": {"application/json": {"schema": whole}}},
-                "409": _cancelled("Error"),
+                "200": response(
+                    "How many sequences and streams were cancelled",
+                    {JSON: object_schema({"request_id": STRING, "cancelled": {"type": "integer", "minimum": 1}})},
+                )
             },
-        },
-        "generate_stream": {
-            **shared,
-            "summary": f"Have {signature.name} continue a text, and get it piece by piece",
-            "description": f"{signature.description}\n\n{said}\n\nThe last event has `final`; an error after the start "
-            "is an event with `error` and `status`, before it.",
-            "operationId": f"generate_stream_{signature.name}",
-            "responses": {
-                "200": {
-                    "description": "Server-sent events, each a line `data: {...}`",
-                    "content": {"text/event-stream": {"schema": event}},
-                },
-                "409": _cancelled("Error"),
-            },
-        },
-    }
-
-
-def cancel_operation() -> dict[str, Any]:
-    """``/v2/requests/{request_id}/cancel``."""
-    return {
-        "tags": ["inference"],
-        "summary": "Cancel a stream, or a request to a language model",
-        "description": "Whoever knows a request's id, its `X-Request-Id`, can end it; it is answered with status 409.",
-        "operationId": "cancel_request",
-        "parameters": [{"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}}],
-        "responses": {
-            "200": {
-                "description": "How many sequences and streams were cancelled",
-                "content": {
-                    "application/json": {
-                        "schema": {
-                            "type": "object",
-                            "required": ["request_id", "cancelled"],
-                            "properties": {
-                                "request_id": {"type": "string"},
-                                "cancelled": {"type": "integer", "minimum": 1},
-                            },
-                        }
-                    }
-                },
-            }
-        },
-    }
+        }
+    return paths
 
 
 def _openai_operation(
-    name: str, summary: str, request: dict[str, Any], example: dict[str, Any], choice: dict[str, Any]
+    name: str, summary: str, schema: dict[str, Any], example: dict[str, Any], content: dict[str, Any]
 ) -> dict[str, Any]:
-    choices = {
-        "type": "array",
-        "items": {
-            "type": "object",
-            "required": ["index", *choice, "finish_reason"],
-            "properties": {
-                "index": {"type": "integer"},
-                **choice,
-                "logprobs": {"type": ["object", "null"]},
-                "finish_reason": _FINISH,
-            },
-        },
-    }
-    answer = {
-        "type": "object",
-        "required": ["id", "object", "created", "model", "choices", "usage"],
-        "properties": {
-            "id": {"type": "string"},
-            "object": {"type": "string"},
-            "created": {"type": "integer"},
-            "model": {"type": "string"},
-            "choices": choices,
-            "usage": _USAGE,
-        },
-    }
-    return {
-        "tags": ["openai"],
-        "summary": summary,
-        "description": "Null is as if a field weren't there. What the model can't do is refused by the field's name.",
-        "operationId": name,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": request, "example": example}}},
-        "responses": {
-            "200": {
-                "description": "The answer; with `stream`, server-sent events, of which the last is `[DONE]`",
-                "content": {
-                    "application/json": {"schema": answer},
-                    "text/event-stream": {"schema": {"type": "string"}},
-                },
-            },
-            "409": _cancelled("OpenAIError"),
-        },
-    }
+    logprobs = {"type": ["object", "null"]}
+    choice = object_schema({"index": INTEGER, **content, "logprobs": logprobs, "finish_reason": _FINISH}, "logprobs")
+    choices = {"type": "array", "items": choice}
+    about = {"id": STRING, "object": STRING, "created": INTEGER, "model": STRING}
+    answer = object_schema({**about, "choices": choices, "usage": _USAGE})
+    return operation(
+        "openai",
+        name,
+        summary,
+        {"schema": schema, "example": example},
+        response(
+            "The answer; with `stream`, server-sent events, of which the last is `[DONE]`",
+            {JSON: answer, EVENTS: STRING},
+        ),
+        error_response(_CANCELLED, "OpenAIError"),
+        description="Null is as if a field weren't there. What the model can't do is refused by the field's name.",
+    )
 
 
-def _cancelled(kind: str) -> dict[str, Any]:
+def text_operations(signature: Signature, schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The operations of the generate extension for one language model, by route; ``schema`` is the body's."""
+    name = signature.name
+    body = {"schema": schema, "example": {"text_input": _PROMPT, "parameters": {"max_tokens": 64}}}
+    about = {"model_name": {"type": "string", "enum": [name]}, "model_version": STRING}
+    about |= {"id": STRING, "text_output": STRING}
+    facts = {"finish_reason": _FINISH, "prompt_tokens": INTEGER, "completion_tokens": INTEGER}
+    whole = object_schema({**about, "parameters": object_schema(facts)}, "id")
+    finish = {"type": "string", "enum": ["stop", "length", "error"]}
+    end = {"final": {"type": "boolean"}, "error": STRING, "status": INTEGER}
+    event = {"type": "object", "properties": {**about, **facts, "finish_reason": finish, **end}}
+    summary = f"Have {name} continue a text"
+    description = f"{signature.description}\n\nThe text is taken as it is: no chat template is applied. Parameters may "
+    description += "stand beside it, too."
     return {
-        "description": "The request was cancelled by its id",
-        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind}"}}},
+        "generate": operation(
+            "inference",
+            f"generate_{name}",
+            summary,
+            body,
+            response("The text", {JSON: whole}),
+            error_response(_CANCELLED),
+            description=description,
+        ),
+        "generate_stream": operation(
+            "inference",
+            f"generate_stream_{name}",
+            f"{summary}, and get it piece by piece",
+            body,
+            response("Server-sent events, each a line `data: {...}`", {EVENTS: event}),
+            error_response(_CANCELLED),
+            description=f"{description}\n\nThe last event has `final`; an error after the start is an event with "
+            "`error` and `status`, before it.",
+        ),
     }

@@ -42,7 +42,7 @@ class EmbeddingsRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EmbeddingsEndpoint(Endpoint):
-    """Embeds texts."""
+    """Answers with one embedding per text."""
 
     def __init__(self, models: Models, reader: BodyReader) -> None:
         self._models = models
@@ -61,7 +61,7 @@ class EmbeddingsEndpoint(Endpoint):
             with DisconnectWatch(scope, receive):
                 outputs, omitted = await model.dispatcher.infer(request)
         except BadRequest as error:
-            error.field = "input"  # as this API calls it
+            error.field = "input"  # this API's name of the field
             raise
         for head in omitted:  # there is no embedding without it
             if head.error is not None:
@@ -75,7 +75,7 @@ class EmbeddingsEndpoint(Endpoint):
 
 
 def _read(raw: bytes) -> tuple[EmbeddingsRequest, list[str]]:
-    """A body, and its texts."""
+    """The body, and its texts."""
     body: EmbeddingsRequest = read_json(raw, EmbeddingsRequest)
     try:
         value: str | list[str] = read_json(body.input, str | list[str], "input")
@@ -95,10 +95,8 @@ def _request(signature: Signature, spec: Embedding, texts: list[str], dimensions
     if dimensions is not None:
         chosen = next((item for item in signature.parameters if item.name == spec.dimensions), None)
         if chosen is None:
-            raise BadRequest(
-                f"dimensions: model `{signature.name}` has embeddings of one length only; leave it out",
-                field="dimensions",
-            )
+            message = f"dimensions: model `{signature.name}` has embeddings of one length only; leave it out"
+            raise BadRequest(message, field="dimensions")
         try:
             row_parameters[chosen.name] = chosen.check(dimensions)
         except DeclarationError as error:
@@ -116,14 +114,11 @@ def _request(signature: Signature, spec: Embedding, texts: list[str], dimensions
 
 
 def _answer(body: EmbeddingsRequest, vectors: RawTensor, tokens: int) -> bytes:
-    rows, length = vectors.shape
     # Rows that share a call are as long as the longest that any of them asked for.
-    array = np.frombuffer(vectors.data, "<f4").reshape(rows, length)[:, : body.dimensions]
-    embeddings: list[object]
+    array = np.frombuffer(vectors.data, "<f4").reshape(vectors.shape)[:, : body.dimensions]
+    embeddings: list[object] = list(array)
     if body.encoding_format == "base64":
-        embeddings = [base64.b64encode(array[row].tobytes()).decode() for row in range(rows)]
-    else:
-        embeddings = [array[row] for row in range(rows)]
+        embeddings = [base64.b64encode(row.tobytes()).decode() for row in array]
     return orjson.dumps(
         {
             "object": "list",

@@ -22,7 +22,7 @@ _OCTETS = (b"content-type", b"application/octet-stream")
 
 
 class InferEndpoint(Endpoint):
-    """Infers."""
+    """Answers with the model's outputs."""
 
     def __init__(self, models: Models, reader: BodyReader) -> None:
         self._models = models
@@ -48,9 +48,9 @@ class InferEndpoint(Endpoint):
         # Binary tensors cost the same however long they are.
         texts = [outputs[wish.name].data for wish in request.outputs if not wish.binary and wish.name in outputs]
         if sum(map(len, texts)) < LARGE_BYTES:
-            pieces, json_length = encoder.encode(request, outputs, None, omitted)
+            pieces, json_length = encoder.encode(request, outputs, omitted)
         else:
-            pieces, json_length = await asyncio.to_thread(encoder.encode, request, outputs, None, omitted)
+            pieces, json_length = await asyncio.to_thread(encoder.encode, request, outputs, omitted)
         serialise_ns = decoded_ns - began_ns + time.perf_counter_ns() - answered_ns
         model.meter.serialise.observe(serialise_ns)
         scope["state"]["note"] = f"rows={request.rows}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -14,11 +15,11 @@ from fastapi.responses import JSONResponse
 import app
 from app.codecs.faults import read_json
 from app.control.routing import State, unavailable
-from app.errors import BadRequest, Unavailable
+from app.errors import Unavailable
 from app.gateway.http.bodies import BodyReader
 from app.gateway.models import VERSION, Models, ServedModel
 from app.gateway.sampler import Sampler
-from app.telemetry.catalogue import OUTCOMES, REQUESTS
+from app.telemetry.catalogue import REQUESTS
 from app.telemetry.ledger import Counts, counts_by_deployment, read_records
 from app.telemetry.recorder import PHASE_SECONDS, recorder
 from inference.datatypes import DATATYPES
@@ -56,14 +57,9 @@ def health_routes(models: Models) -> APIRouter:
 
 
 EXTENSIONS = [
-    "binary_tensor_data",
-    "generate",
-    "model_configuration",
-    "model_repository",
-    "parameters",
-    "schedule_policy",
+    "binary_tensor_data", "generate", "model_configuration", "model_repository", "parameters", "schedule_policy",
     "statistics",
-]
+]  # fmt: skip
 
 
 class _IndexRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -113,11 +109,8 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     @router.post("/v2/repository/index", include_in_schema=False)  # Triton's form of the same
     async def index_by_post(request: Request) -> JSONResponse:
         body, _ = await reader.read(request.scope, request.receive)
-        try:
-            asked: _IndexRequest = read_json(body, _IndexRequest) if body.strip() else _IndexRequest()
-        except BadRequest as error:
-            expected = 'expected {"ready": true or false} or an empty body'
-            raise BadRequest(f"{error.message}; {expected}", field=error.field) from None
+        hint = 'expected {"ready": true or false} or an empty body'
+        asked: _IndexRequest = read_json(body if body.strip() else b"{}", _IndexRequest, hint=hint)
         return JSONResponse(
             [index_entry(one) for one in models.with_steps() if not asked.ready or one.route.state is State.READY]
         )
@@ -147,29 +140,17 @@ def index_entry(model: ServedModel) -> dict[str, Any]:
 
 def _metadata(signature: Signature) -> dict[str, Any]:
     def tensor(spec: TensorSpec) -> dict[str, Any]:
-        told: dict[str, Any] = {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.shape]}
-        if spec.labels:
-            told["labels"] = list(spec.labels)
-        return told
+        labels = {"labels": list(spec.labels)} if spec.labels else {}
+        return {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.shape], **labels}
 
-    metadata: dict[str, Any] = {
+    return {
         "name": signature.name,
         "versions": [VERSION],
         "platform": "python",
         "inputs": [tensor(spec) for spec in signature.inputs],
         "outputs": [tensor(spec) for spec in signature.outputs],
+        **({"heads": msgspec.to_builtins(signature.heads)} if signature.heads else {}),
     }
-    if signature.heads:
-        metadata["heads"] = [
-            {
-                "name": head.name,
-                "outputs": list(head.outputs),
-                "on_error": head.on_error,
-                "timeout_s": head.timeout_s,
-            }
-            for head in signature.heads
-        ]
-    return metadata
 
 
 def _config(model: ServedModel) -> dict[str, Any]:
@@ -202,46 +183,39 @@ def _config(model: ServedModel) -> dict[str, Any]:
 
 
 def _statistics(model: ServedModel, counts: Counts) -> dict[str, Any]:
-    if model.route.is_language_model:
-        return _language_model_statistics(model, counts)
-    if model.route.is_graph:  # its phases are those of its steps
-        requests, total_ns = counts.sum("headwater_request_seconds")
-        queue_ns, compute_ns = 0, total_ns
-    else:
+    route = model.route
+    executions, inferences = 0, counts.total("headwater_rows")
+    failures, queue_ns = counts.total("headwater_failures"), 0
+    # The phases of a pipeline are those of its steps. An engine does not report when it starts a sequence: the time in
+    # its queue counts as computing.
+    requests, compute_ns = counts.sum("headwater_request_seconds")
+    if not route.is_language_model and not route.is_graph:
         requests, compute_ns = counts.sum(PHASE_SECONDS, "compute")
         queue_ns = sum(counts.sum(PHASE_SECONDS, phase)[1] for phase in ("queue", "batch_wait"))
-    batches = sorted((int(rows), calls, took_ns) for rows, (calls, took_ns) in counts.statistics("headwater_batches"))
-    told = _triton_statistics(
-        model.route.name,
-        inferences=counts.total("headwater_rows"),
-        executions=sum(calls for _, calls, _ in batches),
-        requests=requests,
-        failures=counts.total("headwater_failures"),
-        queue_ns=queue_ns,
-        compute_ns=compute_ns,
-    )
-    told["batch_stats"] = [
-        {
-            "batch_size": rows,
-            "compute_input": {"count": calls, "ns": 0},
-            "compute_infer": {"count": calls, "ns": took_ns},
-            "compute_output": {"count": calls, "ns": 0},
-        }
-        for rows, calls, took_ns in batches
-    ]
-    if steps := counts.statistics("headwater_steps"):
-        told["steps"] = {
-            step: {"execution_count": calls, "retries": retries, "compute_ns": took_ns}
-            for step, (calls, retries, took_ns) in steps
-        }
-    return told
-
-
-def _triton_statistics(
-    name: str, *, inferences: int, executions: int, requests: int, failures: int, queue_ns: int, compute_ns: int
-) -> dict[str, Any]:
+    more: dict[str, Any] = {}
+    batches = []
+    if route.is_language_model:
+        inferences, executions = counts.total("headwater_sequences"), counts.total("headwater_frames")
+        failures = sum(counts.total(REQUESTS, outcome) for outcome in ("timeout", "failed", "unavailable", "lost"))
+        more["language_model"] = _language_model_statistics(route.signature, counts, requests, failures)
+    else:
+        for rows, (calls, took_ns) in counts.statistics("headwater_batches"):
+            executions += calls
+            batches.append(
+                {
+                    "batch_size": int(rows),
+                    "compute_input": {"count": calls, "ns": 0},
+                    "compute_infer": {"count": calls, "ns": took_ns},
+                    "compute_output": {"count": calls, "ns": 0},
+                }
+            )
+        if steps := counts.statistics("headwater_steps"):
+            more["steps"] = {
+                step: {"execution_count": calls, "retries": retries, "compute_ns": took_ns}
+                for step, (calls, retries, took_ns) in steps
+            }
     return {
-        "name": name,
+        "name": route.name,
         "version": VERSION,
         "inference_count": inferences,
         "execution_count": executions,
@@ -253,20 +227,20 @@ def _triton_statistics(
             "compute_infer": {"count": requests, "ns": compute_ns},
             "compute_output": {"count": requests, "ns": 0},
         },
-        "batch_stats": [],
+        "batch_stats": sorted(batches, key=itemgetter("batch_size")),
+        **more,
     }
 
 
-def _language_model_statistics(model: ServedModel, counts: Counts) -> dict[str, Any]:
-    outcomes = {outcome: counts.total(REQUESTS, outcome) for outcome in OUTCOMES}
-    requests, total_ns = counts.sum("headwater_request_seconds")
-    failures = sum(outcomes[outcome] for outcome in ("timeout", "failed", "unavailable", "lost"))
+def _language_model_statistics(
+    signature: Signature | None, counts: Counts, requests: int, failures: int
+) -> dict[str, Any]:
     first_tokens, first_token_ns = counts.sum("headwater_time_to_first_token_seconds")
-    told: dict[str, Any] = {
+    statistics: dict[str, Any] = {
         "requests": requests,
         "failures": failures,
-        "shed": outcomes["shed"],
-        "cancelled": outcomes["cancelled"],
+        "shed": counts.total(REQUESTS, "shed"),
+        "cancelled": counts.total(REQUESTS, "cancelled"),
         "prompt_tokens": counts.total("headwater_prompt_tokens"),
         "generated_tokens": counts.total("headwater_generated_tokens"),
         "first_token": {"count": first_tokens, "ns": first_token_ns},
@@ -277,26 +251,11 @@ def _language_model_statistics(model: ServedModel, counts: Counts) -> dict[str, 
         },
         "cache_used": counts.total("headwater_cache_used_tokens"),
     }
-    signature = model.route.signature
     if signature is not None and signature.language_model is not None:
-        limits = signature.language_model.limits
-        told["limits"] = {  # of one replica
-            "max_sequences": limits.max_sequences,
-            "max_waiting": limits.max_waiting,
-            "context_length": limits.context_length,
-            "cache_tokens": limits.cache_tokens,
-        }
-    # An engine doesn't tell when it began with a sequence: waiting is part of computing here.
-    statistics = _triton_statistics(
-        model.route.name,
-        inferences=counts.total("headwater_sequences"),
-        executions=counts.total("headwater_frames"),
-        requests=requests,
-        failures=failures,
-        queue_ns=0,
-        compute_ns=total_ns,
-    )
-    return {**statistics, "language_model": told}
+        limits = signature.language_model.limits  # of one replica
+        names = ("max_sequences", "max_waiting", "context_length", "cache_tokens")
+        statistics["limits"] = {name: getattr(limits, name) for name in names}
+    return statistics
 
 
 def openai_model_routes(models: Models) -> APIRouter:

@@ -1,4 +1,4 @@
-"""``/``, the status page, and ``/docs``, Swagger UI: files of our own, so both work without the internet."""
+"""``/``, the status page, and ``/docs``, Swagger UI: local files, so both work without the internet."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from app.errors import NotFound
 
 __all__ = ["docs_routes", "page_routes"]
 
-
-ASSETS = "/docs/assets"
+ASSETS: Final = "/docs/assets"
 
 
 def docs_routes(gateway: FastAPI) -> None:
-    """Add the routes."""
-    gateway.mount(ASSETS, StaticFiles(directory=_static_folder()), name="docs-assets")
+    """Add ``/docs`` and its assets: of fastapi-offline only the folder with Swagger UI is used."""
+    spec = importlib.util.find_spec("fastapi_offline")
+    assert spec is not None
+    assert spec.origin is not None
+    gateway.mount(ASSETS, StaticFiles(directory=Path(spec.origin).parent / "static"), name="docs-assets")
 
     @gateway.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
@@ -37,18 +39,8 @@ def docs_routes(gateway: FastAPI) -> None:
         )
 
 
-def _static_folder() -> Path:
-    """Where fastapi-offline keeps its copy of Swagger UI; of that package only these files are used."""
-    spec = importlib.util.find_spec("fastapi_offline")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent / "static"
-
-
 FOLDER: Final = Path(__file__).parents[1] / "static"
-
 INDEX: Final = "index.html"
-
 HEADERS: Final = {
     # No inline script or style, nothing from other hosts, and no other page may frame it.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -60,28 +52,17 @@ HEADERS: Final = {
 
 
 def page_routes() -> APIRouter:
-    """``/`` and ``/static/{name}``.
-
-    The files are read once, and a name is looked up among them: no request leads to a path.
-    """
+    """``/`` and ``/static/{name}``. The files are read once and found by name: no request leads to a path."""
     files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.is_file()}
     router = APIRouter()
 
-    async def page(request: Request) -> Response:
-        return _answer(INDEX, files[INDEX])
-
     async def file(request: Request) -> Response:
-        name = request.path_params["name"]
+        name = request.path_params.get("name", INDEX)
         content = files.get(name)
         if content is None:
             raise NotFound(f"file {name[:100]!r}: unknown; this page has no such file", field="name")
-        return _answer(name, content)
+        kind = "text/javascript" if name.endswith(".js") else mimetypes.guess_type(name)[0]
+        return Response(content, headers=HEADERS, media_type=kind)
 
-    router.routes.append(Route("/", page, methods=["GET"]))
-    router.routes.append(Route("/static/{name}", file, methods=["GET"]))
+    router.routes += [Route(path, file, methods=["GET"]) for path in ("/", "/static/{name}")]
     return router
-
-
-def _answer(name: str, content: bytes) -> Response:
-    kind = "text/javascript" if name.endswith(".js") else mimetypes.guess_type(name)[0]
-    return Response(content, headers=HEADERS, media_type=kind)

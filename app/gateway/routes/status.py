@@ -1,7 +1,7 @@
 """``GET /metrics`` in Prometheus' text format or OpenMetrics', and ``GET /v2/status``, the status page's data as JSON.
 
-Both tell the same counts of all processes since the server's start; whoever reads ``/v2/status`` works out rates from
-two answers.
+Both give the same counts of all processes since the server's start. A reader of ``/v2/status`` computes rates from two
+answers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,17 +22,23 @@ from app.gateway.sampler import Sampler
 from app.telemetry.catalogue import ACCEPTED, CATALOGUE, IN_FLIGHT, OUTCOMES, REQUESTS
 from app.telemetry.ledger import Counts, counts_by_deployment, read_records, read_totals
 from app.telemetry.recorder import recorder
-from app.telemetry.store import Key
 
 __all__ = ["metrics_routes", "status_routes"]
 
+TIMES: Final = "headwater_request_seconds"
+ROWS: Final = "headwater_batch_rows"
+_TEXT_COUNTS: Final = (
+    "prompt_tokens", "generated_tokens", "active_sequences",
+    "waiting_sequences", "cache_used_tokens", "cache_limit_tokens",
+)  # fmt: skip
+
 
 def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
-    """The route.
+    """``/metrics``.
 
     Args:
-        models: whose replicas' Tritons are asked, too.
-        folder: where the processes count.
+        models: the metrics of their replicas' Tritons are added.
+        folder: where all processes count.
         sampler: of this worker's gauges.
     """
     router = APIRouter(tags=["operations"])
@@ -61,19 +66,12 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
     return router
 
 
-TIMES: Final = "headwater_request_seconds"
-
-ROWS: Final = "headwater_batch_rows"
-
-Records = Mapping[Key, list[int]]
-
-
 def status_routes(models: Models, folder: Path | None, sampler: Sampler) -> APIRouter:
-    """The route.
+    """``/v2/status``.
 
     Args:
         models: of this worker.
-        folder: where all processes count; None: only what this one counted is told, as ``scope`` says.
+        folder: where all processes count; None: the answer has only this process' counts, as its ``scope`` says.
         sampler: of this worker's gauges.
     """
     router = APIRouter(tags=["operations"])
@@ -82,7 +80,7 @@ def status_routes(models: Models, folder: Path | None, sampler: Sampler) -> APIR
     async def status(request: Request) -> JSONResponse:
         request.state.is_routine = True
         sampler.sample()
-        records = await read_records(folder)
+        counts = counts_by_deployment(await read_records(folder))
         content = {
             "version": app.__version__,
             "now_s": time.time(),
@@ -92,21 +90,16 @@ def status_routes(models: Models, folder: Path | None, sampler: Sampler) -> APIR
                 "seconds": [float(f"{bound * CATALOGUE[TIMES].scale:.10g}") for bound in CATALOGUE[TIMES].bounds],
                 "rows": list(CATALOGUE[ROWS].bounds),
             },
-            "deployments": _deployments(models, records),
+            "deployments": [_deployment(model, counts[model.route.name]) for model in models.with_steps()],
         }
         return JSONResponse(content, headers={"cache-control": "no-store"})
 
     return router
 
 
-def _deployments(models: Models, records: Records) -> list[dict[str, Any]]:
-    by_deployment = counts_by_deployment(records)
-    return [_deployment(model, by_deployment[model.route.name]) for model in models.with_steps()]
-
-
 def _deployment(model: ServedModel, counts: Counts) -> dict[str, Any]:
     route = model.route
-    told = {
+    status = {
         **index_entry(model),
         "kind": _kind(model),
         "part_of": route.part_of,
@@ -132,22 +125,12 @@ def _deployment(model: ServedModel, counts: Counts) -> dict[str, Any]:
         "retries": counts.total("headwater_retries"),
     }
     if route.is_language_model:
-        told["language_model"] = {
+        status["language_model"] = {
             "first_token": counts.histogram("headwater_time_to_first_token_seconds"),
             "inter_token": counts.histogram("headwater_inter_token_seconds"),
-            **{
-                name: counts.total(f"headwater_{name}")
-                for name in (
-                    "prompt_tokens",
-                    "generated_tokens",
-                    "active_sequences",
-                    "waiting_sequences",
-                    "cache_used_tokens",
-                    "cache_limit_tokens",
-                )
-            },
+            **{name: counts.total(f"headwater_{name}") for name in _TEXT_COUNTS},
         }
-    return told
+    return status
 
 
 def _kind(model: ServedModel) -> str:

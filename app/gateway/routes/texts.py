@@ -5,8 +5,8 @@ its id.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TYPE_CHECKING, Final, TypeAlias
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Receive, Scope
@@ -23,6 +23,7 @@ from app.lm.answers import AnswerForm
 from app.lm.chat import ChatRequest
 from app.lm.completion import CompletionRequest
 from app.lm.dispatcher import LmDispatcher
+from app.lm.generate import GenerateRequest
 from app.lm.text_plan import TextPlan
 from app.lm.text_stream import TextGeneration, TextStream
 from app.security.key_check import owned_id
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
     from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["CancelEndpoint", "OpenAITextEndpoint", "TextAnswers"]
+__all__ = ["CancelEndpoint", "OpenAITextEndpoint", "answer_text", "open_stream"]
 
-
+_Request: TypeAlias = ChatRequest | CompletionRequest | GenerateRequest
+_JSON: Final = (b"content-type", b"application/json")
 _PREFIX: Final = "/v2/requests/"
-
 _SUFFIX: Final = "/cancel"
 
 
@@ -64,114 +65,106 @@ class CancelEndpoint(Endpoint):
         return json_reply({"request_id": request_id, "cancelled": cancelled})
 
 
-_JSON = (b"content-type", b"application/json")
-
-
-class Plannable(Protocol):
-    """A request that can be made sequences of."""
-
-    def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
-        """Check it, and make tokens of it; called in a thread."""
-        ...
-
-
-class TextAnswers:
-    """Answers the requests to language models.
+async def answer_text(
+    models: Models,
+    scope: Scope,
+    receive: Receive,
+    dispatcher: LmDispatcher,
+    request: _Request,
+    form: Callable[[TextPlan, TokenTexts], AnswerForm],
+    *,
+    streams: bool,
+) -> ASGIApp:
+    """Answer one request to a language model, or open its stream. If the client goes away, its sequences are cancelled.
 
     Args:
-        models: count the streams that are open.
+        models: count the open streams.
+        scope, receive: of the request; its body has been read.
+        dispatcher: of the model.
+        request: the body.
+        form: makes the answer's form in the request's API.
+        streams: whether the answer comes in pieces.
+
+    Raises:
+        HeadwaterError: the request can't be answered.
     """
-
-    def __init__(self, models: Models) -> None:
-        self._models = models
-
-    async def answer(
-        self,
-        scope: Scope,
-        receive: Receive,
-        dispatcher: LmDispatcher,
-        request: Plannable,
-        form: Callable[[TextPlan, TokenTexts], AnswerForm],
-        *,
-        streams: bool,
-    ) -> ASGIApp:
-        """Answer one request, or open its answer in pieces. If the client goes away, its sequences are cancelled.
-
-        Args:
-            scope, receive: of the request; its body has been read.
-            dispatcher: of the model.
-            request: what is asked.
-            form: makes the API's form.
-            streams: whether the answer comes in pieces.
-
-        Raises:
-            HeadwaterError: it can't be answered.
-        """
-        specification = dispatcher.check_ready().language_model
-        assert specification is not None
-        limits: KeyLimits | None = scope["state"].get("key_limits")
-        if limits is not None:
-            limits.check_tokens()
-        with DisconnectWatch(scope, receive):
-            text = await dispatcher.text()
-            plan, text_streams = await asyncio.to_thread(_planned, request, text, specification.limits)
-            form_of_this = form(plan, text.tokenizer.texts)
-            # From here to what closes it, nothing is awaited and nothing fails.
-            request_id = owned_id(scope["state"], scope["state"]["request_id"])
-            generation = dispatcher.open(request_id, plan.specs, timeout_s=plan.timeout_s)
-            job = TextGeneration(
-                generation, text_streams, plan.prompt_tokens, None if limits is None else limits.spend_tokens
-            )
-            return await (self._stream if streams else self._whole)(scope, job, form_of_this)
-
-    async def _whole(self, scope: Scope, job: TextGeneration, form: AnswerForm) -> Reply:
+    specification = dispatcher.check_ready().language_model
+    assert specification is not None
+    limits: KeyLimits | None = scope["state"].get("key_limits")
+    if limits is not None:
+        limits.check_tokens()
+    with DisconnectWatch(scope, receive):
+        text = await dispatcher.text()
+        plan, text_streams = await asyncio.to_thread(_planned, request, text, specification.limits)
+        form_of_this = form(plan, text.tokenizer.texts)
+        # From here to what closes it, nothing is awaited and nothing fails.
+        request_id = owned_id(scope["state"], scope["state"]["request_id"])
+        generation = dispatcher.open(request_id, plan.specs, timeout_s=plan.timeout_s)
+        spend = None if limits is None else limits.spend_tokens
+        job = TextGeneration(generation, text_streams, plan.prompt_tokens, spend)
+        if streams:
+            return await _stream(models, scope, job, form_of_this)
         try:
-            body = form.whole(await job.whole(), job.usage)
+            body = form_of_this.whole(await job.whole(), job.usage)
         finally:
             job.close()
         scope["state"]["note"] = _note(job)
         return Reply(200, [body], [_JSON])
 
-    async def _stream(self, scope: Scope, job: TextGeneration, form: AnswerForm) -> EventStream:
-        state = scope["state"]
 
-        async def events() -> AsyncGenerator[bytes, None]:
-            begun = False
-            while pieces := await job.news():
-                if not begun:  # not sooner: an early failure shall have its true status
-                    begun = True
-                    for event in form.begin():
-                        yield event
-                for place, piece in pieces:
-                    for event in form.piece(place, piece):
-                        yield event
-
-        def ending(error: HeadwaterError | None) -> list[bytes]:
-            return list(form.end(job.usage, error))
-
-        def on_closed() -> None:
-            self._models.streams -= 1
-            job.close()
-            if state.get("note", "streamed") == "streamed":
-                state["note"] = _note(job)
-
-        self._models.streams += 1
-        stream = EventStream(events(), ending, on_closed)
-        try:
-            await stream.open()
-        except BaseException:
-            await stream.close()
-            raise
-        return stream
-
-
-def _planned(request: Plannable, text: LanguageText, limits: EngineLimits) -> tuple[TextPlan, list[TextStream]]:
+def _planned(request: _Request, text: LanguageText, limits: EngineLimits) -> tuple[TextPlan, list[TextStream]]:
     plan = request.plan(text, limits)
     return plan, plan.streams(text.tokenizer.texts)
 
 
+def _stream(models: Models, scope: Scope, job: TextGeneration, form: AnswerForm) -> Awaitable[EventStream]:
+    async def events() -> AsyncGenerator[bytes, None]:
+        begun = False
+        while pieces := await job.news():
+            if not begun:  # not before the first piece: an early failure is answered with its own status
+                begun = True
+                for event in form.begin():
+                    yield event
+            for place, piece in pieces:
+                for event in form.piece(place, piece):
+                    yield event
+
+    def ending(error: HeadwaterError | None) -> list[bytes]:
+        return list(form.end(job.usage, error))
+
+    def on_closed() -> None:
+        state = scope["state"]
+        job.close()
+        if state.get("note", "streamed") == "streamed":
+            state["note"] = _note(job)
+
+    return open_stream(models, events(), ending, on_closed)
+
+
+async def open_stream(
+    models: Models,
+    events: AsyncGenerator[bytes, None],
+    ending: Callable[[HeadwaterError | None], list[bytes]],
+    on_closed: Callable[[], None] = lambda: None,
+) -> EventStream:
+    """Open an answer in pieces; `Models.streams` counts it until it is closed. See `EventStream`."""
+
+    def closed() -> None:
+        models.streams -= 1
+        on_closed()
+
+    models.streams += 1
+    stream = EventStream(events, ending, closed)
+    try:
+        await stream.open()
+    except BaseException:
+        await stream.close()
+        raise
+    return stream
+
+
 def _note(job: TextGeneration) -> str:
-    """For the access log."""
+    """What the access log says of the request."""
     usage = job.usage
     return f"tokens={usage.prompt_tokens}+{usage.completion_tokens}"
 
@@ -180,9 +173,9 @@ class OpenAITextEndpoint(Endpoint):
     """Answers conversations, or continues texts.
 
     Args:
-        models: to be asked.
-        reader: of bodies.
-        kind: what a body says, and thereby which of the two.
+        models: the models that may be asked.
+        reader: reads bodies.
+        kind: the body's type, which says which of the two it does.
     """
 
     def __init__(self, models: Models, reader: BodyReader, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
@@ -190,7 +183,6 @@ class OpenAITextEndpoint(Endpoint):
         self._reader = reader
         self._kind = kind
         self._route: Route = "chat" if kind is ChatRequest else "completions"
-        self._answers = TextAnswers(models)
 
     async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
         """See `Endpoint.answer`."""
@@ -199,6 +191,6 @@ class OpenAITextEndpoint(Endpoint):
         request = await decoded(read, raw)
         accept(scope, self._models.get(request.model).route.name, self._route)
         dispatcher = self._models.language_model(request.model)
-        return await self._answers.answer(
-            scope, receive, dispatcher, request, request.answer_form, streams=bool(request.stream)
+        return await answer_text(
+            self._models, scope, receive, dispatcher, request, request.answer_form, streams=bool(request.stream)
         )

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from app.codecs.faults import MAX_CONTAINERS, MAX_VALUES, Said, check_size, read_json, said
+from app.codecs.faults import MAX_CONTAINERS, MAX_VALUES, check_size, read_json
 from app.codecs.generate import GenerateDecoder
 from app.codecs.infer_request import RequestDecoder
+from app.codecs.wording import ParsedError, parsed
 from app.errors import BadRequest
 from app.gateway.http.bodies import LARGE_BYTES, decoded
 from app.gateway.routes import embeddings
@@ -73,7 +74,7 @@ def with_field(route: str, field: bytes) -> bytes:
 
 
 class TestMsgspec:
-    """The real library's wording: where an upgrade changes it, these fail, and `said` is the place to change."""
+    """The real library's wording: where an upgrade changes it, these fail, and `app.codecs.wording` must follow."""
 
     @pytest.mark.parametrize(
         ("body", "expected"),
@@ -102,8 +103,8 @@ class TestMsgspec:
         kind: Any = dict[str, str] if b"udc00" in body else Body
         with pytest.raises(msgspec.MsgspecError) as caught:
             msgspec.json.decode(body, type=kind)
-        found = said(caught.value)
-        assert found == Said(**{"text": found.text, "path": "", "byte": found.byte, **expected})
+        found = parsed(caught.value)
+        assert found == ParsedError(**{"text": found.text, "path": "", "byte": found.byte, **expected})
         assert found.byte is None or "byte" in expected or "byte" in found.text
 
 

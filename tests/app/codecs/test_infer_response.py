@@ -70,13 +70,6 @@ def test_no_id_no_outputs() -> None:
     assert text(asked()) == b'{"model_name":"m","model_version":"1","outputs":[]}'
 
 
-def test_parameters() -> None:
-    chunks, _ = ENCODER.encode(asked(), {}, {"a": 1, "b": "x", "c": True})
-    assert (
-        b"".join(chunks) == b'{"model_name":"m","model_version":"1","parameters":{"a":1,"b":"x","c":true},"outputs":[]}'
-    )
-
-
 def test_omitted_heads() -> None:
     encoder = ResponseEncoder(
         Signature(

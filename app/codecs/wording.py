@@ -1,0 +1,151 @@
+"""msgspec's wording: the parts of its errors, and what its types accept, in words. No other module knows it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from msgspec import inspect
+
+__all__ = [
+    "PARSE_ERRORS",
+    "PATH_PART",
+    "ParsedError",
+    "bounds_at",
+    "choices_at",
+    "fields_at",
+    "has_array_first",
+    "kind_of",
+    "parsed",
+]
+
+PARSE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Everything msgspec raises for a client's input."""
+PATH_PART: Final = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+"""A key or a subscript of a path."""
+_KINDS: Final = {
+    "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean",
+    "array": "an array", "object": "an object", "null": "null",
+}  # fmt: skip
+_BOUNDED: Final = {
+    "int": inspect.IntType, "float": inspect.FloatType, "str": inspect.StrType, "array": inspect.ListType,
+}  # fmt: skip
+_UNITS: Final = {"str": " characters", "array": " entries"}
+_WORDING: Final = re.compile(
+    r"Expected `(?P<expected>[^`]*)`, got `(?P<got>[^`]*)`"
+    r"|Expected `(?P<bounded>int|float|str|array)` (?:of length )?[<>]=? \S+"
+    r"|Object contains unknown field `(?P<unknown>.*)`"
+    r"|Object missing required field `(?P<missing>.*)`"
+    r"|Invalid enum value (?P<value>.*)",
+    re.DOTALL,
+)
+_BYTE: Final = re.compile(r"\(byte (\d+)\)\Z")
+
+
+def kind_of(name: str) -> str:
+    """The words for a type that msgspec calls ``int`` or ``float | null``."""
+    return " or ".join(_KINDS.get(part, part) for part in name.split(" | ") if part != "null" or name == "null")
+
+
+class ParsedError(NamedTuple):
+    """The parts of an error message of msgspec."""
+
+    text: str
+    """The message without the path."""
+    path: str
+    """As in ``.inputs[0].shape[1]``; ``[...]`` for a value of a dict."""
+    expected: str = ""
+    """msgspec's name of one or several types: ``float | null``."""
+    got: str = ""
+    unknown: str | None = None
+    """A field that the object must not have."""
+    missing: str | None = None
+    """A required field that the object lacks."""
+    value: str | None = None
+    """A value that is none of the choices."""
+    bounded: str | None = None
+    """msgspec's name of the type of a value that is out of bounds."""
+    is_out_of_range: bool = False
+    byte: int | None = None
+    """Where the JSON is malformed."""
+    is_followed: bool = False
+    """Whether more follows valid JSON."""
+
+
+def parsed(error: Exception) -> ParsedError:
+    """Parse the wording of an error of msgspec."""
+    text, found, path = str(error).rpartition(" - at `$")
+    text, path = (text, path[:-1]) if found else (str(error), "")
+    if wording := _WORDING.fullmatch(text):
+        parts: dict[str, Any] = {name: part for name, part in wording.groupdict().items() if part is not None}
+        return ParsedError(text, path, **parts)
+    where = _BYTE.search(text)
+    return ParsedError(
+        text.removeprefix("JSON is malformed: "),
+        path,
+        is_out_of_range=text.endswith("out of range"),
+        byte=int(where[1]) if where else None,
+        is_followed="trailing characters" in text,
+    )
+
+
+def has_array_first(error: Exception) -> bool:
+    """Whether an array has another as its first element, against its type; faster than `parsed`."""
+    return str(error).endswith("got `array` - at `$[0]`")
+
+
+_type_info: Final[Callable[[Any], inspect.Type]] = functools.cache(inspect.type_info)
+
+
+def _types_at(kind: Any, path: str) -> Sequence[inspect.Type]:
+    """The types accepted at a path."""
+    found = _alternatives(_type_info(kind))
+    for part in PATH_PART.finditer(path):
+        inner: list[inspect.Type] = []
+        for one in found:
+            if part[1] is not None and isinstance(one, inspect.StructType):
+                inner += [field.type for field in one.fields if field.encode_name == part[1]]
+            elif part[1] is None and isinstance(one, inspect.ListType):
+                inner.append(one.item_type)
+            elif part[1] is None and isinstance(one, inspect.DictType):
+                inner.append(one.value_type)
+        found = [one for kinds in inner for one in _alternatives(kinds)]
+    return found
+
+
+def _alternatives(kind: inspect.Type) -> Sequence[inspect.Type]:
+    if isinstance(kind, inspect.Metadata):
+        return (kind, *_alternatives(kind.type))
+    if isinstance(kind, inspect.UnionType):
+        return [one for within in kind.types for one in _alternatives(within)]
+    return (kind,)
+
+
+def bounds_at(kind: Any, path: str, name: str) -> str:
+    """The bounds of the type at a path, in words; ``name`` is msgspec's name of the type."""
+    found = _types_at(kind, path)
+    for one in found:
+        if isinstance(one, inspect.Metadata) and isinstance(one.type, _BOUNDED[name]) and one.extra:
+            return str(one.extra["expected"])
+    bare: Any = next(one for one in found if isinstance(one, _BOUNDED[name]))
+    unit = _UNITS.get(name, "")
+    low, high = (bare.min_length, bare.max_length) if unit else (bare.ge, bare.le)
+    if low is None or high is None:
+        return f"at least {low}{unit}" if high is None else f"at most {high}{unit}"
+    return f"{low} to {high}{unit}" if unit else f"{_KINDS[name]} from {low} to {high}"
+
+
+def choices_at(kind: Any, path: str) -> str:
+    """The values accepted at a path, in words."""
+    literals = [one for one in _types_at(kind, path) if isinstance(one, inspect.LiteralType)]
+    return " or ".join(repr(value) for one in literals for value in one.values)
+
+
+def fields_at(kind: Any, path: str) -> list[str]:
+    """The supported fields of the object at a path."""
+    structs = [one for one in _types_at(kind, path) if isinstance(one, inspect.StructType)]
+    fields = [field for one in structs for field in one.fields]
+    return [field.encode_name for field in fields if not isinstance(field.type, inspect.NoneType)]
