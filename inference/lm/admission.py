@@ -18,7 +18,7 @@ _DEFAULTS = Sampling()
 
 
 class Admission:
-    """The waiting requests, and the cache reservations of the admitted ones.
+    """The part of an engine that queues and admits requests; engines derive from it and compute the admitted ones.
 
     A request reserves capacity for its prompt and whole answer before it starts, so one that runs always ends. The
     cache is a rectangle, sequences × length: the reservation is the number of sequences times the longest of them. A
@@ -45,7 +45,7 @@ class Admission:
         return len(self._reserved)
 
     @property
-    def reserved(self) -> int:
+    def cache_used(self) -> int:
         """Reserved tokens of the cache."""
         return len(self._reserved) * max(self._reserved.values(), default=0)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from inference.engine import EngineLimits, SequenceRequest, TokenEvent
 from inference.lm.engine_host import EngineHost
-from inference.lm.null_engine import Fault, FaultyEngine, NullEngine
+from inference.lm.null_engine import NullEngine
 from inference.wire.arrays import Array
 from inference.wire.frame import FRAME
 from inference.wire.lm import (
@@ -31,6 +31,7 @@ from inference.wire.lm import (
     decode_frame,
     encode_message,
 )
+from tests.services.engines import Fault, FaultyEngine
 
 LIMITS = EngineLimits(
     max_sequences=4, max_waiting=2, context_length=1_000_000, cache_tokens=4_000_000, vocab_size=1_000_000
