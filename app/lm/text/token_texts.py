@@ -60,8 +60,6 @@ class TokenTexts:
     """
 
     family: Final[Family]
-    is_fused: Final[bool]
-    """Whether the pieces are one text before the last step, `strip`."""
     strip: Final[tuple[str, int]]
     """A character, and how many of it at the very beginning don't belong to the text."""
     holds_last: Final[bool]
@@ -80,7 +78,6 @@ class TokenTexts:
         steps = list(_flat(decoder, name))
         head, joint, body, rest = _split(steps)
         self.family = "bytes" if joint == "ByteLevel" else "byte_fallback" if joint == "ByteFallback" else "texts"
-        self.is_fused = bool(rest) or self.family == "bytes"
         self.strip = _strip(rest, name)
         self.holds_last = any(step["type"] == "BPEDecoder" for step in head)
         _check_order([step["type"] for step in head], joint, [step["type"] for step in body], name)
@@ -106,6 +103,17 @@ class TokenTexts:
         if isinstance(piece, int):
             return bytes([piece])
         return piece.encode() if piece else b""
+
+    def shown(self, token_id: int) -> tuple[str, bytes]:
+        """The token's text and bytes as ``logprobs`` shows them; both empty for an id that the vocabulary lacks.
+
+        Bytes that are no text, as of a part of a character, look like ``bytes:\\xe2\\x96``, printable ASCII as it is.
+        """
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode(), raw
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in raw), raw
 
     def text(self, token_id: int, *, first: bool, last: bool = False) -> str:
         """The text of a token that isn't a byte, at its place in the sequence; empty for unknown ids."""

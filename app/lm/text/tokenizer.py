@@ -9,7 +9,8 @@ from typing import Any, Final
 import msgspec
 import tokenizers
 
-from app.errors import BadRequest, ConfigError
+from app.codecs.faults import at
+from app.errors import ConfigError
 from app.lm.text.token_texts import TokenTexts
 
 __all__ = ["Tokenizer"]
@@ -67,20 +68,18 @@ class Tokenizer:
         """How many tokens there are, added ones included; a model may have room for more."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The text's ids; with `add_special_tokens` also those that the model wants around a text.
-
-        A rendered chat template has its special tokens already.
+    def encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+        """The text's ids, with or without the special tokens that the model wants around a text.
 
         Raises:
-            BadRequest: the text has a lone surrogate, so that it is no Unicode text.
+            BadRequest: the text, in this field of the request, has a lone surrogate, and so is no Unicode text.
         """
         try:
-            # A batch of one: it lets go of the interpreter's lock, which `encode` holds for a second a megabyte.
+            # A batch of one: it releases the interpreter's lock, which `encode` holds for a second a megabyte.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return encoding.ids
         except TypeError as error:
-            raise BadRequest("prompt: expected Unicode text, got text with a lone surrogate", field="prompt") from error
+            raise at(field, None, "expected Unicode text, got text with a lone surrogate") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of a whole sequence; ids that the vocabulary lacks have none."""
