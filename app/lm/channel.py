@@ -41,7 +41,7 @@ from inference.wire.lm import (
     SequenceEvent,
     StepFrame,
     decode_frame,
-    encode_message,
+    encode,
 )
 from inference.wire.report import CallNote
 
@@ -69,7 +69,7 @@ def call_name() -> str:
 
 def control_request(message: Message) -> FrameRequest:
     """The call that carries a message."""
-    raw = encode_message(message)
+    raw = encode(message)
     return FrameRequest([(CONTROL, "UINT8", [1, len(raw)], [raw])], CallNote())
 
 
