@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -19,14 +18,14 @@ from app.control.routing import DeploymentRoute, ReplicaRoute, unavailable
 from app.dispatch.pool import Connect, Replica, ReplicaPool, connect
 from app.dispatch.protocol import Dispatcher, Fail
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, HeadwaterError, ReplicaLost, Unavailable
-from app.lm.channel import NOTHING, Channel, call_name, control_request
+from app.lm.channel import NOTHING, Channel, answers
 from app.lm.request import RequestRun
 from app.lm.sequence import Generation, SequenceSpec
 from app.telemetry.instruments import Gauge
 from app.telemetry.recorder import recorder
 from app.telemetry.tracing import add_generation
 from app.transport.protocol import FrameReplicaClient
-from inference.wire.lm import CancelRequest, Load, decode_frame
+from inference.wire.lm import CancelRequest, Load
 
 if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
@@ -264,13 +263,9 @@ class LmDispatcher(Dispatcher):
             self._pool.lose(replica)
 
     async def _cancel_at(self, replica: EngineReplica, request_id: str) -> int:
-        async def ask() -> int:
-            request = control_request(CancelRequest(request_id))
-            async with contextlib.aclosing(replica.client.frames(call_name(), request)) as frames:
-                return sum([decode_frame(raw).cancelled async for raw in frames])
-
         try:
-            return await asyncio.wait_for(ask(), CANCEL_TIMEOUT_S)
+            asked = answers(replica.client, CancelRequest(request_id))
+            return sum(frame.cancelled for frame in await asyncio.wait_for(asked, CANCEL_TIMEOUT_S))
         except (asyncio.TimeoutError, HeadwaterError, msgspec.MsgspecError) as error:
             logger.warning(
                 "model %s: replica %s didn't say what it cancelled: %s",
