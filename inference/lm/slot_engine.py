@@ -108,12 +108,6 @@ class SlotEngine(Admission):
     def has_work(self) -> bool:
         return bool(self._pending or self.active or self.waiting)
 
-    @property
-    def cache_held(self) -> int:
-        """Tokens that memory is allocated for."""
-        rows, length = self._cache.shape
-        return rows * length
-
     @torch.inference_mode()
     def cancel(self, id: str) -> bool:
         """As `Engine.cancel`."""
