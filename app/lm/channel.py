@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from app.dispatch.admission import FinishRate
+from app.dispatch.deadlines import TIMER_RESOLUTION_S
 from app.errors import (
     RETRY_AFTER_LOST_S,
     BadRequest,
@@ -54,7 +55,6 @@ REMEMBERED_ENDS: Final = 256
 """How many ended sequences a channel remembers, to notice events after an end."""
 LOAD_FRESH_S: Final = 1.0
 """How long an engine's reported load counts while it has none of our sequences, and so reports nothing."""
-TIMER_RESOLUTION_S: Final = 0.001
 _FIELD: Final = re.compile(r"([a-z][a-z0-9_]*): ")
 _HALF_DONE: Final = "internal error"
 """How the host's refusal of a post begins if it may have handled a part of it."""
@@ -277,11 +277,8 @@ class Channel:
                 if self.is_ended:
                     break
                 if frame.closed:
-                    return self._closed(frame)
+                    return self._unavailable(f"closed the channel to it: {frame.closed}")
         return self._unavailable("ended the channel to it")
-
-    def _closed(self, frame: StepFrame) -> Unavailable:
-        return self._unavailable(f"closed the channel to it: {frame.closed}")
 
     def _unavailable(self, what: str) -> Unavailable:
         return Unavailable(f"model `{self._model}`: the replica {what}", retry_after_s=RETRY_AFTER_LOST_S)
@@ -339,15 +336,15 @@ class Channel:
         self._ended[slot.number] = slot
         if len(self._ended) > REMEMBERED_ENDS:
             del self._ended[next(iter(self._ended))]
-        if event.finish in ("stop", "length"):
+        is_whole = event.finish in ("stop", "length")
+        if is_whole or slot.count:
             self._rate.note(now_s)
+        if is_whole:
             slot.finish = event.finish
             slot.owner.end(slot, now_s)
-            return
-        if slot.count:
-            self._rate.note(now_s)
-        slot.is_running = False
-        slot.owner.fail(self._error(event, now_s))
+        else:
+            slot.is_running = False
+            slot.owner.fail(self._error(event, now_s))
 
     def _error(self, event: SequenceEvent, now_s: float) -> HeadwaterError:
         model = f"model `{self._model}`"
@@ -369,10 +366,8 @@ class Channel:
     def _break(self, slot: TokenSlot, error: ContractBroken) -> None:
         """Fail the request of an event that doesn't follow the last one; other requests go on."""
         self._meter.contract_violations.add()
-        request_id = slot.owner.request_id
-        logger.error(
-            "model %s, request %s: %s", self._model, request_id, error.message, extra={"request_id": request_id}
-        )
+        id = slot.owner.request_id
+        logger.error("model %s, request %s: %s", self._model, id, error.message, extra={"request_id": id})
         self._sequences.pop(slot.number, None)
         self._cancels.append(slot.number)
         self._post_soon()
@@ -404,7 +399,7 @@ class Channel:
                         if frame.closed:
                             if not frame.closed.startswith(_HALF_DONE):
                                 self._unpost()
-                            return self._closed(frame)
+                            return self._unavailable(f"closed the channel to it: {frame.closed}")
                 for slot in self._posted.values():
                     slot.forget_spec()
                 if not self.is_ended:

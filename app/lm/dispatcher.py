@@ -108,7 +108,6 @@ class LmDispatcher(Dispatcher):
         return [one.channel for one in self._pool.connected.values() if one.channel is not None]
 
     def moment(self) -> Moment:
-        """See `Dispatcher.moment`."""
         now_s = self._loop.time()
         waiting = self.load.waiting
         if not waiting:
@@ -120,19 +119,16 @@ class LmDispatcher(Dispatcher):
         return Moment(sequences, sequences, min(waiting, sequences), wait_s if sequences else 0.0)
 
     def update(self, route: DeploymentRoute) -> None:
-        """See `Dispatcher.update`."""
         super().update(route)
         self._pool.update(route)
         if route.signature is not None and route.signature.language_model is not None:
             self._prepare_text(route.signature.language_model.folder, route.generation)
 
     def close(self) -> None:
-        """See `Dispatcher.close`."""
         super().close()
         self._pool.close()
 
     def gauges(self) -> dict[Gauge, int]:
-        """See `Dispatcher.gauges`."""
         meter, load = self._meter, self.load
         now = {meter.active: load.active, meter.waiting: load.waiting, meter.cache_used: load.cache_used}
         signature = self.signature
@@ -141,7 +137,6 @@ class LmDispatcher(Dispatcher):
         return now
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
-        """See `Dispatcher.under_way`."""
         if replicas is None:
             return [run.fail for run in self._runs if run.is_running]
         held = [one.channel for one in self._pool.held(replicas)]
@@ -193,7 +188,6 @@ class LmDispatcher(Dispatcher):
         return run
 
     async def cancel_sequences(self, request_id: str) -> int:
-        """See `Dispatcher.cancel_sequences`."""
         here = sum(run.cancel_unsent() for run in list(self._runs) if run.request_id == request_id)
         there = await asyncio.gather(
             *(self._cancel_at(one, request_id) for one in self._pool.connected.values() if not one.is_lost)
@@ -203,7 +197,6 @@ class LmDispatcher(Dispatcher):
     # Requests with tensors are refused
 
     def check_whole(self) -> None:
-        """See `Dispatcher.check_whole`."""
         self.check_ready()
         raise self._refusal()
 

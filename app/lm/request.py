@@ -205,12 +205,12 @@ class RequestRun(Generation):
         """See `Generation.news`. Earlier tokens come before a failure, unless nothing has been read yet."""
         while True:
             if self._error is not None and not (self._news and self._is_read):
-                self._leave()
+                self.close()
                 raise self._error.again()  # a copy, because the traceback of what is raised refers to self
             if self._news:
                 return self._read()
             if not self._running:
-                self._leave()
+                self.close()
                 return []
             self._waiter = self._loop.create_future()
             try:
@@ -230,7 +230,20 @@ class RequestRun(Generation):
             self._wake()
 
     def close(self) -> None:
-        self._leave()
+        """See `Generation.close`. Drops the slots, which channels keep longer."""
+        if self._is_left:
+            return
+        self._is_left = True
+        if self._error is None and not self._running and not self._news:
+            self._meter.sequences.add(len(self.slots))
+        if self._trace is not None:
+            name = type(self._error).__name__ if self._error is not None else ""
+            self._trace.end(len(self.slots), sum(slot.count for slot in self.slots), name)
+        self._stop_all()
+        self._news = []
+        self.slots = []
+        self._wake()
+        self._on_left(self)
 
     # Called by the channel
 
@@ -310,22 +323,6 @@ class RequestRun(Generation):
                 self._stop(slot)
         self._running = 0
         self._disarm()
-
-    def _leave(self) -> None:
-        """Count the request, and cancel what still runs. Drops the slots, which channels keep longer."""
-        if self._is_left:
-            return
-        self._is_left = True
-        if self._error is None and not self._running and not self._news:
-            self._meter.sequences.add(len(self.slots))
-        if self._trace is not None:
-            name = type(self._error).__name__ if self._error is not None else ""
-            self._trace.end(len(self.slots), sum(slot.count for slot in self.slots), name)
-        self._stop_all()
-        self._news = []
-        self.slots = []
-        self._wake()
-        self._on_left(self)
 
     # Deadlines
 

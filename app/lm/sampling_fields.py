@@ -12,15 +12,7 @@ from app.codecs.faults import at, key_text, read_json, shown
 from app.lm.text.stop_strings import StopString, StopStrings
 from inference.engine import SAMPLING_FIELDS, EngineLimits, Penalty, RepetitionPenalty, Sampling, Seed, Share
 
-__all__ = [
-    "DEFAULT_TOKENS",
-    "Flag",
-    "SamplingFields",
-    "StreamFields",
-    "StreamOptions",
-    "TextEnd",
-    "checked_ids",
-]
+__all__ = ["DEFAULT_TOKENS", "Flag", "SamplingFields", "StreamFields", "StreamOptions", "TextEnd", "checked_ids"]
 
 DEFAULT_TOKENS: Final = 16
 """The default length of an answer, as in OpenAI's API."""
@@ -31,26 +23,13 @@ _MAX_BIAS: Final = 100
 _ID_DIGITS: Final = 10
 
 
-TopK: TypeAlias = Annotated[
-    int,
-    Meta(
-        ge=0,
-        le=_MAX_TOP_K,
-        description="0: all tokens",
-        extra={"expected": f"an integer from 0 to {_MAX_TOP_K}; 0 keeps all tokens"},
-    ),
-]
+_TOP_K: Final = {"expected": f"an integer from 0 to {_MAX_TOP_K}; 0 keeps all tokens"}
+TopK: TypeAlias = Annotated[int, Meta(ge=0, le=_MAX_TOP_K, description="0: all tokens", extra=_TOP_K)]
 _Bias: TypeAlias = Annotated[float, Meta(extra_json_schema={"minimum": -_MAX_BIAS, "maximum": _MAX_BIAS})]
 LogitBias: TypeAlias = Annotated[dict[str, _Bias], Meta(description="By token id")]
-Seconds: TypeAlias = Annotated[
-    float,
-    Meta(
-        gt=0,
-        le=_MAX_SECONDS,
-        description="How long the request may take in all",
-        extra={"expected": f"seconds, above 0 and up to {_MAX_SECONDS}"},
-    ),
-]
+_SECONDS: Final = {"expected": f"seconds, above 0 and up to {_MAX_SECONDS}"}
+_LIMIT: Final = "How long the request may take in all"
+Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=_MAX_SECONDS, description=_LIMIT, extra=_SECONDS)]
 Flag: TypeAlias = Annotated[bool, Meta(extra_json_schema={"default": False})]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
-from inference.engine import EngineLimits, Finish, SequenceRequest, TokenEvent
+from inference.engine import EngineLimits, Finish, TokenEvent
 from inference.lm.admission import Admission
 
 __all__ = ["NullEngine"]
@@ -51,7 +52,7 @@ class NullEngine(Admission):
         events, self._pending = self._pending, []
         while (request := self.take()) is not None:
             stops = request.stop_ids if request.ignore_eos else request.stop_ids | self._eos_ids
-            self._running[request.id] = _Progress(request, stops)
+            self._running[request.id] = _Progress(request.max_tokens, stops)
         vocab_size = self.limits.vocab_size
         ended = []
         for id, progress in self._running.items():
@@ -82,12 +83,10 @@ class NullEngine(Admission):
         self._pending.clear()
 
 
+@dataclass(eq=False)
 class _Progress:
     """The progress of a sequence."""
 
-    __slots__ = ("max_tokens", "produced", "stops")
-
-    def __init__(self, request: SequenceRequest, stops: frozenset[int]) -> None:
-        self.max_tokens = request.max_tokens
-        self.stops = stops
-        self.produced = 0
+    max_tokens: int
+    stops: frozenset[int]
+    produced: int = 0

@@ -336,9 +336,8 @@ class SlotEngine(Admission):
         """Fill the rows of ended sequences from the last rows, in one copy."""
         before = len(self._generating)
         rows = [(row, one) for row, one in enumerate(self._generating) if not one.has_ended]
-        if self._prompts and self._prompts[0].cached and not self._prompts[0].has_ended:
-            partial: _Sequence | None = self._prompts[0]
-        else:
+        partial = self._prompts[0] if self._prompts else None
+        if partial is not None and (not partial.cached or partial.has_ended):
             partial = None
         if any(one.has_ended for one in self._prompts):
             self._prompts = deque(one for one in self._prompts if not one.has_ended)
