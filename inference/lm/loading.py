@@ -209,8 +209,8 @@ def _engine_problem(error: BaseException, title: str, engine: str) -> Problem:
     if isinstance(error, TypeError) and (
         is_ours or any(f"unexpected keyword argument '{name}'" in str(error) for name in GIVEN)
     ):
-        said = error if is_ours else problem.reason
-        reason = f"options.engine {engine}: it must take (folder, *, device, on_broken, **options): {said}"
+        cause = error if is_ours else problem.reason
+        reason = f"options.engine {engine}: it must take (folder, *, device, on_broken, **options): {cause}"
         return Problem(title, reason, "correct the callable's parameters, or name another")
     return problem
 
