@@ -1,82 +1,126 @@
-"""What the answers of OpenAI's two text APIs have in common: their form, chunks, and the end of a stream."""
+"""The form of an answer, and what the answers of OpenAI's two text APIs have in common."""
 
 from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import orjson
 
 from app.errors import HeadwaterError, openai_error
-from app.lm.text_stream import TextPiece, Usage
+from app.lm.text_stream import TextPiece, TokenLogprob, Usage
 
-__all__ = ["LEAST_LOGPROB", "AnswerForm", "Chunks", "shown_logprob"]
+if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model do
+    from app.lm.text.token_texts import TokenTexts
+
+__all__ = ["LEAST_LOGPROB", "AnswerForm", "OpenAIAnswer", "shown_logprob"]
 
 
-class AnswerForm(Protocol):
+class AnswerForm(ABC):
     """The answer to one request, in its API's form: whole, or as the JSON texts of events."""
 
+    @abstractmethod
     def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
-        """All of it.
-
-        Args:
-            texts: of each sequence, in their order.
-            usage: what it took.
-        """
-        ...
+        """The whole answer; ``texts`` has one entry for each sequence, in order."""
 
     def begin(self) -> Sequence[bytes]:
         """The events before the first piece."""
-        ...
+        return ()
 
+    @abstractmethod
     def piece(self, place: int, piece: TextPiece) -> Sequence[bytes]:
-        """The events of a piece of the sequence at that place; none, if nothing of it is to be told."""
-        ...
+        """The events for a piece of the sequence at that place; none if the client needs none."""
 
+    @abstractmethod
     def end(self, usage: Usage, error: HeadwaterError | None) -> Sequence[bytes]:
-        """The events that end it, after an error or without one."""
-        ...
+        """The events that end the stream, with or without an error."""
 
 
 LEAST_LOGPROB: Final = -9999.0
 """What OpenAI gives for minus infinity, which JSON lacks."""
 
 
-class Chunks:
-    """The chunks of one answer. All of a chunk but what is new in it is encoded once.
+class OpenAIAnswer(AnswerForm):
+    """An answer of one of OpenAI's text APIs. The constant parts of its chunks are encoded once.
 
     Args:
-        prefix: of the id: ``chatcmpl`` or ``cmpl``.
-        kind: a chunk's ``object``.
-        model: its name.
-        includes_usage: whether the last chunk says how many tokens it took, and the others null.
+        model: the model's name.
+        choices: the number of choices, over all prompts.
+        texts: the tokenizer's.
+        logprobs: whether the answer has the tokens' log probabilities.
+        includes_usage: whether a stream's last chunk has the number of tokens, and the others null.
     """
 
-    def __init__(self, prefix: str, kind: str, model: str, *, includes_usage: bool) -> None:
-        self.id = f"{prefix}-{secrets.token_hex(16)}"
-        self.created = int(time.time())
-        self.model = model
-        about = {"id": self.id, "object": kind, "created": self.created, "model": model}
-        self._head = orjson.dumps(about)[:-1]
-        self._includes_usage = includes_usage
-        self.tail = b'}],"usage":null}' if includes_usage else b"}]}"
-        """Ends a chunk behind its one choice's last field."""
+    id_prefix: ClassVar[str]
+    kind: ClassVar[str]
+    """``object`` of a whole answer."""
+    chunk_kind: ClassVar[str]
+    """``object`` of a chunk."""
+    opening: ClassVar[bytes] = b""
+    """Opens the object that holds a chunk's text, and `closing` closes it."""
+    text_key: ClassVar[bytes]
+    closing: ClassVar[bytes] = b""
 
-    def head(self, place: int) -> bytes:
-        """Begins a chunk of the choice at that place, up to its other fields."""
-        return b'%b,"choices":[{"index":%d' % (self._head, place)
+    def __init__(
+        self, model: str, choices: int, texts: TokenTexts, *, logprobs: bool, includes_usage: bool = False
+    ) -> None:
+        self._texts = texts
+        self._has_logprobs = logprobs
+        self._includes_usage = includes_usage
+        self._id = f"{self.id_prefix}-{secrets.token_hex(16)}"
+        self._about = {"id": self._id, "object": self.kind, "created": int(time.time()), "model": model}
+        self._head = orjson.dumps({**self._about, "object": self.chunk_kind})[:-1]
+        self._heads = [b'%b,"choices":[{"index":%d,%b' % (self._head, n, self.opening) for n in range(choices)]
+        self._text_heads = [head + self.text_key for head in self._heads]
+        self._tail = b'}],"usage":null}' if includes_usage else b"}]}"
+        self._text_tail = self.closing + b',"logprobs":null,"finish_reason":null' + self._tail
+
+    def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
+        choices = [
+            {
+                "index": place,
+                **self._text_fields(text.text),
+                "logprobs": self._logprobs(text.logprobs) if self._has_logprobs else None,
+                "finish_reason": text.finish,
+            }
+            for place, text in enumerate(texts)
+        ]
+        return orjson.dumps({**self._about, "choices": choices, "usage": usage.as_json()})
+
+    def piece(self, place: int, piece: TextPiece) -> list[bytes]:
+        if piece.finish is not None or piece.logprobs:
+            return self._events(place, piece)
+        return [b"%b%b%b" % (self._text_heads[place], orjson.dumps(piece.text), self._text_tail)] if piece.text else []
 
     def end(self, usage: Usage, error: HeadwaterError | None) -> list[bytes]:
-        """The events that end the stream."""
         if error is not None:
             return [orjson.dumps(openai_error(error)), b"[DONE]"]
         if self._includes_usage:
             return [b'%b,"choices":[],"usage":%b}' % (self._head, orjson.dumps(usage.as_json())), b"[DONE]"]
         return [b"[DONE]"]
 
+    def _chunk(self, begin: bytes, logprobs: Sequence[TokenLogprob], finish: str | None) -> bytes:
+        """A chunk that begins so."""
+        shown = self._logprobs(logprobs) if logprobs else None
+        end = (self.closing, orjson.dumps(shown), orjson.dumps(finish), self._tail)
+        return b'%b%b,"logprobs":%b,"finish_reason":%b%b' % (begin, *end)
+
+    @abstractmethod
+    def _events(self, place: int, piece: TextPiece) -> list[bytes]:
+        """The events for a piece with log probabilities or a finish."""
+
+    @abstractmethod
+    def _text_fields(self, text: str) -> dict[str, Any]:
+        """The fields of a whole choice that hold its text."""
+
+    @abstractmethod
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """``logprobs`` of a choice."""
+
 
 def shown_logprob(logprob: float) -> float:
-    """A logarithm that JSON can hold."""
+    """A log probability that JSON can hold."""
     return max(logprob, LEAST_LOGPROB)

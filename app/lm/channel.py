@@ -1,4 +1,4 @@
-"""A gateway worker's channel to one replica's engine: its sequences, and what both sides say (`inference.wire.lm`)."""
+"""A gateway worker's channel to one replica's engine (`inference.wire.lm`)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from app.dispatch.admission import FinishRate
+from app.dispatch.deadlines import TIMER_RESOLUTION_S
 from app.errors import (
     RETRY_AFTER_LOST_S,
     BadRequest,
@@ -26,7 +27,7 @@ from app.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
-from app.lm.sequence import SequenceOwner, TokenSlot
+from app.lm.request import RequestRun, TokenSlot
 from app.telemetry.recorder import LanguageModelMeter
 from app.transport.protocol import FrameReplicaClient, FrameRequest
 from inference.wire.lm import (
@@ -34,6 +35,7 @@ from inference.wire.lm import (
     LEASE_S,
     RENEW_S,
     WINDOW,
+    CancelRequest,
     Load,
     Message,
     Open,
@@ -41,59 +43,68 @@ from inference.wire.lm import (
     SequenceEvent,
     StepFrame,
     decode_frame,
-    encode_message,
+    encode,
 )
 from inference.wire.report import CallNote
 
-__all__ = ["NOTHING", "Channel", "call_name", "control_request"]
+__all__ = ["NOTHING", "Channel", "answers"]
 
 logger = logging.getLogger("headwater.lm")
 
 REMEMBERED_ENDS: Final = 256
-"""How many of the sequences that ended last are known, so that what comes after an end is seen."""
+"""How many ended sequences a channel remembers, to notice events after an end."""
 LOAD_FRESH_S: Final = 1.0
-"""How long what an engine said of its load holds, if it has nothing of ours that would have it say more."""
-TIMER_RESOLUTION_S: Final = 0.001
+"""How long an engine's reported load counts while it has none of our sequences, and so reports nothing."""
 _FIELD: Final = re.compile(r"([a-z][a-z0-9_]*): ")
 _HALF_DONE: Final = "internal error"
-"""How the host begins its refusal of a post of which it may have taken in some."""
+"""How the host's refusal of a post begins if it may have handled a part of it."""
 _numbers = itertools.count()
 _WORKER: Final = uuid.uuid4().hex[:12]
-"""Makes names of calls unique among gateway workers."""
+"""Makes the names of calls unique among gateway workers."""
 
 
-def call_name() -> str:
-    """A name that no call in the whole server has had."""
+def _call_name() -> str:
+    """A name that no call to any replica has had."""
     return f"{_WORKER}-lm-{next(_numbers)}"
 
 
-def control_request(message: Message) -> FrameRequest:
-    """The call that carries a message."""
-    raw = encode_message(message)
+def _request(message: Message) -> FrameRequest:
+    raw = encode(message)
     return FrameRequest([(CONTROL, "UINT8", [1, len(raw)], [raw])], CallNote())
 
 
-NOTHING: Final = control_request(Post(""))
-"""Asks for nothing: for a channel that there isn't."""
+async def answers(client: FrameReplicaClient, message: Post | CancelRequest) -> list[StepFrame]:
+    """Send a message, and return the frames that answer it.
+
+    Raises:
+        HeadwaterError: as `FrameReplicaClient.frames`.
+        msgspec.MsgspecError: the answer is not a frame.
+    """
+    async with contextlib.aclosing(client.frames(_call_name(), _request(message))) as frames:
+        return [decode_frame(raw) async for raw in frames]
+
+
+NOTHING: Final = _request(Post(""))
+"""A request without effect: no channel has this name."""
 
 
 class Channel:
-    """One channel, from its opening, with the first sequence, to its end; then another must be made.
+    """One channel, from its first sequence to its end; after that, another one must be made.
 
-    Everything happens in one event loop. What is to be said gathers for a turn of the loop, and while another message
-    is on its way: a burst of requests is one message.
+    Everything happens in one event loop. Submits, cancels and acknowledgements gather for a turn of the loop, and while
+    a post is on its way, so a burst of requests is one post.
 
-    When it ends because the replica or its channel is gone, what the replica never had is restarted elsewhere, and the
-    rest fails. Which of it is what a message on its way carries is known once that is answered.
+    When the channel ends because the replica or its channel is gone, sequences that the replica never had are started
+    again elsewhere, and the others fail. For the sequences in a post on its way, the answer to the post decides.
 
     Args:
         model: the deployment's name, for messages.
-        client: of the replica.
-        meter: where to count.
-        on_end: called with the reason when the channel can't be used any more, before its sequences learn of it.
-        window: frames that may be on their way without having been acknowledged.
-        renew_s: how often to say that this worker is there, while sequences are under way.
-        lease_s: how long a message may go unanswered.
+        client: the replica's.
+        meter: the model's.
+        on_end: called with the reason when the channel has ended, before its sequences learn of it.
+        window: the most frames that the replica sends without acknowledgement.
+        renew_s: how often to renew the lease while sequences are under way.
+        lease_s: how long a post may go unanswered.
     """
 
     def __init__(
@@ -107,7 +118,7 @@ class Channel:
         renew_s: float = RENEW_S,
         lease_s: float = LEASE_S,
     ) -> None:
-        self.name = call_name()
+        self.name = _call_name()
         self.is_ended = False
         self._model = model
         self._client = client
@@ -121,38 +132,38 @@ class Channel:
         self._others = 0
         self._heard_s = self._loop.time()
         self._sequences: dict[int, TokenSlot] = {}
-        """Those under way."""
+        """The sequences under way, by number."""
         self._ended: dict[int, TokenSlot] = {}
-        """Those that ended last."""
+        """The last `REMEMBERED_ENDS` that ended."""
         self._unsent: dict[int, TokenSlot] = {}
         self._posted: dict[int, TokenSlot] = {}
-        """Those in the message that is on its way."""
+        """The sequences in the post on its way."""
         self._cancels: list[int] = []
         self._next_number = 0
         self._frames = 0
-        """Taken in; the first says that the channel is there."""
+        """Frames received; the first one confirms the channel."""
         self._acknowledged = 0
         self._is_post_due = False
         self._must_post = False
-        """Whether something is to be said, be it only that we are there."""
+        """Whether there is something to post, if only to renew the lease."""
         self._posted_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        """For renewals and for messages that aren't answered."""
+        """For renewals, and for posts that aren't answered."""
         self._rate = FinishRate()
         self._end_error: HeadwaterError | None = None
-        """Why the channel has ended, for those that were on their way then."""
+        """Why the channel has ended, for the sequences in the post on its way."""
         self._reading: asyncio.Task[None] | None = None
         self._posting: asyncio.Task[None] | None = None
-        self._leaving: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     @property
     def load(self) -> Load:
-        """The engine's, as last reported; none, if that was long ago."""
+        """The engine's load as last reported, or none if that was long ago."""
         return self._load if self._is_load_fresh else Load()
 
     @property
     def others(self) -> int:
-        """Sequences that the engine had then from other workers."""
+        """The engine's sequences of other workers, as last reported."""
         return self._others if self._is_load_fresh else 0
 
     @property
@@ -161,16 +172,16 @@ class Channel:
 
     @property
     def sequences(self) -> int:
-        """How many are under way."""
+        """The number of sequences under way."""
         return len(self._sequences)
 
     @property
-    def owners(self) -> set[SequenceOwner]:
-        """Requests that have sequences under way here."""
+    def owners(self) -> set[RequestRun]:
+        """The requests that have sequences under way."""
         return {slot.owner for slot in self._sequences.values()}
 
     def submit(self, slot: TokenSlot) -> None:
-        """Have a sequence generated."""
+        """Have the engine generate a sequence."""
         slot.channel = self
         slot.is_sent = False
         slot.number = self._next_number
@@ -181,17 +192,17 @@ class Channel:
         self._post_soon()
 
     def cancel(self, slot: TokenSlot) -> None:
-        """Nobody wants more of a sequence: it is forgotten here at once, and then at the engine."""
+        """Forget a sequence, and have the engine cancel it."""
         if self._sequences.pop(slot.number, None) is None:
             return
         if self._unsent.pop(slot.number, None) is None:
-            if slot.count:  # it ran, and leaves its place to another
+            if slot.count:  # it ran, so its place is free now
                 self._rate.note(self._loop.time())
             self._cancels.append(slot.number)
             self._post_soon()
 
     def close(self, error: HeadwaterError) -> None:
-        """End the channel, and its sequences with this error; the replica isn't told."""
+        """End the channel, and its sequences with this error, without a message to the replica."""
         if self.is_ended:
             return
         self.is_ended = True
@@ -213,17 +224,17 @@ class Channel:
         self._sequences.clear()
         self._ended.clear()
         self._posted = held
-        self._let_go(slots, error)
+        self._end_slots(slots, error)
 
-    def _let_go(self, slots: list[TokenSlot], error: HeadwaterError) -> None:
-        """Of a channel that has ended: restart what the replica never had, and fail the rest."""
+    def _end_slots(self, slots: list[TokenSlot], error: HeadwaterError) -> None:
+        """After the channel's end: restart the sequences that the replica never had, and fail the others."""
         unsent, self._unsent = self._unsent, {}
         is_gone = isinstance(error, Unavailable)
         had: HeadwaterError = error
-        if isinstance(error, ReplicaUnreachable):  # it was by a message only
+        if isinstance(error, ReplicaUnreachable):  # only the last message did not reach it
             had = ReplicaLost("the replica ended while it had the request", retry_after_s=RETRY_AFTER_LOST_S)
         for slot in slots:
-            if slot.channel is not self or not slot.is_running:  # a neighbour's failure was its own
+            if slot.channel is not self or not slot.is_running:  # already restarted, or ended with its request
                 continue
             if is_gone and slot.number in unsent:
                 slot.owner.restart(error.again())
@@ -231,7 +242,7 @@ class Channel:
                 slot.owner.fail(had.again())
 
     async def _guarded(self, work: Callable[[], Awaitable[HeadwaterError | None]]) -> None:
-        """Whatever ends a call that the channel lives by ends the channel."""
+        """Do the work, and end the channel with the error that the work returns or raises."""
         error: HeadwaterError | None
         try:
             error = await work()
@@ -248,23 +259,17 @@ class Channel:
         if self._sequences or not isinstance(error, Unavailable):
             logger.warning("model %s: channel %s ended: %s", self._model, self.name, error.message)
         self.close(error)
-        if not isinstance(error, Unavailable):  # the other side may think that it goes on
-            await self._farewell()
+        if not isinstance(error, Unavailable):  # for the replica, the channel may still be open
+            await self._send_close()
 
-    async def _farewell(self) -> None:
-        async def say() -> None:
-            request = control_request(Post(self.name, close=True))
-            async with contextlib.aclosing(self._client.frames(call_name(), request)) as frames:
-                async for _ in frames:
-                    pass
+    async def _send_close(self) -> None:
+        with contextlib.suppress(HeadwaterError, msgspec.MsgspecError, asyncio.TimeoutError):
+            await asyncio.wait_for(answers(self._client, Post(self.name, close=True)), self._lease_s)
 
-        with contextlib.suppress(HeadwaterError, asyncio.TimeoutError):
-            await asyncio.wait_for(say(), self._lease_s)
-
-    # What the replica says
+    # Frames
 
     async def _read(self) -> HeadwaterError:
-        request = control_request(Open(self.name, self._window))
+        request = _request(Open(self.name, self._window))
         async with contextlib.aclosing(self._client.frames(self.name, request)) as frames:
             async for raw in frames:
                 frame = decode_frame(raw)
@@ -272,24 +277,19 @@ class Channel:
                 if self.is_ended:
                     break
                 if frame.closed:
-                    return self._closed(frame)
-        return Unavailable(
-            f"model `{self._model}`: the replica ended the channel to it", retry_after_s=RETRY_AFTER_LOST_S
-        )
+                    return self._unavailable(f"closed the channel to it: {frame.closed}")
+        return self._unavailable("ended the channel to it")
 
-    def _closed(self, frame: StepFrame) -> Unavailable:
-        return Unavailable(
-            f"model `{self._model}`: the replica closed the channel to it: {frame.closed}",
-            retry_after_s=RETRY_AFTER_LOST_S,
-        )
+    def _unavailable(self, what: str) -> Unavailable:
+        return Unavailable(f"model `{self._model}`: the replica {what}", retry_after_s=RETRY_AFTER_LOST_S)
 
     def _take(self, frame: StepFrame) -> None:
-        """Hand each event to its sequence.
+        """Pass each event to its sequence.
 
         Raises:
             ContractBroken: a frame was lost, or came twice.
         """
-        if frame.closed and not self._frames:  # it is refused, by a frame of no channel
+        if frame.closed and not self._frames:  # refused, by a frame that belongs to no channel
             return
         if frame.number != self._frames:
             self._meter.contract_violations.add()
@@ -304,14 +304,14 @@ class Channel:
         tokens = 0
         for event in frame.events:
             slot = sequences.get(event.number)
-            if slot is None:  # cancelled meanwhile, if it hasn't ended
-                if event.number in self._ended:
-                    self._break(self._ended.pop(event.number), event)
+            if slot is None:  # ended, or else cancelled meanwhile
+                if (slot := self._ended.pop(event.number, None)) is not None:
+                    self._break(slot, slot.after_end(event))
                 continue
             try:
                 slot.take(event)
             except ContractBroken as error:
-                self._break(slot, event, error)
+                self._break(slot, error)
                 continue
             if event.tokens:
                 count = len(event.tokens)
@@ -322,7 +322,7 @@ class Channel:
                     meter.inter_token.observe_times(int((now_s - slot.heard_s) * 1e9) // count, count)
                 slot.heard_s = now_s
                 if event.finish is None:
-                    slot.owner.hear(slot, now_s)
+                    slot.owner.note_tokens(slot, now_s)
             if event.finish is not None:
                 self._finish(slot, event, now_s)
         meter.frames.add()
@@ -336,15 +336,15 @@ class Channel:
         self._ended[slot.number] = slot
         if len(self._ended) > REMEMBERED_ENDS:
             del self._ended[next(iter(self._ended))]
-        if event.finish in ("stop", "length"):
+        is_whole = event.finish in ("stop", "length")
+        if is_whole or slot.count:
             self._rate.note(now_s)
+        if is_whole:
             slot.finish = event.finish
             slot.owner.end(slot, now_s)
-            return
-        if slot.count:
-            self._rate.note(now_s)
-        slot.is_running = False
-        slot.owner.fail(self._error(event, now_s))
+        else:
+            slot.is_running = False
+            slot.owner.fail(self._error(event, now_s))
 
     def _error(self, event: SequenceEvent, now_s: float) -> HeadwaterError:
         model = f"model `{self._model}`"
@@ -359,28 +359,25 @@ class Channel:
         return CallableFailed(event.error or f"{model}: the engine gave no reason")
 
     def _share(self) -> float:
-        """Which part of the engine's sequences is this worker's."""
+        """This worker's share of the engine's sequences."""
         own = len(self._sequences) - len(self._unsent)
         return own / max(own, self._load.active + self._load.waiting) if own else 1.0
 
-    def _break(self, slot: TokenSlot, event: SequenceEvent, error: ContractBroken | None = None) -> None:
-        """An event is not in sequence: that ends its request, while its neighbours go on."""
-        error = error or slot.after_end(event)
+    def _break(self, slot: TokenSlot, error: ContractBroken) -> None:
+        """Fail the request of an event that doesn't follow the last one; other requests go on."""
         self._meter.contract_violations.add()
-        request_id = slot.owner.request_id
-        logger.error(
-            "model %s, request %s: %s", self._model, request_id, error.message, extra={"request_id": request_id}
-        )
+        id = slot.owner.request_id
+        logger.error("model %s, request %s: %s", self._model, id, error.message, extra={"request_id": id})
         self._sequences.pop(slot.number, None)
         self._cancels.append(slot.number)
         self._post_soon()
         slot.is_running = False
         slot.owner.fail(error)
 
-    # What we say
+    # Posts
 
     def _post_soon(self) -> None:
-        """Say what is to be said at the end of this turn of the event loop, or after what is being said."""
+        """Post at the end of this turn of the event loop, or after the post on its way."""
         self._must_post = True
         if not self._is_post_due and self._posting is None and self._frames and not self.is_ended:
             self._is_post_due = True
@@ -396,13 +393,13 @@ class Channel:
         try:
             while self._must_post and not self.is_ended:
                 message = self._next_message()
-                async with contextlib.aclosing(self._client.frames(call_name(), control_request(message))) as frames:
+                async with contextlib.aclosing(self._client.frames(_call_name(), _request(message))) as frames:
                     async for raw in frames:
                         frame = decode_frame(raw)
                         if frame.closed:
                             if not frame.closed.startswith(_HALF_DONE):
                                 self._unpost()
-                            return self._closed(frame)
+                            return self._unavailable(f"closed the channel to it: {frame.closed}")
                 for slot in self._posted.values():
                     slot.forget_spec()
                 if not self.is_ended:
@@ -415,7 +412,7 @@ class Channel:
         finally:
             if self._end_error is not None:
                 self._disarm()
-                self._let_go([*self._posted.values(), *self._unsent.values()], self._end_error)
+                self._end_slots([*self._posted.values(), *self._unsent.values()], self._end_error)
                 self._posted = {}
 
     def _next_message(self) -> Post:
@@ -429,35 +426,32 @@ class Channel:
         return Post(self.name, self._frames, submits, cancels)
 
     def _unpost(self) -> None:
-        """The replica has nothing of the message that was on its way."""
+        """Take back the post on its way, of which the replica handled nothing."""
         self._unsent = self._posted | self._unsent
         self._posted = {}
 
     def _renew(self) -> None:
-        """Say that we are there, if we haven't for a while; while nothing is under way, nobody asks."""
+        """Renew the lease if the last post is old; without sequences there is no lease."""
         self._timer = None
         if not self._sequences and self._posting is None:
             return
-        said_s = self._loop.time() - self._posted_s + TIMER_RESOLUTION_S
-        if self._posting is not None and said_s >= self._lease_s:
+        since_s = self._loop.time() - self._posted_s + TIMER_RESOLUTION_S
+        if self._posting is not None and since_s >= self._lease_s:
             self._give_up()
             return
-        if said_s < self._renew_s:
-            self._timer = self._loop.call_later(self._renew_s - said_s + TIMER_RESOLUTION_S, self._renew)
+        if since_s < self._renew_s:
+            self._timer = self._loop.call_later(self._renew_s - since_s + TIMER_RESOLUTION_S, self._renew)
             return
         if self._sequences:
             self._post_soon()
         self._timer = self._loop.call_later(self._renew_s, self._renew)
 
     def _give_up(self) -> None:
-        """A message isn't answered, and holds up all that come after it."""
-        error = Unavailable(
-            f"model `{self._model}`: the replica didn't answer a message for {self._lease_s:g} s",
-            retry_after_s=RETRY_AFTER_LOST_S,
-        )
+        """End the channel, because a post that isn't answered holds up all later ones."""
+        error = self._unavailable(f"didn't answer a message for {self._lease_s:g} s")
         logger.warning("model %s: channel %s ended: %s", self._model, self.name, error.message)
         self.close(error)
-        self._leaving = self._loop.create_task(self._farewell())
+        self._closing = self._loop.create_task(self._send_close())
 
     def _disarm(self) -> None:
         if self._timer is not None:

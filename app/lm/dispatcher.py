@@ -1,9 +1,8 @@
-"""A language model in a gateway worker: its replicas, the requests under way, and what its text work needs."""
+"""A language model in a gateway worker: its replicas, its requests under way, its tokenizer and chat template."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -19,14 +18,14 @@ from app.control.routing import DeploymentRoute, ReplicaRoute, unavailable
 from app.dispatch.pool import Connect, Replica, ReplicaPool, connect
 from app.dispatch.protocol import Dispatcher, Fail
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, HeadwaterError, ReplicaLost, Unavailable
-from app.lm.channel import NOTHING, Channel, call_name, control_request
+from app.lm.channel import NOTHING, Channel, answers
 from app.lm.request import RequestRun
 from app.lm.sequence import Generation, SequenceSpec
 from app.telemetry.instruments import Gauge
 from app.telemetry.recorder import recorder
 from app.telemetry.tracing import add_generation
 from app.transport.protocol import FrameReplicaClient
-from inference.wire.lm import CancelRequest, Load, decode_frame
+from inference.wire.lm import CancelRequest, Load
 
 if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
@@ -36,10 +35,10 @@ __all__ = ["LmDispatcher"]
 logger = logging.getLogger("headwater.lm")
 
 CANCEL_TIMEOUT_S: Final = 3.0
-"""How long a replica may take to say what it cancelled."""
+"""The timeout of a replica's answer to a cancellation."""
 
 AVOID_S: Final = 1.0
-"""How long a replica that ended a channel is only asked if there is no other: it may be refusing all."""
+"""How long a replica that ended a channel is used only if there is no other: it may refuse everything."""
 
 LoadText = Callable[[Path], "LanguageText"]
 
@@ -50,12 +49,12 @@ class EngineReplica(Replica):
 
     client: FrameReplicaClient
     channel: Channel | None = None
-    """Made with the first request."""
+    """Made for the first request."""
     avoided_until_s: float = 0.0
 
     @property
     def sequences(self) -> int:
-        """How many it has, of this worker and, when last heard of, of others."""
+        """The replica's sequences of this worker and, as last reported, of other workers."""
         return self.channel.sequences + self.channel.others if self.channel is not None else 0
 
     def close(self, reason: str) -> None:
@@ -65,22 +64,13 @@ class EngineReplica(Replica):
         self.client.close()
 
 
-@dataclass(slots=True)
-class _Text:
-    """What came of loading a folder's tokenizer and template."""
-
-    text: LanguageText | None = None
-    reason: str = ""
-    """Why there is none."""
-
-
 class LmDispatcher(Dispatcher):
     """Takes requests for one language model, and has its replicas' engines generate the tokens.
 
     Args:
         route: the deployment.
-        connect: makes a client of a replica; tests and other engines put their own here.
-        load_text: loads what the text work needs from the model's folder.
+        connect: makes a replica's client.
+        load_text: loads tokenizer and chat template from the model's folder.
     """
 
     def __init__(self, route: DeploymentRoute, connect: Connect = connect, load_text: LoadText | None = None) -> None:
@@ -90,10 +80,10 @@ class LmDispatcher(Dispatcher):
         self._pool = ReplicaPool(route.name, self._open)
         self._runs: set[RequestRun] = set()
         self._waiting_since_s: float | None = None
-        """Since when sequences have waited at the engines, as far as seen."""
+        """Since when sequences have waited at the engines, as far as reported."""
         self._text_source: tuple[str, int] | None = None
-        """The folder that the text work is loaded from, and the deployment's generation at that time."""
-        self._text: asyncio.Task[_Text] | None = None
+        """The folder of tokenizer and chat template, and the deployment's generation when they were loaded."""
+        self._text: asyncio.Task[LanguageText | Unavailable] | None = None
         self._meter = recorder().language_model(route.name)
         self.route = route
         self.update(route)
@@ -105,40 +95,40 @@ class LmDispatcher(Dispatcher):
 
     @property
     def load(self) -> Load:
-        """What its engines do, over all workers, as they last said."""
-        loads = [one.channel.load for one in self._pool.connected.values() if one.channel is not None]
+        """The engines' load, over all workers, as last reported."""
+        loads = [channel.load for channel in self._channels]
         return Load(
             sum(load.active for load in loads),
             sum(load.waiting for load in loads),
             sum(load.cache_used for load in loads),
         )
 
+    @property
+    def _channels(self) -> list[Channel]:
+        return [one.channel for one in self._pool.connected.values() if one.channel is not None]
+
     def moment(self) -> Moment:
-        """See `Dispatcher.moment`."""
         now_s = self._loop.time()
         waiting = self.load.waiting
         if not waiting:
             self._waiting_since_s = None
         elif self._waiting_since_s is None:
             self._waiting_since_s = now_s
-        sequences = sum(one.channel.sequences for one in self._pool.connected.values() if one.channel is not None)
+        sequences = sum(channel.sequences for channel in self._channels)
         wait_s = 0.0 if self._waiting_since_s is None else now_s - self._waiting_since_s
         return Moment(sequences, sequences, min(waiting, sequences), wait_s if sequences else 0.0)
 
     def update(self, route: DeploymentRoute) -> None:
-        """See `Dispatcher.update`."""
         super().update(route)
         self._pool.update(route)
         if route.signature is not None and route.signature.language_model is not None:
             self._prepare_text(route.signature.language_model.folder, route.generation)
 
     def close(self) -> None:
-        """See `Dispatcher.close`."""
         super().close()
         self._pool.close()
 
     def gauges(self) -> dict[Gauge, int]:
-        """See `Dispatcher.gauges`."""
         meter, load = self._meter, self.load
         now = {meter.active: load.active, meter.waiting: load.waiting, meter.cache_used: load.cache_used}
         signature = self.signature
@@ -147,7 +137,6 @@ class LmDispatcher(Dispatcher):
         return now
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
-        """See `Dispatcher.under_way`."""
         if replicas is None:
             return [run.fail for run in self._runs if run.is_running]
         held = [one.channel for one in self._pool.held(replicas)]
@@ -157,31 +146,24 @@ class LmDispatcher(Dispatcher):
         """The model's tokenizer and chat template.
 
         Raises:
-            Unavailable: they are not known yet, or can't be loaded.
+            Unavailable: the model's folder is not known yet, or they can't be loaded.
         """
         while (task := self._text) is not None:
             found = task.result() if task.done() else await asyncio.shield(task)
             if task is not self._text:  # another folder or a reload meanwhile
                 continue
-            if found.text is None:
-                raise Unavailable(
-                    f"model `{self.route.name}`: its tokenizer or chat template can't be loaded: {found.reason}",
-                    retry_after_s=RETRY_AFTER_LOST_S,
-                )
-            return found.text
+            if isinstance(found, Unavailable):
+                raise found.again()
+            return found
         raise unavailable(self.route)
 
     def open(self, request_id: str, specs: Sequence[SequenceSpec], *, timeout_s: float | None = None) -> Generation:
-        """Have a request's sequences generated, all on one replica.
+        """Have a request's sequences generated, all on one replica. The caller must close what this returns.
 
         Args:
-            request_id: the client's; `cancel_sequences` cancels by it.
+            request_id: the client's id of the request, for `cancel_sequences`.
             specs: the sequences.
-            timeout_s: how long the request may take in all; how long it may go without a token is the deployment's
-                `timeout_s`.
-
-        Returns:
-            The request under way, which must be closed.
+            timeout_s: the longest time in all; the longest time without a token is the deployment's `timeout_s`.
 
         Raises:
             Unavailable: no replica is ready.
@@ -206,26 +188,22 @@ class LmDispatcher(Dispatcher):
         return run
 
     async def cancel_sequences(self, request_id: str) -> int:
-        """See `Dispatcher.cancel_sequences`."""
         here = sum(run.cancel_unsent() for run in list(self._runs) if run.request_id == request_id)
         there = await asyncio.gather(
             *(self._cancel_at(one, request_id) for one in self._pool.connected.values() if not one.is_lost)
         )
         return here + sum(there)
 
-    # Tensors: a language model is asked by `open`
+    # Requests with tensors are refused
 
     def check_whole(self) -> None:
-        """See `Dispatcher.check_whole`."""
         self.check_ready()
         raise self._refusal()
 
     async def infer(self, request: InferRequest, *, is_step: bool = False) -> NoReturn:
-        """Raises `BadRequest`."""
         raise self._refusal()
 
     def stream(self, request: InferRequest) -> NoReturn:
-        """Raises `BadRequest`."""
         raise self._refusal()
 
     def _refusal(self) -> BadRequest:
@@ -243,7 +221,7 @@ class LmDispatcher(Dispatcher):
         return EngineReplica(route, client)
 
     def _start(self, run: RequestRun) -> None:
-        """Give a request to the replica with the fewest sequences, of those that ended no channel lately."""
+        """Submit a request to the replica with the fewest sequences, of those that have not just ended a channel."""
         eligible = self._pool.eligible()
         if not eligible:
             if not self.route.replicas:
@@ -264,16 +242,12 @@ class LmDispatcher(Dispatcher):
             self._pool.lose(replica)
 
     async def _cancel_at(self, replica: EngineReplica, request_id: str) -> int:
-        async def ask() -> int:
-            request = control_request(CancelRequest(request_id))
-            async with contextlib.aclosing(replica.client.frames(call_name(), request)) as frames:
-                return sum([decode_frame(raw).cancelled async for raw in frames])
-
         try:
-            return await asyncio.wait_for(ask(), CANCEL_TIMEOUT_S)
+            asked = answers(replica.client, CancelRequest(request_id))
+            return sum(frame.cancelled for frame in await asyncio.wait_for(asked, CANCEL_TIMEOUT_S))
         except (asyncio.TimeoutError, HeadwaterError, msgspec.MsgspecError) as error:
             logger.warning(
-                "model %s: replica %s didn't say what it cancelled: %s",
+                "model %s: replica %s did not answer a cancellation: %s",
                 self.route.name, replica.route.id, error or "too slow",
             )  # fmt: skip
             return 0
@@ -281,23 +255,23 @@ class LmDispatcher(Dispatcher):
     # Text
 
     def _prepare_text(self, folder: str, generation: int) -> None:
-        """Load what the text work needs from a folder, unless it was since the last reload; a failed load is tried
-        again."""
+        """Load tokenizer and chat template, unless this was done since the last reload; try again after a failure."""
         task = self._text
-        has_failed = task is not None and task.done() and task.result().text is None
+        has_failed = task is not None and task.done() and isinstance(task.result(), Unavailable)
         if (folder, generation) != self._text_source or has_failed:
             self._text_source = folder, generation
             self._text = self._loop.create_task(self._loaded(Path(folder)))
 
-    async def _loaded(self, folder: Path) -> _Text:
+    async def _loaded(self, folder: Path) -> LanguageText | Unavailable:
         try:
-            return _Text(await asyncio.to_thread(self._load_text, folder))
+            return await asyncio.to_thread(self._load_text, folder)
         except Exception as error:
             logger.exception("model %s: no tokenizer or chat template from %s", self.route.name, folder)
-            return _Text(reason=str(error) or type(error).__name__)
+            reason = f"its tokenizer or chat template can't be loaded: {str(error) or type(error).__name__}"
+            return Unavailable(f"model `{self.route.name}`: {reason}", retry_after_s=RETRY_AFTER_LOST_S)
 
 
 def _load_text(folder: Path) -> LanguageText:
-    from app.lm.text.language import LanguageText  # only where there is one: tokenizers take memory
+    from app.lm.text.language import LanguageText  # imports tokenizers, which take memory
 
     return LanguageText(folder)

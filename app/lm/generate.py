@@ -1,11 +1,11 @@
-"""Triton's generate extension over a language model: its requests and answers.
+"""Requests and answers of Triton's generate extension for a language model.
 
-Source: Triton's generate extension, with the field names of its backend for vLLM. The text is taken as it is: no chat
-template is applied.
+The field names are those of Triton's backend for vLLM. No chat template is applied to the text.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,10 +14,11 @@ import orjson
 from msgspec import Meta
 
 from app.codecs.faults import at
-from app.codecs.parameters import MAX_UINT64, RequestId
+from app.codecs.parameters import MAX_UINT64, RequestId, integer
 from app.errors import BadRequest, HeadwaterError
-from app.lm.sampling_fields import DEFAULT_TOKENS, SamplingFields, checked_integer
-from app.lm.text_plan import Prompt, TextPlan, answer_capacity, check_size, fitting_tokens, plan
+from app.lm.answers import AnswerForm
+from app.lm.sampling_fields import DEFAULT_TOKENS, SamplingFields
+from app.lm.text_plan import Prompt, TextPlan, answer_tokens, plan, text_ids
 from app.lm.text_stream import TextPiece, Usage
 from inference.engine import EngineLimits
 
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["GenerateAnswer", "GenerateRequest"]
 
 
-class GenerateAnswer:
-    """One answer; see `app.lm.answers.AnswerForm`.
+class GenerateAnswer(AnswerForm):
+    """The answer to one text.
 
     Args:
-        model: its name.
-        id: the client's own for the request; empty: it has none.
+        model: the model's name.
+        id: the id that the client gave the request; empty if none.
     """
 
     def __init__(self, model: str, id: str = "") -> None:
@@ -42,22 +43,15 @@ class GenerateAnswer:
         self._finish: str | None = None
 
     def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
-        """See `AnswerForm`."""
         (text,) = texts
         parameters = orjson.dumps(_facts(text.finish, usage))
         return b'%b%b,"parameters":%b}' % (self._text_head, orjson.dumps(text.text), parameters)
 
-    def begin(self) -> list[bytes]:
-        """See `AnswerForm`."""
-        return []
-
     def piece(self, place: int, piece: TextPiece) -> list[bytes]:
-        """See `AnswerForm`."""
         self._finish = piece.finish
         return [b"%b%b}" % (self._text_head, orjson.dumps(piece.text))] if piece.text else []
 
     def end(self, usage: Usage, error: HeadwaterError | None) -> list[bytes]:
-        """See `AnswerForm`."""
         failure = [] if error is None else [orjson.dumps({"error": error.message, "status": error.status})]
         facts = orjson.dumps(_facts(self._finish if error is None else "error", usage))
         return [*failure, b'%b,"final":true,%b' % (self._head, facts[1:])]
@@ -68,7 +62,7 @@ def _facts(finish: str | None, usage: Usage) -> dict[str, Any]:
 
 
 class GenerateParameters(SamplingFields, kw_only=True):
-    """The parameters."""
+    """The parameters of a request."""
 
     timeout: (
         Annotated[int, Meta(description="The request's own deadline in microseconds", extra_json_schema={"minimum": 0})]
@@ -77,38 +71,32 @@ class GenerateParameters(SamplingFields, kw_only=True):
 
 
 class GenerateRequest(GenerateParameters, kw_only=True):
-    """The body; parameters may stand beside the text, too."""
+    """The body of a request; the parameters may also stand beside the text."""
 
     text_input: str
     id: RequestId | None = None
     parameters: GenerateParameters | None = None
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
-        """Check the request, and make tokens of it. Takes too long for the event loop.
+        """Check the request, and turn it into tokens. Takes too long for the event loop.
 
         Raises:
-            BadRequest: something in it is wrong, or more than the model can take.
+            BadRequest: a field is wrong, or asks for more than the model can take.
         """
         given, within = self._merged()
-
-        def path(name: str) -> str:
-            return f"parameters.{name}" if name.partition("[")[0] in within else name
-
-        sampling = given.sampling(limits, path=path)
-        end = given.text_end(limits, path)
-        timeout_us = checked_integer(path("timeout"), given.timeout or 0, 0, MAX_UINT64)
         try:
-            check_size("text_input", self.text_input, limits)
-            ids = text.encode_text(self.text_input)
+            sampling, end = given.sampling(limits), given.text_end(limits)
+            timeout_us = integer("timeout", None, given.timeout or 0, MAX_UINT64)
+            ids = text_ids("text_input", self.text_input, text, limits)
+            max_tokens = answer_tokens("text_input", "max_tokens", ids, given.max_tokens, DEFAULT_TOKENS, limits)
         except BadRequest as error:
-            raise at("text_input", None, error.message.partition(": ")[2]) from None
-        room = answer_capacity("text_input", ids, limits)
-        max_tokens = min(DEFAULT_TOKENS, room) if given.max_tokens is None else given.max_tokens
-        max_tokens = fitting_tokens("text_input", path("max_tokens"), max_tokens, ids, room, limits)
+            if error.field is not None and re.split(r"[.\[]", error.field)[0] in within:
+                raise BadRequest(f"parameters.{error.message}", field=f"parameters.{error.field}") from None
+            raise
         return plan([Prompt(ids, max_tokens)], 1, sampling, end, limits, timeout_us / 1e6 if timeout_us else None)
 
     def _merged(self) -> tuple[GenerateParameters, set[str]]:
-        """The parameters, and which of them were given within ``parameters``."""
+        """The parameters, and the names of those that were given within ``parameters``."""
         within = set()
         values = {name: getattr(self, name) for name in GenerateParameters.__struct_fields__}
         for name in values if self.parameters is not None else ():

@@ -1,33 +1,148 @@
-"""A language model's request under way: its sequences, who reads them, and its deadline."""
+"""A language model's request under way: its sequences with their unread tokens, its reader, and its deadline."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from app.dispatch.deadlines import TIMER_RESOLUTION_S
-from app.errors import Cancelled, DeadlineExceeded, HeadwaterError
-from app.lm.channel import Channel
-from app.lm.sequence import SequenceSpec, Tokens, TokenSlot
+from app.errors import Cancelled, ContractBroken, DeadlineExceeded, HeadwaterError
+from app.lm.sequence import Generation, SequenceSpec, Tokens
 from app.telemetry.recorder import LanguageModelMeter
 from app.telemetry.tracing import GenerationTrace
+from inference.wire.lm import SequenceEvent, Submit
 
-__all__ = ["RequestRun"]
+__all__ = ["RequestRun", "TokenSlot"]
 
 
-class RequestRun:
-    """A `Generation`: some sequences that share their fate. If one fails, the others are cancelled.
+class SequenceChannel(Protocol):
+    """What a request needs of `app.lm.channel.Channel`."""
+
+    def submit(self, slot: TokenSlot) -> None: ...
+
+    def cancel(self, slot: TokenSlot) -> None: ...
+
+
+class TokenSlot:
+    """One sequence of a request, with its unread tokens: at most `SequenceSpec.max_tokens`.
 
     Args:
-        request_id: the client's; others may have it too.
+        owner: the request.
+        place: the sequence's place in the request.
+        spec: what to generate.
+    """
+
+    __slots__ = (
+        "_logprobs", "_logprobs_wanted", "_max_tokens", "_spec", "_tokens", "_tops", "channel", "count", "finish",
+        "heard_s", "is_listed", "is_running", "is_sent", "number", "owner", "place", "prompt_tokens",
+    )  # fmt: skip
+
+    def __init__(self, owner: RequestRun, place: int, spec: SequenceSpec) -> None:
+        self.owner = owner
+        self.place = place
+        self.prompt_tokens = len(spec.prompt)
+        self.channel: SequenceChannel | None = None
+        """The channel that it was submitted on, and `number` identifies it there."""
+        self.number = -1
+        self.is_running = True
+        self.is_sent = False
+        """Whether the replica may have it."""
+        self.is_listed = False
+        """Whether it is in its owner's list of unread sequences; used by the owner only."""
+        self.count = 0
+        """Tokens received."""
+        self.heard_s = 0.0
+        """When the last token was received, by the loop's time."""
+        self.finish: str | None = None
+        """``stop`` or ``length``, once it has ended so."""
+        self._spec: SequenceSpec | None = spec
+        self._max_tokens = spec.max_tokens
+        self._logprobs_wanted = spec.sampling.logprobs
+        self._tokens: list[int] = []
+        self._logprobs: list[float] | None = None
+        self._tops: list[tuple[tuple[int, float], ...]] | None = None
+
+    def submit(self) -> Submit:
+        """The message that starts it."""
+        spec = self._spec
+        assert spec is not None
+        self.is_sent = True
+        return Submit(
+            self.number, self.owner.request_id, spec.prompt, spec.max_tokens, spec.sampling, spec.stop_ids,
+            spec.ignore_eos,
+        )  # fmt: skip
+
+    def forget_spec(self) -> None:
+        """Free the prompt: the replica has it, so it won't be sent again."""
+        self._spec = None
+
+    def take(self, event: SequenceEvent) -> None:
+        """Add an event's tokens.
+
+        Raises:
+            ContractBroken: the event doesn't follow the last one; nothing was added.
+        """
+        if event.index != self.count:
+            did = "repeated tokens" if event.index < self.count else "left tokens out"
+            raise self._broken(f"expected token {self.count}, got {event.index}: the engine {did}")
+        tokens = event.tokens
+        if not tokens:
+            return
+        count = self.count + len(tokens)
+        if count > self._max_tokens:
+            reason = "the engine went on after the end"
+            raise self._broken(f"expected at most {self._max_tokens} tokens, got {count}: {reason}")
+        if self._logprobs_wanted is not None:
+            self._take_logprobs(event)
+        if self._tokens:
+            self._tokens += tokens
+        else:
+            self._tokens = tokens
+        self.count = count
+
+    def read(self) -> Tokens:
+        """Take all unread tokens."""
+        news = Tokens(self._tokens, self._logprobs, self._tops, self.finish)
+        self._tokens, self._logprobs, self._tops = [], None, None
+        return news
+
+    def after_end(self, event: SequenceEvent) -> ContractBroken:
+        """The error of an event that comes after the sequence's end."""
+        got = f"token {event.index}" if event.tokens else f"another end ({event.finish})"
+        return self._broken(f"expected nothing after its end at {self.count} tokens, got {got}")
+
+    def _take_logprobs(self, event: SequenceEvent) -> None:
+        counts = {"logprobs": len(event.logprobs or ())}
+        if self._logprobs_wanted:
+            counts["tops"] = len(event.tops or ())
+        for name, got in counts.items():
+            if got != len(event.tokens):
+                raise self._broken(f"{name}: expected {len(event.tokens)}, one a token, got {got}")
+        if self._logprobs is None:
+            self._logprobs, self._tops = event.logprobs, event.tops if self._logprobs_wanted else None
+        else:
+            self._logprobs += event.logprobs or []
+            if self._tops is not None:
+                self._tops += event.tops or []
+
+    def _broken(self, what: str) -> ContractBroken:
+        return ContractBroken(f"sequence {self.place}: {what}")
+
+
+class RequestRun(Generation):
+    """The sequences of a request, which share their fate: if one fails, the others are cancelled.
+
+    Args:
+        request_id: the client's id of the request, which need not be unique.
         specs: the sequences.
-        meter: where to count.
-        start: gives all sequences to a replica; raises `Unavailable` if there is none.
-        on_left: called once, when nobody asks for the request any more.
-        idle_s: how long it may be without a token of any sequence, waiting in the queue included.
-        limit_s: how long it may take in all.
-        trace: if it is traced.
+        meter: the model's.
+        start: submits all sequences to a replica; raises `Unavailable` if there is none.
+        on_left: called once, when nobody reads the request any more.
+        idle_s: the longest time without a token of any sequence, including time in the queue.
+        limit_s: the longest time in all.
+        trace: the request's, if it is traced.
     """
 
     def __init__(
@@ -42,7 +157,7 @@ class RequestRun:
         limit_s: float | None = None,
         trace: GenerationTrace | None = None,
     ) -> None:
-        self._request_id = request_id
+        self.request_id = request_id
         self.slots = [TokenSlot(self, place, spec) for place, spec in enumerate(specs)]
         self._meter = meter
         self._start = start
@@ -53,39 +168,33 @@ class RequestRun:
         self._loop = asyncio.get_running_loop()
         self._running = len(self.slots)
         self._news: list[TokenSlot] = []
-        """Those with something to read."""
+        """Sequences with unread tokens or an unread end."""
         self._error: HeadwaterError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_read = False
-        """Whether its reader has had anything."""
+        """Whether the reader has received anything."""
         self._is_left = False
         self._is_restarted = False
         self._began_ns = time.perf_counter_ns()
         self._began_s = self._heard_s = self._loop.time()
-        self._is_heard = False
-        """Whether there was a token."""
+        self._has_token = False
         self._timer: asyncio.TimerHandle | None = None
         if self._running:
             self._arm(self._began_s)
 
     @property
-    def request_id(self) -> str:
-        """See `SequenceOwner.request_id`."""
-        return self._request_id
-
-    @property
     def is_running(self) -> bool:
-        """Whether a replica has more to say of it."""
+        """Whether a replica still generates any of it."""
         return self._running > 0
 
-    def submit(self, channel: Channel) -> None:
-        """Have what still runs of it generated over this channel."""
+    def submit(self, channel: SequenceChannel) -> None:
+        """Submit the sequences that still run on this channel."""
         for slot in self.slots:
             if slot.is_running:
                 channel.submit(slot)
 
     def abandon(self) -> None:
-        """It never began: it counts as no request."""
+        """Drop a request that could not start, which counts as none."""
         self._is_left = True
         self._disarm()
         self._on_left(self)
@@ -93,18 +202,15 @@ class RequestRun:
     # Generation
 
     async def news(self) -> list[tuple[int, Tokens]]:
-        """See `Generation.news`.
-
-        A failure comes after what there was before it; but if nothing has been read by then, at once.
-        """
+        """See `Generation.news`. Earlier tokens come before a failure, unless nothing has been read yet."""
         while True:
             if self._error is not None and not (self._news and self._is_read):
-                self._leave()
-                raise self._error.again()  # what is raised knows us, by its traceback
+                self.close()
+                raise self._error.again()  # a copy, because the traceback of what is raised refers to self
             if self._news:
                 return self._read()
             if not self._running:
-                self._leave()
+                self.close()
                 return []
             self._waiter = self._loop.create_future()
             try:
@@ -113,7 +219,6 @@ class RequestRun:
                 self._waiter = None
 
     def drop(self, place: int) -> None:
-        """See `Generation.drop`."""
         if self._is_left:
             return
         slot = self.slots[place]
@@ -125,16 +230,28 @@ class RequestRun:
             self._wake()
 
     def close(self) -> None:
-        """See `Generation.close`."""
-        self._leave()
+        """See `Generation.close`. Drops the slots, which channels keep longer."""
+        if self._is_left:
+            return
+        self._is_left = True
+        if self._error is None and not self._running and not self._news:
+            self._meter.sequences.add(len(self.slots))
+        if self._trace is not None:
+            name = type(self._error).__name__ if self._error is not None else ""
+            self._trace.end(len(self.slots), sum(slot.count for slot in self.slots), name)
+        self._stop_all()
+        self._news = []
+        self.slots = []
+        self._wake()
+        self._on_left(self)
 
-    # SequenceOwner
+    # Called by the channel
 
-    def hear(self, slot: TokenSlot, now_s: float) -> None:
-        """See `SequenceOwner.hear`."""
+    def note_tokens(self, slot: TokenSlot, now_s: float) -> None:
+        """Note that a sequence has something to read."""
         self._heard_s = now_s
-        if not self._is_heard and slot.count:
-            self._is_heard = True
+        if not self._has_token and slot.count:
+            self._has_token = True
             self._meter.first_token.observe(time.perf_counter_ns() - self._began_ns)
             if self._trace is not None:
                 self._trace.first_token()
@@ -145,15 +262,15 @@ class RequestRun:
                 self._waiter.set_result(None)
 
     def end(self, slot: TokenSlot, now_s: float) -> None:
-        """See `SequenceOwner.end`."""
+        """Note that a sequence has ended by itself; its last tokens may still be unread."""
         slot.is_running = False
         self._running -= 1
         if not self._running:
             self._disarm()
-        self.hear(slot, now_s)
+        self.note_tokens(slot, now_s)
 
     def fail(self, error: HeadwaterError) -> None:
-        """See `SequenceOwner.fail`."""
+        """Fail the request, because a sequence has failed."""
         if self._error is not None or self._is_left:
             return
         self._error = error
@@ -161,7 +278,7 @@ class RequestRun:
         self._wake()
 
     def restart(self, error: HeadwaterError) -> None:
-        """See `SequenceOwner.restart`: another replica, or another channel, may have it; but only once."""
+        """Start again on another channel, but only once: this one ended before the replica had the request."""
         if self._is_restarted or any(slot.count for slot in self.slots):
             self.fail(error)
             return
@@ -172,7 +289,7 @@ class RequestRun:
             self.fail(error)
 
     def cancel_unsent(self) -> int:
-        """If no replica knows of it, cancel it. Returns how many sequences that were."""
+        """Cancel the request if no replica has any of it; returns the number of cancelled sequences."""
         running = [slot for slot in self.slots if slot.is_running]
         if not running or any(slot.is_sent for slot in running):
             return 0
@@ -207,22 +324,6 @@ class RequestRun:
         self._running = 0
         self._disarm()
 
-    def _leave(self) -> None:
-        """Count it, and cancel what still runs. Channel and slots know it for a while; it doesn't know them."""
-        if self._is_left:
-            return
-        self._is_left = True
-        if self._error is None and not self._running and not self._news:
-            self._meter.sequences.add(len(self.slots))
-        if self._trace is not None:
-            name = type(self._error).__name__ if self._error is not None else ""
-            self._trace.end(len(self.slots), sum(slot.count for slot in self.slots), name)
-        self._stop_all()
-        self._news = []
-        self.slots = []
-        self._wake()
-        self._on_left(self)
-
     # Deadlines
 
     def _arm(self, now_s: float) -> None:
@@ -237,15 +338,15 @@ class RequestRun:
             self._timer = None
 
     def _expire(self) -> None:
-        """The timer isn't moved with each token: when it comes, it sees whether it is time."""
+        """Fail the request if it is overdue. Tokens don't move the timer, so it may be early."""
         self._timer = None
         now_s = self._loop.time() + TIMER_RESOLUTION_S
         if self._limit_s is not None and now_s >= self._began_s + self._limit_s:
-            where = "while it was computed" if self._is_heard else "while it waited in the queue"
+            where = "while it was computed" if self._has_token else "while it waited in the queue"
             self.fail(DeadlineExceeded(f"the deadline of {self._limit_s:g} s passed {where}"))
         elif now_s < self._heard_s + self._idle_s:
             self._arm(now_s)
-        elif self._is_heard:
+        elif self._has_token:
             self.fail(DeadlineExceeded(f"the stream gave nothing for {self._idle_s:g} s"))
         else:
             self.fail(DeadlineExceeded(f"the deadline of {self._idle_s:g} s passed while it waited in the queue"))

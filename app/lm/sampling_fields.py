@@ -1,8 +1,8 @@
-"""The fields of a request that say how tokens are chosen and where the text ends: the same in all three APIs."""
+"""The request fields of all three APIs for choosing tokens and ending the text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -12,19 +12,10 @@ from app.codecs.faults import at, key_text, read_json, shown
 from app.lm.text.stop_strings import StopString, StopStrings
 from inference.engine import SAMPLING_FIELDS, EngineLimits, Penalty, RepetitionPenalty, Sampling, Seed, Share
 
-__all__ = [
-    "DEFAULT_TOKENS",
-    "Flag",
-    "SamplingFields",
-    "StreamFields",
-    "StreamOptions",
-    "TextEnd",
-    "checked_ids",
-    "checked_integer",
-]
+__all__ = ["DEFAULT_TOKENS", "Flag", "SamplingFields", "StreamFields", "StreamOptions", "TextEnd", "checked_ids"]
 
 DEFAULT_TOKENS: Final = 16
-"""Of an answer, where the client doesn't say: OpenAI's figure."""
+"""The default length of an answer, as in OpenAI's API."""
 _DEFAULTS: Final = Sampling()
 _MAX_TOP_K: Final = 2**31 - 1
 _MAX_SECONDS: Final = 1_000_000
@@ -32,35 +23,18 @@ _MAX_BIAS: Final = 100
 _ID_DIGITS: Final = 10
 
 
-def _itself(name: str) -> str:
-    return name
-
-
-TopK: TypeAlias = Annotated[
-    int,
-    Meta(
-        ge=0,
-        le=_MAX_TOP_K,
-        description="0: all tokens",
-        extra={"expected": f"an integer from 0 to {_MAX_TOP_K}; 0 keeps all tokens"},
-    ),
-]
+_TOP_K: Final = {"expected": f"an integer from 0 to {_MAX_TOP_K}; 0 keeps all tokens"}
+TopK: TypeAlias = Annotated[int, Meta(ge=0, le=_MAX_TOP_K, description="0: all tokens", extra=_TOP_K)]
 _Bias: TypeAlias = Annotated[float, Meta(extra_json_schema={"minimum": -_MAX_BIAS, "maximum": _MAX_BIAS})]
 LogitBias: TypeAlias = Annotated[dict[str, _Bias], Meta(description="By token id")]
-Seconds: TypeAlias = Annotated[
-    float,
-    Meta(
-        gt=0,
-        le=_MAX_SECONDS,
-        description="How long the request may take in all",
-        extra={"expected": f"seconds, above 0 and up to {_MAX_SECONDS}"},
-    ),
-]
+_SECONDS: Final = {"expected": f"seconds, above 0 and up to {_MAX_SECONDS}"}
+_LIMIT: Final = "How long the request may take in all"
+Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=_MAX_SECONDS, description=_LIMIT, extra=_SECONDS)]
 Flag: TypeAlias = Annotated[bool, Meta(extra_json_schema={"default": False})]
 
 
 class TextEnd(NamedTuple):
-    """Where a text ends, and what of it is shown."""
+    """Where a text ends, and which parts of it are left out."""
 
     stops: tuple[str, ...]
     stop_ids: frozenset[int]
@@ -73,10 +47,9 @@ _Fields = TypeVar("_Fields", bound="SamplingFields")
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields; null is as if a field weren't there.
+    """The fields; null means absent.
 
-    Types and bounds are checked by decoding, and by the methods what depends on the model. The OpenAPI schema is made
-    of them, too.
+    Decoding checks types and bounds, the methods what depends on the model. The OpenAPI schema is made of them, too.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=2, description="0: the likeliest")] | None = None
@@ -102,47 +75,34 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Decode a request's body.
 
         Raises:
-            BadRequest: it is none; the message names the field.
+            BadRequest: the body is not such a request; the message names the field.
         """
         return read_json(raw, cls)
 
-    def sampling(
-        self, limits: EngineLimits, *, logprobs: int | None = None, path: Callable[[str], str] = _itself
-    ) -> Sampling:
-        """How tokens are chosen.
-
-        Args:
-            limits: what the model can take.
-            logprobs: as `Sampling.logprobs`.
-            path: a field's path in the request, by its name.
+    def sampling(self, limits: EngineLimits, *, logprobs: int | None = None) -> Sampling:
+        """How tokens are chosen; ``logprobs`` as `Sampling.logprobs`.
 
         Raises:
-            BadRequest: a bias is of no token or out of bounds, or this model does not support a field.
+            BadRequest: a bias is out of bounds or of no token, or the engine does not support a field.
         """
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS - {"logprobs", "logit_bias"}}
         given = {name: value for name, value in given.items() if value is not None}
-        biases = _biases(self.logit_bias or {}, limits.vocab_size, path("logit_bias"))
+        biases = _biases(self.logit_bias or {}, limits.vocab_size)
         sampling = Sampling(**given, logit_bias=biases, logprobs=logprobs)
         for name in sorted(SAMPLING_FIELDS - limits.sampling):
             if getattr(sampling, name) != getattr(_DEFAULTS, name):
-                raise at(path(name), None, "this model does not support it; leave it out")
+                raise at(name, None, "this model does not support it; leave it out")
         return sampling
 
-    def text_end(self, limits: EngineLimits, path: Callable[[str], str] = _itself) -> TextEnd:
+    def text_end(self, limits: EngineLimits) -> TextEnd:
         """Where the text ends.
-
-        Args:
-            limits: what the model can take.
-            path: a field's path in the request, by its name.
 
         Raises:
             BadRequest: a stop token isn't in the vocabulary.
         """
-        for n, token in enumerate(self.stop_token_ids or ()):
-            checked_integer(path(f"stop_token_ids[{n}]"), token, 0, limits.vocab_size - 1)
         return TextEnd(
             stops=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            stop_ids=frozenset(self.stop_token_ids or ()),
+            stop_ids=frozenset(checked_ids("stop_token_ids", self.stop_token_ids or (), limits.vocab_size)),
             ignore_eos=bool(self.ignore_eos),
             include_stop=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
@@ -150,14 +110,14 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's options of a stream."""
+    """OpenAI's options for streams."""
 
     include_usage: Flag | None = None
-    include_obfuscation: Annotated[bool | None, Meta(description="Random padding; only false can be had")] = None
+    include_obfuscation: Annotated[bool | None, Meta(description="Random padding; only false is supported")] = None
 
 
 class StreamFields(SamplingFields, kw_only=True):
-    """What both of OpenAI's APIs have besides."""
+    """Further fields of both of OpenAI's APIs."""
 
     model: str
     n: Annotated[int, Meta(ge=1, le=16, extra_json_schema={"default": 1})] | None = None
@@ -168,56 +128,44 @@ class StreamFields(SamplingFields, kw_only=True):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the number of its tokens."""
+        """Whether a stream's last chunk has the number of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage is True
 
     def check_stream(self) -> None:
-        """See whether the fields that say how to answer agree.
+        """Check the options for streams.
 
         Raises:
-            BadRequest: they don't.
+            BadRequest: an option is not supported, or the request is for no stream.
         """
         if self.stream_options is not None and not self.stream:
             raise at("stream_options", None, 'expected it with "stream": true only; leave it out, or stream')
         if self.stream_options is not None and self.stream_options.include_obfuscation:
-            raise at("stream_options.include_obfuscation", None, "expected false, which is what there is, got true")
+            raise at(
+                "stream_options.include_obfuscation", None, "this model does not support it; expected false, got true"
+            )
 
 
-def checked_integer(path: str, value: int, low: int, high: int) -> int:
-    """An integer within bounds.
-
-    Raises:
-        BadRequest: it is not.
-    """
-    if low <= value <= high:
-        return value
-    raise at(path, None, f"expected an integer from {low} to {high}, got {shown(value)}")
-
-
-def _biases(given: Mapping[str, float], vocab_size: int, path: str) -> dict[int, float]:
+def _biases(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
     biases = {}
     for key, bias in given.items():
-        is_id = key.isascii() and key.isdecimal() and len(key) <= _ID_DIGITS and int(key) < vocab_size
-        if not is_id:
-            expected = f"expected a token id from 0 to {vocab_size - 1}"
-            raise at(f"{path}.{key_text(key)}", None, f"{expected}, got {shown(key)}")
+        path = f"logit_bias.{key_text(key)}"
+        if not (key.isascii() and key.isdecimal() and len(key) <= _ID_DIGITS and int(key) < vocab_size):
+            raise at(path, None, f"expected a token id from 0 to {vocab_size - 1}, got {shown(key)}")
         if not -_MAX_BIAS <= bias <= _MAX_BIAS:
-            expected = f"expected a number from -{_MAX_BIAS} to {_MAX_BIAS}"
-            raise at(f"{path}.{key}", None, f"{expected}, got {shown(bias)}")
+            raise at(path, None, f"expected a number from -{_MAX_BIAS} to {_MAX_BIAS}, got {shown(bias)}")
         biases[int(key)] = float(bias)
     return biases
 
 
 def checked_ids(path: str, ids: Sequence[object], vocab_size: int) -> list[int]:
-    """Token ids of a client's choosing.
+    """Token ids that the client gave.
 
     Raises:
-        BadRequest: one is no integer, or none of the vocabulary.
+        BadRequest: one is no integer, or outside the vocabulary.
     """
     checked: list[int] = []
     for n, token in enumerate(ids):
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            expected = f"expected a token id from 0 to {vocab_size - 1}"
-            raise at(f"{path}[{n}]", None, f"{expected}, got {shown(token)}")
+            raise at(f"{path}[{n}]", None, f"expected a token id from 0 to {vocab_size - 1}, got {shown(token)}")
         checked.append(token)
     return checked

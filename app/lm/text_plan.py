@@ -1,4 +1,4 @@
-"""What a request comes to in tokens: its sequences, checked against what the model can take."""
+"""Turns a request into sequences of tokens, checked against the engine's limits."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from app.lm.sequence import SequenceSpec
 from app.lm.text_stream import TextStream
 from inference.engine import EngineLimits, Sampling
 
-if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
+if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model do
+    from app.lm.text.language import LanguageText
     from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["Prompt", "TextPlan", "answer_capacity", "check_size", "fitting_tokens", "plan"]
+__all__ = ["Prompt", "TextPlan", "answer_tokens", "check_size", "plan", "text_ids"]
 
-CHAT_ANSWER_TOKENS: Final = 256
-"""Of an answer whose length the client doesn't say, even if it takes more than a sequence's share of the cache."""
-
-
-LONGEST_TOKEN_CHARACTERS: Final = 256
-"""On average, in any text that a context holds."""
+_TOKEN_CHARACTERS: Final = 256
+"""More characters than a token has on average in any text that fits a context."""
 
 
 class Prompt(NamedTuple):
@@ -32,23 +29,25 @@ class Prompt(NamedTuple):
 
     ids: list[int]
     max_tokens: int
+    """The most tokens of each answer."""
     prefix: str = ""
-    """A text that stands before its answers."""
+    """Text to put before each answer."""
 
 
 class TextPlan(NamedTuple):
     """A request's sequences, and how they become text."""
 
     specs: list[SequenceSpec]
-    """The choices of the first prompt, then those of the next."""
+    """The choices of the first prompt, then those of the next, and so on."""
     prefixes: list[str]
+    """The text to put before each sequence's."""
     end: TextEnd
     prompt_tokens: int
-    """Of all prompts, each counted once."""
+    """The tokens of all prompts, each prompt counted once."""
     timeout_s: float | None = None
 
     def streams(self, texts: TokenTexts) -> list[TextStream]:
-        """The texts to be, one for each sequence."""
+        """The text of each sequence, still empty."""
         return [
             TextStream(
                 texts,
@@ -64,105 +63,86 @@ class TextPlan(NamedTuple):
 
 
 def plan(
-    prompts: Sequence[Prompt],
-    n: int,
-    sampling: Sampling,
-    end: TextEnd,
-    limits: EngineLimits,
-    timeout_s: float | None = None,
+    prompts: Sequence[Prompt], n: int, sampling: Sampling, end: TextEnd, limits: EngineLimits, timeout_s: float | None
 ) -> TextPlan:
-    """Make sequences of prompts.
-
-    Args:
-        prompts: what is to be answered.
-        n: choices of each. With a seed, that of choice i is the seed plus i: they differ, and come again.
-        sampling, end: of all.
-        limits: what the model can take.
-        timeout_s: what the client gives the request.
+    """Make `n` sequences of each prompt, which with a seed have the seeds ``seed``, ``seed + 1`` and so on.
 
     Raises:
-        BadRequest: more sequences than there are places, those for waiting included.
+        BadRequest: the engine can't hold so many sequences, running and waiting.
     """
     places = limits.max_sequences + limits.max_waiting
     if len(prompts) * n > places:
         field = "n" if n > 1 else "prompt"
         raise at(field, None, f"expected at most {places} answers in all, got {len(prompts)} prompts x {n}")
-    samplings = [sampling]
+    samplings = [sampling] * n
     if sampling.seed is not None:
         samplings = [msgspec.structs.replace(sampling, seed=_seed(sampling.seed + i)) for i in range(n)]
     specs = [
-        SequenceSpec(prompt.ids, prompt.max_tokens, samplings[i % len(samplings)], end.stop_ids, end.ignore_eos)
+        SequenceSpec(prompt.ids, prompt.max_tokens, each, end.stop_ids, end.ignore_eos)
         for prompt in prompts
-        for i in range(n)
+        for each in samplings
     ]
     prefixes = [prompt.prefix for prompt in prompts for _ in range(n)]
     return TextPlan(specs, prefixes, end, sum(len(prompt.ids) for prompt in prompts), timeout_s)
 
 
 def check_size(field: str, text: str, limits: EngineLimits) -> None:
-    """Refuse a text that can't fit, before it takes seconds to say how many tokens it has.
+    """Refuse a text that can't fit, because counting its tokens would take seconds.
 
     Raises:
-        BadRequest: it is longer than any context.
+        BadRequest: the text is longer than any that fits.
     """
     bound, what = _bound(limits)
-    if len(text) > bound * LONGEST_TOKEN_CHARACTERS:
-        raise at(
-            field,
-            None,
-            f"{what} is {bound} tokens, prompt and answer together; expected at most "
-            f"{bound * LONGEST_TOKEN_CHARACTERS} characters, got {len(text)}; shorten it",
-        )
+    most = bound * _TOKEN_CHARACTERS
+    if len(text) > most:
+        expected = f"expected at most {most} characters, got {len(text)}; shorten it"
+        raise at(field, None, f"{what} is {bound} tokens, prompt and answer together; {expected}")
 
 
-def answer_capacity(field: str, ids: Sequence[int], limits: EngineLimits) -> int:
-    """How many tokens an answer can have at most.
+def text_ids(field: str, text: str, language: LanguageText, limits: EngineLimits) -> list[int]:
+    """The token ids of the text in this field of the request.
+
+    Raises:
+        BadRequest: the text is too long, or no Unicode text.
+    """
+    check_size(field, text, limits)
+    return language.encode_text(text, field)
+
+
+def answer_tokens(
+    field: str, path: str, ids: Sequence[int], wanted: int | None, default: int, limits: EngineLimits
+) -> int:
+    """The most tokens of a prompt's answer.
 
     Args:
         field: the request's field that has the prompt.
-        ids: of the prompt.
-        limits: what the model can take.
+        path: the request's field that has `wanted`.
+        ids: the prompt's.
+        wanted: the number that the client asks for, if any.
+        default: the number otherwise, unless fewer fit.
+        limits: the engine's.
 
     Raises:
-        BadRequest: the prompt has no token, one outside the vocabulary, or more than fit.
+        BadRequest: the prompt has no token, or one outside the vocabulary; or it doesn't fit, alone or with its answer.
     """
     if not ids:
         raise at(field, None, "expected at least one token, got none; begin the text with something")
     if max(ids) >= limits.vocab_size:
         raise at(field, None, f"expected tokens from 0 to {limits.vocab_size - 1}, got {max(ids)}")
     bound, what = _bound(limits)
-    if len(ids) >= bound:
-        raise at(
-            field,
-            None,
-            f"{what} is {bound} tokens, prompt and answer together; expected at most {bound - 1} in the prompt, got "
-            f"{len(ids)}; shorten it",
+    most = bound - len(ids)
+    if most < 1:
+        expected = f"expected at most {bound - 1} in the prompt, got {len(ids)}; shorten it"
+        raise at(field, None, f"{what} is {bound} tokens, prompt and answer together; {expected}")
+    if wanted is None:
+        return min(default, most)
+    if wanted > most:
+        raise BadRequest(
+            f"{path}: {what} is {bound} tokens, but this request comes to {len(ids) + wanted}: {len(ids)} in {field}, "
+            f"and an answer of {wanted}; expected at most {most}, or a shorter prompt",
+            field=path,
         )
-    return bound - len(ids)
-
-
-def fitting_tokens(field: str, path: str, max_tokens: int, ids: Sequence[int], room: int, limits: EngineLimits) -> int:
-    """A number of tokens that the client asks for.
-
-    Args:
-        field: the request's field that has the prompt.
-        path: that which has the number.
-        max_tokens: the number.
-        ids: of the prompt.
-        room: what `answer_capacity` gave.
-        limits: what the model can take.
-
-    Raises:
-        BadRequest: more than there is room for.
-    """
-    if max_tokens <= room:
-        return max_tokens
-    bound, what = _bound(limits)
-    raise BadRequest(
-        f"{path}: {what} is {bound} tokens, but this request comes to {len(ids) + max_tokens}: {len(ids)} in {field}, "
-        f"and an answer of {max_tokens}; expected at most {room}, or a shorter prompt",
-        field=path,
-    )
+    return wanted
 
 
 def _bound(limits: EngineLimits) -> tuple[int, str]:
@@ -172,5 +152,5 @@ def _bound(limits: EngineLimits) -> tuple[int, str]:
 
 
 def _seed(seed: int) -> int:
-    """Within 64 bits: past the largest comes the smallest."""
+    """Wrap a seed around to a signed integer of 64 bits."""
     return (seed + 2**63) % 2**64 - 2**63

@@ -1,4 +1,4 @@
-"""A request's sequences as text, piece by piece: detokenized, ended at a stop string, with log probabilities."""
+"""Turns a request's tokens into text, piece by piece: detokenizes, finds stop strings, adds log probabilities."""
 
 from __future__ import annotations
 
@@ -17,42 +17,39 @@ __all__ = ["TextGeneration", "TextPiece", "TextStream", "TokenLogprob", "Usage"]
 
 
 class TokenLogprob(NamedTuple):
-    """A token of an answer, as ``logprobs`` reports it."""
+    """A token of an answer, with its log probability."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
     """The most probable tokens in its place, best first."""
     offset: int
-    """Where its text begins in the answer's, in characters; that of a part of a character, where the character does."""
+    """Where its text begins in the answer, in characters; for a part of a character, where the character begins."""
 
 
 class TextPiece(NamedTuple):
-    """What has come of an answer."""
+    """New text of an answer."""
 
     text: str
     logprobs: Sequence[TokenLogprob] = ()
-    """Of the tokens whose text begins in this piece; empty if they were not asked for."""
+    """The tokens whose text begins in this piece; empty if the request didn't ask for them."""
     finish: str | None = None
     """Set in the last piece: ``stop`` (a stop token or a stop string) or ``length``."""
 
 
 class TextStream:
-    """The text of one sequence. How its tokens are grouped changes only how the text is cut, not the text or the count.
+    """The text of one sequence. How its tokens are grouped affects how the text is cut, but not the text or the count.
 
-    A stop token has no text and no logarithm here, unless stops are to be included.
+    A stop token contributes neither text nor log probability, unless stops are included.
 
     Args:
-        texts: of the tokenizer.
+        texts: the tokenizer's.
         prompt: the ids before the answer.
         stops: strings that end the text.
-        include_stop: whether what stops it, token or string, is a part of the text.
-        skip_special_tokens: leave special tokens out.
-        logprobs: whether the tokens come with their logarithms.
-        prefix: a text that stands before the answer's.
-
-    Raises:
-        BadRequest: a stop string is none.
+        include_stop: whether the text includes the token or string that stops it.
+        skip_special_tokens: whether special tokens are left out.
+        logprobs: whether pieces have log probabilities.
+        prefix: text to put before the answer.
     """
 
     def __init__(
@@ -72,19 +69,19 @@ class TextStream:
         self._has_logprobs = logprobs
         self._prefix = prefix
         self._held: list[TokenLogprob] = []
-        """Those whose text is held back."""
+        """Tokens whose text is held back."""
         self._read = len(prefix)
-        """Characters that the tokens have come to, those held back included."""
+        """Characters so far, including those held back."""
         self._sent = 0
         self.completion_tokens = 0
-        """Tokens that were taken: up to the one that stopped the text, and that included."""
+        """Tokens up to the one that stopped the text, inclusive."""
         self.finish: str | None = None
-        """As `TextPiece.finish`, once that was given."""
+        """The `TextPiece.finish` of the last piece, once that was returned."""
         self._is_cut = False
-        """Whether it ends before the text of all its tokens does."""
+        """Whether a stop string has ended the text."""
 
     def take(self, news: Tokens) -> TextPiece:
-        """The text that is final with these tokens; after the last piece, an empty one."""
+        """The text that these tokens complete; after the last piece, an empty one."""
         if self.finish is not None:
             return TextPiece("")
         is_plain = self._stops is None and not self._has_logprobs
@@ -105,9 +102,7 @@ class TextStream:
         return self._detokenizer.push(ids) + self._detokenizer.finish()
 
     def _take_each(self, news: Tokens) -> str:
-        """The same token by token, so that the one is known with which a stop string is complete."""
-        if self._has_logprobs:
-            _check_logprobs(news)
+        """Like `_take_all`, but token by token, to find the token that completes a stop string."""
         parts = []
         stop_at = len(news.tokens) - 1 if news.finish == "stop" and not self._include_stop else -1
         for n, token in enumerate(news.tokens):
@@ -133,7 +128,7 @@ class TextStream:
         return "".join(parts)
 
     def _search(self, text: str) -> str:
-        """What of a text can be sent."""
+        """The part of a text that can be sent."""
         self._read += len(text)
         if self._stops is None:
             return text
@@ -147,36 +142,20 @@ class TextStream:
         self._is_cut = True
 
     def _released(self) -> list[TokenLogprob]:
-        """Those of the held logarithms whose text begins in what is sent; at the end, the others have none."""
-        if self.finish is not None and not self._is_cut:
-            released, self._held = self._held, []
-            return released
-        count = 0
-        for entry in self._held:
-            if entry.offset >= self._sent:
-                break
-            count += 1
+        """The held tokens whose text begins in the text sent so far; after the end of the whole text, all."""
+        count = len(self._held)
+        if self.finish is None or self._is_cut:
+            count = sum(entry.offset < self._sent for entry in self._held)
         released = self._held[:count]
         del self._held[:count]
         return released
-
-
-def _check_logprobs(news: Tokens) -> None:
-    count = len(news.tokens)
-    logprobs = len(news.logprobs or ())
-    tops = len(news.tops) if news.tops is not None else count
-    if logprobs != count or tops != count:
-        raise ContractBroken(
-            f"logprobs: expected the engine to give one a token, got {logprobs} (and {tops} lists of the most "
-            f"probable) for {count} tokens"
-        )
 
 
 class Usage(NamedTuple):
     """How many tokens a request took."""
 
     prompt_tokens: int
-    """Each prompt once, however many answers it has."""
+    """Each prompt counts once, however many answers it has."""
     completion_tokens: int
 
     def as_json(self) -> dict[str, int]:
@@ -185,13 +164,13 @@ class Usage(NamedTuple):
 
 
 class TextGeneration:
-    """Makes text of what a generation gives, and ends sequences at their stop strings.
+    """Turns the tokens of a generation into text, and ends sequences at their stop strings.
 
     Args:
-        generation: gives the tokens.
-        streams: one for each of its sequences, in their order.
-        prompt_tokens: of all prompts.
-        spend: told of the tokens that were used, first those of the prompts.
+        generation: the request under way.
+        streams: the texts of its sequences, in order.
+        prompt_tokens: the tokens of all prompts.
+        spend: called with each number of tokens used, first that of the prompts.
     """
 
     def __init__(
@@ -211,11 +190,11 @@ class TextGeneration:
 
     @property
     def usage(self) -> Usage:
-        """So far."""
+        """The tokens so far."""
         return Usage(self._prompt_tokens, sum(stream.completion_tokens for stream in self._streams))
 
     async def news(self) -> list[tuple[int, TextPiece]]:
-        """Wait until any sequence has news: its place, and a piece of text, which may be empty. Empty: all have ended.
+        """Wait for news of any sequence: its place, and a piece of text, which may be empty; [] once all have ended.
 
         Raises:
             HeadwaterError: the request failed as a whole.
@@ -237,7 +216,7 @@ class TextGeneration:
         return pieces
 
     async def whole(self) -> list[TextPiece]:
-        """All of each sequence, in their order.
+        """The whole text of each sequence, in order.
 
         Raises:
             HeadwaterError: the request failed as a whole.
@@ -246,15 +225,13 @@ class TextGeneration:
         while pieces := await self.news():
             for place, piece in pieces:
                 parts[place].append(piece)
-        return [
-            TextPiece(
-                "".join([piece.text for piece in of_one]),
-                [entry for piece in of_one for entry in piece.logprobs],
-                of_one[-1].finish,
-            )
-            for of_one in parts
-        ]
+        return [_joined(pieces) for pieces in parts]
 
     def close(self) -> None:
-        """Nobody wants any more of it. May be called more than once."""
+        """Cancel whatever still runs. May be called more than once."""
         self._generation.close()
+
+
+def _joined(pieces: Sequence[TextPiece]) -> TextPiece:
+    text = "".join([piece.text for piece in pieces])
+    return TextPiece(text, [entry for piece in pieces for entry in piece.logprobs], pieces[-1].finish)

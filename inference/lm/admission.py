@@ -18,7 +18,7 @@ _DEFAULTS = Sampling()
 
 
 class Admission:
-    """The waiting requests, and the cache reservations of the admitted ones.
+    """The part of an engine that queues and admits requests; engines derive from it and compute the admitted ones.
 
     A request reserves capacity for its prompt and whole answer before it starts, so one that runs always ends. The
     cache is a rectangle, sequences × length: the reservation is the number of sequences times the longest of them. A
@@ -45,7 +45,7 @@ class Admission:
         return len(self._reserved)
 
     @property
-    def reserved(self) -> int:
+    def cache_used(self) -> int:
         """Reserved tokens of the cache."""
         return len(self._reserved) * max(self._reserved.values(), default=0)
 
@@ -105,16 +105,12 @@ class Admission:
         if not request.prompt:
             raise RequestRejected("prompt: expected at least one token, got none")
         tokens = _tokens(request)
-        if tokens > limits.context_length:
-            raise RequestTooLong(
-                f"expected prompt and max_tokens to be at most {limits.context_length} tokens, the model's context; "
-                f"got {len(request.prompt)} + {request.max_tokens}"
-            )
-        if tokens > limits.cache_tokens:
-            raise RequestTooLong(
-                f"expected prompt and max_tokens to be at most {limits.cache_tokens} tokens, the cache's size; "
-                f"got {len(request.prompt)} + {request.max_tokens}"
-            )
+        for most, what in (limits.context_length, "the model's context"), (limits.cache_tokens, "the cache's size"):
+            if tokens > most:
+                raise RequestTooLong(
+                    f"expected prompt and max_tokens to be at most {most} tokens, {what}; "
+                    f"got {len(request.prompt)} + {request.max_tokens}"
+                )
         if limits.sampling != SAMPLING_FIELDS:
             for name in sorted(SAMPLING_FIELDS - limits.sampling):
                 if getattr(request.sampling, name) != getattr(_DEFAULTS, name):

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference.errors import ReplicaError
 from inference.runtime.failure_log import text_of
 
-__all__ = ["AttentionImplementation", "CausalLM", "Dtype", "load_causal_lm"]
-
-Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
-AttentionImplementation: TypeAlias = Literal["sdpa", "eager"]
-
-DTYPES: Final[dict[str, torch.dtype | str]] = {
-    "auto": "auto",
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+__all__ = ["CausalLM", "load_causal_lm"]
 
 
 class CausalLM(NamedTuple):
@@ -32,15 +21,13 @@ class CausalLM(NamedTuple):
     """End-of-sequence tokens, from the generation configuration or else the model's configuration."""
 
 
-def load_causal_lm(
-    folder: Path, *, device: str = "cpu", dtype: Dtype = "auto", attention: AttentionImplementation = "sdpa"
-) -> CausalLM:
+def load_causal_lm(folder: Path, *, device: str = "cpu", dtype: str = "auto", attention: str = "sdpa") -> CausalLM:
     """Load a model that `AutoModelForCausalLM` knows; nothing is fetched, and no code of the folder runs.
 
     Args:
         folder: holds config.json and weights as safetensors.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: the type of weights and activations; ``auto`` for the folder's.
+        dtype: torch's name of the type of weights and activations; ``auto`` for the folder's.
         attention: transformers' name of an attention implementation.
 
     Raises:
@@ -51,7 +38,7 @@ def load_causal_lm(
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=DTYPES[dtype],
+            dtype=dtype,
             attn_implementation=attention,
             local_files_only=True,
             trust_remote_code=False,

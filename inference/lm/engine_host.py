@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from inference.engine import Engine, EngineFull, RequestRejected, SequenceRequest
-from inference.lm.host_channel import HostChannel, HostSequence
-from inference.lm.step_watch import MAX_STEP_S, StepWatch, Wait
+from inference.lm.host_channel import ChannelLimits, HostChannel, HostSequence
+from inference.lm.step_watch import MAX_STEP_S, StepWatch
 from inference.runtime.device import breaks_device
 from inference.runtime.failure_log import FailureLog, text_of
 from inference.runtime.request import TritonRequest
@@ -23,7 +22,6 @@ from inference.wire.arrays import Array
 from inference.wire.frame import FRAME
 from inference.wire.lm import (
     CONTROL,
-    LEASE_S,
     CancelRequest,
     Ending,
     Load,
@@ -33,33 +31,28 @@ from inference.wire.lm import (
     StepFrame,
     Submit,
     decode_message,
-    encode_frame,
+    encode,
 )
 
-__all__ = ["IDLE_CHANNEL_S", "MOST_PENDING_TOKENS", "EngineHost"]
+__all__ = ["EngineHost"]
 
 logger = logging.getLogger(__name__)
 
-IDLE_CHANNEL_S: Final = 600.0
-"""A channel without sequences ends after this long without a message; a live worker opens another one."""
-MOST_PENDING_TOKENS: Final = 16_384
-"""Unsent tokens of a channel at which the engine waits for the channel's worker."""
+_CHANNEL_LIMITS = ChannelLimits()
 
 
 class EngineHost:
     """Owns an engine: one thread makes all calls of it, and sleeps while there is nothing to do.
 
-    A slow worker can't make memory grow: frames beyond its window are merged, and from `most_pending` unsent tokens on
-    the engine takes no further step, for any channel, until they are sent. A worker that blocks the engine for a
-    lease's time loses its channel.
+    A slow worker can't make memory grow: frames beyond its window are merged, and from `ChannelLimits.most_pending`
+    unsent tokens on the engine takes no further step, for any channel, until they are sent. A worker that blocks the
+    engine for a lease's time loses its channel.
 
     Args:
         engine: the engine, which the host alone uses from now on.
         device: the engine's device.
         on_broken: called once the device is unusable, the engine can't be reset, or a step doesn't return.
-        lease_s: how long a channel with sequences lives without a message from its worker.
-        idle_s: how long a channel without sequences lives without a message.
-        most_pending: the most tokens of a channel that may wait to be sent.
+        channel_limits: when a channel ends although its worker did not close it.
         max_step_s: the longest that a step of the engine may take.
     """
 
@@ -69,26 +62,25 @@ class EngineHost:
         *,
         device: str = "cpu",
         on_broken: Callable[[str], None] = lambda reason: None,
-        lease_s: float = LEASE_S,
-        idle_s: float = IDLE_CHANNEL_S,
-        most_pending: int = MOST_PENDING_TOKENS,
+        channel_limits: ChannelLimits = _CHANNEL_LIMITS,
         max_step_s: float = MAX_STEP_S,
     ) -> None:
         self._engine = engine
-        self._limits = engine.limits
+        running, waiting = engine.limits.max_sequences, engine.limits.max_waiting
+        self._most_sequences = running + waiting
+        limits = f"`max_sequences` is {running}, `max_waiting` is {waiting}"
+        self._full = f"{running + waiting} sequences run or wait; {limits}"
         self._device = device
         self._on_broken = on_broken
-        self._lease_s = lease_s
-        self._idle_s = idle_s
+        self._channel_limits = channel_limits
         self._max_step_s = max_step_s
-        self._most_pending = most_pending
         self._failures = FailureLog()
         self._changed = threading.Condition(threading.Lock())
         """Guards the attributes below, and wakes the engine's thread."""
         self._channels: dict[str, HostChannel] = {}
         self._sequences: dict[str, HostSequence] = {}
         """The running sequences of all channels, by the engine's id."""
-        self._asked: list[tuple[HostSequence, bool]] = []
+        self._commands: list[tuple[HostSequence, bool]] = []
         """Commands for the engine, in order: a sequence, and whether to cancel it rather than submit it."""
         self._load = Load()
         self._closed = ""
@@ -128,7 +120,7 @@ class EngineHost:
     # Handlers of messages, each in its request's event loop.
 
     async def _open(self, message: Open) -> AsyncGenerator[list[dict[str, Array]], None]:
-        channel = HostChannel(message.channel, message.window, asyncio.get_running_loop(), time.monotonic())
+        channel = HostChannel(message.channel, message.window, self._channel_limits, time.monotonic())
         with self._changed:
             if self._closed:
                 frame: StepFrame | None = self._refusal(self._closed)
@@ -167,33 +159,33 @@ class EngineHost:
                 return self._refusal(self._closed or f"channel: unknown name {message.channel!r}")
             channel.heard.restart(time.monotonic())
             channel.acknowledge(message.acknowledged)
-            room = self._room(len(message.submits))
+            capacity = self._capacity(len(message.submits))
             for submit in message.submits:
                 if submit.number in channel.sequences:
-                    reason = f"submits: expected new numbers, got {submit.number}"
-                    self._end_channel(channel, reason)
+                    self._end_channel(channel, f"submits: expected new numbers, got {submit.number}")
                     return None
                 sequence = HostSequence(channel, submit)
-                if room <= 0:
-                    channel.add_end(sequence, "full", self._full())
+                if capacity <= 0:
+                    channel.add_end(sequence, "full", self._full)
                     continue
-                room -= 1
+                capacity -= 1
                 channel.sequences[sequence.number] = self._sequences[sequence.id] = sequence
-                self._ask(sequence)
+                self._commands.append((sequence, False))
             for number in message.cancels:
                 if (found := channel.sequences.get(number)) is not None:
                     self._cancel(found)
             if message.close:
                 self._end_channel(channel, "")
             channel.wake()
+            if message.submits:
+                self._changed.notify()
         return None
 
     def _cancel_request(self, message: CancelRequest) -> StepFrame:
         """Cancel a request's sequences. Those that end in the step under way are counted too."""
         with self._changed:
             found = [one for one in self._sequences.values() if one.submit.request_id == message.request_id]
-            cancelled = sum(self._cancel(one) for one in found)
-            return StepFrame(0, [], self._load, cancelled=cancelled)
+            return StepFrame(0, [], self._load, cancelled=sum(self._cancel(one) for one in found))
 
     def _refusal(self, reason: str) -> StepFrame:
         return StepFrame(0, [], self._load, closed=reason)
@@ -211,30 +203,19 @@ class EngineHost:
 
     # Called with the lock held.
 
-    def _room(self, wanted: int) -> int:
+    def _capacity(self, wanted: int) -> int:
         """How many more sequences the engine may accept; cancelled ones are counted only if fewer than `wanted` fit.
         Computed here, so that a full queue is reported without waiting for the end of a step."""
-        most = self._limits.max_sequences + self._limits.max_waiting
-        room = most - len(self._sequences)
-        return room if room >= wanted else room + sum(one.is_cancelled for one in self._sequences.values())
-
-    def _full(self) -> str:
-        limits = self._limits
-        return (
-            f"{limits.max_sequences + limits.max_waiting} sequences run or wait; "
-            f"`max_sequences` is {limits.max_sequences}, `max_waiting` is {limits.max_waiting}"
-        )
-
-    def _ask(self, sequence: HostSequence, *, cancels: bool = False) -> None:
-        self._asked.append((sequence, cancels))
-        self._changed.notify()
+        capacity = self._most_sequences - len(self._sequences)
+        return capacity if capacity >= wanted else capacity + sum(one.is_cancelled for one in self._sequences.values())
 
     def _cancel(self, sequence: HostSequence) -> bool:
         """Have the engine cancel a sequence; False if it is cancelled already."""
         if sequence.is_cancelled:
             return False
         sequence.is_cancelled = True
-        self._ask(sequence, cancels=True)
+        self._commands.append((sequence, True))
+        self._changed.notify()
         return True
 
     def _end_channel(self, channel: HostChannel, reason: str) -> None:
@@ -261,6 +242,16 @@ class EngineHost:
         del self._sequences[sequence.id]
         del sequence.channel.sequences[sequence.number]
 
+    def _end(self, sequence: HostSequence, finish: Ending, error: str) -> None:
+        sequence.is_submitted = False
+        if self._sequences.get(sequence.id) is sequence:
+            self._forget(sequence)
+            sequence.channel.add_end(sequence, finish, error)
+
+    def _end_submitted(self, error: str) -> None:
+        for sequence in [one for one in self._sequences.values() if one.is_submitted]:
+            self._end(sequence, "error", error)
+
     def _wake_all(self) -> None:
         for channel in self._channels.values():
             channel.wake()
@@ -268,32 +259,15 @@ class EngineHost:
     def _expire(self, now: float) -> None:
         """End the channels whose workers are gone or block the engine."""
         for channel in list(self._channels.values()):
-            if channel.end is not None:
-                self._end_channel(channel, channel.end)
-            elif channel.is_busy:
-                self._expire_busy(channel, now)
-            elif channel.heard.is_over(now, self._idle_s):
-                # The prefix is that of an unknown channel: a live worker has lost nothing, and opens another one.
-                self._end_channel(channel, f"channel: idle for {self._idle_s:g} s")
-
-    def _expire_busy(self, channel: HostChannel, now: float) -> None:
-        if channel.heard.is_over(now, self._lease_s):
-            self._end_channel(channel, f"its worker was silent for {self._lease_s:g} s")
-        elif channel.tokens < self._most_pending:
-            channel.held_up = None
-        elif channel.held_up is None:
-            channel.held_up = Wait(now)
-        elif channel.held_up.is_over(now, self._lease_s):
-            self._end_channel(channel, f"its worker left {channel.tokens} tokens unread for {self._lease_s:g} s")
+            if (reason := channel.overdue(now)) is not None:
+                self._end_channel(channel, reason)
 
     def _may_step(self) -> bool:
         return self._has_work and all(channel.held_up is None for channel in self._channels.values())
 
-    def _patience_s(self, now: float) -> float | None:
+    def _timeout_s(self, now: float) -> float | None:
         """Seconds until `_expire` must be called next."""
-        channels = self._channels.values()
-        looks = [one.heard.next_look(self._lease_s if one.is_busy else self._idle_s) for one in channels]
-        looks += [one.held_up.next_look(self._lease_s) for one in channels if one.held_up is not None]
+        looks = [channel.next_look() for channel in self._channels.values()]
         return max(min(looks) - now, 0.001) if looks else None
 
     # The watchdog's thread.
@@ -317,7 +291,7 @@ class EngineHost:
             self._engine.close()
         except BaseException as error:
             logger.exception("the engine's thread ended")
-            reason = f"the engine: {_said(error)}"
+            reason = f"the engine: {_described(error)}"
             with self._changed:
                 is_closing = bool(self._closed)
                 self._end_all(reason)
@@ -335,48 +309,49 @@ class EngineHost:
                 if self._closed:
                     return False
                 self._expire(now)
-                asked, self._asked = self._asked, []
-                if not asked:
+                commands, self._commands = self._commands, []
+                if not commands:
                     if self._may_step():
                         return True
                     self._watch.rest()
-                    self._changed.wait(self._patience_s(now))
+                    self._changed.wait(self._timeout_s(now))
                     continue
-            self._tell(asked)
+            self._pass_on(commands)
             with self._changed:
                 if self._may_step():
                     return True
 
-    def _tell(self, asked: Iterable[tuple[HostSequence, bool]]) -> None:
-        for sequence, cancels in asked:
-            if not cancels:
-                self._submit(sequence)
-            elif sequence.is_submitted:
-                try:
-                    is_known = self._engine.cancel(sequence.id)
-                except BaseException as error:
-                    self._reset(error)
-                    continue
-                if not is_known:
-                    self._end(sequence, "error", "the engine no longer knows the sequence")
+    def _pass_on(self, commands: Iterable[tuple[HostSequence, bool]]) -> None:
+        for sequence, cancels in commands:
+            end = self._cancel_submitted(sequence) if cancels else self._submit(sequence)
+            if end is not None:
+                with self._changed:
+                    self._end(sequence, *end)
         self._look()
 
-    def _submit(self, sequence: HostSequence) -> None:
+    def _submit(self, sequence: HostSequence) -> tuple[Ending, str] | None:
+        """Submit a sequence; returns how and why it ended at once, if it did."""
         if sequence.is_cancelled:
-            self._end(sequence, "cancelled")
-            return
-        submit = sequence.submit
+            return "cancelled", ""
         try:
-            self._engine.submit(_request(sequence.id, submit))
+            self._engine.submit(_request(sequence.id, sequence.submit))
         except EngineFull as error:
-            self._end(sequence, "full", text_of(error))
+            return "full", text_of(error)
         except RequestRejected as error:
-            self._end(sequence, "rejected", text_of(error))
+            return "rejected", text_of(error)
         except BaseException as error:
             self._failures.note(error)
-            self._end(sequence, "error", _said(error))
-        else:
-            sequence.is_submitted = True
+            return "error", _described(error)
+        sequence.is_submitted = True
+        return None
+
+    def _cancel_submitted(self, sequence: HostSequence) -> tuple[Ending, str] | None:
+        try:
+            if sequence.is_submitted and not self._engine.cancel(sequence.id):
+                return "error", "the engine no longer knows the sequence"
+        except BaseException as error:
+            self._reset(error)
+        return None
 
     def _step(self) -> None:
         try:
@@ -384,12 +359,10 @@ class EngineHost:
             with self._changed:
                 sequences = self._sequences
                 for event in events:
-                    sequence = sequences.get(event.id)
-                    if sequence is None:  # its channel has ended
-                        continue
-                    sequence.channel.add(sequence, event)
-                    if event.finish is not None:
-                        self._forget(sequence)
+                    if (sequence := sequences.get(event.id)) is not None:  # else its channel has ended
+                        sequence.channel.add(sequence, event)
+                        if event.finish is not None:
+                            self._forget(sequence)
             self._look()
         except BaseException as error:
             self._reset(error)
@@ -402,27 +375,15 @@ class EngineHost:
         with self._changed:
             self._load = load
             if not self._has_work:
-                for sequence in [one for one in self._sequences.values() if one.is_submitted]:
-                    self._end_locked(sequence, "error", "the engine has no more work, but did not end the sequence")
+                self._end_submitted("the engine has no more work, but did not end the sequence")
             self._wake_all()
-
-    def _end(self, sequence: HostSequence, finish: Ending, error: str = "") -> None:
-        with self._changed:
-            self._end_locked(sequence, finish, error)
-
-    def _end_locked(self, sequence: HostSequence, finish: Ending, error: str) -> None:
-        sequence.is_submitted = False
-        if self._sequences.get(sequence.id) is sequence:
-            self._forget(sequence)
-            sequence.channel.add_end(sequence, finish, error)
 
     def _reset(self, error: BaseException) -> None:
         """End all of the engine's sequences with the error that it raised, and reset it."""
         self._failures.note(error)
-        reason = _said(error)
+        reason = _described(error)
         with self._changed:
-            for sequence in [one for one in self._sequences.values() if one.is_submitted]:
-                self._end_locked(sequence, "error", reason)
+            self._end_submitted(reason)
             self._wake_all()
         if breaks_device(reason, self._device):
             self._on_broken(reason)
@@ -438,18 +399,16 @@ def _read(request: TritonRequest) -> Message:
 
 
 def _packed(frame: StepFrame) -> list[dict[str, Array]]:
-    packed: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(encode_frame(frame), np.uint8)[None]
+    packed: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(encode(frame), np.uint8)[None]
     return [{FRAME: packed}]
 
 
 def _request(id: str, submit: Submit) -> SequenceRequest:
     if submit.max_tokens < 0:
         raise RequestRejected(f"max_tokens: expected at least 0, got {submit.max_tokens}")
-    return SequenceRequest(
-        id, submit.prompt, submit.max_tokens, submit.sampling, submit.stop_ids, submit.ignore_eos
-    )  # fmt: skip
+    return SequenceRequest(id, submit.prompt, submit.max_tokens, submit.sampling, submit.stop_ids, submit.ignore_eos)
 
 
-def _said(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     text = text_of(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

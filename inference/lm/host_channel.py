@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Final, NamedTuple, get_args
 
-from inference.engine import TokenEvent
+from inference.engine import Finish, TokenEvent
 from inference.lm.step_watch import Wait
-from inference.wire.lm import Ending, Load, SequenceEvent, StepFrame, Submit
+from inference.wire.lm import LEASE_S, Ending, Load, SequenceEvent, StepFrame, Submit
 
-__all__ = ["HostChannel", "HostSequence"]
+__all__ = ["ChannelLimits", "HostChannel", "HostSequence"]
 
-_ENDINGS: Final = frozenset({"stop", "length", "cancelled", "error"})
+_FINISHES: Final = frozenset[str](get_args(Finish))
+
+
+class ChannelLimits(NamedTuple):
+    """When a channel ends although its worker did not close it."""
+
+    lease_s: float = LEASE_S
+    """The longest silence of a worker with sequences; also how long it may block the engine."""
+    idle_s: float = 600.0
+    """The longest silence of a worker without sequences; a live worker opens another channel."""
+    most_pending: int = 16_384
+    """Unsent tokens from which on a worker blocks the engine."""
 
 
 class HostSequence:
@@ -41,11 +52,11 @@ class HostChannel:
     Args:
         name: the channel's name.
         window: the most frames sent but not acknowledged.
-        loop: the event loop of the request that the frames answer.
+        limits: when the channel ends.
         now: monotonic seconds.
     """
 
-    def __init__(self, name: str, window: int, loop: asyncio.AbstractEventLoop, now: float) -> None:
+    def __init__(self, name: str, window: int, limits: ChannelLimits, now: float) -> None:
         self.name = name
         self.sequences: dict[int, HostSequence] = {}
         """Running sequences by number."""
@@ -53,8 +64,6 @@ class HostChannel:
         """The timeout of the worker's next message."""
         self.held_up: Wait | None = None
         """The timeout of a worker that blocks the engine; None if it doesn't."""
-        self.tokens = 0
-        """Unsent tokens."""
         self.sent = 0
         """Frames sent."""
         self.news = asyncio.Event()
@@ -64,12 +73,38 @@ class HostChannel:
         self.end: str | None = None
         """Why the channel has ended; empty if the worker closed it."""
         self._window = window
-        self._loop = loop
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
         self._acknowledged = 0
         self._events: list[SequenceEvent] = []
+        self._tokens = 0
+        """Unsent tokens."""
+
+    def overdue(self, now: float) -> str | None:
+        """Why the channel must end now, if it must. Also notes whether the worker blocks the engine."""
+        lease_s, idle_s, most_pending = self._limits
+        if self.end is not None:
+            return self.end
+        if not self._is_busy:
+            # The prefix is that of an unknown channel: a live worker has lost nothing, and opens another one.
+            return f"channel: idle for {idle_s:g} s" if self.heard.is_over(now, idle_s) else None
+        if self.heard.is_over(now, lease_s):
+            return f"its worker was silent for {lease_s:g} s"
+        if self._tokens < most_pending:
+            self.held_up = None
+        elif self.held_up is None:
+            self.held_up = Wait(now)
+        elif self.held_up.is_over(now, lease_s):
+            return f"its worker left {self._tokens} tokens unread for {lease_s:g} s"
+        return None
+
+    def next_look(self) -> float:
+        """When to call `overdue` again, in monotonic seconds."""
+        look = self.heard.next_look(self._limits.lease_s if self._is_busy else self._limits.idle_s)
+        return look if self.held_up is None else min(look, self.held_up.next_look(self._limits.lease_s))
 
     @property
-    def is_busy(self) -> bool:
+    def _is_busy(self) -> bool:
         """Whether a live worker would send messages."""
         return bool(self.sequences or self._events)
 
@@ -110,13 +145,12 @@ class HostChannel:
                 last.logprobs.append(logprob)
             if last.tops is not None:
                 last.tops.append(top)
-        self.tokens += token is not None
+        self._tokens += token is not None
         if event.finish is not None:
-            if event.finish in _ENDINGS:
-                last.finish, last.error = event.finish, event.error
-            else:
+            last.finish, last.error = event.finish, event.error
+            if event.finish not in _FINISHES:
                 last.finish = "error"
-                last.error = f"the engine: finish: expected one of {', '.join(sorted(_ENDINGS))}, got {event.finish!r}"
+                last.error = f"the engine: finish: expected one of {', '.join(sorted(_FINISHES))}, got {event.finish!r}"
 
     def add_end(self, sequence: HostSequence, finish: Ending, error: str = "") -> None:
         """End a sequence without an event of the engine."""
@@ -127,7 +161,7 @@ class HostChannel:
     def take(self, load: Load) -> StepFrame:
         """Take a frame with everything unsent."""
         events, self._events = self._events, []
-        self.tokens = 0
+        self._tokens = 0
         self.held_up = None
         number = self.sent
         self.sent = number + 1

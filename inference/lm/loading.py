@@ -28,7 +28,6 @@ StepTime = Annotated[float, Meta(gt=0, le=86_400)]
 TOKENIZER: Final = "tokenizer.json"
 GIVEN: Final = ("device", "on_broken")
 """Keyword arguments that a user's engine gets in addition to its options."""
-CALLED_WITH: Final = "(folder, *, device, on_broken, **options)"
 SEE_ENGINE: Final = "see inference.engine.Engine for what an engine is"
 
 
@@ -125,11 +124,7 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
         signature.bind_partial(folder, **dict.fromkeys(GIVEN))
     except TypeError as error:
         raise LoadError(_engine_problem(error, title, engine)) from error
-    keywords = [
-        one
-        for one in list(signature.parameters.values())[1:]  # the first is the folder
-        if one.name not in GIVEN
-    ]
+    _, *keywords = [one for one in signature.parameters.values() if one.name not in GIVEN]  # the first is the folder
     for name in GIVEN:
         if name in rest:
             reason = f"unknown option {name!r}: the engine gets it from Headwater"
@@ -161,17 +156,9 @@ def _slot_engine(folder: Path, options: SlotOptions, device: str, on_broken: Cal
 
     logs: Any = transformers.utils.logging
     logs.disable_progress_bar()  # it would fill the replica's log
-    loaded = load_causal_lm(folder, device=device, dtype=options.dtype, attention=options.attention)
-    engine = SlotEngine(
-        loaded.model,
-        eos_ids=loaded.eos_ids,
-        max_sequences=options.max_sequences,
-        max_waiting=options.max_waiting,
-        context_length=options.context_length,
-        cache_tokens=options.cache_tokens,
-        prefill_chunk=options.prefill_chunk,
-        on_broken=on_broken,
-    )
+    rest = msgspec.structs.asdict(options)
+    loaded = load_causal_lm(folder, device=device, dtype=rest.pop("dtype"), attention=rest.pop("attention"))
+    engine = SlotEngine(loaded.model, eos_ids=loaded.eos_ids, on_broken=on_broken, **rest)
     engine.check()
     return engine
 
@@ -222,8 +209,8 @@ def _engine_problem(error: BaseException, title: str, engine: str) -> Problem:
     if isinstance(error, TypeError) and (
         is_ours or any(f"unexpected keyword argument '{name}'" in str(error) for name in GIVEN)
     ):
-        said = error if is_ours else problem.reason
-        reason = f"options.engine {engine}: it must take {CALLED_WITH}: {said}"
+        cause = error if is_ours else problem.reason
+        reason = f"options.engine {engine}: it must take (folder, *, device, on_broken, **options): {cause}"
         return Problem(title, reason, "correct the callable's parameters, or name another")
     return problem
 

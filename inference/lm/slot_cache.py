@@ -123,10 +123,8 @@ class SlotCache(Cache):
             for layer in self._slots:
                 layer.resize((new_rows, new_length))
         finally:  # if memory ran out half-way, the part that all layers have
-            self.shape = (
-                min(layer.shape[0] for layer in self._slots),
-                min(layer.shape[1] for layer in self._slots),
-            )
+            all_rows, lengths = zip(*[layer.shape for layer in self._slots], strict=True)
+            self.shape = min(all_rows), min(lengths)
 
     def aim(self, rows: slice, start: int) -> None:
         """Have the next forward pass add tokens to rows that all have `start` tokens."""

@@ -44,7 +44,7 @@ class _Sequence:
     has_ended: bool = False
 
 
-class SlotEngine:
+class SlotEngine(Admission):
     """An engine whose cache has one row per sequence.
 
     A step is one forward pass over all sequences that generate, and one over at most `prefill_chunk` tokens of prompts:
@@ -87,21 +87,12 @@ class SlotEngine:
             raise ReplicaError(f"model: expected a causal language model, got {type(model).__name__}")
         if cache_tokens is None:
             cache_tokens = max_sequences * context_length
+        super().__init__(EngineLimits(max_sequences, max_waiting, context_length, cache_tokens, config.vocab_size))
         self._model = model
         self._device = model.device
         self._eos_ids = eos_ids
         self._prefill_chunk = prefill_chunk
         self._on_broken = on_broken
-        self._vocab_size = config.vocab_size
-        self._admission = Admission(
-            EngineLimits(
-                max_sequences=max_sequences,
-                max_waiting=max_waiting,
-                context_length=context_length,
-                cache_tokens=cache_tokens,
-                vocab_size=config.vocab_size,
-            )
-        )
         self._mask = StepMask(config, model.dtype, self._device)
         self._layers: int = config.num_hidden_layers
         self._cache = self._blank_cache()
@@ -114,39 +105,13 @@ class SlotEngine:
         self._failures = FailureLog()
 
     @property
-    def limits(self) -> EngineLimits:
-        return self._admission.limits
-
-    @property
-    def active(self) -> int:
-        return self._admission.active
-
-    @property
-    def waiting(self) -> int:
-        return self._admission.waiting
-
-    @property
-    def cache_used(self) -> int:
-        return self._admission.reserved
-
-    @property
     def has_work(self) -> bool:
         return bool(self._pending or self.active or self.waiting)
-
-    @property
-    def cache_held(self) -> int:
-        """Tokens that memory is allocated for."""
-        rows, length = self._cache.shape
-        return rows * length
-
-    def submit(self, request: SequenceRequest) -> None:
-        """As `Engine.submit`."""
-        self._admission.submit(request)
 
     @torch.inference_mode()
     def cancel(self, id: str) -> bool:
         """As `Engine.cancel`."""
-        if not self._admission.release(id):
+        if not self.release(id):
             return False
         found = [one for one in (*self._generating, *self._prompts) if one.request.id == id]
         for sequence in found:
@@ -169,7 +134,7 @@ class SlotEngine:
 
     def close(self) -> None:
         """As `Engine.close`."""
-        self._admission.clear()
+        self.clear()
         self._generating.clear()
         self._prompts.clear()
         self._pending.clear()
@@ -185,7 +150,7 @@ class SlotEngine:
             ReplicaError: the logits differ, or the model fails.
         """
         prompts = [
-            [(5 * place + row) % self._vocab_size for place in range(length)]
+            [(5 * place + row) % self.limits.vocab_size for place in range(length)]
             for row, length in enumerate(CHECK_LENGTHS)
         ]
         # A separate cache, because the engine's may be too small.
@@ -217,20 +182,20 @@ class SlotEngine:
             )
 
     def _blank_cache(self) -> SlotCache:
-        limits = self._admission.limits
+        limits = self.limits
         return SlotCache(self._layers, max_rows=limits.max_sequences, max_tokens=limits.cache_tokens)
 
     def _start(self, events: list[TokenEvent]) -> None:
         """Start the newly admitted sequences."""
-        while (request := self._admission.take()) is not None:
+        while (request := self.take()) is not None:
             if request.max_tokens == 0:
-                self._admission.release(request.id)
+                self.release(request.id)
                 events.append(TokenEvent(request.id, 0, None, finish="length"))
                 continue
             try:
-                sampler = Sampler(request.sampling, request.prompt, self._vocab_size, self._device)
+                sampler = Sampler(request.sampling, request.prompt, self.limits.vocab_size, self._device)
             except Exception as error:  # out of memory
-                self._admission.release(request.id)
+                self.release(request.id)
                 events.append(TokenEvent(request.id, 0, None, finish="error", error=self._report(error)))
                 continue
             stops = request.stop_ids if request.ignore_eos else request.stop_ids | self._eos_ids
@@ -359,21 +324,20 @@ class SlotEngine:
         events.append(TokenEvent(request.id, index, choice.token, choice.logprob, choice.top, finish))
         if finish:
             sequence.has_ended = True
-            self._admission.release(request.id)
+            self.release(request.id)
 
     def _end(self, sequence: _Sequence, finish: Finish, events: list[TokenEvent], error: str) -> None:
         """End a sequence without a token."""
         sequence.has_ended = True
-        self._admission.release(sequence.request.id)
+        self.release(sequence.request.id)
         events.append(TokenEvent(sequence.request.id, sequence.produced, None, finish=finish, error=error))
 
     def _compact(self) -> None:
         """Fill the rows of ended sequences from the last rows, in one copy."""
         before = len(self._generating)
         rows = [(row, one) for row, one in enumerate(self._generating) if not one.has_ended]
-        if self._prompts and self._prompts[0].cached and not self._prompts[0].has_ended:
-            partial: _Sequence | None = self._prompts[0]
-        else:
+        partial = self._prompts[0] if self._prompts else None
+        if partial is not None and (not partial.cached or partial.has_ended):
             partial = None
         if any(one.has_ended for one in self._prompts):
             self._prompts = deque(one for one in self._prompts if not one.has_ended)

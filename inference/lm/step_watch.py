@@ -21,8 +21,6 @@ class Wait:
         since: start, in monotonic seconds.
     """
 
-    __slots__ = ("_doubted_at", "since")
-
     def __init__(self, since: float) -> None:
         self.since = since
         self._doubted_at: float | None = None

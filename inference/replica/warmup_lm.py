@@ -15,7 +15,7 @@ from inference.replica.triton import EmbeddedTriton
 from inference.replica.warmup import batch_sizes, grpc_outputs
 from inference.signature import Signature
 from inference.wire.handshake import ReplicaSpec
-from inference.wire.lm import CONTROL, RENEW_S, Message, Open, Post, StepFrame, Submit, decode_frame, encode_message
+from inference.wire.lm import CONTROL, RENEW_S, Message, Open, Post, StepFrame, Submit, decode_frame, encode
 
 __all__ = ["counts", "submits", "warm_up"]
 
@@ -125,7 +125,7 @@ class _Channel:
                 message = Post(CHANNEL)
             if message is None:
                 return
-            data = encode_message(message)
+            data = encode(message)
             request = service_pb2.ModelInferRequest(model_name=self._name)
             request.inputs.add(name=CONTROL, datatype="UINT8", shape=[1, len(data)])
             request.raw_input_contents.append(data)

@@ -14,7 +14,8 @@ MessagePack.
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from collections.abc import Callable
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -36,8 +37,7 @@ __all__ = [
     "Submit",
     "decode_frame",
     "decode_message",
-    "encode_frame",
-    "encode_message",
+    "encode",
 ]
 
 CONTROL: Final = "control"
@@ -135,39 +135,26 @@ class StepFrame(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-_frames = msgspec.msgpack.Decoder(StepFrame)
 
 
-def encode_message(message: Message) -> bytes:
-    """The bytes of a message."""
-    return _encoder.encode(message)
+def encode(what: Message | StepFrame) -> bytes:
+    """The bytes of a message or a frame."""
+    return _encoder.encode(what)
 
 
-def decode_message(raw: bytes | memoryview) -> Message:
-    """Decode what `encode_message` wrote.
+def _decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
+    decode = msgspec.msgpack.Decoder(kind).decode
 
-    Raises:
-        msgspec.MsgspecError: the bytes are not a message.
-    """
-    try:
-        return _messages.decode(raw)
-    except (UnicodeDecodeError, RecursionError) as error:  # which msgspec lets through
-        raise msgspec.DecodeError(str(error)) from None
+    def decode_raw(raw: bytes | memoryview) -> Any:
+        try:
+            return decode(raw)
+        except (UnicodeDecodeError, RecursionError) as error:  # which msgspec lets through
+            raise msgspec.DecodeError(str(error)) from None
 
-
-def encode_frame(frame: StepFrame) -> bytes:
-    """The bytes of a frame."""
-    return _encoder.encode(frame)
+    return decode_raw
 
 
-def decode_frame(raw: bytes | memoryview) -> StepFrame:
-    """Decode what `encode_frame` wrote.
-
-    Raises:
-        msgspec.MsgspecError: the bytes are not a frame.
-    """
-    try:
-        return _frames.decode(raw)
-    except (UnicodeDecodeError, RecursionError) as error:  # which msgspec lets through
-        raise msgspec.DecodeError(str(error)) from None
+decode_message: Callable[[bytes | memoryview], Message] = _decoder(Message)
+"""Decodes what `encode` wrote; raises `msgspec.MsgspecError` for anything but a message."""
+decode_frame: Callable[[bytes | memoryview], StepFrame] = _decoder(StepFrame)
+"""Decodes what `encode` wrote; raises `msgspec.MsgspecError` for anything but a frame."""

@@ -14,7 +14,6 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from app.lm.text.logprob_tokens import logprob_token
 from app.lm.text.tokenizer import Tokenizer as OurTokenizer
 from tests.end_to_end.conftest import language_model
 from tests.inference.lm.llamas import TIE, generated
@@ -84,7 +83,7 @@ class TestGreedy:
                 end = next((place for place, id in enumerate(ids[:length]) if id in EOS_IDS), None)
                 expected = ids[: length if end is None else end + 1]
                 got = tokens_of(stream)
-                shown = [logprob_token(texts, id).token for id in expected]
+                shown = [texts.shown(id)[0] for id in expected]
                 if got == shown or (end is not None and got == shown[:-1]):
                     assert text_of(stream.events) == tokenizer.decode(expected, skip_special_tokens=True)
                     finish = next(

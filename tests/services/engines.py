@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
 
 from inference.engine import Engine, EngineLimits, SequenceRequest, TokenEvent
-from inference.lm.null_engine import FaultyEngine, NullEngine
+from inference.lm.null_engine import NullEngine
+
+Fault: TypeAlias = Literal["repeat", "skip", "history", "raise"]
 
 FAULTS: Final = {11: "repeat", 12: "skip", 13: "history", 14: "error", 15: "raise"}
 """What is wrong with a sequence, by the first token of its prompt; with others, nothing is."""
@@ -41,6 +46,83 @@ def _limits(
     vocab_size: int = 4096,
 ) -> EngineLimits:
     return EngineLimits(max_sequences, max_waiting, context_length, cache_tokens, vocab_size)
+
+
+class FaultyEngine:
+    """Wraps an engine and falsifies the events of chosen sequences.
+
+    Args:
+        engine: the engine whose events are passed on.
+        fault: ``repeat`` reports a token twice, ``skip`` leaves one out, ``history`` reports all tokens again at each
+            step, ``raise`` makes `step` raise.
+        after: the index of the token at which the fault starts.
+        is_faulty: chooses sequences by id.
+    """
+
+    def __init__(
+        self, engine: Engine, fault: Fault, *, after: int = 3, is_faulty: Callable[[str], bool] = lambda id: True
+    ) -> None:
+        self._engine = engine
+        self._fault = fault
+        self._after = after
+        self._is_faulty = is_faulty
+        self._histories: dict[str, list[TokenEvent]] = {}
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._engine.limits
+
+    @property
+    def active(self) -> int:
+        return self._engine.active
+
+    @property
+    def waiting(self) -> int:
+        return self._engine.waiting
+
+    @property
+    def cache_used(self) -> int:
+        return self._engine.cache_used
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    def submit(self, request: SequenceRequest) -> None:
+        """As `Engine.submit`."""
+        self._engine.submit(request)
+
+    def cancel(self, id: str) -> bool:
+        """As `Engine.cancel`."""
+        return self._engine.cancel(id)
+
+    def step(self) -> list[TokenEvent]:
+        """As `Engine.step`, with the fault."""
+        events: list[TokenEvent] = []
+        for event in self._engine.step():
+            events += self._spoiled(event) if self._is_faulty(event.id) else [event]
+        return events
+
+    def close(self) -> None:
+        """As `Engine.close`."""
+        self._histories.clear()
+        self._engine.close()
+
+    def _spoiled(self, event: TokenEvent) -> list[TokenEvent]:
+        if self._fault == "raise" and event.index >= self._after:
+            raise RuntimeError(f"a deliberate fault in sequence {event.id}")
+        if self._fault == "repeat" and event.index == self._after:
+            return [msgspec.structs.replace(event, finish=None), event]
+        if self._fault == "skip" and event.index == self._after and event.finish is None:
+            return []
+        if self._fault == "history":
+            history = self._histories.setdefault(event.id, [])
+            events = [*history, event] if event.index >= self._after else [event]
+            history.append(event)
+            if event.finish:
+                del self._histories[event.id]
+            return events
+        return [event]
 
 
 class _Faulty(FaultyEngine):

@@ -1,10 +1,9 @@
-"""Text out of a stream of token ids: exactly that of the whole decode, and each piece as soon as it is final.
+"""Decodes a stream of token ids: exactly the text of the whole decode, and each piece as soon as it is final.
 
-Neither of the usual ways is exact. Decoding a moving window of the last tokens, which is also what `tokenizers`'
-``DecodeStream`` does, takes a text that ends in U+FFFD for unfinished: it holds a true U+FFFD back (at the end for
-good, as ``DecodeStream`` can't be flushed), and in a run of byte-fallback tokens it emits characters that a later
-invalid byte turns into U+FFFD, after which it raises. So the decoder's own rules are applied as the tokens come, which
-also costs less.
+Decoding a moving window of the last tokens, as `tokenizers`' ``DecodeStream`` does, isn't exact. It takes a text that
+ends in U+FFFD for unfinished, so it holds a true U+FFFD back (at the end for good, as it can't be flushed). In a run of
+byte-fallback tokens it emits characters that a later invalid byte turns into U+FFFD, and then raises. So the decoder's
+own rules are applied token by token, which also costs less.
 """
 
 from __future__ import annotations
@@ -13,28 +12,27 @@ import codecs
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
-if TYPE_CHECKING:  # tokenizers take memory: they are loaded where there is a language model
+if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model do
     from app.lm.text.token_texts import TokenTexts
 
 __all__ = ["Detokenizer"]
 
 _CHARACTER_BYTES: Final = 4
-"""The longest character in UTF-8: earlier bytes than these don't matter to what follows."""
+"""The longest character in UTF-8: earlier bytes don't affect what follows."""
 
 
 class Detokenizer:
     """The text of one sequence, piece by piece. One thread at a time.
 
-    The pieces together are what the whole decode gives for prompt and answer, without what it gives for the prompt
-    alone: so the space before the answer's first word is there if the prompt has a word before it. (If the prompt ends
-    within a character, the answer begins where the two decodes differ.)
+    The pieces together are the whole decode of prompt and answer without the decode of the prompt alone, so the answer
+    begins with a space if its first word follows one of the prompt. (If the prompt ends within a character, the answer
+    begins where the two decodes differ.)
 
-    A run of byte-fallback tokens comes as one piece when it ends, because its last byte can still change all of it.
+    A run of byte-fallback tokens is one piece, because its last byte can still change all of it.
 
     Args:
-        texts: of the tokenizer.
-        prompt_ids: the ids before the first generated one: all, or the last that the caller has. Only the last few are
-            looked at.
+        texts: the tokenizer's.
+        prompt_ids: the ids before the first generated one; only the last few matter.
         skip_special_tokens: leave special tokens out, as decoding with this option does.
     """
 
@@ -43,11 +41,11 @@ class Detokenizer:
         tail = _deciding(texts, prompt_ids, skipped)
         self._text = _open(texts, skipped)
         final = self._text.push(tail)
-        # What of the prompt isn't final yet: it comes again with the answer, and is taken away from its beginning.
+        # The part of the prompt's text that isn't final yet: removed from the beginning of the answer.
         self._prompt_rest = _decode(texts, skipped, tail)[len(final) :]
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is final with these ids; empty if it takes more of them.
+        """The text that these ids complete.
 
         Raises:
             OverflowError: an id below 0 or over 2³²-1.
@@ -55,11 +53,11 @@ class Detokenizer:
         return self._answer(self._text.push(ids))
 
     def finish(self) -> str:
-        """The text that was held back; after it, nothing more is pushed."""
+        """The text that was held back; the last call."""
         return self._answer(self._text.finish())
 
     def _answer(self, text: str) -> str:
-        """The text without what of it is the prompt's."""
+        """The text without the prompt's part."""
         if not self._prompt_rest or not text:
             return text
         common = 0
@@ -91,7 +89,7 @@ def _decode(texts: TokenTexts, skipped: frozenset[int], ids: Sequence[int]) -> s
 
 
 def _deciding(texts: TokenTexts, ids: Sequence[int], skipped: frozenset[int]) -> Sequence[int]:
-    """The last ids of a prompt, as far back as they decide on the text that follows."""
+    """The last ids of a prompt, as far back as they affect the text that follows."""
     size_bytes = 0
     for start in range(len(ids) - 1, -1, -1):
         if ids[start] in skipped:
@@ -99,7 +97,7 @@ def _deciding(texts: TokenTexts, ids: Sequence[int], skipped: frozenset[int]) ->
         if texts.family == "bytes":
             held = texts.bytes_of[ids[start]]
             size_bytes += len(held)
-            # A byte that isn't the stripped character: what is before it is at the text's beginning no more.
+            # After a byte that isn't the stripped character, nothing is at the text's beginning any more.
             if size_bytes >= _CHARACTER_BYTES and held.strip(texts.strip[0].encode() or b" "):
                 return ids[start:]
         else:
@@ -110,7 +108,7 @@ def _deciding(texts: TokenTexts, ids: Sequence[int], skipped: frozenset[int]) ->
 
 
 class _ByteText:
-    """The tokens' bytes as one UTF-8 text, in which each longest beginning of a character that isn't one is U+FFFD."""
+    """The tokens' bytes as one UTF-8 text, with U+FFFD for each longest invalid beginning of a character."""
 
     def __init__(self, texts: TokenTexts, skipped: frozenset[int]) -> None:
         self._bytes_of = texts.bytes_of
@@ -133,7 +131,7 @@ class _PieceText:
         self._is_first = True
         self._run = bytearray()
         self._held: tuple[int, bool] | None = None
-        """The last token and whether it is the first, for decoders that treat the last one in another way."""
+        """The last token and whether it is the first, for decoders to which being the last matters."""
 
     def push(self, ids: Sequence[int]) -> str:
         out: list[str] = []
@@ -166,7 +164,7 @@ class _PieceText:
         return self._texts.text(token_id, first=first, last=last)
 
     def _end_run(self) -> str:
-        """A run's text: if it isn't UTF-8 as a whole, a U+FFFD for every byte."""
+        """A run's text; if the run isn't valid UTF-8, a U+FFFD for every byte."""
         try:
             elements = [self._run.decode()]
         except UnicodeDecodeError:

@@ -1,59 +1,57 @@
-"""All that a language model's folder says about text: its tokenizer and its chat template."""
+"""The tokenizer and chat template of a language model's folder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.errors import BadRequest
-from app.lm.text.chat_template import ChatTemplate, plain
+from app.codecs.faults import at
+from app.lm.text.chat_template import ChatTemplate
 from app.lm.text.tokenizer import Tokenizer
 
 __all__ = ["LanguageText"]
 
 
 class LanguageText:
-    """Text to tokens, for one model. Threads may share it; what it does takes too long for the event loop.
+    """A model's tokenizer and chat template. Threads may share it; its methods take too long for the event loop.
 
     Args:
         folder: the model's Hugging Face folder.
 
     Raises:
-        ConfigError: a file of it is missing or not what it should be; the message names it.
+        ConfigError: a file is missing or wrong; the message names it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer(folder)
         templates = self.tokenizer.chat_templates
         self.template = ChatTemplate(templates, self.tokenizer.special_tokens) if templates else None
-        """None: the model has none, and takes no conversations."""
+        """None if the model has none, and so takes no conversations."""
 
-    def encode_text(self, text: str) -> list[int]:
-        """The ids of a text, with the special tokens that the model wants around it.
+    def encode_text(self, text: str, field: str = "prompt") -> list[int]:
+        """The token ids of a text, with the special tokens that the model wants around it.
 
         Raises:
-            BadRequest: it is no Unicode text.
+            BadRequest: the text, in this field of the request, is no Unicode text.
         """
-        return self.tokenizer.encode(text, add_special_tokens=True)
+        return self.tokenizer.encode(text, add_special_tokens=True, field=field)
 
-    def chat_text(self, messages: object, variables: Mapping[str, Any] | None) -> str:
-        """A conversation as the text that the model was trained on, up to where its answer begins.
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None) -> str:
+        """A conversation as text, up to where the model's answer begins.
 
         Args:
-            messages: OpenAI's ``messages``, as JSON has them.
-            variables: what the chat template takes besides.
+            messages: what `app.lm.text.messages.checked_messages` returned.
+            variables: further variables of the chat template.
 
         Raises:
-            BadRequest: the model has no chat template, a message is wrong, or the template refuses them.
+            BadRequest: the model has no chat template, or the template refuses the messages.
         """
         if self.template is None:
-            raise BadRequest(
-                "messages: this model has no chat template; send its prompt as text to /v1/completions",
-                field="messages",
-            )
-        return self.template.render(plain(messages), variables=variables)
+            reason = "this model has no chat template; send its prompt as text to /v1/completions"
+            raise at("messages", None, reason)
+        return self.template.render(messages, variables=variables)
 
     def encode_chat(self, text: str) -> list[int]:
-        """The ids of what `chat_text` gave, which has its special tokens already."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        """The token ids of what `chat_text` returned, which includes the special tokens."""
+        return self.tokenizer.encode(text, add_special_tokens=False, field="messages")

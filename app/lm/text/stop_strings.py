@@ -1,4 +1,4 @@
-"""Stop strings in a text that comes piece by piece, wherever the pieces are cut."""
+"""Finds stop strings in a text that comes in pieces."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from msgspec import Meta
 __all__ = ["Emitted", "StopFinder", "StopString", "StopStrings"]
 
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
-"""As long as what may be held back, and looked through again with every piece."""
+"""Bounded, because so much may be held back, and searched again with every piece."""
 StopStrings: TypeAlias = Annotated[list[StopString], Meta(max_length=16, extra={"expected": "at most 16 strings"})]
 """OpenAI allows 4."""
 
 
 class Emitted(NamedTuple):
-    """What can be sent, and why the text ends there."""
+    """Text that can be sent, and the stop string that ends it, if one was found."""
 
     text: str
     stop: str | None
-    """The stop string that was found; None: none so far."""
 
 
 class StopFinder:
     """Ends a text at its first stop string, and holds back what could still become one. One thread at a time.
 
-    First is the stop string that begins first in the whole text, and of several that begin there the one that is listed
-    first; so where the pieces are cut doesn't matter. At most the longest stop string less one character is held back.
+    The first one is that which begins first in the whole text, or of several that begin there is listed first, however
+    the text is cut into pieces. At most the length of the longest stop string less one character is held back.
 
     Args:
         stops: the stop strings.
-        include_stop: send the stop string, too.
+        include_stop: whether the text includes the stop string.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
@@ -41,9 +40,9 @@ class StopFinder:
         self._found: str | None = None
 
     def push(self, text: str) -> Emitted:
-        """More of the text; after the stop string was found, nothing of it is sent."""
-        if self._found is not None or not self._stops:
-            return Emitted("" if self._found is not None else text, self._found)
+        """Add text; after a stop string was found, none is sent."""
+        if self._found is not None:
+            return Emitted("", self._found)
         text = self._held + text
         place, rank = self._first(text)
         beginning = self._beginning(text, place, rank)
@@ -54,7 +53,7 @@ class StopFinder:
         return Emitted(text[:safe], None)
 
     def finish(self) -> Emitted:
-        """The text is over: what was held back, up to a stop string that an earlier, unfinished one kept waiting."""
+        """End the text; returns what was held back, up to a stop string that the beginning of another one delayed."""
         if self._found is not None:
             return Emitted("", self._found)
         text, self._held = self._held, ""
@@ -62,20 +61,20 @@ class StopFinder:
         return Emitted(text, None) if rank is None else self._stop(text, place, rank)
 
     def _first(self, text: str) -> tuple[int, int | None]:
-        """Where the first stop string begins, and its number; the text's end and None if there is none."""
+        """The place and number of the first stop string; the text's end and None if there is none."""
         found = ((text.find(stop), n) for n, stop in enumerate(self._stops))
         return min(((place, n) for place, n in found if place >= 0), default=(len(text), None))
 
     def _beginning(self, text: str, place: int, rank: int | None) -> int | None:
-        """Where the text's rest begins that could become a stop string that comes before the one found.
+        """The first place in unsent text where a stop string may have begun that precedes the complete one.
 
         Args:
-            text: all that isn't sent yet.
-            place, rank: where the stop string begins that is complete, and its number; the end and None without one.
+            text: the unsent text.
+            place, rank: what `_first` returned.
         """
         starts = []
         for n, stop in enumerate(self._stops):
-            # Only a rest that is shorter than the stop string, and where it would be first: on a tie by its number.
+            # Only where less than the stop string is left, and where it would be first; its number decides ties.
             last = place if rank is not None and n < rank else place - 1
             start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
             while 0 <= start <= last and not stop.startswith(text[start:]):

@@ -1,4 +1,4 @@
-"""Jinja as transformers sets it up for chat templates, with every loop, call and output counted."""
+"""Jinja with transformers' settings for chat templates, and limits on loops, calls and output."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from app.errors import BadRequest, ConfigError
+from app.codecs.faults import at
+from app.errors import ConfigError
 
 __all__ = ["Refused", "TemplateEnvironment"]
 
 _ITEMS: Final = "counted items"
 _JOIN: Final = "counted join"
-"""Names that no template can write."""
+"""Names that a template can't contain."""
 
 
 class Refused(jinja2.TemplateError):
@@ -32,7 +33,7 @@ class Refused(jinja2.TemplateError):
 
 
 class _Budget(threading.local):
-    """What is left to the rendering that this thread does."""
+    """The limits of the rendering in this thread."""
 
     def __init__(self, max_characters: int, max_seconds: float) -> None:
         self._max_characters = max_characters
@@ -49,7 +50,8 @@ class _Budget(threading.local):
 
     def step(self) -> None:
         if self._until_s and time.thread_time() > self._until_s:
-            raise _too_much(f"expected a conversation that renders within {self._max_seconds:g} s, got a longer one")
+            expected = f"expected a conversation that renders within {self._max_seconds:g} s, got a longer one"
+            raise at("messages", None, expected)
 
     def write(self, characters: int) -> None:
         self.step()
@@ -58,13 +60,12 @@ class _Budget(threading.local):
 
     def check(self, characters: int) -> None:
         if characters > self._max_characters:
-            raise _too_much(
-                f"expected a conversation of at most {self._max_characters} characters once rendered, got more"
-            )
+            expected = f"expected a conversation of at most {self._max_characters} characters once rendered, got more"
+            raise at("messages", None, expected)
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja as transformers sets it up for chat templates, with every loop, call and output counted."""
+    """The environment of a chat template. Renderings happen in ``with environment.budget:``."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 
@@ -88,25 +89,28 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             budget.check(len(text))
             return text
 
-        # With a context, so that Jinja calls it for constants at rendering, too.
+        # It takes a context, so that Jinja calls it at rendering for constants, too.
         self.finalize = counted_output
         self.filters |= {"tojson": _tojson, _ITEMS: counted_items, _JOIN: counted_join}
         self.globals |= {
             "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
+            "strftime_now": lambda form: datetime.now().strftime(form),
             "dict": _Dict(),
             "namespace": _Namespace,
         }
 
     def compiled(self, name: str, source: str) -> jinja2.Template:
-        """The template, rewritten so that what it does is counted."""
+        """The template, rewritten so that loops and output are counted.
+
+        Raises:
+            ConfigError: the source isn't Jinja.
+        """
         try:
             tree = _Counting().visit(self.parse(source))
             return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None))
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(
-                f"chat template {name!r}, line {error.lineno}: expected a Jinja template, got this: {error.message}"
-            ) from error
+            where = f"chat template {name!r}, line {error.lineno}"
+            raise ConfigError(f"{where}: expected a Jinja template, got this: {error.message}") from error
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self.budget.step()
@@ -126,7 +130,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Puts a counter into every loop, and all text and every ``~`` through one."""
+    """Adds a counter to every loop, all text and every ``~``."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -146,7 +150,7 @@ def _filtered(node: nodes.Expr, name: str, lineno: int) -> nodes.Filter:
 
 
 class _Generation(Extension):
-    """``{% generation %}``, which marks for training what the assistant said: here just its content."""
+    """``{% generation %}``, which marks the assistant's text for training, and has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  as in the class that it extends
 
@@ -178,10 +182,6 @@ def _raise_exception(message: object) -> NoReturn:
     raise Refused(str(message))
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -191,7 +191,3 @@ def _tojson(
 ) -> str:
     # Jinja's own escapes what HTML would take for markup.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _too_much(message: str) -> BadRequest:
-    return BadRequest(f"messages: {message}", field="messages")

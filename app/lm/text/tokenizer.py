@@ -1,15 +1,16 @@
-"""A language model's tokenizer, as its Hugging Face folder has it, without transformers (which imports torch)."""
+"""The tokenizer of a language model's Hugging Face folder, without transformers (which imports torch)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import tokenizers
 
-from app.errors import BadRequest, ConfigError
+from app.codecs.faults import at
+from app.errors import ConfigError
 from app.lm.text.token_texts import TokenTexts
 
 __all__ = ["Tokenizer"]
@@ -18,7 +19,7 @@ _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What of ``tokenizer.json`` is read here; the rest is the library's."""
+    """The only part of ``tokenizer.json`` that is read here and not by the library."""
 
     decoder: Any = None
 
@@ -30,20 +31,17 @@ class Tokenizer:
     ``tokenizer_config.json`` does nothing; decoded text isn't cleaned up (``clean_up_tokenization_spaces=False``).
 
     Args:
-        folder: has ``tokenizer.json``, and as the model has them ``tokenizer_config.json``,
-            ``special_tokens_map.json``, ``chat_template.jinja``, ``additional_chat_templates/*.jinja``,
-            ``generation_config.json`` and ``config.json``.
+        folder: has ``tokenizer.json``; may have ``tokenizer_config.json``, ``special_tokens_map.json``,
+            ``chat_template.jinja`` and ``additional_chat_templates/*.jinja``.
 
     Raises:
-        ConfigError: a file is missing, unreadable or not what it should be; the message names it.
+        ConfigError: a file is missing, unreadable or wrong; the message names it.
     """
 
     special_tokens: Final[Mapping[str, str]]
-    """``bos_token``, ``eos_token``, ``unk_token``, ``pad_token`` and the like, of those that the model has."""
-    eos_ids: Final[tuple[int, ...]]
-    """The ids that end a sequence: those of ``generation_config.json``, else of ``config.json``, else `eos_token`'s."""
+    """The model's ``bos_token``, ``eos_token``, ``unk_token``, ``pad_token`` and the like."""
     chat_templates: Final[Mapping[str, str]]
-    """Jinja templates by name; that of a model with one only is ``default``. Empty: the model has none."""
+    """Jinja templates by name; the only template of a model is ``default``. Empty if the model has none."""
     texts: Final[TokenTexts]
     """What each id contributes to a text."""
 
@@ -51,7 +49,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         config = _object(folder / "tokenizer_config.json")
         self._tokenizer, decoder = _load(path)
-        # What the file says of these is for training; a prompt is never cut or filled up.
+        # The file's settings of these are for training; a prompt is never truncated or padded.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
@@ -59,54 +57,28 @@ class Tokenizer:
         self.special_tokens = {name: str(token) for name, token in tokens.named.items()}
         _add(self._tokenizer, tokens)
         self.chat_templates = _chat_templates(folder, config)
-        self.eos_ids = self._eos_ids(folder)
         self.texts = TokenTexts(self._tokenizer, decoder, f"{path}: decoder")
 
-    @property
-    def vocab_size(self) -> int:
-        """How many tokens there are, added ones included; a model may have room for more."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The text's ids; with `add_special_tokens` also those that the model wants around a text.
-
-        A rendered chat template has its special tokens already.
+    def encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+        """The text's ids, with or without the special tokens that the model wants around a text.
 
         Raises:
-            BadRequest: the text has a lone surrogate, so that it is no Unicode text.
+            BadRequest: the text, in this field of the request, has a lone surrogate, and so is no Unicode text.
         """
         try:
-            # A batch of one: it lets go of the interpreter's lock, which `encode` holds for a second a megabyte.
+            # A batch of one: it releases the interpreter's lock, which `encode` holds for a second a megabyte.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return encoding.ids
         except TypeError as error:
-            raise BadRequest("prompt: expected Unicode text, got text with a lone surrogate", field="prompt") from error
+            raise at(field, None, "expected Unicode text, got text with a lone surrogate") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of a whole sequence; ids that the vocabulary lacks have none."""
+        """The text of a whole sequence; ids that the vocabulary lacks contribute none."""
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def token_to_id(self, token: str) -> int | None:
-        """A token's id; None: the vocabulary lacks it."""
-        return self._tokenizer.token_to_id(token)
 
-    def _eos_ids(self, folder: Path) -> tuple[int, ...]:
-        for name in ("generation_config.json", "config.json"):
-            given = _object(folder / name).get("eos_token_id")
-            ids = given if isinstance(given, list) else [given]
-            if given is None:
-                continue
-            if not all(isinstance(id_, int) and not isinstance(id_, bool) and id_ >= 0 for id_ in ids):
-                raise ConfigError(
-                    f"{folder / name}: eos_token_id: expected an id or an array of them, got {given!r:.80}"
-                )
-            return tuple(ids)
-        eos = self.token_to_id(self.special_tokens.get("eos_token", ""))
-        return () if eos is None else (eos,)
-
-
-class _Tokens(msgspec.Struct):
-    """The tokens that ``tokenizer_config.json`` names besides those of ``tokenizer.json``."""
+class _Tokens(NamedTuple):
+    """The tokens that ``tokenizer_config.json`` adds to those of ``tokenizer.json``."""
 
     added: dict[int, tokenizers.AddedToken]
     named: dict[str, tokenizers.AddedToken | str]
@@ -114,7 +86,7 @@ class _Tokens(msgspec.Struct):
 
 
 def _load(path: Path) -> tuple[tokenizers.Tokenizer, object]:
-    """The library's tokenizer of a ``tokenizer.json``, and the decoder as the file has it."""
+    """The library's tokenizer, and the decoder's JSON."""
     text = _text(path)
     if text is None:
         raise ConfigError(
@@ -127,12 +99,12 @@ def _load(path: Path) -> tuple[tokenizers.Tokenizer, object]:
         raise ConfigError(f"{path}: expected a tokenizer in JSON, got this: {error}") from error
     try:
         return tokenizers.Tokenizer.from_str(text), decoder
-    except Exception as error:  # the library has no class of its own for what it can't read
+    except Exception as error:  # the library has no exception class of its own
         raise ConfigError(f"{path}: expected a tokenizer of the `tokenizers` library, got this: {error}") from error
 
 
 def _text(path: Path) -> str | None:
-    """A file's text; None: there is no such file."""
+    """A file's text; None if there is no such file."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -159,7 +131,7 @@ def _tokens(folder: Path, config: Mapping[str, Any], known: Mapping[int, tokeniz
     if (listed := config.get("added_tokens_decoder")) is not None:
         added = _listed(listed, f"{path}: added_tokens_decoder")
     else:
-        # Folders that transformers wrote before version 4.34.
+        # For folders that transformers wrote before version 4.34.
         merged |= {key: value for key, value in _object(folder / "special_tokens_map.json").items() if value}
     extra = merged.get("extra_special_tokens") or merged.get("additional_special_tokens") or []
     if isinstance(extra, dict):
@@ -170,7 +142,7 @@ def _tokens(folder: Path, config: Mapping[str, Any], known: Mapping[int, tokeniz
     of_text = {token.content: token for token in added.values()}
     named = {}
     for key in dict.fromkeys((*_NAMED_TOKENS, *merged)):
-        # Not `add_bos_token` and the like, which are no tokens.
+        # The type excludes `add_bos_token` and the like, which are no tokens.
         if key.endswith("_token") and isinstance(value := merged.get(key), (str, dict)):
             token = _token(value, f"{path}: {key}")
             named[key] = of_text.get(str(token), token)
@@ -184,10 +156,9 @@ def _listed(listed: object, name: str) -> dict[int, tokenizers.AddedToken]:
     added: dict[int, tokenizers.AddedToken] = {}
     for key, value in listed.items():
         token = _token(value, f"{name}.{key}")
-        if not key.isdecimal() or not isinstance(token, tokenizers.AddedToken):
-            raise ConfigError(
-                f"{name}.{key}: expected an id and an object with the token's 'content', got {value!r:.80}"
-            )
+        if not key.isdecimal() or isinstance(token, str):
+            expected = "expected an id and an object with the token's 'content'"
+            raise ConfigError(f"{name}.{key}: {expected}, got {value!r:.80}")
         added[int(key)] = token
     return added
 
@@ -204,7 +175,7 @@ def _token(value: object, name: str) -> tokenizers.AddedToken | str:
 
 
 def _add(tokenizer: tokenizers.Tokenizer, tokens: _Tokens) -> None:
-    """Make the tokens known, in transformers' order: new ones get new ids. Those with a name are special."""
+    """Add the tokens in transformers' order: new ones get new ids. Named ones are special."""
     ordered: list[tokenizers.AddedToken | str] = [token for _, token in sorted(tokens.added.items())]
     texts = {str(token) for token in (*ordered, *tokenizer.get_added_tokens_decoder().values())}
     for token in (*tokens.named.values(), *tokens.extra):
@@ -221,7 +192,7 @@ def _add(tokenizer: tokenizers.Tokenizer, tokens: _Tokens) -> None:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates by name; those that are files of their own stand before those of the configuration."""
+    """The templates by name; files take precedence over the configuration."""
     files = {path.stem: _text(path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     files["default"] = _text(folder / "chat_template.jinja") or files.get("default")
     found = {name: text for name, text in files.items() if text is not None}

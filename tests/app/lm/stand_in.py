@@ -24,7 +24,7 @@ from inference.wire.lm import (
     StepFrame,
     Submit,
     decode_message,
-    encode_frame,
+    encode,
 )
 from inference.wire.report import CallNote
 
@@ -128,7 +128,7 @@ class Replica:
                 lost = ReplicaUnreachable if self.loses_posts else ReplicaLost
                 raise lost("the replica ended")
             if self.refuses_posts or not self.channels or message.channel != self.channel.name or self.channel.is_ended:
-                yield encode_frame(StepFrame(0, [], Load(), closed=self.refuses_posts or UNKNOWN))
+                yield encode(StepFrame(0, [], Load(), closed=self.refuses_posts or UNKNOWN))
                 return
             for submit in message.submits:
                 assert submit.number not in self.submits
@@ -138,7 +138,7 @@ class Replica:
             self.channel.is_ended = message.close
         else:
             await self.answers_cancels.wait()
-            yield encode_frame(StepFrame(0, [], Load(), cancelled=self._cancel(message)))
+            yield encode(StepFrame(0, [], Load(), cancelled=self._cancel(message)))
 
     def _cancel(self, message: CancelRequest) -> int:
         numbers = [number for number, submit in self.submits.items() if submit.request_id == message.request_id]
@@ -167,9 +167,7 @@ class ReplicaChannel:
         self, *events: SequenceEvent, load: Load | None = None, closed: str = "", number: int | None = None
     ) -> None:
         self.answers.put_nowait(
-            encode_frame(
-                StepFrame(self.frames if number is None else number, list(events), load or Load(), closed=closed)
-            )
+            encode(StepFrame(self.frames if number is None else number, list(events), load or Load(), closed=closed))
         )
         self.frames += 1
         for one in events:

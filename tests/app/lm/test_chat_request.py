@@ -133,7 +133,7 @@ def test_what_can_never_fit_is_refused() -> None:
         ({"stop": ["a", "x" * 1025]}, "stop[1]: expected 1 to 1024 characters, got 1025 characters"),
         ({"stop": ["a"] * 17}, "stop: expected at most 16 strings, got 17"),
         ({"stop": [1]}, "stop[0]: expected a string, got an integer"),
-        ({"stop_token_ids": [3, 4096]}, "stop_token_ids[1]: expected an integer from 0 to 4095, got 4096"),
+        ({"stop_token_ids": [3, 4096]}, "stop_token_ids[1]: expected a token id from 0 to 4095, got 4096"),
         ({"max_tokens": 0}, "max_tokens: expected at least 1, got 0"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens: expected the same as max_tokens"),
         ({"top_logprobs": 1}, 'top_logprobs: expected it with "logprobs": true only'),

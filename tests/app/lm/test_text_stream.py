@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.errors import ContractBroken
 from app.lm.sequence import Tokens
 from app.lm.text_stream import TextPiece, TextStream
 from tests.app.lm.scripted import EOS, ids_of, tiny_text
@@ -161,10 +159,3 @@ def test_after_the_end_nothing_is_taken() -> None:
     taken = stream.completion_tokens
     assert stream.take(Tokens(ids_of("more"), finish="length")) == TextPiece("")
     assert stream.completion_tokens == taken
-
-
-def test_an_engine_that_forgets_logarithms_is_found_out() -> None:
-    with pytest.raises(ContractBroken, match="logprobs: expected the engine to give one a token, got 1"):
-        TextStream(TEXTS, [], logprobs=True).take(Tokens([5, 6], [-1.0]))
-    with pytest.raises(ContractBroken, match="and 1 lists"):
-        TextStream(TEXTS, [], logprobs=True).take(Tokens([5, 6], [-1.0, -1.0], [()]))

@@ -16,10 +16,11 @@ from app.lm.sequence import Generation
 from app.transport.protocol import FrameRequest
 from inference.engine import Engine, EngineLimits
 from inference.lm.engine_host import EngineHost
-from inference.lm.null_engine import FaultyEngine, NullEngine
+from inference.lm.null_engine import NullEngine
 from inference.wire.frame import FRAME
 from tests.app.lm.stand_in import route_of, spec, until
 from tests.counted import count_from_zero, counts_of
+from tests.services.engines import FaultyEngine
 
 
 class HostClient:

@@ -57,24 +57,24 @@ def test_places_are_given_in_order_of_arrival_and_within_the_budget(
         assert taken == accepted[: len(taken)]
         assert admission.active <= LIMITS.max_sequences
         assert admission.waiting <= LIMITS.max_waiting
-        assert admission.reserved <= LIMITS.cache_tokens
+        assert admission.cache_used <= LIMITS.cache_tokens
         assert admission.active + admission.waiting == len(present)
     for id in present:
         assert admission.release(id)
-    assert (admission.active, admission.waiting, admission.reserved) == (0, 0, 0)
+    assert (admission.active, admission.waiting, admission.cache_used) == (0, 0, 0)
     assert admission.take() is None
 
 
 def test_what_is_reserved_is_a_rectangle() -> None:
     admission = Admission(LIMITS)
     admission.submit(request("short", 20))
-    assert admission.reserved == 20
+    assert admission.cache_used == 20
     admission.submit(request("long", 90))
-    assert admission.reserved == 180
+    assert admission.cache_used == 180
     admission.submit(request("next", 10))
     assert (admission.active, admission.waiting) == (2, 1)
     admission.release("long")
-    assert (admission.active, admission.waiting, admission.reserved) == (2, 0, 40)
+    assert (admission.active, admission.waiting, admission.cache_used) == (2, 0, 40)
 
 
 def test_one_that_does_not_fit_holds_back_those_behind_it() -> None:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from inference.engine import EngineLimits, SequenceRequest, TokenEvent
 from inference.lm.engine_host import EngineHost
-from inference.lm.null_engine import Fault, FaultyEngine, NullEngine
+from inference.lm.host_channel import ChannelLimits
+from inference.lm.null_engine import NullEngine
 from inference.wire.arrays import Array
 from inference.wire.frame import FRAME
 from inference.wire.lm import (
@@ -29,8 +30,9 @@ from inference.wire.lm import (
     StepFrame,
     Submit,
     decode_frame,
-    encode_message,
+    encode,
 )
+from tests.services.engines import Fault, FaultyEngine
 
 LIMITS = EngineLimits(
     max_sequences=4, max_waiting=2, context_length=1_000_000, cache_tokens=4_000_000, vocab_size=1_000_000
@@ -143,7 +145,7 @@ class Worker:
 
 
 def _frames(host: EngineHost, message: Message | bytes | None) -> AsyncGenerator[StepFrame, None]:
-    data = message if isinstance(message, bytes) or message is None else encode_message(message)
+    data = message if isinstance(message, bytes) or message is None else encode(message)
     answers = cast(AsyncGenerator[list[dict[str, Array]], None], host.handle([Asked(data)]))
 
     async def read() -> AsyncIterator[StepFrame]:
@@ -164,7 +166,9 @@ def hosted(
     """Run a test with a host of an engine, in a loop; whatever a test leaves under way, the host ends."""
 
     async def run() -> None:
-        host = EngineHost(engine, on_broken=(broken if broken is not None else []).append, **settings)
+        limits = ChannelLimits(**{name: settings.pop(name) for name in ChannelLimits._fields if name in settings})
+        on_broken = (broken if broken is not None else []).append
+        host = EngineHost(engine, on_broken=on_broken, channel_limits=limits, **settings)
         try:
             await test(host)
         finally:

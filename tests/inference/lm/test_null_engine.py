@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from inference.engine import Engine, EngineFull, EngineLimits, SequenceRequest, TokenEvent
-from inference.lm.null_engine import FaultyEngine, NullEngine
+from inference.lm.null_engine import NullEngine
 from tests.inference.lm.llamas import by_id, request, run, tokens
+from tests.services.engines import FaultyEngine
 
 LIMITS = EngineLimits(max_sequences=2, max_waiting=1, context_length=50, cache_tokens=100, vocab_size=10)
 

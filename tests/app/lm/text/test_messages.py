@@ -5,17 +5,20 @@ from __future__ import annotations
 import pytest
 
 from app.errors import BadRequest
-from app.lm.text.chat_template import plain
+from app.lm.text.messages import checked_messages
 
 
 def test_text_parts_become_one_text() -> None:
     parts = [{"type": "text", "text": "Look:"}, {"type": "text", "text": "here"}]
-    assert plain([{"role": "user", "content": parts}]) == [{"role": "user", "content": "Look:\nhere"}]
+    assert checked_messages([{"role": "user", "content": parts}], 10) == [{"role": "user", "content": "Look:\nhere"}]
 
 
 def test_other_messages_stay_as_they_are() -> None:
-    messages = [{"role": "user", "content": "Hi", "name": "Ada"}, {"role": "assistant", "content": None}]
-    assert plain(messages) == messages
+    messages = [
+        {"role": "user", "content": "Hi", "name": "Ada"},
+        {"role": "assistant", "content": "", "tool_calls": None},
+    ]
+    assert checked_messages(messages, 10) == messages
 
 
 TEXT = {"type": "text", "text": "a"}
@@ -28,6 +31,7 @@ TEXT = {"type": "text", "text": "a"}
         ([], "messages: expected at least one message, got an empty array"),
         (["Hi"], "messages[0]: expected an object with 'role' and 'content', got 'Hi'"),
         ([{"content": "Hi"}], "messages[0].role: expected a string, got null"),
+        ([{"role": "user"}], "messages[0].content: expected a string or an array of text parts, got null"),
         ([{"role": "user", "content": 1}], "messages[0].content: expected a string or an array of text parts, got 1"),
         (
             [{"role": "user", "content": "a"}, {"role": "user", "content": [TEXT, {"type": "image_url"}]}],
@@ -42,6 +46,6 @@ TEXT = {"type": "text", "text": "a"}
 )
 def test_a_wrong_message_is_named(messages: object, message: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        plain(messages)
+        checked_messages(messages, 10)
     assert caught.value.message == message
     assert caught.value.field == message.partition(": ")[0]

@@ -9,7 +9,6 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from app.errors import ConfigError
-from app.lm.text.logprob_tokens import LogprobToken, logprob_token
 from app.lm.text.token_texts import TokenTexts
 from tests.app.lm.text.tokenizer_files import FAMILIES, decoder_json
 
@@ -49,20 +48,20 @@ def test_byte_level_knows_gpt_2s_character_for_every_byte() -> None:
 def test_a_token_that_is_a_part_of_a_character_is_shown_by_its_bytes() -> None:
     of_family = texts("byte_level")
     smile = FAMILIES["byte_level"].encode(" 🤖", add_special_tokens=False).ids
-    shown = [logprob_token(of_family, id_) for id_ in smile]
-    assert b"".join(bytes(token.bytes) for token in shown) == " 🤖".encode()
-    assert any(token.token.startswith("bytes:") and "\\xf0" in token.token for token in shown)
-    assert logprob_token(texts("byte_fallback"), id_of("<0xE2>")) == LogprobToken("bytes:\\xe2", [0xE2])
+    shown = [of_family.shown(id_) for id_ in smile]
+    assert b"".join(raw for _, raw in shown) == " 🤖".encode()
+    assert any(text.startswith("bytes:") and "\\xf0" in text for text, _ in shown)
+    assert texts("byte_fallback").shown(id_of("<0xE2>")) == ("bytes:\\xe2", b"\xe2")
 
 
 def test_a_whole_token_is_shown_as_its_text() -> None:
-    assert logprob_token(texts("byte_fallback"), id_of("▁fox")) == LogprobToken(" fox", [*b" fox"])
-    assert logprob_token(texts("byte_fallback"), id_of("</s>")) == LogprobToken("</s>", [*b"</s>"])
+    assert texts("byte_fallback").shown(id_of("▁fox")) == (" fox", b" fox")
+    assert texts("byte_fallback").shown(id_of("</s>")) == ("</s>", b"</s>")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_id_that_the_vocabulary_lacks_has_no_text(family: str) -> None:
-    assert logprob_token(texts(family), FAMILIES[family].get_vocab_size() + 7) == LogprobToken("", [])
+    assert texts(family).shown(FAMILIES[family].get_vocab_size() + 7) == ("", b"")
 
 
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
