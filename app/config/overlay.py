@@ -42,7 +42,7 @@ def parse_overlay(text: object) -> dict[str, Any]:
 
 
 def check_allowed(config: Config, name: str, fields: dict[str, Any]) -> None:
-    """Check that ``allow_load`` permits to merge these fields into a deployment's section.
+    """Check that ``allow_load`` permits merging these fields into a deployment's section.
 
     Args:
         config: the configuration that the server was started with.

@@ -101,8 +101,11 @@ class ReplicaPool(Generic[R]):
 
     def close(self) -> None:
         """Close all connections."""
-        while self.connected:
-            self._close(self.connected.popitem()[1], "the server is stopping")
+        # All are removed first: what one of them never had must not go to another that is about to be closed.
+        gone = list(self.connected.values())
+        self.connected.clear()
+        for replica in gone:
+            self._close(replica, "the server is stopping")
 
     def held(self, ids: Iterable[str]) -> list[R]:
         """The connected ones among these replicas."""

@@ -78,7 +78,7 @@ class ReplicaMemory:
     async def reserve(self, name: str, config: Deployment, count: int) -> list[Place]:
         """Find capacity for replicas of a deployment: for all of them or none, and for one while their size is unknown.
 
-        An empty list: that can't be decided yet, since another replica is starting, whose size is taken for each one's.
+        An empty list: that can't be decided yet, because their size is known only once another replica has started.
 
         Args:
             name: the deployment's name.

@@ -184,7 +184,7 @@ def refusal(reason: str) -> HeadwaterError:
 
 
 def _reason(body: bytes) -> str:
-    try:
-        return _reply_decoder.decode(body).error
-    except msgspec.MsgspecError:
-        return body.decode(errors="replace")
+    with contextlib.suppress(msgspec.MsgspecError):
+        if reason := _reply_decoder.decode(body).error:
+            return reason
+    return body.decode(errors="replace")

@@ -111,6 +111,8 @@ class EventStream:
         except SendTimeoutError:
             state["status"] = ClientGone.status
             state["note"] = f"cut off: the client took nothing for {limits.write_timeout_s:g} s"
+            if "abort" not in state:  # another server than ours
+                raise
             state["abort"]()  # closing the connection in order would wait for the client, too
         finally:
             await self.close()

@@ -308,6 +308,20 @@ def test_closing_ends_all_requests() -> None:
     run(scenario)
 
 
+def test_what_no_replica_had_goes_to_none_that_is_about_to_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        bench = Bench("a", "b")
+        requests = [bench.dispatcher.open("q", [spec()]) for _ in range(2)]
+        submitted: list[object] = []
+        monkeypatch.setattr("app.lm.request.RequestRun.submit", lambda run, channel: submitted.append(channel))
+        bench.dispatcher.close()
+        for request in requests:
+            assert isinstance(await failure(request), Unavailable)
+        assert submitted == []
+
+    run(scenario)
+
+
 def test_closing_in_the_turn_in_which_a_request_came_ends_it_too() -> None:
     async def scenario() -> None:
         bench = Bench()

@@ -99,6 +99,16 @@ def test_an_error_is_one_line_of_what_triton_said() -> None:
     run([answer(b'{"error":"no such input\\nTraceback (most recent call last)"}', b"400 Bad Request")], scenario)
 
 
+def test_an_error_in_another_form_is_shown_as_it_is() -> None:
+    async def scenario(client: TritonClient, seen: Seen) -> None:
+        for _ in range(2):
+            with pytest.raises(CallableFailed, match=r'refused the call: (Busy|{"reason": "busy"})$'):
+                await client.infer(HEAD, [])
+
+    status = b"503 Service Unavailable"
+    run([answer(b"Busy", status), answer(b'{"reason": "busy"}', status)], scenario)
+
+
 def test_a_stub_that_triton_finds_dead_means_that_the_replica_is_lost() -> None:
     async def scenario(client: TritonClient, seen: Seen) -> None:
         with pytest.raises(ReplicaLost):

@@ -6,18 +6,15 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import pytest
+from sse_starlette.sse import SendTimeoutError
 from starlette.types import Message
 
 from app.gateway.http.event_stream import EventStream, StreamLimits
 
 
-def test_a_client_that_does_not_read_the_end_is_cut_off() -> None:
-    aborted: list[bool] = []
-    state: dict[str, Any] = {
-        "stream_limits": StreamLimits(write_timeout_s=0.05),
-        "abort": lambda: aborted.append(True),
-        "request_id": "r",
-    }
+def answer(state: dict[str, Any]) -> None:
+    """Answer a request of this state, whose client reads nothing of the events that end the stream."""
     is_full = False
 
     async def events() -> AsyncGenerator[bytes, None]:
@@ -39,6 +36,19 @@ def test_a_client_that_does_not_read_the_end_is_cut_off() -> None:
         await asyncio.wait_for(stream({"type": "http", "method": "POST", "state": state}, receive, send), 5)
 
     asyncio.run(scenario())
+
+
+def test_a_client_that_does_not_read_the_end_is_cut_off() -> None:
+    aborted: list[bool] = []
+    state = {"stream_limits": StreamLimits(write_timeout_s=0.05), "abort": lambda: aborted.append(True)}
+    answer(state)
     assert aborted == [True]
     assert state["status"] == 499
+    assert state["note"] == "cut off: the client took nothing for 0.05 s"
+
+
+def test_where_no_connection_can_be_dropped_the_answer_fails() -> None:
+    state: dict[str, Any] = {"stream_limits": StreamLimits(write_timeout_s=0.05)}
+    with pytest.raises(SendTimeoutError):
+        answer(state)
     assert state["note"] == "cut off: the client took nothing for 0.05 s"
