@@ -140,7 +140,7 @@ def load_served(
     loaded = tuple(models.values())
     if pipeline is None:
         signature = signatures[spec.name]
-        # One runner per thread, because a runner keeps state of its thread; all share the model.
+        # One runner for each of PyTriton's threads; all share the model.
         runners = [Runner(model, signature, device, on_broken, watch) for _ in range(spec.instances)]
         return Served(signature, device, runners, loaded)
     if plan.signature.streams:
