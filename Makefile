@@ -8,7 +8,7 @@ MAKEFLAGS += --no-builtin-rules
 
 PYTHON ?= python3
 TESTS ?= tests
-TEST_JOBS ?= 2
+TEST_JOBS ?= 3
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 IMAGE ?= headwater

@@ -206,9 +206,9 @@ def _power_of_two(size_bytes: int) -> int:
 
 def _holder(port: int) -> str:
     """The process that listens on a TCP port, as an addition to a message; empty if this user may not see it."""
-    for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid is not None:
-            with contextlib.suppress(psutil.Error):  # it has just ended
+    with contextlib.suppress(psutil.Error, OSError):  # a process that has just ended, or a /proc that cannot be read
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid is not None:
                 command = " ".join(psutil.Process(connection.pid).cmdline())
                 return f" by process {connection.pid} ({command[:100]})"
     return ""
