@@ -82,9 +82,10 @@ class LoadTarget:
     async def _end(self) -> None:
         if self._server is not None:
             self._server.close()
-        for connection in list(self.connections):
-            connection.abort()
-        await asyncio.sleep(0)
+        while self.connections or len(asyncio.all_tasks()) > 1:  # the other tasks accept a connection each
+            for connection in list(self.connections):
+                connection.abort()
+            await asyncio.sleep(0)
 
 
 class _Connection(asyncio.Protocol):
