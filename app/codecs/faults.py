@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from app.codecs.wording import PARSE_ERRORS, PATH_PART, ParsedError, bounds_at, choices_at, fields_at, kind_of, parsed
-from app.errors import BadRequest
+from app.errors import BadRequest, HeadwaterError
 
 __all__ = [
     "MAX_CONTAINERS",
@@ -107,10 +107,16 @@ def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "
         check_size(text)
         value: _Value = msgspec.json.decode(text, type=kind)
         check_keys(text)
-    except (BadRequest, *PARSE_ERRORS) as error:
-        fault = error if isinstance(error, BadRequest) else unreadable(error, text, kind, path)
-        raise (fault.again(f"{fault.message}; {hint}") if hint else fault) from None
+    except BadRequest as error:
+        raise _hinted(error, hint) from None
+    except PARSE_ERRORS as error:
+        raise _hinted(unreadable(error, text, kind, path), hint) from None
     return value
+
+
+def _hinted(fault: BadRequest, hint: str) -> HeadwaterError:
+    """The fault with a hint. A local variable of the function that raises it would make a cycle that keeps the body."""
+    return fault.again(f"{fault.message}; {hint}") if hint else fault
 
 
 def check_size(text: bytes, end: int | None = None, *, tensors: bool = False) -> None:
