@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import tracemalloc
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -249,6 +250,19 @@ def test_a_refused_body_is_not_kept(body: bytes, hint: str) -> None:
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("wrong", [b'"datatype": 5, "data": [%s]', b'"data": [%s, NaN]'])
+def test_the_name_of_a_tensor_is_found_without_its_data(wrong: bytes) -> None:
+    data = b",".join([b"[]"] * 330_000)
+    body = b'{"inputs": [{"name": "x", %s}]}' % (wrong % data)
+    tracemalloc.start()
+    try:
+        assert "(tensor 'x')" in refused("infer", body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * len(body)
 
 
 class TestBounds:
