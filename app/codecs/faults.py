@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from app.codecs.wording import PARSE_ERRORS, PATH_PART, ParsedError, bounds_at, choices_at, fields_at, kind_of, parsed
-from app.errors import BadRequest
+from app.errors import BadRequest, HeadwaterError
 
 __all__ = [
     "MAX_CONTAINERS",
@@ -49,6 +49,10 @@ _FEW_BYTES: Final = 4096
 _FEW_COLONS: Final = 1000
 
 _Value = TypeVar("_Value")
+
+
+class _Inputs(msgspec.Struct):
+    inputs: list[dict[str, msgspec.Raw]] = []
 
 
 def at(path: str, tensor: str | None, message: str) -> BadRequest:
@@ -107,10 +111,16 @@ def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "
         check_size(text)
         value: _Value = msgspec.json.decode(text, type=kind)
         check_keys(text)
-    except (BadRequest, *PARSE_ERRORS) as error:
-        fault = error if isinstance(error, BadRequest) else unreadable(error, text, kind, path)
-        raise (fault.again(f"{fault.message}; {hint}") if hint else fault) from None
+    except BadRequest as error:
+        raise _hinted(error, hint) from None
+    except PARSE_ERRORS as error:
+        raise _hinted(unreadable(error, text, kind, path), hint) from None
     return value
+
+
+def _hinted(fault: BadRequest, hint: str) -> HeadwaterError:
+    """The fault with a hint. A local variable of the function that raises it would make a cycle that keeps the body."""
+    return fault.again(f"{fault.message}; {hint}") if hint else fault
 
 
 def check_size(text: bytes, end: int | None = None, *, tensors: bool = False) -> None:
@@ -255,27 +265,32 @@ def _got(fault: ParsedError, text: bytes | memoryview) -> str:
 def _value_at(text: bytes | memoryview, path: str, *, check: bool = False) -> Any:
     """The value at a path; None if the text is long or malformed, or the path leads into an object of any keys.
 
+    Only this value is built: the elements of a tensor may be many more than a request's keys, objects and arrays.
+
     Raises:
         BadRequest: ``check`` is set, and an object has a key twice.
     """
     if len(text) > _LOOK_AGAIN_BYTES:
         return None
+    raw: Any = text
     try:
-        value = msgspec.json.decode(text)
         if check:
+            msgspec.json.decode(raw, type=msgspec.Raw)
             check_keys(bytes(text))
         for part in PATH_PART.finditer(path):
-            value = value[int(part[2]) if part[1] is None else part[1]]
-    except (*PARSE_ERRORS, LookupError, TypeError, ValueError):
+            if part[1] is None:
+                raw = msgspec.json.decode(raw, type=list[msgspec.Raw])[int(part[2])]
+            else:
+                raw = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])[part[1]]
+        return msgspec.json.decode(raw)
+    except (*PARSE_ERRORS, LookupError, ValueError):
         return None
-    return value
 
 
 def _tensor(text: bytes | memoryview, path: str) -> str | None:
     """The name of the input or output that a path lies in."""
     place = _ENTRY.match(path)
-    entry = None if place is None else _value_at(text, place[0])
-    name = entry.get("name") if isinstance(entry, dict) else None
+    name = None if place is None else _value_at(text, f"{place[0]}.name")
     return name if isinstance(name, str) else None
 
 
@@ -301,8 +316,11 @@ def _not_finite_tensor(text: bytes | memoryview) -> tuple[str, str | None]:
     """The path and name of the first input whose data hold a NaN or an infinity."""
     if len(text) <= _LOOK_AGAIN_BYTES:
         text = _NOT_FINITE.sub(b"null", bytes(text))
-        inputs = _value_at(text, ".inputs")
-        for index, entry in enumerate(inputs if isinstance(inputs, list) else ()):
-            if isinstance(entry, dict) and b"null" in msgspec.json.encode(entry.get("data", "")):
+        try:
+            inputs = msgspec.json.decode(text, type=_Inputs).inputs
+        except PARSE_ERRORS:
+            inputs = []
+        for index, entry in enumerate(inputs):
+            if b"null" in bytes(entry.get("data", b"")):
                 return f"inputs[{index}].data", _tensor(text, f".inputs[{index}]")
     return "body", None

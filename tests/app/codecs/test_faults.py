@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import tracemalloc
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -228,6 +230,39 @@ class TestKeys:
     def test_nor_are_they_in_generate(self, name: str) -> None:
         body = b'{"x": [1], "t": "a: \\"b\\": {c}", "id": "%s"}' % name.encode()
         assert GenerateDecoder(SIGNATURE).decode(body).id == name
+
+
+@pytest.mark.parametrize("hint", ["", "expected something else"])
+@pytest.mark.parametrize("body", [b'{"a": 1}', b'{"a": "", "a": ""}', b'{"a"', b"[" * (MAX_CONTAINERS + 1)])
+def test_a_refused_body_is_not_kept(body: bytes, hint: str) -> None:
+    def refuse() -> None:
+        try:
+            read_json(body, dict[str, str], hint=hint)
+        except BadRequest as error:
+            error.with_traceback(None)  # as `Entry` does
+
+    refuse()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(10):
+            refuse()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("wrong", [b'"datatype": 5, "data": [%s]', b'"data": [%s, NaN]'])
+def test_the_name_of_a_tensor_is_found_without_its_data(wrong: bytes) -> None:
+    data = b",".join([b"[]"] * 330_000)
+    body = b'{"inputs": [{"name": "x", %s}]}' % (wrong % data)
+    tracemalloc.start()
+    try:
+        assert "(tensor 'x')" in refused("infer", body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * len(body)
 
 
 class TestBounds:
