@@ -111,12 +111,13 @@ class _ByteText:
     """The tokens' bytes as one UTF-8 text, with U+FFFD for each longest invalid beginning of a character."""
 
     def __init__(self, texts: TokenTexts, skipped: frozenset[int]) -> None:
-        self._bytes_of = texts.bytes_of
+        self._texts = texts
         self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int]) -> str:
-        return self._utf8.decode(b"".join([self._bytes_of[id_] for id_ in ids if id_ not in self._skipped]))
+        bytes_of = self._texts.bytes_of
+        return self._utf8.decode(b"".join([bytes_of[id_] for id_ in ids if id_ not in self._skipped]))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
@@ -37,14 +38,19 @@ _T = TypeVar("_T")
 
 
 class _Table(dict[int, _T]):
-    """A dictionary that computes missing values. Two threads may compute the same value."""
+    """A dictionary that computes missing values by a method of its owner. Two threads may compute the same value.
+
+    The method is referenced weakly: a cycle would keep the tokenizer, about a megabyte, until the collector runs.
+    """
 
     def __init__(self, compute: Callable[[int], _T]) -> None:
         super().__init__()
-        self._compute = compute
+        self._compute = weakref.WeakMethod(compute)
 
     def __missing__(self, token_id: int) -> _T:
-        value = self[token_id] = self._compute(token_id)
+        compute = self._compute()
+        assert compute is not None, "a table is used only by who holds its TokenTexts"
+        value = self[token_id] = compute(token_id)
         return value
 
 

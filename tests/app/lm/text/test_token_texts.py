@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import islice, product
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from app.errors import ConfigError
+from app.lm.text.detokenizer import Detokenizer
 from app.lm.text.token_texts import TokenTexts
 from tests.app.lm.text.tokenizer_files import FAMILIES, decoder_json
 
@@ -23,6 +26,22 @@ def id_of(token: str) -> int:
     id_ = FAMILIES["byte_fallback"].token_to_id(token)
     assert id_ is not None
     return id_
+
+
+@pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
+def test_it_is_freed_with_its_last_reference_and_not_by_the_collector(family: str) -> None:
+    gc.disable()
+    try:
+        of_family = texts(family)
+        detokenizer = Detokenizer(of_family)
+        gone = weakref.ref(of_family)
+        del of_family
+        ids = FAMILIES[family].encode("fox", add_special_tokens=False).ids
+        assert detokenizer.push(ids) + detokenizer.finish() == "fox"  # which holds what it needs
+        del detokenizer
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("family", ["byte_level", "byte_fallback", "byte_fallback_metaspace", "word_piece"])
