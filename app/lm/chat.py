@@ -146,9 +146,10 @@ class ChatRequest(StreamFields, kw_only=True):
         return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s)
 
     def _variables(self) -> dict[str, Any] | None:
-        for name in _RESERVED.intersection(self.chat_template_kwargs or ()):
-            path = f"chat_template_kwargs.{name}"
-            raise at(path, None, "expected a variable of the model's own chat template; leave it out")
+        for name in self.chat_template_kwargs or ():
+            if name in _RESERVED:
+                path = f"chat_template_kwargs.{name}"
+                raise at(path, None, "expected a variable of the model's own chat template; leave it out")
         return self.chat_template_kwargs
 
     def _logprobs(self) -> int | None:

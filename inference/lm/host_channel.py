@@ -147,8 +147,9 @@ class HostChannel:
                 last.tops.append(top)
         self._tokens += token is not None
         if event.finish is not None:
-            last.finish, last.error = event.finish, event.error
-            if event.finish not in _FINISHES:
+            if event.finish in _FINISHES:
+                last.finish, last.error = event.finish, event.error
+            else:
                 last.finish = "error"
                 last.error = f"the engine: finish: expected one of {', '.join(sorted(_FINISHES))}, got {event.finish!r}"
 
