@@ -36,7 +36,7 @@ HIGH_UTILIZATION: Final = 0.9
 CLEARLY_LESS: Final = 0.7
 """A number of replicas that was too few is tried again below this fraction of the load at that time."""
 REGRET_AFTER: Final = 2.0
-"""A step up within this many ``down_after_s`` of a step down takes that back."""
+"""A step up takes a step down back if the load was too high again within this many ``down_after_s`` of it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ScalingPolicy:
                 self._up_since_s, self._up_busy = now_s, 0.0
             self._up_busy = max(self._up_busy, demand.busy)
             if now_s - self._up_since_s >= self._scaling.up_after_s and count < bounds.max:
-                self._note_up(now_s, count)
+                self._note_up(self._up_since_s, count)
                 self._forget(now_s)
                 return count + 1
             return count
@@ -134,11 +134,12 @@ class ScalingPolicy:
             return True
         return busy <= LOW_UTILIZATION * fewer and self._wait_s * count / fewer <= self._target_s
 
-    def _note_up(self, now_s: float, count: int) -> None:
+    def _note_up(self, since_s: float, count: int) -> None:
+        """Note a step up from ``count`` because of a load that has been too high since then."""
         if self._went_down is None:
             return
         when_s, to = self._went_down
-        if to == count and now_s - when_s <= REGRET_AFTER * self._scaling.down_after_s:
+        if to == count and since_s - when_s <= REGRET_AFTER * self._scaling.down_after_s:
             self._too_few = count, self._up_busy
         self._went_down = None
 

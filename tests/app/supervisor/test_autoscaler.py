@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from app.config.sections import ReplicaBounds, Scaling
@@ -142,6 +142,7 @@ def settled(load: float, scaling: Scaling, within: ReplicaBounds, count: int) ->
 
 @settings(max_examples=30)
 @given(st.floats(0, 10), scalings, bounds, st.integers(1, 8))
+@example(1.75, Scaling(queue_wait_ms=10, up_after_s=2, down_after_s=1), ReplicaBounds(min=1, max=6), 1)
 def test_a_constant_load_comes_to_rest_within_the_bounds(
     load: float, scaling: Scaling, within: ReplicaBounds, count: int
 ) -> None:
