@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -155,13 +156,13 @@ class TensorDispatcher(Dispatcher, Generic[R]):
         self._requests: set[R] = set()
         """Those in flight."""
 
+    @abstractmethod
     def _start(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> R:
         """Admit a request, begin with it and add it to ``_requests``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _end(self, run: R) -> None:
         """Remove a request that was answered, failed, or lost its client."""
-        raise NotImplementedError
 
     @property
     def in_flight(self) -> int:
