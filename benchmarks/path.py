@@ -44,7 +44,7 @@ from inference.engine import EngineLimits
 from inference.lm.engine_host import EngineHost
 from inference.signature import LanguageModelSpec, Signature, TensorSpec
 from inference.wire.frame import FRAME
-from inference.wire.report import REPORT, RowReport, Status, encode_reports
+from inference.wire.report import HEADWATER, REPORT, RowReport, Status, encode_reports
 
 MOST_FILES: Final = 36
 """That one `infer` request may touch."""
@@ -126,7 +126,8 @@ class GrpcTriton(pb_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
 
         async def handle(message: Any) -> None:
             (tensor,), (raw,) = message.inputs, message.raw_input_contents
-            asked: Any = SimpleNamespace(data={tensor.name: np.frombuffer(raw, np.uint8)[None]}, parameters={})
+            parameters = {HEADWATER: message.parameters[HEADWATER].string_param}
+            asked: Any = SimpleNamespace(data={tensor.name: np.frombuffer(raw, np.uint8)[None]}, parameters=parameters)
             async for (answer,) in self._host.handle([asked]):
                 answers.put_nowait(pb.ModelInferResponse(id=message.id, raw_output_contents=[answer[FRAME].tobytes()]))
             final = pb.ModelInferResponse(id=message.id)

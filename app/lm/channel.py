@@ -14,7 +14,6 @@ from typing import Final
 import msgspec
 
 from app.dispatch.admission import FinishRate
-from app.dispatch.deadlines import TIMER_RESOLUTION_S
 from app.errors import (
     RETRY_AFTER_LOST_S,
     BadRequest,
@@ -32,9 +31,6 @@ from app.telemetry.recorder import LanguageModelMeter
 from app.transport.protocol import FrameReplicaClient, FrameRequest
 from inference.wire.lm import (
     CONTROL,
-    LEASE_S,
-    RENEW_S,
-    WINDOW,
     CancelRequest,
     Load,
     Message,
@@ -55,6 +51,8 @@ REMEMBERED_ENDS: Final = 256
 """How many ended sequences a channel remembers, to notice events after an end."""
 LOAD_FRESH_S: Final = 1.0
 """How long an engine's reported load counts while it has none of our sequences, and so reports nothing."""
+POST_TIMEOUT_S: Final = 6.0
+"""How long a post may go unanswered; the posts after it wait."""
 _FIELD: Final = re.compile(r"([a-z][a-z0-9_]*): ")
 _HALF_DONE: Final = "internal error"
 """How the host's refusal of a post begins if it may have handled a part of it."""
@@ -68,9 +66,9 @@ def _call_name() -> str:
     return f"{_WORKER}-lm-{next(_numbers)}"
 
 
-def _request(message: Message) -> FrameRequest:
+def _request(message: Message, note: CallNote | None = None) -> FrameRequest:
     raw = encode(message)
-    return FrameRequest([(CONTROL, "UINT8", [1, len(raw)], [raw])], CallNote())
+    return FrameRequest([(CONTROL, "UINT8", [1, len(raw)], [raw])], note or CallNote())
 
 
 async def answers(client: FrameReplicaClient, message: Post | CancelRequest) -> list[StepFrame]:
@@ -91,8 +89,8 @@ NOTHING: Final = _request(Post(""))
 class Channel:
     """One channel, from its first sequence to its end; after that, another one must be made.
 
-    Everything happens in one event loop. Submits, cancels and acknowledgements gather for a turn of the loop, and while
-    a post is on its way, so a burst of requests is one post.
+    Everything happens in one event loop. Submits and cancels gather for a turn of the loop, and while a post is on its
+    way, so a burst of requests is one post.
 
     When the channel ends because the replica or its channel is gone, sequences that the replica never had are started
     again elsewhere, and the others fail. For the sequences in a post on its way, the answer to the post decides.
@@ -102,9 +100,7 @@ class Channel:
         client: the replica's.
         meter: the model's.
         on_end: called with the reason when the channel has ended, before its sequences learn of it.
-        window: the most frames that the replica sends without acknowledgement.
-        renew_s: how often to renew the lease while sequences are under way.
-        lease_s: how long a post may go unanswered.
+        post_timeout_s: how long a post may go unanswered.
     """
 
     def __init__(
@@ -114,9 +110,7 @@ class Channel:
         meter: LanguageModelMeter,
         on_end: Callable[[HeadwaterError], None],
         *,
-        window: int = WINDOW,
-        renew_s: float = RENEW_S,
-        lease_s: float = LEASE_S,
+        post_timeout_s: float = POST_TIMEOUT_S,
     ) -> None:
         self.name = _call_name()
         self.is_ended = False
@@ -124,9 +118,7 @@ class Channel:
         self._client = client
         self._meter = meter
         self._on_end = on_end
-        self._window = window
-        self._renew_s = renew_s
-        self._lease_s = lease_s
+        self._post_timeout_s = post_timeout_s
         self._loop = asyncio.get_running_loop()
         self._load = Load()
         self._others = 0
@@ -142,19 +134,12 @@ class Channel:
         self._next_number = 0
         self._frames = 0
         """Frames received; the first one confirms the channel."""
-        self._acknowledged = 0
         self._is_post_due = False
-        self._must_post = False
-        """Whether there is something to post, if only to renew the lease."""
-        self._posted_s = self._loop.time()
-        self._timer: asyncio.TimerHandle | None = None
-        """For renewals, and for posts that aren't answered."""
         self._rate = FinishRate()
         self._end_error: HeadwaterError | None = None
         """Why the channel has ended, for the sequences in the post on its way."""
         self._reading: asyncio.Task[None] | None = None
         self._posting: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
 
     @property
     def load(self) -> Load:
@@ -202,11 +187,11 @@ class Channel:
             self._post_soon()
 
     def close(self, error: HeadwaterError) -> None:
-        """End the channel, and its sequences with this error, without a message to the replica."""
+        """End the channel, and its sequences with this error."""
         if self.is_ended:
             return
         self.is_ended = True
-        self._disarm()
+        self._client.cancel(self.name)
         current = asyncio.current_task()
         if self._reading is not None and self._reading is not current:
             self._reading.cancel()
@@ -215,8 +200,6 @@ class Channel:
             if self._posted and isinstance(error, Unavailable):
                 held = self._posted
                 self._end_error = error
-                left_s = self._posted_s + self._lease_s - self._loop.time()
-                self._timer = self._loop.call_later(left_s, self._posting.cancel)
             else:
                 self._posting.cancel()
         self._on_end(error)
@@ -259,17 +242,11 @@ class Channel:
         if self._sequences or not isinstance(error, Unavailable):
             logger.warning("model %s: channel %s ended: %s", self._model, self.name, error.message)
         self.close(error)
-        if not isinstance(error, Unavailable):  # for the replica, the channel may still be open
-            await self._send_close()
-
-    async def _send_close(self) -> None:
-        with contextlib.suppress(HeadwaterError, msgspec.MsgspecError, asyncio.TimeoutError):
-            await asyncio.wait_for(answers(self._client, Post(self.name, close=True)), self._lease_s)
 
     # Frames
 
     async def _read(self) -> HeadwaterError:
-        request = _request(Open(self.name, self._window))
+        request = _request(Open(self.name), CallNote(stream=self.name))
         async with contextlib.aclosing(self._client.frames(self.name, request)) as frames:
             async for raw in frames:
                 frame = decode_frame(raw)
@@ -328,8 +305,6 @@ class Channel:
         meter.frames.add()
         meter.generated_tokens.add(tokens)
         self._others = max(0, frame.load.active + frame.load.waiting - len(sequences))
-        if self._frames - self._acknowledged >= max(1, self._window // 2):
-            self._post_soon()
 
     def _finish(self, slot: TokenSlot, event: SequenceEvent, now_s: float) -> None:
         del self._sequences[slot.number]
@@ -378,7 +353,6 @@ class Channel:
 
     def _post_soon(self) -> None:
         """Post at the end of this turn of the event loop, or after the post on its way."""
-        self._must_post = True
         if not self._is_post_due and self._posting is None and self._frames and not self.is_ended:
             self._is_post_due = True
             self._loop.call_soon(self._start_posting)
@@ -386,20 +360,17 @@ class Channel:
     def _start_posting(self) -> None:
         self._is_post_due = False
         if not self.is_ended:
-            self._posted_s = self._loop.time()
             self._posting = self._loop.create_task(self._guarded(self._post))
 
     async def _post(self) -> HeadwaterError | None:
         try:
-            while self._must_post and not self.is_ended:
-                message = self._next_message()
-                async with contextlib.aclosing(self._client.frames(_call_name(), _request(message))) as frames:
-                    async for raw in frames:
-                        frame = decode_frame(raw)
-                        if frame.closed:
-                            if not frame.closed.startswith(_HALF_DONE):
-                                self._unpost()
-                            return self._unavailable(f"closed the channel to it: {frame.closed}")
+            while (self._unsent or self._cancels) and not self.is_ended:
+                asked = answers(self._client, self._next_message())
+                for frame in await asyncio.wait_for(asked, self._post_timeout_s):
+                    if frame.closed:
+                        if not frame.closed.startswith(_HALF_DONE):
+                            self._unpost()
+                        return self._unavailable(f"closed the channel to it: {frame.closed}")
                 for slot in self._posted.values():
                     slot.forget_spec()
                 if not self.is_ended:
@@ -409,51 +380,20 @@ class Channel:
         except ReplicaUnreachable:
             self._unpost()
             raise
+        except asyncio.TimeoutError:
+            return self._unavailable(f"didn't answer a message for {self._post_timeout_s:g} s")
         finally:
             if self._end_error is not None:
-                self._disarm()
                 self._end_slots([*self._posted.values(), *self._unsent.values()], self._end_error)
                 self._posted = {}
 
     def _next_message(self) -> Post:
         submits = [slot.submit() for slot in self._unsent.values()]
         cancels = self._cancels
-        self._posted, self._unsent, self._cancels, self._must_post = self._unsent, {}, [], False
-        self._acknowledged = self._frames
-        self._posted_s = self._loop.time()
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._renew_s, self._renew)
-        return Post(self.name, self._frames, submits, cancels)
+        self._posted, self._unsent, self._cancels = self._unsent, {}, []
+        return Post(self.name, submits, cancels)
 
     def _unpost(self) -> None:
         """Take back the post on its way, of which the replica handled nothing."""
         self._unsent = self._posted | self._unsent
         self._posted = {}
-
-    def _renew(self) -> None:
-        """Renew the lease if the last post is old; without sequences there is no lease."""
-        self._timer = None
-        if not self._sequences and self._posting is None:
-            return
-        since_s = self._loop.time() - self._posted_s + TIMER_RESOLUTION_S
-        if self._posting is not None and since_s >= self._lease_s:
-            self._give_up()
-            return
-        if since_s < self._renew_s:
-            self._timer = self._loop.call_later(self._renew_s - since_s + TIMER_RESOLUTION_S, self._renew)
-            return
-        if self._sequences:
-            self._post_soon()
-        self._timer = self._loop.call_later(self._renew_s, self._renew)
-
-    def _give_up(self) -> None:
-        """End the channel, because a post that isn't answered holds up all later ones."""
-        error = self._unavailable(f"didn't answer a message for {self._lease_s:g} s")
-        logger.warning("model %s: channel %s ended: %s", self._model, self.name, error.message)
-        self.close(error)
-        self._closing = self._loop.create_task(self._send_close())
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

@@ -217,7 +217,7 @@ class LmDispatcher(Dispatcher):
 
     def _open(self, route: ReplicaRoute) -> EngineReplica:
         client = cast(FrameReplicaClient, self._connect(self.route.name, route))
-        client.open(NOTHING)
+        client.open(NOTHING, streams=True)
         return EngineReplica(route, client)
 
     def _start(self, run: RequestRun) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
 
 import msgspec
 import numpy as np
 
 from inference.engine import Engine, EngineFull, RequestRejected, SequenceRequest
+from inference.errors import DeclarationError
 from inference.lm.host_channel import ChannelLimits, HostChannel, HostSequence
 from inference.lm.step_watch import MAX_STEP_S, StepWatch
+from inference.runtime.channel import StreamChannels
 from inference.runtime.device import breaks_device
 from inference.runtime.failure_log import FailureLog, text_of
-from inference.runtime.request import TritonRequest
+from inference.runtime.request import TritonRequest, read_note
+from inference.runtime.stream_control import StreamControl
 from inference.wire.arrays import Array
 from inference.wire.frame import FRAME
 from inference.wire.lm import (
@@ -44,15 +48,15 @@ _CHANNEL_LIMITS = ChannelLimits()
 class EngineHost:
     """Owns an engine: one thread makes all calls of it, and sleeps while there is nothing to do.
 
-    A slow worker can't make memory grow: frames beyond its window are merged, and from `ChannelLimits.most_pending`
+    A slow worker can't make memory grow: steps beyond its window are merged, and from `ChannelLimits.most_pending`
     unsent tokens on the engine takes no further step, for any channel, until they are sent. A worker that blocks the
-    engine for a lease's time loses its channel.
+    engine for `ChannelLimits.blocked_s` loses its channel.
 
     Args:
         engine: the engine, which the host alone uses from now on.
         device: the engine's device.
         on_broken: called once the device is unusable, the engine can't be reset, or a step doesn't return.
-        channel_limits: when a channel ends although its worker did not close it.
+        channel_limits: how far a worker may be behind.
         max_step_s: the longest that a step of the engine may take.
     """
 
@@ -77,6 +81,7 @@ class EngineHost:
         self._failures = FailureLog()
         self._changed = threading.Condition(threading.Lock())
         """Guards the attributes below, and wakes the engine's thread."""
+        self._streams = StreamChannels()
         self._channels: dict[str, HostChannel] = {}
         self._sequences: dict[str, HostSequence] = {}
         """The running sequences of all channels, by the engine's id."""
@@ -91,16 +96,34 @@ class EngineHost:
         self._thread.start()
 
     async def handle(self, requests: Sequence[TritonRequest]) -> AsyncIterator[list[dict[str, Array]]]:
-        """Answer one Triton request in frames. It raises no exception, since PyTriton would answer with a traceback."""
+        """Answer one Triton request: with frames, with parcels of frames, or not at all, depending on its note. It
+        raises no exception, since PyTriton would answer with a traceback."""
         (request,) = requests  # the model is bound without Triton's batcher
         try:
-            message = _read(request)
-        except (msgspec.MsgspecError, ValueError) as error:
-            yield _packed(self._refusal(f"{CONTROL}: expected a message of inference.wire.lm: {text_of(error)}"))
+            note, message = read_note(request), _read(request)
+        except (DeclarationError, msgspec.MsgspecError, ValueError) as error:
+            reason = f"{CONTROL}: expected a message of inference.wire.lm: {text_of(error)}"
+            yield [{FRAME: _packed(self._refusal(reason))}]
             return
+        answers = self._streams.answers(note, partial(self._frames, message))
+        if answers is not None:
+            async with contextlib.aclosing(answers):
+                async for answer in answers:
+                    yield [{FRAME: answer}]
+
+    def close(self, reason: str = "the replica is ending") -> None:
+        """End all channels, close the engine, and wait until its thread has ended."""
+        with self._changed:
+            self._end_all(reason)
+        self._thread.join()
+
+    # Handlers of messages, in the loop of Triton's requests.
+
+    async def _frames(self, message: Message, control: StreamControl) -> AsyncGenerator[Array, None]:
+        """The frames that answer a message."""
         try:
             if isinstance(message, Open):
-                async with contextlib.aclosing(self._open(message)) as frames:
+                async with contextlib.aclosing(self._open(message, control)) as frames:
                     async for frame in frames:
                         yield frame
             else:
@@ -111,39 +134,32 @@ class EngineHost:
             logger.exception("a message could not be answered")
             yield _packed(self._refusal(f"internal error: {type(error).__name__}"))
 
-    def close(self, reason: str = "the replica is ending") -> None:
-        """End all channels, close the engine, and wait until its thread has ended."""
-        with self._changed:
-            self._end_all(reason)
-        self._thread.join()
-
-    # Handlers of messages, each in its request's event loop.
-
-    async def _open(self, message: Open) -> AsyncGenerator[list[dict[str, Array]], None]:
-        channel = HostChannel(message.channel, message.window, self._channel_limits, time.monotonic())
+    async def _open(self, message: Open, control: StreamControl) -> AsyncGenerator[Array, None]:
+        channel = HostChannel(message.channel, self._channel_limits)
         with self._changed:
             if self._closed:
                 frame: StepFrame | None = self._refusal(self._closed)
-            elif message.window < 1:
-                frame = self._refusal(f"window: expected at least 1, got {message.window}")
             elif message.channel in self._channels:
                 frame = self._refusal(f"channel: expected a new name, got {message.channel!r}")
             else:
                 self._channels[message.channel] = channel
-                self._changed.notify()  # the new channel may expire first
                 frame = channel.take(self._load)
         try:
             while True:
                 if frame is not None:
                     yield self._packed_for(channel, frame)
-                    if frame.closed:
+                    if frame.closed or control.is_cancelled:
                         return
-                await channel.news.wait()
+                try:
+                    with control.awaiting_model():
+                        await channel.news.wait()
+                except asyncio.CancelledError:
+                    if not control.is_cancelled:
+                        raise
+                    return
                 channel.news.clear()
                 with self._changed:
                     channel.is_waking = False
-                    if channel.end == "":
-                        return
                     was_held_up = channel.held_up is not None
                     frame = channel.take(self._load) if channel.has_frame else None
                     if was_held_up and frame is not None:
@@ -157,8 +173,6 @@ class EngineHost:
             channel = self._channels.get(message.channel)
             if channel is None:
                 return self._refusal(self._closed or f"channel: unknown name {message.channel!r}")
-            channel.heard.restart(time.monotonic())
-            channel.acknowledge(message.acknowledged)
             capacity = self._capacity(len(message.submits))
             for submit in message.submits:
                 if submit.number in channel.sequences:
@@ -174,8 +188,6 @@ class EngineHost:
             for number in message.cancels:
                 if (found := channel.sequences.get(number)) is not None:
                     self._cancel(found)
-            if message.close:
-                self._end_channel(channel, "")
             channel.wake()
             if message.submits:
                 self._changed.notify()
@@ -190,7 +202,7 @@ class EngineHost:
     def _refusal(self, reason: str) -> StepFrame:
         return StepFrame(0, [], self._load, closed=reason)
 
-    def _packed_for(self, channel: HostChannel, frame: StepFrame) -> list[dict[str, Array]]:
+    def _packed_for(self, channel: HostChannel, frame: StepFrame) -> Array:
         try:
             return _packed(frame)
         except Exception as error:  # a user's engine has returned something other than numbers
@@ -257,7 +269,7 @@ class EngineHost:
             channel.wake()
 
     def _expire(self, now: float) -> None:
-        """End the channels whose workers are gone or block the engine."""
+        """End the channels whose workers have blocked the engine for too long."""
         for channel in list(self._channels.values()):
             if (reason := channel.overdue(now)) is not None:
                 self._end_channel(channel, reason)
@@ -267,7 +279,7 @@ class EngineHost:
 
     def _timeout_s(self, now: float) -> float | None:
         """Seconds until `_expire` must be called next."""
-        looks = [channel.next_look() for channel in self._channels.values()]
+        looks = [look for channel in self._channels.values() if (look := channel.next_look()) is not None]
         return max(min(looks) - now, 0.001) if looks else None
 
     # The watchdog's thread.
@@ -398,9 +410,8 @@ def _read(request: TritonRequest) -> Message:
     return decode_message(array.tobytes())
 
 
-def _packed(frame: StepFrame) -> list[dict[str, Array]]:
-    packed: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(encode(frame), np.uint8)[None]
-    return [{FRAME: packed}]
+def _packed(frame: StepFrame) -> Array:
+    return np.frombuffer(encode(frame), np.uint8)[None]
 
 
 def _request(id: str, submit: Submit) -> SequenceRequest:

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, get_args
 
 from inference.engine import Finish, TokenEvent
 from inference.lm.step_watch import Wait
-from inference.wire.lm import LEASE_S, Ending, Load, SequenceEvent, StepFrame, Submit
+from inference.wire.lm import Ending, Load, SequenceEvent, StepFrame, Submit
 
 __all__ = ["ChannelLimits", "HostChannel", "HostSequence"]
 
@@ -15,14 +15,12 @@ _FINISHES: Final = frozenset[str](get_args(Finish))
 
 
 class ChannelLimits(NamedTuple):
-    """When a channel ends although its worker did not close it."""
+    """How far a worker may be behind."""
 
-    lease_s: float = LEASE_S
-    """The longest silence of a worker with sequences; also how long it may block the engine."""
-    idle_s: float = 600.0
-    """The longest silence of a worker without sequences; a live worker opens another channel."""
     most_pending: int = 16_384
     """Unsent tokens from which on a worker blocks the engine."""
+    blocked_s: float = 6.0
+    """How long a worker may block the engine."""
 
 
 class HostSequence:
@@ -51,17 +49,13 @@ class HostChannel:
 
     Args:
         name: the channel's name.
-        window: the most frames sent but not acknowledged.
-        limits: when the channel ends.
-        now: monotonic seconds.
+        limits: how far the worker may be behind.
     """
 
-    def __init__(self, name: str, window: int, limits: ChannelLimits, now: float) -> None:
+    def __init__(self, name: str, limits: ChannelLimits) -> None:
         self.name = name
         self.sequences: dict[int, HostSequence] = {}
         """Running sequences by number."""
-        self.heard = Wait(now)
-        """The timeout of the worker's next message."""
         self.held_up: Wait | None = None
         """The timeout of a worker that blocks the engine; None if it doesn't."""
         self.sent = 0
@@ -71,51 +65,33 @@ class HostChannel:
         self.is_waking = False
         """Whether `wake` has been called and the loop has not reacted yet."""
         self.end: str | None = None
-        """Why the channel has ended; empty if the worker closed it."""
-        self._window = window
+        """Why the channel has ended; empty if its stream did."""
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._acknowledged = 0
         self._events: list[SequenceEvent] = []
         self._tokens = 0
         """Unsent tokens."""
 
     def overdue(self, now: float) -> str | None:
         """Why the channel must end now, if it must. Also notes whether the worker blocks the engine."""
-        lease_s, idle_s, most_pending = self._limits
         if self.end is not None:
             return self.end
-        if not self._is_busy:
-            # The prefix is that of an unknown channel: a live worker has lost nothing, and opens another one.
-            return f"channel: idle for {idle_s:g} s" if self.heard.is_over(now, idle_s) else None
-        if self.heard.is_over(now, lease_s):
-            return f"its worker was silent for {lease_s:g} s"
-        if self._tokens < most_pending:
+        if self._tokens < self._limits.most_pending:
             self.held_up = None
         elif self.held_up is None:
             self.held_up = Wait(now)
-        elif self.held_up.is_over(now, lease_s):
-            return f"its worker left {self._tokens} tokens unread for {lease_s:g} s"
+        elif self.held_up.is_over(now, self._limits.blocked_s):
+            return f"its worker left {self._tokens} tokens unread for {self._limits.blocked_s:g} s"
         return None
 
-    def next_look(self) -> float:
-        """When to call `overdue` again, in monotonic seconds."""
-        look = self.heard.next_look(self._limits.lease_s if self._is_busy else self._limits.idle_s)
-        return look if self.held_up is None else min(look, self.held_up.next_look(self._limits.lease_s))
-
-    @property
-    def _is_busy(self) -> bool:
-        """Whether a live worker would send messages."""
-        return bool(self.sequences or self._events)
+    def next_look(self) -> float | None:
+        """When to call `overdue` again, in monotonic seconds; None: after the next step."""
+        return None if self.held_up is None else self.held_up.next_look(self._limits.blocked_s)
 
     @property
     def has_frame(self) -> bool:
-        """Whether there is something to send and the window allows it."""
-        return self.end is not None or (bool(self._events) and self.sent - self._acknowledged < self._window)
-
-    def acknowledge(self, frames: int) -> None:
-        """Note how many frames the worker has received."""
-        self._acknowledged = max(self._acknowledged, min(frames, self.sent))
+        """Whether there is something to send."""
+        return self.end is not None or bool(self._events)
 
     def add(self, sequence: HostSequence, event: TokenEvent) -> None:
         """Add an engine's event. Tokens are merged with unsent ones only if their indices continue exactly, so that the

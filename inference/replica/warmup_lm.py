@@ -7,6 +7,7 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+import msgspec
 from tritonclient.grpc import service_pb2
 
 from inference.engine import EngineLimits, Sampling
@@ -15,7 +16,8 @@ from inference.replica.triton import EmbeddedTriton
 from inference.replica.warmup import batch_sizes, grpc_outputs
 from inference.signature import Signature
 from inference.wire.handshake import ReplicaSpec
-from inference.wire.lm import CONTROL, RENEW_S, Message, Open, Post, StepFrame, Submit, decode_frame, encode
+from inference.wire.lm import CONTROL, Message, Open, Post, StepFrame, Submit, decode_frame, encode
+from inference.wire.report import HEADWATER, CallNote
 
 __all__ = ["counts", "submits", "warm_up"]
 
@@ -76,34 +78,33 @@ class _Channel:
 
     def __init__(self, name: str, triton: EmbeddedTriton, spec: ReplicaSpec) -> None:
         self._name = name
-        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._frames = grpc_outputs(triton, spec, self._requests(), "warm-up")
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._frames = grpc_outputs(triton, spec, iter(self._requests.get, None), "warm-up")
 
     def __enter__(self) -> _Channel:
-        self._messages.put(Open(CHANNEL))
+        self._send(Open(CHANNEL), CallNote(stream=CHANNEL))
         self._next()
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if error is None:
-                self._messages.put(Post(CHANNEL, close=True))
-                self._messages.put(None)
+                self._send(Post(CHANNEL), CallNote(cancel=CHANNEL))
+                self._requests.put(None)
                 if (frame := self._next()) is not None:
                     raise ReplicaError(f"warm-up: expected no frame after the channel was closed, got {frame}")
         finally:
-            self._messages.put(None)
+            self._requests.put(None)
             self._frames.close()
 
     def generate(self, wanted: Sequence[Submit]) -> None:
         """Generate sequences to their ends."""
-        self._messages.put(Post(CHANNEL, submits=list(wanted)))
+        self._send(Post(CHANNEL, list(wanted)), CallNote())
         left = {submit.number for submit in wanted}
         while left:
             frame = self._next()
             if frame is None or frame.closed:
                 raise ReplicaError(f"warm-up: the channel ended: {frame.closed if frame else 'Triton ended it'}")
-            self._messages.put(Post(CHANNEL, acknowledged=frame.number + 1))
             for event in frame.events:
                 if event.finish in ("stop", "length"):
                     left.discard(event.number)
@@ -115,18 +116,11 @@ class _Channel:
         raw = next(self._frames, None)
         return None if raw is None else decode_frame(raw)
 
-    def _requests(self) -> Iterator[Any]:
-        """The requests to send, consumed by gRPC in its own thread."""
-        while True:
-            message: Message | None
-            try:
-                message = self._messages.get(timeout=RENEW_S)
-            except queue.Empty:  # a first step may take longer than a lease
-                message = Post(CHANNEL)
-            if message is None:
-                return
-            data = encode(message)
-            request = service_pb2.ModelInferRequest(model_name=self._name)
-            request.inputs.add(name=CONTROL, datatype="UINT8", shape=[1, len(data)])
-            request.raw_input_contents.append(data)
-            yield request
+    def _send(self, message: Message, note: CallNote) -> None:
+        """Send a request; gRPC takes it from the queue in a thread of its own."""
+        data = encode(message)
+        request = service_pb2.ModelInferRequest(model_name=self._name)
+        request.parameters[HEADWATER].string_param = msgspec.json.encode(note).decode()
+        request.inputs.add(name=CONTROL, datatype="UINT8", shape=[1, len(data)])
+        request.raw_input_contents.append(data)
+        self._requests.put(request)

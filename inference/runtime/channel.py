@@ -1,4 +1,4 @@
-"""The channels of a replica whose model streams, and the streams that go over them (`inference.wire.parcel`)."""
+"""The channels of a replica, and the streams that go over them (`inference.wire.parcel`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 from inference.runtime.stream_control import StreamControl
 from inference.wire.arrays import Array
 from inference.wire.parcel import PARCEL_BYTES, PARCEL_WINDOW, ChannelNote, Entry, encode_parcel
+from inference.wire.report import CallNote
 
 __all__ = ["StreamChannels"]
 
@@ -114,21 +115,70 @@ class StreamChannels:
     def __init__(self) -> None:
         self._channels: dict[int, _Channel] = {}
         """By the worker's process id."""
+        self._streams: dict[str, StreamControl] = {}
+        """Running streams by name."""
         self._relays: set[asyncio.Task[None]] = set()
 
-    def open(self, note: ChannelNote) -> AsyncGenerator[Array, None]:
-        """A channel's parcels, until it is closed."""
-        return self._channel(note).parcels()
+    def answers(
+        self, note: CallNote, frames: Callable[[StreamControl], AsyncGenerator[Array, None]]
+    ) -> AsyncGenerator[Array, None] | None:
+        """The answers to a call: its frames or, as its note says, a channel's parcels; None if there are none.
 
-    def acknowledge(self, note: ChannelNote) -> None:
-        """See `inference.wire.parcel.ChannelNote`."""
-        self._channel(note).acknowledge(note)
-
-    def start(self, note: ChannelNote, stream: StreamControl, frames: AsyncGenerator[Array, None]) -> None:
-        """Send a stream's frames as they are made."""
-        task = asyncio.get_running_loop().create_task(_relay(self._channel(note), stream, frames))
+        Args:
+            note: the call's note.
+            frames: computes the call's frames. If they go over a channel, the call ends before they are made, so they
+                must not need its tensors' memory.
+        """
+        name, channel = note.stream, note.channel
+        if note.cancel:
+            if note.cancel in self._streams:
+                self._streams[note.cancel].cancel()
+            return None
+        if channel is not None and channel.opens:
+            return self._channel(channel).parcels()
+        if channel is not None and not name:
+            self._channel(channel).acknowledge(channel)
+            return None
+        stream = StreamControl(name)
+        if not name:
+            return frames(stream)
+        self._streams[name] = stream
+        if channel is None:
+            return self._direct(stream, frames(stream))
+        task = asyncio.get_running_loop().create_task(self._relay(self._channel(channel), stream, frames(stream)))
         self._relays.add(task)
         task.add_done_callback(self._relays.discard)
+        return None
+
+    async def _direct(self, stream: StreamControl, frames: AsyncGenerator[Array, None]) -> AsyncGenerator[Array, None]:
+        """The frames of a stream whose call they answer, without flow control."""
+        try:
+            async with contextlib.aclosing(frames):
+                async for frame in frames:
+                    yield frame
+        finally:
+            del self._streams[stream.name]
+
+    async def _relay(self, channel: _Channel, stream: StreamControl, frames: AsyncGenerator[Array, None]) -> None:
+        """Send a stream's frames over a channel as they are made."""
+        channel.streams[stream.name] = stream
+        if channel.is_closed:
+            stream.cancel()
+        try:
+            async with contextlib.aclosing(frames):
+                async for frame in frames:
+                    stream.frames += 1
+                    stream.bytes += frame.size
+                    channel.add(stream.name, frame)
+                    del frame  # free the memory: the next frame may take long
+                    if stream.is_full and not stream.has_turn:
+                        await stream.capacity()
+                        if stream.is_cancelled:  # don't wait for the next frame, which may take long
+                            break
+        finally:
+            channel.add(stream.name, None)
+            del channel.streams[stream.name]
+            del self._streams[stream.name]
 
     def _channel(self, note: ChannelNote) -> _Channel:
         """The channel of this number, made if need be; a closed one if the worker already has a later channel."""
@@ -146,23 +196,3 @@ class StreamChannels:
         new.watch(note.pid)
         self._channels[note.pid] = new
         return new
-
-
-async def _relay(channel: _Channel, stream: StreamControl, frames: AsyncGenerator[Array, None]) -> None:
-    channel.streams[stream.name] = stream
-    if channel.is_closed:
-        stream.cancel()
-    try:
-        async with contextlib.aclosing(frames):
-            async for frame in frames:
-                stream.frames += 1
-                stream.bytes += frame.size
-                channel.add(stream.name, frame)
-                del frame  # free the memory: the next frame may take long
-                if stream.is_full and not stream.has_turn:
-                    await stream.capacity()
-                    if stream.is_cancelled:  # don't wait for the next frame, which may take long
-                        break
-    finally:
-        channel.add(stream.name, None)
-        del channel.streams[stream.name]

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from inference.errors import DeclarationError
 from inference.model import Model
@@ -68,8 +69,6 @@ class FusedPipeline:
         }  # fmt: skip
         self._turn = asyncio.Lock()
         self._pace = Pace(wait_for_next_s)
-        self._streams: dict[str, StreamControl] = {}
-        """Running streams by name."""
         self._channels = StreamChannels()
 
     async def handle(self, requests: Sequence[TritonRequest]) -> AsyncGenerator[list[dict[str, Array]], None]:
@@ -82,31 +81,14 @@ class FusedPipeline:
             report = refusal(error) if isinstance(error, OSError) else _report_of(error)
             yield [{FRAME: self._refusal(rows, report)}]
             return
-        answers = self._answers(part)
+        if part.note.stream and part.note.channel is not None:
+            # The request ends now, and its tensors' memory with it.
+            part = part._replace(inputs={name: array.copy() for name, array in part.inputs.items()})
+        answers = self._channels.answers(part.note, partial(self._frames, part))
         if answers is not None:
             async with contextlib.aclosing(answers):
                 async for answer in answers:
                     yield [{FRAME: answer}]
-
-    def _answers(self, part: Part) -> AsyncGenerator[Array, None] | None:
-        """The answers to a request; None if there are none."""
-        note = part.note
-        if note.cancel:
-            if note.cancel in self._streams:
-                self._streams[note.cancel].cancel()
-            return None
-        if note.channel is None:
-            return self._frames(part, StreamControl())
-        if note.channel.opens:
-            return self._channels.open(note.channel)
-        if not note.stream:
-            self._channels.acknowledge(note.channel)
-            return None
-        # The request ends now, and its tensors' memory with it.
-        part = part._replace(inputs={name: array.copy() for name, array in part.inputs.items()})
-        stream = StreamControl(note.stream)
-        self._channels.start(note.channel, stream, self._frames(part, stream))
-        return None
 
     async def _frames(self, part: Part, control: StreamControl) -> AsyncGenerator[Array, None]:
         """A request's frames.
@@ -114,12 +96,10 @@ class FusedPipeline:
         It raises no exception, since PyTriton would answer with a traceback and log it. An unexpected error fails all
         rows of the heads that have not answered yet.
         """
-        name = part.note.stream
         run: BatchRun | None = None
         try:
             run = BatchRun(self._plan, self._ancestors, self.steps, part)
             if self._plan.signature.streams:
-                self._streams[name] = control
                 frames = run.stream(self._turn, control)
             else:
                 frames = run.batch(self._turn, self._pace)
@@ -129,8 +109,6 @@ class FusedPipeline:
         except Exception as error:
             report = _report_of(error)
             yield self._refusal(part.rows, report) if run is None else run.failed(report)
-        finally:
-            self._streams.pop(name, None)
 
     def _refusal(self, rows: int, report: RowReport) -> Array:
         """A frame that fails all rows of all heads with one report."""

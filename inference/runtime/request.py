@@ -13,7 +13,7 @@ from inference.wire.arrays import Array
 from inference.wire.report import HEADWATER, CallNote, RowReport, Status
 from inference.wire.shared_memory import MappedCall
 
-__all__ = ["Part", "TritonRequest", "read_request", "refusal"]
+__all__ = ["Part", "TritonRequest", "read_note", "read_request", "refusal"]
 
 
 class TritonRequest(Protocol):
@@ -36,6 +36,19 @@ class Part(NamedTuple):
     """The mapped segment of its large tensors; None if there are none."""
 
 
+def read_note(request: TritonRequest) -> CallNote:
+    """Read a request's note.
+
+    Raises:
+        DeclarationError: the note is malformed.
+    """
+    given = request.parameters or {}
+    try:
+        return msgspec.json.decode(given[HEADWATER], type=CallNote) if HEADWATER in given else CallNote()
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise DeclarationError(f"parameter {HEADWATER!r}: expected the JSON of a note: {error}") from error
+
+
 def read_request(signature: Signature, request: TritonRequest) -> Part:
     """Read one request: restore the true shape of tensors without elements, and fill in parameters' defaults.
 
@@ -44,10 +57,7 @@ def read_request(signature: Signature, request: TritonRequest) -> Part:
         OSError: the request's shared memory can't be opened.
     """
     given = request.parameters or {}
-    try:
-        note = msgspec.json.decode(given[HEADWATER], type=CallNote) if HEADWATER in given else CallNote()
-    except (msgspec.MsgspecError, TypeError) as error:
-        raise DeclarationError(f"parameter {HEADWATER!r}: expected the JSON of a note: {error}") from error
+    note = read_note(request)
     memory = MappedCall(note.shared) if note.shared is not None else None
     inputs: dict[str, Array] = {}
     rows = 0

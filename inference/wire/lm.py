@@ -1,14 +1,16 @@
-"""Messages between gateway workers and a replica's engine: channels, and the packed answers sent on them.
+"""Messages between gateway workers and a replica's engine, and the packed answers of the engine.
 
 A replica binds one decoupled model. Every request to it carries one `Message` in the input `CONTROL`, UINT8 [1, size];
 every response carries one `StepFrame` in the output `inference.wire.frame.FRAME`, UINT8 [1, size]. Both are
 MessagePack.
 
-- `Open` makes a channel, which belongs to one gateway worker; its request stays open as long as the channel lives. The
-  first frame has no events and confirms the channel. Then each engine step sends one frame with the tokens of all the
-  channel's sequences; if the worker is behind by a window, steps are merged into the next frame.
-- `Post` starts and cancels sequences of a channel, acknowledges frames, and renews the channel's lease. It is answered
-  only if the channel is unknown: with one frame whose `closed` says so.
+- `Open` makes a channel, which belongs to one gateway worker. Its frames are a stream like that of any other model
+  (`inference.wire.parcel`), which also brings flow control, the channel's end with its worker, and the way to close it:
+  cancelling the stream. The first frame has no events and confirms the channel. Then each engine step makes one frame
+  with the tokens of all the channel's sequences; if the worker is behind by a window, steps are merged into the next
+  frame.
+- `Post` starts and cancels sequences of a channel. It is answered only if the channel is unknown: with one frame whose
+  `closed` says so.
 - `CancelRequest` cancels by a request's id, whichever channel it came over; one frame with `cancelled` answers it.
 """
 
@@ -23,9 +25,6 @@ from inference.engine import Sampling, TokenId
 
 __all__ = [
     "CONTROL",
-    "LEASE_S",
-    "RENEW_S",
-    "WINDOW",
     "CancelRequest",
     "Ending",
     "Load",
@@ -41,12 +40,6 @@ __all__ = [
 ]
 
 CONTROL: Final = "control"
-WINDOW: Final = 16
-"""The most frames sent but not acknowledged."""
-LEASE_S: Final = 6.0
-"""A channel with sequences ends, and they with it, once its worker has been silent for this long."""
-RENEW_S: Final = 2.0
-"""How often a worker with sequences under way renews the lease."""
 
 Ending: TypeAlias = Literal["stop", "length", "cancelled", "error", "full", "rejected"]
 """Why a sequence ended: as `inference.engine.Finish`; ``full``: the engine's queue is full; ``rejected``: the sequence
@@ -71,21 +64,16 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """Opens a channel."""
 
     channel: str
-    """The channel's name, never used before."""
-    window: int = WINDOW
+    """The channel's name, never used before; also the name of its stream."""
 
 
 class Post(msgspec.Struct, frozen=True, array_like=True, tag="post", omit_defaults=True):
     """A worker's message on its channel."""
 
     channel: str
-    acknowledged: int = 0
-    """How many of the channel's frames the worker has received in all."""
     submits: list[Submit] = []
     cancels: list[int] = []
     """The numbers of the sequences to cancel."""
-    close: bool = False
-    """Whether to end the channel and its sequences."""
 
 
 class CancelRequest(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):

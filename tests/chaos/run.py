@@ -30,8 +30,7 @@ SMALL: Final = ("plain", "fused", "tiny")
 READY_S: Final = 180.0
 """Until all is ready again: up to 30 s of backoff before each start, and the starts, of all at once on a few cores."""
 IDLE_S: Final = 30.0
-"""Until nothing is in flight any more: what clients left is noticed at once, or at the next thing that is sent to them;
-the lease of a killed worker's sequences ends after 6 s."""
+"""Until nothing is in flight any more: what clients left is noticed at once, or when something is sent to them."""
 PAUSE_S: Final = 0.2
 """Of a client that was told 503; it would ask for nothing else while one replica starts."""
 LEAVES_WITHIN_S: Final = 0.05

@@ -85,7 +85,8 @@ class Replica:
         self.opened.append(nothing)
 
     def cancel(self, name: str) -> None:
-        raise AssertionError("a channel ends by a message")
+        for channel in self.channels:
+            channel.is_ended = channel.is_ended or channel.name == name
 
     def close(self) -> None:
         self.is_closed = True
@@ -102,10 +103,11 @@ class Replica:
         if self.is_gone:
             raise ReplicaUnreachable("the replica ended")
         ((input, datatype, shape, (raw,)),) = request.inputs
-        assert (input, datatype, shape, request.note) == ("control", "UINT8", [1, len(raw)], CallNote())
+        message = decode_message(raw)
+        note = CallNote(stream=name) if isinstance(message, Open) else CallNote()
+        assert (input, datatype, shape, request.note) == ("control", "UINT8", [1, len(raw)], note)
         assert name not in self.names
         self.names.append(name)
-        message = decode_message(raw)
         self.messages.append(message)
         if isinstance(message, Open):
             channel = ReplicaChannel(message.channel)
@@ -134,8 +136,6 @@ class Replica:
                 assert submit.number not in self.submits
                 self.submits[submit.number] = submit
             self.cancels += message.cancels
-            self.channel.acknowledged = message.acknowledged
-            self.channel.is_ended = message.close
         else:
             await self.answers_cancels.wait()
             yield encode(StepFrame(0, [], Load(), cancelled=self._cancel(message)))
@@ -158,7 +158,6 @@ class ReplicaChannel:
         self.name = name
         self.answers: asyncio.Queue[bytes | HeadwaterError | None] = asyncio.Queue()
         self.frames = 0
-        self.acknowledged = 0
         self.is_ended = False
         self.told: dict[int, int] = {}
         """Tokens, by sequence."""

@@ -34,16 +34,16 @@ from tests.counted import count_from_zero, counts_of
 class Line:
     """A replica, a channel to it, and requests on it."""
 
-    def __init__(self, *, window: int = 16, renew_s: float = 60.0, lease_s: float = 60.0) -> None:
+    def __init__(self, *, post_timeout_s: float = 60.0) -> None:
         self.replica = Replica()
         count_from_zero()
         self.meter = recorder().language_model("lm")
         self.ends: list[HeadwaterError] = []
-        self._times = {"renew_s": renew_s, "lease_s": lease_s}
-        self.channel = self._connect(window)
+        self._post_timeout_s = post_timeout_s
+        self.channel = self._connect()
 
-    def _connect(self, window: int = 16) -> Channel:
-        return Channel("lm", self.replica, self.meter, self.ends.append, window=window, **self._times)
+    def _connect(self) -> Channel:
+        return Channel("lm", self.replica, self.meter, self.ends.append, post_timeout_s=self._post_timeout_s)
 
     def _start(self, request: RequestRun) -> None:
         if self.channel.is_ended:
@@ -84,12 +84,11 @@ def test_a_channel_opens_with_its_first_sequence_and_posts_when_it_is_there() ->
         line.replica.answers_open.clear()
         line.ask()
         await settle()
-        assert line.replica.messages == [Open(line.channel.name, 16)]
+        assert line.replica.messages == [Open(line.channel.name)]
         line.replica.answers_open.set()
         await settle()
         (post,) = line.replica.posts
         assert [submit.request_id for submit in post.submits] == ["q"]
-        assert post.acknowledged == 1
 
     run(scenario)
 
@@ -147,76 +146,6 @@ def test_what_is_cancelled_before_it_was_sent_is_never_sent() -> None:
     run(scenario)
 
 
-def test_frames_are_acknowledged_after_half_a_window_and_with_any_other_post() -> None:
-    async def scenario() -> None:
-        line = Line(window=8)
-        line.ask(spec(50))
-        await settle()
-        assert line.replica.channel.acknowledged == 1
-        for index in range(3):
-            line.replica.say(event(0, index, [7]))
-            await settle()
-        assert len(line.replica.posts) == 1
-        line.replica.say(event(0, 3, [7]))
-        await settle()
-        assert len(line.replica.posts) == 2
-        assert line.replica.channel.acknowledged == 5
-        line.replica.say(event(0, 4, [7]))
-        await settle()
-        line.ask()
-        await settle()
-        assert len(line.replica.posts) == 3
-        assert line.replica.channel.acknowledged == 6
-
-    run(scenario)
-
-
-def test_a_burst_of_frames_is_acknowledged_at_once() -> None:
-    async def scenario() -> None:
-        line = Line(window=16)
-        line.ask(spec(50))
-        await settle()
-        for index in range(16):
-            line.replica.say(event(0, index, [7]))
-        await settle()
-        assert line.replica.channel.acknowledged == 17
-        assert len(line.replica.posts) <= 3
-
-    run(scenario)
-
-
-def test_the_lease_is_renewed_while_sequences_are_under_way_and_only_then() -> None:
-    async def scenario() -> None:
-        line = Line(renew_s=0.02)
-        request = line.ask()
-        await until(lambda: len(line.replica.posts) >= 4)
-        assert [(post.submits, post.cancels) for post in line.replica.posts[1:4]] == [([], [])] * 3
-        request.close()
-        await until(lambda: line.channel._timer is None)
-        await settle()
-        said = len(line.replica.posts)
-        line.ask()
-        await until(lambda: len(line.replica.posts) >= said + 3)  # and it begins anew
-
-    run(scenario)
-
-
-def test_a_post_of_another_kind_puts_the_renewal_off() -> None:
-    async def scenario() -> None:
-        line = Line(renew_s=0.1)
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        while loop.time() < began_s + 0.3:
-            line.ask()
-            await asyncio.sleep(0)
-        assert all(post.submits for post in line.replica.posts)
-        said = len(line.replica.posts)
-        await until(lambda: not line.replica.posts[-1].submits)
-        assert len(line.replica.posts) <= said + 2
-
-    run(scenario)
-
-
 # Tokens
 
 
@@ -241,7 +170,7 @@ def test_each_event_reaches_its_sequence_and_a_reader_sleeps_until_then() -> Non
 
 def test_a_slow_reader_gets_one_merged_chunk_and_holds_no_more_than_the_tokens_asked_for() -> None:
     async def scenario() -> None:
-        line = Line(window=4)
+        line = Line()
         request = line.ask(spec(1000, sampling=Sampling(logprobs=2)))
         await settle()
         for index in range(1000):
@@ -250,7 +179,7 @@ def test_a_slow_reader_gets_one_merged_chunk_and_holds_no_more_than_the_tokens_a
             line.replica.say(SequenceEvent(0, index, [index], [-index / 8], tops, finish))
             await asyncio.sleep(0)
         await settle()
-        assert line.replica.channel.acknowledged >= 1000  # its neighbours are not held up
+        assert line.replica.channel.answers.empty()  # its neighbours are not held up
         ((place, got),) = await request.news()
         assert (place, got.tokens, got.finish) == (0, list(range(1000)), "length")
         assert got.logprobs == [-index / 8 for index in range(1000)]
@@ -283,7 +212,7 @@ def test_however_frames_and_readers_interleave_each_token_comes_once_and_in_orde
     chance = random.Random(seed)
 
     async def scenario() -> None:
-        line = Line(window=chance.choice([1, 2, 16]))
+        line = Line()
         lengths = [chance.randint(0, max_tokens) for _ in range(count)]
         requests, places, owners = [], 0, []
         while places < count:
@@ -732,7 +661,7 @@ def test_a_prompt_is_kept_until_the_replica_has_it() -> None:
 @pytest.mark.parametrize("is_left", [False, True])
 def test_a_post_that_is_never_answered_ends_the_channel(is_left: bool) -> None:
     async def scenario() -> None:
-        line = Line(renew_s=0.02, lease_s=0.06)
+        line = Line(post_timeout_s=0.06)
         had = line.ask(id="had")
         await settle()
         line.replica.answers_posts.clear()
@@ -756,7 +685,7 @@ def test_a_post_that_is_never_answered_ends_the_channel(is_left: bool) -> None:
         await settle()
         asked = [submit.request_id for submit in line.replica.submits.values()]
         assert asked == (["again"] if is_left else ["never", "again"])
-        assert [post.channel for post in line.replica.posts if post.close] == [stuck.name]
+        assert [channel.name for channel in line.replica.channels if channel.is_ended] == [stuck.name]
         again.close()
         never.close()
 
@@ -869,7 +798,7 @@ def test_an_answer_to_a_post_that_failed_ends_the_channel() -> None:
             async def frames(self, name, request):  # type: ignore[no-untyped-def]
                 async for raw in super().frames(name, request):
                     yield raw
-                if isinstance(self.messages[-1], Post) and not self.messages[-1].close:
+                if isinstance(self.messages[-1], Post):
                     raise CallableFailed("the replica refused the call: no")
 
         line = Line()

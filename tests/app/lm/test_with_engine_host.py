@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from inference.engine import Engine, EngineLimits
 from inference.lm.engine_host import EngineHost
 from inference.lm.null_engine import NullEngine
 from inference.wire.frame import FRAME
+from inference.wire.report import HEADWATER, CallNote
 from tests.app.lm.stand_in import route_of, spec, until
 from tests.counted import count_from_zero, counts_of
 from tests.services.engines import FaultyEngine
@@ -28,21 +30,28 @@ class HostClient:
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
+        self._cancels: set[asyncio.Task[None]] = set()
 
     def open(self, nothing: FrameRequest, *, streams: bool = False) -> None:
-        (self.nothing,) = (nothing,)
+        self._nothing = nothing
 
     def cancel(self, name: str) -> None:
-        raise AssertionError("a channel ends by a message")
+        asked = asyncio.create_task(self._whole(FrameRequest(self._nothing.inputs, CallNote(cancel=name))))
+        self._cancels.add(asked)
+        asked.add_done_callback(self._cancels.discard)
 
     def close(self) -> None: ...
 
     async def frames(self, name: str, request: FrameRequest) -> AsyncGenerator[bytes, None]:
         ((input, _, shape, (raw,)),) = request.inputs
-        asked = SimpleNamespace(data={input: np.frombuffer(raw, np.uint8).reshape(shape)}, parameters={})
+        note = {HEADWATER: msgspec.json.encode(request.note).decode()}
+        asked = SimpleNamespace(data={input: np.frombuffer(raw, np.uint8).reshape(shape)}, parameters=note)
         async with contextlib.aclosing(self._host.handle([asked])) as answers:  # type: ignore[type-var]
             async for (answer,) in answers:
                 yield answer[FRAME].tobytes()
+
+    async def _whole(self, request: FrameRequest) -> None:
+        assert [frame async for frame in self.frames("", request)] == []
 
 
 def run(engine: Engine, scenario: Callable[[LmDispatcher, EngineHost], Awaitable[None]]) -> None:

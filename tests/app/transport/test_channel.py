@@ -27,6 +27,7 @@ from inference.wire.parcel import (
     ChannelNote,
     decode_parcel,
 )
+from inference.wire.report import CallNote
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 numbers = itertools.count()
@@ -56,14 +57,14 @@ class Source:
     def __init__(self, count: int, size: int = 8) -> None:
         self.made = 0
         self.is_closed = False
-        self.stream = StreamControl(f"stream-{next(numbers)}")
+        self.name = f"stream-{next(numbers)}"
         self._count = count
         self._size = size
 
-    async def frames(self) -> AsyncGenerator[Array, None]:
+    async def frames(self, stream: StreamControl) -> AsyncGenerator[Array, None]:
         """Ends when it is cancelled, as a `BatchRun` does."""
         try:
-            while self.made < self._count and not self.stream.is_cancelled:
+            while self.made < self._count and not stream.is_cancelled:
                 await asyncio.sleep(0)
                 self.made += 1
                 yield frame(self.made - 1, self._size)
@@ -95,16 +96,31 @@ class Listener:
         self.task = asyncio.create_task(self._listen(channels, opening))
 
     async def _listen(self, channels: StreamChannels, opening: ChannelNote) -> None:
-        async for array in channels.open(opening):
+        async for array in parcels_of(channels, opening):
             self.parcels.append(decode_parcel(array.tobytes()))
 
     def of(self, source: Source) -> list[bytes | None]:
         """What came of a stream."""
-        return [raw for parcel in self.parcels for name, raw in parcel if name == source.stream.name]
+        return [raw for parcel in self.parcels for name, raw in parcel if name == source.name]
 
 
-def start(channels: StreamChannels, source: Source, **fields: Any) -> None:
-    channels.start(note(**fields), source.stream, source.frames())
+def parcels_of(channels: StreamChannels, opening: ChannelNote) -> AsyncGenerator[Array, None]:
+    answers = channels.answers(CallNote(channel=opening), no_frames)
+    assert answers is not None
+    return answers
+
+
+def no_frames(stream: StreamControl) -> AsyncGenerator[Array, None]:
+    raise AssertionError("the call has no frames of its own")
+
+
+def acknowledge(channels: StreamChannels, said: ChannelNote) -> None:
+    assert channels.answers(CallNote(channel=said), no_frames) is None
+
+
+def start(channels: StreamChannels, source: Source, channel: ChannelNote | None = None, **fields: Any) -> None:
+    call = CallNote(stream=source.name, channel=channel or note(**fields))
+    assert channels.answers(call, source.frames) is None
 
 
 def opened() -> tuple[StreamChannels, Listener]:
@@ -115,7 +131,7 @@ def opened() -> tuple[StreamChannels, Listener]:
 
 async def close(channels: StreamChannels, *listeners: Listener) -> None:
     """As a worker does that opens another channel, and ends."""
-    other = Listener(channels, note(number=10**6))
+    other = Listener(channels, note(number=10**6, opens=True))
     await asyncio.wait([listener.task for listener in listeners])
     other.task.cancel()
     await asyncio.wait([other.task])
@@ -145,9 +161,9 @@ def test_a_stream_waits_for_its_reader_and_the_others_do_not() -> None:
         while None not in listener.of(read):
             await asyncio.sleep(0.001)
             taken = len(listener.of(read))
-            channels.acknowledge(note(parcels=len(listener.parcels), taken={read.stream.name: (taken, 8 * taken)}))
+            acknowledge(channels, note(parcels=len(listener.parcels), taken={read.name: (taken, 8 * taken)}))
         assert stalled.made == STREAM_WINDOW
-        channels.acknowledge(note(taken={stalled.stream.name: (10, 80)}))
+        acknowledge(channels, note(taken={stalled.name: (10, 80)}))
         await until(lambda: stalled.made == STREAM_WINDOW + 10)
         await settle()
         assert stalled.made == STREAM_WINDOW + 10
@@ -181,7 +197,7 @@ def test_a_channel_waits_for_its_worker_and_gathers_meanwhile() -> None:
         await until(lambda: all(source.is_closed for source in sources))
         await asyncio.sleep(0.01)
         assert len(listener.parcels) == PARCEL_WINDOW
-        channels.acknowledge(note(parcels=PARCEL_WINDOW))
+        acknowledge(channels, note(parcels=PARCEL_WINDOW))
         await until(lambda: all(len(listener.of(source)) == 4 for source in sources))
         assert len(listener.parcels) == PARCEL_WINDOW + 1
         await close(channels, listener)
@@ -217,7 +233,7 @@ def test_a_stream_that_is_cancelled_ends_even_while_it_waits(is_held: bool) -> N
         else:
             await until(lambda: source.made > 3)
         made = source.made
-        source.stream.cancel()
+        assert channels.answers(CallNote(cancel=source.name), no_frames) is None
         await until(lambda: None in listener.of(source))
         assert source.is_closed
         if is_held:  # the next one might be long in coming
@@ -266,7 +282,7 @@ def test_another_channel_of_a_worker_ends_the_former_one_whatever_comes_late() -
         await until(lambda: former.is_closed)
         start(channels, late, number=1)
         await until(lambda: late.is_closed)
-        channels.acknowledge(note(number=1, parcels=99))
+        acknowledge(channels, note(number=1, parcels=99))
         start(channels, latest, number=2)
         await until(lambda: None in second.of(latest))
         await close(channels, second)
@@ -331,23 +347,23 @@ def test_every_frame_arrives_once_in_order_and_no_window_is_passed(asked: list[t
         async def deliver(said: ChannelNote) -> None:
             for _ in range(dice.randint(0, 5)):
                 await asyncio.sleep(0)
-            channels.acknowledge(said)
+            acknowledge(channels, said)
             worker.end_post()
 
         worker = StreamChannel(lambda said: posts.append(asyncio.create_task(deliver(said))))
         sources = [Source(count, size) for count, size in asked]
-        waiting: dict[str, list[bytes | None]] = {source.stream.name: [] for source in sources}
+        waiting: dict[str, list[bytes | None]] = {source.name: [] for source in sources}
         got: dict[str, list[bytes]] = {name: [] for name in waiting}
 
         async def receive() -> None:
             parcels = 0
-            async for array in channels.open(worker.opening()):
+            async for array in parcels_of(channels, worker.opening()):
                 parcels += 1
                 for name, raw in worker.open_parcel(array.tobytes()):
                     waiting[name].append(raw)
 
         async def read(source: Source) -> None:
-            name, taken = source.stream.name, Taken()
+            name, taken = source.name, Taken()
             while True:
                 await until(lambda: bool(waiting[name]))
                 for _ in range(dice.randint(0, 3)):
@@ -362,10 +378,10 @@ def test_every_frame_arrives_once_in_order_and_no_window_is_passed(asked: list[t
 
         receiving = asyncio.create_task(receive())
         for source in sources:
-            channels.start(worker.note, source.stream, source.frames())
+            start(channels, source, worker.note)
         await asyncio.gather(*(read(source) for source in sources))
         for source, (count, size) in zip(sources, asked, strict=True):
-            assert got[source.stream.name] == [frame(number, size).tobytes() for number in range(count)]
+            assert got[source.name] == [frame(number, size).tobytes() for number in range(count)]
         await until(lambda: all(post.done() for post in posts))
         other = Listener(channels, ChannelNote(worker.note.pid, worker.note.number + 1, opens=True))
         await asyncio.wait([receiving])
