@@ -203,7 +203,11 @@ class ServerClient:
                 timeout=timeout, verify=tls_context(self._url), trust_env=False, transport=self._transport
             ) as client:
                 response = client.request(method, self._url + path, json=body, headers=self._headers)
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError) as error:
+            raise CommandError(
+                f"{self._option}: expected a server's URL such as http://127.0.0.1:8000, got {self._url!r}: {error}"
+            ) from error
+        except httpx.HTTPError as error:
             raise CommandError(
                 f"{self._option}: {self._url}: no answer: {str(error) or type(error).__name__}; is the server running "
                 "there?"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import ssl
@@ -45,7 +46,9 @@ def unhealthy(url: str) -> str:
         with error, contextlib.suppress(ValueError, OSError, AttributeError):
             text = str(json.loads(error.read(65536)).get("error", ""))
         return f"{url}: {text or f'status {error.code}'}"
-    except (OSError, ValueError) as error:
+    except (http.client.InvalidURL, ValueError) as error:
+        return f"--url: expected a server's URL such as http://127.0.0.1:8000, got {url!r}: {error}"
+    except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         return f"{url}: no answer: {reason}; is the server running there? Set its address with --url"
 

@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 MAX_CONTAINERS: Final = 100_000
-"""Keys, objects and arrays in a body, not counting a tensor's ``data``. One call decodes a body, and no other thread
+"""Keys, objects and arrays in a body, not counting a tensor's numbers. One call decodes a body, and no other thread
 runs meanwhile: this bounds that time to a few hundredths of a second."""
 MAX_VALUES: Final = 1_000_000
-"""Values in a body without tensors; a plain value costs a tenth of a key or an object."""
+"""Values in a body, not counting a tensor's numbers; a plain value costs a tenth of a key or an object."""
 
 _ENTRY: Final = re.compile(r"\.(?:inputs|outputs)\[\d+\]")
 _NOT_FINITE: Final = re.compile(rb"-?\b(?:NaN|Infinity)\b")
@@ -199,7 +199,13 @@ _PAIRS: Final = json.JSONDecoder(object_pairs_hook=_unique, strict=False, parse_
 
 
 def unreadable(
-    error: Exception, text: bytes | memoryview, kind: Any, path: str = "", *, binary: str = ""
+    error: Exception,
+    text: bytes | memoryview | msgspec.Raw,
+    kind: Any,
+    path: str = "",
+    *,
+    binary: str = "",
+    tensor: str | None = None,
 ) -> BadRequest:
     """The error that says why a request's JSON does not parse.
 
@@ -209,7 +215,9 @@ def unreadable(
         kind: the type expected.
         path: the field whose value the JSON is; empty: the body.
         binary: how to send a tensor that JSON can't carry; empty: the request has no tensors.
+        tensor: the name of the tensor that the value belongs to; None: the text tells it.
     """
+    text = memoryview(text)
     whole = path or "body"
     if isinstance(error, RecursionError):
         return at(whole, None, "expected JSON, got arrays or objects nested too deeply")
@@ -218,17 +226,9 @@ def unreadable(
     fault = parsed(error)
     if not isinstance(error, msgspec.ValidationError):
         return _malformed(fault, text, whole, binary)
-    tensor = _tensor(text, fault.path)
+    tensor = _tensor(text, fault.path) if tensor is None else tensor
     expected = fault.expected
-    inner = fault.path
-    if inner.endswith("parameters[...]"):
-        inner = inner.removesuffix("[...]")
-        parameters = _value_at(text, inner)
-        if isinstance(parameters, dict):
-            wrong = dict if fault.got == "object" else list
-            inner += next((f".{key_text(name)}" for name, one in parameters.items() if isinstance(one, wrong)), "")
-        expected = expected.replace(" | array", "").replace(" | null", "")  # only some of the parameters accept these
-    place = (path + inner).lstrip(".")
+    place = (path + fault.path).lstrip(".")
     name = fault.missing if fault.unknown is None else fault.unknown
     if name is not None:
         listed = ", ".join(fields_at(kind, fault.path))
@@ -265,7 +265,8 @@ def _got(fault: ParsedError, text: bytes | memoryview) -> str:
 def _value_at(text: bytes | memoryview, path: str, *, check: bool = False) -> Any:
     """The value at a path; None if the text is long or malformed, or the path leads into an object of any keys.
 
-    Only this value is built: the elements of a tensor may be many more than a request's keys, objects and arrays.
+    Only this value is built, and no long array or object: a tensor's elements may be many more than a request's keys,
+    objects and arrays.
 
     Raises:
         BadRequest: ``check`` is set, and an object has a key twice.
@@ -282,7 +283,8 @@ def _value_at(text: bytes | memoryview, path: str, *, check: bool = False) -> An
                 raw = msgspec.json.decode(raw, type=list[msgspec.Raw])[int(part[2])]
             else:
                 raw = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])[part[1]]
-        return msgspec.json.decode(raw)
+        is_long = len(memoryview(raw)) > _FEW_BYTES and bytes(memoryview(raw)[:1]) in (b"[", b"{")
+        return None if is_long else msgspec.json.decode(raw)
     except (*PARSE_ERRORS, LookupError, ValueError):
         return None
 

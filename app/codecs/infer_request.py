@@ -13,7 +13,17 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from app.codecs.faults import at, check_keys, check_size, colons, no_json_form, shown, unreadable
+from app.codecs.faults import (
+    MAX_CONTAINERS,
+    at,
+    check_keys,
+    check_size,
+    colons,
+    key_text,
+    no_json_form,
+    shown,
+    unreadable,
+)
 from app.codecs.inputs import declared_input, element_count, take_binary
 from app.codecs.parameters import MAX_UINT64, RequestId, RequestParameters, boolean, integer, unsupported
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
@@ -24,19 +34,21 @@ from inference.signature import Signature
 
 __all__ = ["RequestDecoder", "example_body", "json_example"]
 
-_Parameters = dict[str, str | int | float | bool | None] | None
+_Parameters = dict[str, msgspec.Raw] | None
 _NO_DATA: Final = msgspec.Raw(b"")
 _SIZE: Final = "binary_data_size"
-_LONG_BYTES: Final = 1024
+_SHAPE: Final = msgspec.json.Decoder(list[int])
+_VALUE: Final = msgspec.json.Decoder()
 LIGHT_BYTES: Final = 64 * 1024
 LARGEST_EXAMPLE: Final = 1000
 """An input with more elements gets no made-up example."""
 
 
+# Parsing builds no list of a client's length: those stay text until their sizes are checked.
 class _Input(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     name: str
     datatype: str
-    shape: list[int]
+    shape: msgspec.Raw
     data: msgspec.Raw = _NO_DATA
     parameters: _Parameters = None
 
@@ -51,11 +63,6 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     id: RequestId | None = None
     parameters: _Parameters = None
     outputs: list[_Output] | None = None
-
-
-class _PipelineRequest(_Request, forbid_unknown_fields=True, gc=False):
-    parameters: dict[str, str | int | float | bool | list[Any] | None] | None = None  # type: ignore[assignment]
-    """``heads`` may be a list; other parameters are scalars."""
 
 
 class RequestDecoder:
@@ -73,8 +80,7 @@ class RequestDecoder:
         self._parameters = RequestParameters(signature, binary=True)
         self._heads = self._parameters.heads
         self._has_texts = any(spec.datatype == "BYTES" for spec in signature.inputs)  # whose lengths are checked
-        self._kind = _PipelineRequest if signature.heads else _Request
-        self._parse: Callable[[bytes | memoryview], _Request] = msgspec.json.Decoder(self._kind).decode
+        self._parse: Callable[[bytes | memoryview], _Request] = msgspec.json.Decoder(_Request).decode
 
     def is_light(self, header_length: int) -> bool:
         """Whether decoding is fast, however long the binary tensors after ``header_length`` bytes of JSON are."""
@@ -104,13 +110,16 @@ class RequestDecoder:
         check_size(body, len(text), tensors=True)
         try:
             asked = self._parse(text)
+            if len(text) > MAX_CONTAINERS:
+                check_size(_without_data(asked, bytes(text)))
             if colons(body, len(text)) != _keys(asked):
                 _check_keys(asked, bytes(text))
         except PARSE_ERRORS as error:
             raise self._unreadable(error, text, body, header_length) from None
         request = self._parameters.request(asked.id)
         # The cheap checks come first: an invalid request should cost no work on its data.
-        binary_output = self._parameters.take(asked.parameters, request) if asked.parameters else False
+        given = asked.parameters
+        binary_output = self._parameters.take(_values(given, "parameters"), request) if given else False
         if asked.outputs:
             self._take_outputs(asked.outputs, binary_output, request.outputs)
             if self._heads is not None:
@@ -136,7 +145,7 @@ class RequestDecoder:
     def _unreadable(
         self, error: Exception, text: bytes | memoryview, body: bytes, header_length: int | None
     ) -> BadRequest:
-        fault = unreadable(error, text, self._kind, binary=f"binary data (parameters.{_SIZE})")
+        fault = unreadable(error, text, _Request, binary=f"binary data (parameters.{_SIZE})")
         if fault.field != "body":
             return fault
         hint = ""
@@ -159,7 +168,7 @@ class RequestDecoder:
             binary = binary_output
             if output.parameters:
                 where = f"outputs[{index}].parameters"
-                for key, value in output.parameters.items():
+                for key, value in _values(output.parameters, where, name).items():
                     if key != "binary_data":
                         raise unsupported(where, name, key, ("binary_data",))
                     binary = boolean(f"{where}.binary_data", name, value)
@@ -179,7 +188,10 @@ class RequestDecoder:
                 raise at(f"inputs[{index}].name", name, "expected every input at most once, got it a second time")
             if tensor.datatype != declared.spec.datatype:
                 raise _wrong_datatype(index, name, declared.spec.datatype, tensor.datatype)
-            shape = tensor.shape
+            try:
+                shape: list[int] = _SHAPE.decode(tensor.shape)
+            except PARSE_ERRORS as error:
+                raise unreadable(error, tensor.shape, list[int], f"inputs[{index}].shape", tensor=name) from None
             count = element_count(shape, declared, index)
             if not inputs:
                 request.rows = shape[0]
@@ -229,13 +241,37 @@ def _check_keys(asked: _Request, text: bytes) -> None:
         BadRequest: an object has a key twice.
         RecursionError: arrays are nested too deeply.
     """
-    data = [bytes(tensor.data) for tensor in asked.inputs]
-    if text.count(b":") - sum(one.count(b":") for one in data) == _keys(asked):
-        return  # the other colons are in strings of a tensor
-    for one in data:
-        if len(one) > _LONG_BYTES and one.startswith(b"["):
-            text = text.replace(one, b"[]")
-    check_keys(text)
+    text = _without_data(asked, text)
+    if text.count(b":") != _keys(asked):
+        check_keys(text)
+
+
+def _without_data(asked: _Request, text: bytes) -> bytes:
+    """The JSON with all tensors' arrays empty."""
+    pieces: list[bytes] = []
+    end = 0
+    for tensor in asked.inputs:
+        data = bytes(tensor.data)
+        if data.startswith(b"["):
+            start = text.index(data, end)
+            pieces += (text[end:start], b"[]")
+            end = start + len(data)
+    return b"".join((*pieces, text[end:]))
+
+
+def _values(given: dict[str, msgspec.Raw], where: str, tensor: str | None = None) -> dict[str, Any]:
+    """Parameters' values.
+
+    Raises:
+        BadRequest: one has a string that is no text, or is nested too deeply.
+    """
+    values = {}
+    for name, raw in given.items():
+        try:
+            values[name] = _VALUE.decode(raw)
+        except PARSE_ERRORS as error:
+            raise unreadable(error, raw, Any, f"{where}.{key_text(name)}", tensor=tensor) from None
+    return values
 
 
 def _unknown(path: str, kind: str, name: str, known: dict[str, Any]) -> BadRequest:
@@ -250,14 +286,15 @@ def _wrong_datatype(index: int, name: str, declared: str, got: str) -> BadReques
 def _binary_size(tensor: _Input, index: int) -> int | None:
     """The input's ``binary_data_size``; refuses any other parameter."""
     where = f"inputs[{index}].parameters"
-    for key in tensor.parameters or ():
+    assert tensor.parameters is not None
+    for key in tensor.parameters:
         if key != _SIZE:
             raise unsupported(where, tensor.name, key, (_SIZE,))
-    assert tensor.parameters is not None
     if tensor.data is not _NO_DATA:
         expected = f"expected either data or parameters.{_SIZE}"
         raise at(f"inputs[{index}].data", tensor.name, f"{expected}, got both; leave one out")
-    return integer(f"{where}.{_SIZE}", tensor.name, tensor.parameters[_SIZE], MAX_UINT64)
+    size = _values(tensor.parameters, where, tensor.name)[_SIZE]
+    return integer(f"{where}.{_SIZE}", tensor.name, size, MAX_UINT64)
 
 
 def example_body(signature: Signature) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from app.codecs.faults import at, key_text, shape_text, shown
+from app.codecs.faults import at, check_size, key_text, shape_text, shown
 from app.codecs.wording import PARSE_ERRORS, has_array_first, kind_of, parsed
 from app.errors import BadRequest
 from inference.datatypes import DATATYPES
@@ -76,8 +76,10 @@ class JsonData:
             fix = self._fix if index is None else f"send the bytes after the JSON and {size}"
             raise self._bad(index, "", f"expected binary data, got JSON: {self._datatype} has no JSON form; {fix}")
         text = memoryview(raw)
-        if len(text) > _PIECE_BYTES and self._datatype != "BYTES":
-            return self._pack_in_pieces(bytes(text), shape, count, index)
+        if len(text) > _PIECE_BYTES:
+            if self._datatype != "BYTES":
+                return self._pack_in_pieces(bytes(text), shape, count, index)
+            check_size(bytes(text))
         try:
             values = self._flat.decode(text)
         except PARSE_ERRORS as error:

@@ -16,7 +16,7 @@ from app.dispatch.pending import Part, Pending, hand_out
 from app.dispatch.pool import ReplicaCalls
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from app.telemetry.recorder import DeploymentMeter
-from app.transport.batch import encode_batch, sliced
+from app.transport.batch import encode_batch, replica_loss, sliced
 from app.transport.protocol import FrameReplicaClient, ReplicaClient
 from app.transport.segments import Segments
 from inference.wire.report import REPORT, Status, decode_reports
@@ -122,10 +122,14 @@ class Calls:
         if replica.is_sharing:
             self._segments.note_answer(tensors.values(), rows)
         self._meter.note_call(rows, signature.max_batch_size, compute_us * 1000, is_merged=is_merged)
-        outputs = sliced(signature, tensors, reports, rows)
+        lost = replica_loss(reports)
+        try:
+            outputs = sliced(signature, tensors, reports, rows)
+        except CallableFailed as error:
+            raise lost or error from None
         for part in parts:
             part.pending.note_call(started_ns, compute_us * 1000)
-        lost = hand_out(parts, WHOLE, outputs, reports, is_last=True)
+        hand_out(parts, WHOLE, outputs, reports, is_last=True)
         if lost is not None:
             raise lost
 

@@ -12,7 +12,7 @@ from app.dispatch.collector import WHOLE
 from app.dispatch.pending import Part, hand_out
 from app.errors import CallableFailed, HeadwaterError
 from app.telemetry.recorder import DeploymentMeter
-from app.transport.batch import encode_inputs
+from app.transport.batch import encode_inputs, replica_loss
 from app.transport.protocol import FrameRequest
 from app.transport.segments import Segments
 from inference.wire.frame import Piece, decode_frame
@@ -114,21 +114,22 @@ class FrameCall:
             self._unanswered.discard(piece.head)
         wanting = [part for part, asked in zip(self._parts, self._asked, strict=True) if piece.head in asked]
         rows = sum(part.rows for part in wanting)
+        failures = {row: RowReport(Status(status), message) for row, status, message in piece.failures}
+        lost = replica_loss(failures.values())
+        self.lost = lost or self.lost
         wrong = {piece.rows, *(tensor.shape[0] for tensor in piece.tensors)} - {rows}
         if wrong:
-            for part in wanting:
+            if lost is None:
                 error = CallableFailed(f"head `{piece.head}`: expected {rows} rows, got {min(wrong)}")
-                part.decide(piece.head, error=error)
+                for part in wanting:
+                    part.decide(piece.head, error=error.again())
             return
         outputs = {
             tensor.name: SlicedTensor(RawTensor(tensor.datatype, tensor.shape, raw))
             for tensor, raw in zip(piece.tensors, data, strict=True)
         }
-        reports: list[RowReport] = []
-        if piece.failures:
-            failures = {row: RowReport(Status(status), message) for row, status, message in piece.failures}
-            reports = [failures.get(row, RowReport(Status.OK)) for row in range(rows)]
-        self.lost = hand_out(wanting, piece.head, outputs, reports, is_last=piece.is_last) or self.lost
+        reports = [failures.get(row, RowReport(Status.OK)) for row in range(rows)] if failures else []
+        hand_out(wanting, piece.head, outputs, reports, is_last=piece.is_last)
 
     def release(self) -> None:
         """Drop the inputs of a stream that has begun: they may be large, and it is never retried."""

@@ -14,7 +14,7 @@ from app.telemetry.tracing import ModelTrace
 from app.transport.batch import row_error
 from app.transport.protocol import FrameReplicaClient
 from inference.signature import Signature
-from inference.wire.report import RowReport, Status
+from inference.wire.report import RowReport
 
 __all__ = ["Part", "Pending", "hand_out", "held_bytes"]
 
@@ -193,8 +193,8 @@ def held_bytes(inputs: dict[str, RawTensor]) -> int:
 
 def hand_out(
     parts: Sequence[Part], head: str, outputs: dict[str, SlicedTensor], reports: Sequence[RowReport], *, is_last: bool
-) -> HeadwaterError | None:
-    """Give each part its rows of what a head answered.
+) -> None:
+    """Give each part its rows of what a head answered, except those whose replica can't go on (`replica_loss`).
 
     Args:
         parts: all parts of whose rows the outputs consist, in order.
@@ -202,9 +202,6 @@ def hand_out(
         outputs: by name.
         reports: one for each row; none: all rows are good.
         is_last: whether the head has no more to come for these parts.
-
-    Returns:
-        A `ReplicaLost` if the replica reported that it can't go on; rows with this report are still unanswered.
     """
     start = 0
     for part in parts:
@@ -223,4 +220,3 @@ def hand_out(
             else:
                 part.add(head, found)
         start = end
-    return row_error([report for report in reports if report.status is Status.BROKEN], 0, 1)

@@ -169,11 +169,12 @@ class LmDispatcher(Dispatcher):
             Unavailable: no replica is ready.
         """
         self.check_ready()
+        start = partial(self._start, self.route.generation)
         run = RequestRun(
             request_id,
             specs,
             self._meter,
-            start=self._start,
+            start=start,
             on_left=self._runs.discard,
             idle_s=self.route.timeout_s,
             limit_s=timeout_s,
@@ -181,7 +182,7 @@ class LmDispatcher(Dispatcher):
         )
         self._runs.add(run)
         try:
-            self._start(run)
+            start(run)
         except BaseException:
             run.abandon()
             raise
@@ -220,8 +221,13 @@ class LmDispatcher(Dispatcher):
         client.open(NOTHING, streams=True)
         return EngineReplica(route, client)
 
-    def _start(self, run: RequestRun) -> None:
-        """Submit a request to the replica with the fewest sequences, of those that have not just ended a channel."""
+    def _start(self, generation: int, run: RequestRun) -> None:
+        """Submit a request to the replica with the fewest sequences, of those that have not just ended a channel.
+
+        Only replicas of the deployment's ``generation`` understand its tokens.
+        """
+        if generation != self.route.generation:
+            raise Unavailable(f"model `{self.route.name}` was reloaded", retry_after_s=RETRY_AFTER_LOST_S)
         eligible = self._pool.eligible()
         if not eligible:
             if not self.route.replicas:

@@ -258,8 +258,7 @@ class RequestRun(Generation):
         if not slot.is_listed:
             slot.is_listed = True
             self._news.append(slot)
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_result(None)
+            self._wake()
 
     def end(self, slot: TokenSlot, now_s: float) -> None:
         """Note that a sequence has ended by itself; its last tokens may still be unread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from inference.signature import Signature, TensorSpec
 from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, placeholder_shape
 from inference.wire.shared_memory import SHARED_FROM_BYTES, aligned, stand_in_shape
 
-__all__ = ["encode_batch", "encode_inputs", "encode_nothing", "row_error", "sliced"]
+__all__ = ["encode_batch", "encode_inputs", "encode_nothing", "replica_loss", "row_error", "sliced"]
 
 _Encoded = tuple[str, str, list[int], list[bytes | memoryview]]
 """An input: name, datatype, shape with the batch axis, and bytes in pieces."""
@@ -162,3 +162,8 @@ def row_error(reports: Sequence[RowReport], first_row: int, rows: int) -> Headwa
             return ReplicaLost(f"the replica's device failed: {report.message}", retry_after_s=RETRY_AFTER_LOST_S)
         return CallableFailed(f"{where}{report.message}")
     return None
+
+
+def replica_loss(reports: Iterable[RowReport]) -> HeadwaterError | None:
+    """A `ReplicaLost` if these rows' replica reported that it can't go on; else None."""
+    return row_error([report for report in reports if report.status is Status.BROKEN], 0, 1)

@@ -46,37 +46,30 @@ def _texts(family: str) -> TokenTexts:
 
 def chat(data: bytes) -> bool:
     """``POST /v1/chat/completions``: refused, or sequences that the model can take."""
-    try:
-        request = ChatRequest.read(body_of(data, _examples("chat")))
-        plan = request.plan(tiny_text(), LIMITS)
-    except HeadwaterError as error:
-        check_refusal(error)
-        return False
-    _check_plan(plan, request.answer_form(plan, tiny_text().tokenizer.texts))
-    return True
+    return _is_answered("chat", ChatRequest, data)
 
 
 def completion(data: bytes) -> bool:
     """``POST /v1/completions``: refused, or sequences that the model can take."""
-    try:
-        request = CompletionRequest.read(body_of(data, _examples("completion")))
-        plan = request.plan(tiny_text(), LIMITS)
-    except HeadwaterError as error:
-        check_refusal(error)
-        return False
-    _check_plan(plan, request.answer_form(plan, tiny_text().tokenizer.texts))
-    return True
+    return _is_answered("completion", CompletionRequest, data)
 
 
 def lm_generate(data: bytes) -> bool:
     """``POST /v2/models/{m}/generate`` of a language model: refused, or a sequence that the model can take."""
+    return _is_answered("lm_generate", GenerateRequest, data)
+
+
+def _is_answered(target: str, kind: type[ChatRequest | CompletionRequest | GenerateRequest], data: bytes) -> bool:
     try:
-        request = GenerateRequest.read(body_of(data, _examples("lm_generate")))
+        request = kind.read(body_of(data, _examples(target)))
         plan = request.plan(tiny_text(), LIMITS)
     except HeadwaterError as error:
         check_refusal(error)
         return False
-    _check_plan(plan, GenerateAnswer("m", request.id or ""))
+    if isinstance(request, GenerateRequest):
+        _check_plan(plan, GenerateAnswer("m", request.id or ""))
+    else:
+        _check_plan(plan, request.answer_form(plan, tiny_text().tokenizer.texts))
     return True
 
 

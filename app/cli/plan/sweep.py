@@ -26,7 +26,7 @@ SLOW_FACTOR: Final = 1.5
 TAIL_FACTOR: Final = 4.0
 """An outlier's ratio of p99 to p50 is larger by this factor than that of the other sizes."""
 MORE_ROUNDS: Final = 2
-"""With the first round three, so that the median is not the outlier."""
+"""How often an outlier is measured again. Of three rounds the median is not the outlier's."""
 
 
 def measured_of(trials: Sequence[Trial]) -> list[Measured]:
@@ -71,13 +71,21 @@ def run_sweep(
 def measure_outliers_again(
     trials: Sequence[Trial], measure: Callable[[Point], Measured], progress: Callable[[Trial], None]
 ) -> None:
-    """Add two rounds to each outlier, so that its figures are medians. Arguments as for `run_sweep`."""
+    """Add two rounds to each outlier, so that its figures are medians. Arguments as for `run_sweep`.
+
+    Raises:
+        KeyboardInterrupt: the outlier that was being measured has its first figures again.
+    """
     measured = measured_of(trials)
     for trial in trials:
         if trial.measured is not None and _is_outlier(trial.measured, measured):
-            for _ in range(MORE_ROUNDS):
-                trial.run(functools.partial(measure, trial.point))
-                trial.error = ""  # the rounds that succeeded still count
+            try:
+                for _ in range(MORE_ROUNDS):
+                    trial.run(functools.partial(measure, trial.point))
+                    trial.error = ""  # the rounds that succeeded still count
+            except KeyboardInterrupt:
+                del trial.rounds[1:]  # the median of two would be half the outlier's
+                raise
             progress(trial)
 
 

@@ -108,7 +108,10 @@ class EventStream:
         del response.headers["connection"]  # set by the server
         try:
             await response(scope, receive, send)
-        except SendTimeoutError:
+        except Exception as error:
+            # An event and a ping that time out at once come as an ExceptionGroup, which Python 3.10 doesn't have.
+            if not all(isinstance(one, SendTimeoutError) for one in getattr(error, "exceptions", (error,))):
+                raise
             state["status"] = ClientGone.status
             state["note"] = f"cut off: the client took nothing for {limits.write_timeout_s:g} s"
             if "abort" not in state:  # another server than ours

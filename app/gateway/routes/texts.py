@@ -88,14 +88,18 @@ async def answer_text(
     Raises:
         HeadwaterError: the request can't be answered.
     """
-    specification = dispatcher.check_ready().language_model
-    assert specification is not None
+    dispatcher.check_ready()
     limits: KeyLimits | None = scope["state"].get("key_limits")
     if limits is not None:
         limits.check_tokens()
     with DisconnectWatch(scope, receive):
-        text = await dispatcher.text()
-        plan, text_streams = await asyncio.to_thread(_planned, request, text, specification.limits)
+        while True:
+            text = await dispatcher.text()
+            specification = dispatcher.check_ready().language_model
+            assert specification is not None
+            plan, text_streams = await asyncio.to_thread(_planned, request, text, specification.limits)
+            if text is await dispatcher.text():  # else a reload came meanwhile, perhaps with another tokenizer
+                break
         form_of_this = form(plan, text.tokenizer.texts)
         # From here to what closes it, nothing is awaited and nothing fails.
         request_id = owned_id(scope["state"], scope["state"]["request_id"])

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from app.cli.client import ServerClient, command_line, status_table
-from app.cli.main import _section
+from app.cli.main import _section, main
 from app.errors import CommandError, ConfigError
 
 UNLOADED = {
@@ -75,9 +75,26 @@ def test_a_failure_is_told_as_the_server_tells_it(answer: httpx.Response | Excep
     assert told in str(raised.value)
 
 
-def test_a_url_that_is_none_is_told() -> None:
-    with pytest.raises(CommandError, match="no answer"):
-        ServerClient("nonsense").index()
+@pytest.mark.parametrize(
+    "url",
+    ["nonsense", "ftp://127.0.0.1", "http://", "http://[::1", "http://[x]", "http://a:b", "http://..", "http://\1"],
+)
+def test_a_url_that_is_none_is_told(url: str) -> None:
+    with pytest.raises(CommandError) as raised:
+        ServerClient(url, option="URL").index()
+    expected = "URL: expected a server's URL such as http://127.0.0.1:8000"
+    assert str(raised.value).startswith(f"{expected}, got {url.rstrip('/')!r}: ")
+
+
+@pytest.mark.parametrize(("command", "option"), [(["bench"], "URL"), (["status", "--url"], "--url")])
+def test_a_command_with_a_url_that_is_none_ends_in_one_line(
+    command: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "http://[::1"])
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"headwater: {option}: expected a server's URL")
 
 
 def test_the_table_has_a_line_per_model_with_columns_below_each_other() -> None:

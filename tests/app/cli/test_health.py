@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -73,9 +74,30 @@ def test_what_is_no_headwater(server: Answering, body: bytes) -> None:
     assert unhealthy(server.url) == f"{server.url}: status 404"
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "https://127.0.0.1:1", "nonsense", "ftp2://x", "http://[::1"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "https://127.0.0.1:1", "ftp2://x"])
 def test_nobody_there(url: str) -> None:
     assert "no answer" in unhealthy(url)
+
+
+@pytest.mark.parametrize("url", ["nonsense", "http://[::1", "http://a:b", "http://a b", "http://.."])
+def test_what_is_no_url(url: str) -> None:
+    assert unhealthy(url).startswith(f"--url: expected a server's URL such as http://127.0.0.1:8000, got {url!r}: ")
+
+
+def test_what_speaks_no_http() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def speak() -> None:
+            connection = listener.accept()[0]
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"220 ready\r\n")
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        assert "no answer: 220 ready" in unhealthy(f"http://127.0.0.1:{port}")
+        thread.join()
 
 
 def test_the_port_is_the_one_that_the_environment_says() -> None:

@@ -281,6 +281,29 @@ class TestBounds:
         text = f'{{"model": "m", "messages": [{",".join([value] * MAX_CONTAINERS)}]}}'
         assert refused("chat", text.encode()).startswith(f"body: expected at most {MAX_CONTAINERS} keys, objects")
 
+    @pytest.mark.parametrize(
+        ("route", "body"),
+        [
+            ("infer", '{"inputs": [], "parameters": {"mode": [%s]}}'),
+            ("infer", '{"inputs": [{"name": "x", "datatype": "FP32", "shape": [%s], "data": [1]}]}'),
+            ("infer", '{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "parameters": {"a": [%s]}}]}'),
+            ("infer", '{"inputs": [{"name": "t", "datatype": "BYTES", "shape": [1, 1], "data": [%s]}]}'),
+            ("generate", '{"x": [1], "parameters": {"mode": [%s]}}'),
+            ("generate", '{"x": [1], "t": [%s]}'),
+        ],
+    )
+    @pytest.mark.parametrize(
+        ("value", "count", "limit"),
+        [
+            ("[]", MAX_CONTAINERS, f"{MAX_CONTAINERS} keys, objects and arrays"),
+            ('""', MAX_VALUES + 2, f"{MAX_VALUES} values"),
+        ],
+    )
+    def test_long_lists_beside_the_numbers_of_tensors(
+        self, route: str, body: str, value: str, count: int, limit: str
+    ) -> None:
+        assert f"expected at most {limit} in a JSON body" in refused(route, (body % ",".join([value] * count)).encode())
+
     def test_values(self) -> None:
         text = f'{{"model": "m", "prompt": [{",".join(["1"] * (MAX_VALUES + 2))}]}}'
         assert refused("completions", text.encode()).startswith(f"body: expected at most {MAX_VALUES} values")
@@ -293,8 +316,9 @@ class TestBounds:
     def test_many_numbers_of_a_tensor_do_not_count(self) -> None:
         count = MAX_VALUES + 2
         body = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, %d], "data": [[%s]]}]}'
-        request = RequestDecoder(SIGNATURE).decode(body % (count, b",".join([b"1"] * count)))
-        assert request.inputs["x"].shape == (1, count)
+        body %= count, b",".join([b"1"] * count)
+        for text in (body, body[:-1] + b', "id": ":", "parameters": null}'):
+            assert RequestDecoder(SIGNATURE).decode(text).inputs["x"].shape == (1, count)
 
 
 @pytest.mark.parametrize(("size", "is_here"), [(LARGE_BYTES - 1, True), (LARGE_BYTES, False)])

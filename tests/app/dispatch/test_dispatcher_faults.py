@@ -365,6 +365,24 @@ def test_rows_whose_device_failed_are_computed_by_another_replica() -> None:
     run(scenario)
 
 
+def test_a_failed_device_whose_batch_has_the_wrong_shape_gets_no_more_calls() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2)
+        task = bench.send(1)
+        await settle()
+        (call,) = bench.replicas["m-0"].calls
+        call.give({"y": RawTensor("FP32", (3, 1), bytes(12))}, [RowReport(Status.BROKEN, "assert")])
+        await settle()
+        bench.replicas["m-1"].calls[0].answer()
+        assert numbers(await task) == [2]
+        task = bench.send(3)
+        await settle()
+        bench.replicas["m-1"].calls[1].answer()
+        assert numbers(await task) == [6]
+
+    run(scenario)
+
+
 def test_a_failure_of_the_callable_clears_of_suspicion() -> None:
     async def scenario() -> None:
         bench = Bench(replicas=2)
@@ -609,13 +627,14 @@ def test_heads_that_take_two_replicas_down_end_and_the_others_answer() -> None:
     frames.run(scenario)
 
 
-def test_heads_whose_device_failed_are_computed_by_another_replica() -> None:
+@pytest.mark.parametrize("rows", [1, 2])
+def test_heads_whose_device_failed_are_computed_by_another_replica_whatever_their_shape(rows: int) -> None:
     async def scenario() -> None:
         bench = frames.Bench(replicas=2)
         task = bench.send(1)
         await frames.settle()
         first = bench.replicas["m-0"].calls[0]
-        broken = Piece("b", 1, 7, [(0, int(Status.BROKEN), "assert")])
+        broken = Piece("b", rows, 7, [(0, int(Status.BROKEN), "assert")])
         first.say(first.piece("a"), broken)
         await frames.settle()
         second = bench.replicas["m-1"].calls[0]

@@ -133,6 +133,18 @@ def test_a_request_that_a_lost_replica_never_had_goes_to_another() -> None:
     run(scenario)
 
 
+def test_a_request_that_a_lost_replica_never_had_does_not_go_to_one_of_a_reloaded_model() -> None:
+    async def scenario() -> None:
+        bench = Bench("a")
+        bench.replica.is_gone = True
+        request = bench.dispatcher.open("mine", [spec()])
+        bench.dispatcher.update(route_of("b", retiring=bench.dispatcher.route.replicas, generation=1))
+        assert isinstance(await failure(request), Unavailable)
+        assert not bench.replicas["b"].submits
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("never_came", [False, True])
 def test_what_was_on_its_way_to_a_lost_replica_goes_to_another_if_it_never_came(never_came: bool) -> None:
     async def scenario() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import re
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 import httpx
@@ -22,7 +24,10 @@ from app.config.schema import Server
 from app.errors import Cancelled, ContractBroken, QueueFull, ReplicaLost, Unavailable
 from app.gateway.app import create_app
 from app.gateway.models import Models
+from app.lm.completion import CompletionRequest
 from app.lm.text.language import LanguageText
+from app.lm.text_plan import TextPlan
+from inference.engine import EngineLimits
 from tests.app.lm.scripted import (
     EOS,
     Script,
@@ -96,6 +101,7 @@ def serving(models: ScriptedModels) -> Iterator[str]:
             assert not thread.is_alive()
 
 
+@cache
 def without_template() -> LanguageText:
     text = LanguageText.__new__(LanguageText)
     text.tokenizer, text.template = tiny_text().tokenizer, None
@@ -438,6 +444,25 @@ def test_a_deployment_that_is_not_ready(gateway: Gateway) -> None:
 
 
 # Clients that go away, and requests that are cancelled
+
+
+def test_a_request_is_planned_anew_if_a_reload_comes_between_its_plan_and_its_start(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = tiny_text(), copy.copy(tiny_text())
+    planned: list[LanguageText] = []
+    plan = CompletionRequest.plan
+
+    def planning(request: CompletionRequest, text: LanguageText, limits: EngineLimits) -> TextPlan:
+        planned.append(text)
+        monkeypatch.setattr(gateway.tiny, "language_text", lambda: new)
+        return plan(request, text, limits)
+
+    monkeypatch.setattr(gateway.tiny, "language_text", lambda: old)
+    monkeypatch.setattr(CompletionRequest, "plan", planning)
+    gateway.completion()
+    assert [text is new for text in planned] == [False, True]
+    assert len(gateway.tiny.opened) == 1
 
 
 def test_a_client_that_goes_away_ends_the_generation(gateway: Gateway) -> None:

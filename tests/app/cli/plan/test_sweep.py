@@ -127,6 +127,19 @@ def test_an_outlier_that_cannot_be_measured_again_keeps_what_there_is() -> None:
     sweep = swept(lambda point: like_a_machine(point, p99_ms=286.0 if point.rows == 8 else 12.0))
     measure_outliers_again(sweep, failing(Point(8), CommandError("it went away")), lambda row: None)  # type: ignore[arg-type]
     assert [one.p99_ms for one in measured_of(sweep)] == [12.0, 286.0, 12.0]
+
+
+def test_ctrl_c_between_the_rounds_of_an_outlier_leaves_its_first_figures() -> None:
+    sweep = swept(lambda point: like_a_machine(point, p99_ms=286.0 if point.rows == 8 else 12.0))
+    again: list[Point] = []
+
+    def measure(point: Point) -> Measured:
+        again.append(point)
+        if len(again) == 2:
+            raise KeyboardInterrupt
+        return like_a_machine(point)
+
     with pytest.raises(KeyboardInterrupt):
-        measure_outliers_again(sweep, failing(Point(8), KeyboardInterrupt()), lambda row: None)  # type: ignore[arg-type]
-    assert len(measured_of(sweep)) == 3
+        measure_outliers_again(sweep, measure, lambda row: None)
+    assert again == [Point(8), Point(8)]
+    assert [one.p99_ms for one in measured_of(sweep)] == [12.0, 286.0, 12.0]

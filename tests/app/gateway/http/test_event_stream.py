@@ -10,7 +10,7 @@ import pytest
 from sse_starlette.sse import SendTimeoutError
 from starlette.types import Message
 
-from app.gateway.http.event_stream import EventStream, StreamLimits
+from app.gateway.http.event_stream import PING, EventStream, StreamLimits
 
 
 def answer(state: dict[str, Any]) -> None:
@@ -24,6 +24,10 @@ def answer(state: dict[str, Any]) -> None:
         """As a server with flow control: a message waits while the one before it is too large to be buffered."""
         nonlocal is_full
         if is_full:
+            if message["body"] == PING:  # keep the event loop until both timeouts have passed
+                until_s = asyncio.get_running_loop().time() + 0.1
+                while asyncio.get_running_loop().time() < until_s:
+                    pass
             await asyncio.Event().wait()
         is_full = len(message.get("body", b"")) > 1000
 
@@ -38,9 +42,10 @@ def answer(state: dict[str, Any]) -> None:
     asyncio.run(scenario())
 
 
-def test_a_client_that_does_not_read_the_end_is_cut_off() -> None:
+@pytest.mark.parametrize("ping_s", [15, 0.01])
+def test_a_client_that_does_not_read_the_end_is_cut_off(ping_s: float) -> None:
     aborted: list[bool] = []
-    state = {"stream_limits": StreamLimits(write_timeout_s=0.05), "abort": lambda: aborted.append(True)}
+    state = {"stream_limits": StreamLimits(ping_s, write_timeout_s=0.05), "abort": lambda: aborted.append(True)}
     answer(state)
     assert aborted == [True]
     assert state["status"] == 499
