@@ -1,18 +1,19 @@
-"""One server with all test services, shared by the tests that only ask it things; and how workers share the tests."""
+"""Servers shared by the modules that only ask them things, and how workers share the modules."""
 
 from __future__ import annotations
 
 import functools
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 
-from tests.running import Running, leftovers, segments_of, serve
+from tests.running import SHARED, Running
 
 # Tests are not timed: a busy machine makes a slow example, and no failure.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -22,9 +23,13 @@ hypothesis.settings.load_profile("untimed")
 # and their servers share the cores that takes several times what is computed.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A session starts some hundred processes of ours: without stored bytecode each compiles the modules that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 HERE = Path(__file__).parent
 SHARED_SERVER = re.compile(r"\b(?:services|demo): Running\b|\b(lm): Running\b")
-"""How a module's tests ask for a server that lasts as long as the session. Some ask for both of the first two."""
+"""How a module's tests ask for a server that they share with other modules. Some ask for both of the first two."""
 
 
 HEAVY = re.compile(
@@ -49,10 +54,34 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Modules that start servers first: they take long, and at the end both workers should have work."""
+    """Modules that take long first, so that all workers have work at the end; those that share a server in a row."""
     if config.getoption("--fast"):
         items[:] = [item for item in items if item.get_closest_marker("torch") is None]
-    items.sort(key=lambda item: HERE / "end_to_end" not in item.path.parents)
+    items.sort(key=lambda item: (duration_class(item.path), shared_server(item.path)), reverse=True)
+
+
+@functools.cache
+def duration_class(module: Path) -> int:
+    """2 for a module that starts servers, 1 for one that starts processes or imports torch, else 0."""
+    if HERE / "end_to_end" in module.parents:
+        return 2
+    text = module.read_text()
+    return 1 if HEAVY.search(text) or "subprocess" in text else 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Stop shared servers before a test that does not share them: each takes time even if nobody asks it anything."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or shared_server(nextitem.path) != shared_server(item.path):
+            SHARED.stop()
+
+
+def pytest_sessionfinish() -> None:
+    """Stop the shared servers if the session was interrupted."""
+    SHARED.stop()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -71,7 +100,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @functools.cache
 def shared_server(module: Path) -> str:
-    """Which server that outlives it a module's tests use; empty: none."""
+    """Which server a module's tests share with other modules; empty: none."""
     found = SHARED_SERVER.search(module.read_text())
     return "" if found is None else found[1] or "services"
 
@@ -95,25 +124,15 @@ SERVED = {
 }
 
 
-@pytest.fixture(scope="session")
-def services() -> Iterator[Running]:
+@pytest.fixture(scope="module")
+def services() -> Running:
     """A server with every test service; tests must leave it as they found it."""
-    with serve(SERVED) as running:
-        yield running
-        segments = segments_of(running.folder)
-        assert segments
-        assert running.stop() == 0
-        assert leftovers(running.folder, segments) == []
+    return SHARED.server("services", SERVED)
 
 
-@pytest.fixture(scope="session")
-def demo() -> Iterator[Running]:
+@pytest.fixture(scope="module")
+def demo() -> Running:
     """A server with the shipped models."""
     import yaml
 
-    config = yaml.safe_load((Path(__file__).parents[1] / "configs" / "demo.yaml").read_text())
-    with serve(config) as running:
-        yield running
-        segments = segments_of(running.folder)
-        assert running.stop() == 0
-        assert leftovers(running.folder, segments) == []
+    return SHARED.server("demo", yaml.safe_load((HERE.parent / "configs" / "demo.yaml").read_text()))

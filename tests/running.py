@@ -26,9 +26,11 @@ from benchmarks.servers import stop
 
 __all__ = [
     "SERVICES",
+    "SHARED",
     "Gate",
     "Raw",
     "Running",
+    "Shared",
     "in_background",
     "leftovers",
     "processes_of",
@@ -280,6 +282,38 @@ def serve(
         finally:
             running.client.close()
             stop(process)
+
+
+class Shared:
+    """Servers for several modules, which must leave them as they found them."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, Running] = {}
+        self._ends = contextlib.ExitStack()
+
+    def server(self, name: str, config: dict[str, Any]) -> Running:
+        """The server of that name, which is started when it is first asked for."""
+        if name not in self._servers:
+            self._servers[name] = self._ends.enter_context(_leaves_nothing(config))
+        return self._servers[name]
+
+    def stop(self) -> None:
+        """Stop those that run, and see that nothing of them is left."""
+        self._servers.clear()
+        self._ends.close()
+
+
+SHARED = Shared()
+
+
+@contextlib.contextmanager
+def _leaves_nothing(config: dict[str, Any]) -> Iterator[Running]:
+    with serve(config) as running:
+        yield running
+        segments = segments_of(running.folder)
+        assert segments
+        assert running.stop() == 0
+        assert leftovers(running.folder, segments) == []
 
 
 def _has_ended(running: Running) -> bool:

@@ -49,6 +49,10 @@ def test_a_guardian_is_light() -> None:
     assert not modules_after("import app.process.guardian") & {"numpy", "msgspec", "asyncio", "pydantic"}
 
 
+def test_the_command_line_imports_for_a_command_what_it_needs() -> None:
+    assert not modules_after("import app.cli.main") & {"numpy", "httpx", "pydantic", "asyncio", "jinja2", "uvloop"}
+
+
 def test_what_a_user_imports_is_stable() -> None:
     import inference
 

@@ -1,10 +1,11 @@
-"""The command line ``headwater``: ``serve``, ``check``, and the commands for a running server."""
+"""The command line ``headwater``: ``serve``, ``check``, and the commands for a running server.
+
+Each command imports what it needs when it runs: together the imports take several times what most commands do.
+"""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import functools
 import json
 import os
 import signal
@@ -13,17 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import app
-from app.cli.announce import log_what_is_served, print_what_is_served
-from app.cli.bench.command import add_bench_command
-from app.cli.client import ServerClient, command_line, status_table
+from app.cli.bench.options import add_bench_command
 from app.cli.health import default_url, health_status
 from app.cli.keys import add_key_commands
 from app.cli.options import add_set_option, config_flags
 from app.cli.plan.options import add_plan_command
-from app.config.schema import load_what, read_yaml
 from app.errors import CommandError, ConfigError, StartError
-from app.security.keys_file import keys_are_wanted
-from app.telemetry.logs import set_up_logging
 
 __all__ = ["main"]
 
@@ -116,7 +112,14 @@ def _serve(options: argparse.Namespace) -> int:
     if os.getpid() == 1:
         # The kernel drops signals that process 1 has no handler for; the supervisor installs its own a second later.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    import asyncio
+    import functools
+
+    from app.cli.announce import log_what_is_served, print_what_is_served
+    from app.config.schema import load_what
+    from app.security.keys_file import keys_are_wanted
     from app.supervisor.supervisor import Supervisor
+    from app.telemetry.logs import set_up_logging
 
     config, user_paths = load_what(options.what, flags=config_flags(options))
     set_up_logging(config.server.log_format)
@@ -136,11 +139,15 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
+    from app.cli.client import ServerClient, status_table
+
     print(status_table(ServerClient(options.url).index()))
     return 0
 
 
 def _command(options: argparse.Namespace) -> int:
+    from app.cli.client import ServerClient, command_line
+
     client, given = ServerClient(options.url), getattr(options, "config", None)
     if options.action == "scale":
         answer = client.scale(options.name, options.replicas)
@@ -154,6 +161,8 @@ def _section(given: str) -> str:
     """A deployment's section as JSON text, from JSON or from a YAML or JSON file."""
     if given.lstrip().startswith("{"):
         return given
+    from app.config.schema import read_yaml
+
     try:
         return json.dumps(read_yaml(Path(given)))
     except (TypeError, ValueError) as error:  # YAML has dates, and keys of any type

@@ -10,10 +10,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
-
-from app.config.schema import Unparsed
-from app.config.sections import MemorySize
 from app.errors import CommandError, ConfigError
 
 __all__ = [
@@ -98,6 +94,10 @@ def read_size(text: str) -> int:
     Raises:
         ArgumentTypeError: it is no size.
     """
+    from pydantic import TypeAdapter, ValidationError  # imported late, as below: most commands read no configuration
+
+    from app.config.sections import MemorySize
+
     try:
         size: int = TypeAdapter(MemorySize).validate_python(text.strip())
         return size
@@ -130,6 +130,8 @@ def config_flags(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: a value of ``--set`` is wrong.
     """
+    from app.config.schema import Unparsed
+
     flags: dict[str, Any] = {}
     for pair in options.fields:
         name, separator, value = pair.partition("=")

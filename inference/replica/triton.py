@@ -6,6 +6,7 @@ What differs from `pytriton.triton.Triton`, and why:
   PyTriton's own clients can't dial such an address, so the two waits that use them are replaced here.
 - Models are in a local model store that Triton loads as it starts, rather than being sent through its load API: this
   leaves no temporary ``/tmp/folder*`` per model behind, and avoids polling at intervals of a second.
+- Triton completes no configuration: PyTriton's is complete, and for each model it would start Python once more to ask.
 - Triton sees no GPU: it holds no tensors there, but would allocate memory pools and a context on each.
 - Several instances find each other however busy the machine is (`inference.replica.patience`).
 
@@ -156,6 +157,8 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         self._triton_server_config["allow-http"] = True
         self._triton_server_config["http-address"] = f"unix:{self.http_socket}"
         self._triton_server_config["metrics-address"] = f"unix:{self.directory}/m"
+        # The older name of disable-auto-complete-config, which takes no value; PyTriton gives every option one.
+        self._triton_server_config["strict-model-config"] = True
 
     def _initialize_server(self) -> None:
         super()._initialize_server()

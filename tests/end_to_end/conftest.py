@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.running import Running, leftovers, segments_of, serve
+from tests.running import SHARED, Running
 
 TINY = "lm:inference.zoo:weights/tiny_lm"
 
@@ -19,8 +18,8 @@ def language_model(engine: str = "", **options: Any) -> dict[str, Any]:
     return {"model": TINY, "device": "cpu", "threads": 1, "options": {"dtype": "float32", **options}}
 
 
-@pytest.fixture(scope="session")
-def lm() -> Iterator[Running]:
+@pytest.fixture(scope="module")
+def lm() -> Running:
     """A server with language models, all of which must be left idle.
 
     - ``tiny``: the shipped one;
@@ -40,8 +39,4 @@ def lm() -> Iterator[Running]:
         },
         "server": {"client_timeout_s": 3},
     }
-    with serve(config) as running:
-        yield running
-        segments = segments_of(running.folder)
-        assert running.stop() == 0
-        assert leftovers(running.folder, segments) == []
+    return SHARED.server("lm", config)

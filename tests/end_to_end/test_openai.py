@@ -11,7 +11,6 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from sentence_transformers import SentenceTransformer
 
 from inference.zoo.text import DIMENSION, Text, weights_folder
 from tests.running import Running
@@ -51,7 +50,9 @@ def direct() -> Callable[[Sequence[str]], tuple[Array, list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def reference() -> SentenceTransformer:
+def reference() -> Any:
+    from sentence_transformers import SentenceTransformer  # which all of pytest's workers would import with this module
+
     return SentenceTransformer(str(weights_folder()), device="cpu", local_files_only=True)
 
 
@@ -92,7 +93,7 @@ class TestEmbeddings:
         response = client.embeddings.create(model="text", input=SENTENCES)
         assert np.abs(vectors_of(response) - direct(SENTENCES)[0]).max() < 1e-5
 
-    def test_it_agrees_with_sentence_transformers(self, client: openai.OpenAI, reference: SentenceTransformer) -> None:
+    def test_it_agrees_with_sentence_transformers(self, client: openai.OpenAI, reference: Any) -> None:
         response = client.embeddings.create(model="text", input=SENTENCES)
         expected = reference.encode(SENTENCES, show_progress_bar=False)
         assert np.abs(vectors_of(response) - expected).max() < 1e-5

@@ -133,17 +133,19 @@ def test_a_server_that_is_stopping_refuses_no_call_in_words_that_we_do_not_know(
     run(triton, "m", scenario)
 
 
-def test_an_instance_that_does_not_start(folder: Path, held: Held) -> None:
+def test_an_instance_that_does_not_start_is_tried_once(folder: Path, held: Held) -> None:
     found = EmbeddedTriton(folder, TOKEN)
     found.bind_model(SIGNATURE, [held])
     script = found._workspace.model_store_path / "m" / "1" / "model.py"
     script.chmod(0o644)
     script.write_text(
         f"{script.read_text()}\ndef _fail(self, args):\n    raise RuntimeError('not today')\n\n"
-        "TritonPythonModel.initialize = _fail\n"
+        f"TritonPythonModel.initialize = _fail\nwith open({str(folder / 'starts')!r}, 'a') as starts:\n"
+        "    starts.write('one ')\n"
     )
     try:
         with pytest.raises(ReplicaError, match=r"an instance failed[^$]*not today"):
             found.start()
+        assert (folder / "starts").read_text() == "one "  # not another one before, for Triton to ask its configuration
     finally:
         found.stop()

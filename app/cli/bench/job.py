@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from app.cli.bench.bodies import Body
-from app.cli.bench.outcomes import Limits
+from app.cli.bench.limits import Limits
 
 __all__ = ["PATHS", "Job", "Load", "Target"]
 

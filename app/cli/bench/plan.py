@@ -12,7 +12,7 @@ from typing import Final
 from app.cli.bench.bodies import Body, Wishes, infer_bodies, read_bodies, stream_bodies
 from app.cli.bench.connection import ConnectFailed, Dialler
 from app.cli.bench.job import Job, Load, Target
-from app.cli.bench.outcomes import request_limits
+from app.cli.bench.limits import request_limits
 from app.cli.client import Metadata, ServerClient
 from app.errors import CommandError
 

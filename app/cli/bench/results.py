@@ -14,7 +14,8 @@ from typing import Any, Final
 import app
 from app.cli.bench.answers import Fault
 from app.cli.bench.closed_loop import STOPPED
-from app.cli.bench.outcomes import OF_REQUESTS, OF_RUNS, Outcomes, distribution_ms
+from app.cli.bench.limits import OF_REQUESTS, OF_RUNS
+from app.cli.bench.outcomes import Outcomes, distribution_ms
 from app.cli.bench.plan import Plan, Point
 
 __all__ = ["SCHEMA", "Results"]

@@ -57,7 +57,7 @@ def test_an_attribute_of_the_server_is_there(name: str) -> None:
     assert f"self.{name} =" in inspect.getsource(TritonServer) or hasattr(TritonServer, name)
 
 
-@pytest.mark.parametrize("name", ["allow-http", "http-address", "metrics-address"])
+@pytest.mark.parametrize("name", ["allow-http", "http-address", "metrics-address", "strict-model-config"])
 def test_the_server_s_configuration_takes_what_is_set(name: str) -> None:
     config = TritonServerConfig()
     config[name] = "it"

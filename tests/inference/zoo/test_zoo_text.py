@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
 
 from benchmarks.zero_shot import evaluate, read_data
 from inference import BadInput
@@ -52,18 +51,20 @@ def one_by_one(model: Text, texts: Sequence[str]) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def reference() -> SentenceTransformer:
+def reference() -> Any:
+    from sentence_transformers import SentenceTransformer  # which all of pytest's workers would import with this module
+
     return SentenceTransformer(str(weights_folder()), device="cpu", local_files_only=True)
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
-def test_it_agrees_with_sentence_transformers(model: Text, reference: SentenceTransformer, text: str) -> None:
+def test_it_agrees_with_sentence_transformers(model: Text, reference: Any, text: str) -> None:
     expected = reference.encode([text], show_progress_bar=False)
     ours = model(text=rows(text))["embedding"].numpy()
     assert np.abs(ours - expected).max() < 1e-5
 
 
-def test_a_batch_agrees_with_sentence_transformers(model: Text, reference: SentenceTransformer) -> None:
+def test_a_batch_agrees_with_sentence_transformers(model: Text, reference: Any) -> None:
     texts = list(TEXTS.values())
     expected = reference.encode(texts, show_progress_bar=False)
     ours = model(text=rows(*texts))["embedding"].numpy()

@@ -15,7 +15,8 @@ from app.cli.bench.answers import Fault
 from app.cli.bench.bodies import Body
 from app.cli.bench.closed_loop import STOPPED, closed_loop
 from app.cli.bench.job import Job, Load, Target
-from app.cli.bench.outcomes import Limits, Outcomes
+from app.cli.bench.limits import Limits
+from app.cli.bench.outcomes import Outcomes
 from tests.load_target import Answer, Asked, LoadTarget, events, load_target
 from tests.running import wait_for
 
