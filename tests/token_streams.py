@@ -9,9 +9,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
+import psutil
+
 from tests.running import Running, wait_for
 
-__all__ = ["Stream", "figures", "is_idle", "left_alone", "open_stream", "run", "text_of", "together", "whole"]
+__all__ = [
+    "Stream", "figures", "is_idle", "left_alone", "open_stream", "run", "text_of", "together", "whole", "worker_of",
+]  # fmt: skip
 
 TIMEOUT_S = 60.0
 
@@ -165,6 +169,14 @@ def text_of(events: Sequence[dict[str, Any]], index: int = 0) -> str:
             if choice["index"] == index:
                 pieces.append(choice["text"] if "text" in choice else choice["delta"].get("content") or "")
     return "".join(pieces)
+
+
+def worker_of(running: Running, stream: Stream) -> int | None:
+    """The process id of the gateway worker that has the stream's connection; None: it is over."""
+    connections = (
+        (worker, one) for worker in running.workers() for one in psutil.Process(worker).net_connections("tcp")
+    )
+    return next((worker for worker, one in connections if one.raddr and one.raddr.port == stream.port), None)
 
 
 def figures(running: Running, model: str) -> dict[str, Any]:
