@@ -21,7 +21,7 @@ from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.http.replies import Reply
 from app.gateway.models import Models, ServedModel
 from app.gateway.routes.texts import answer_text, open_stream
-from app.lm.generate import GenerateAnswer, GenerateRequest
+from app.lm.generate import GenerateRequest
 from app.security.key_check import owned_id
 from app.telemetry.recorder import accept
 
@@ -55,7 +55,7 @@ class GenerateEndpoint(Endpoint):
             dispatcher.check_ready()
             raw, _ = await self._reader.read(scope, receive)
             asked = await decoded(GenerateRequest.read, raw)
-            form = GenerateAnswer(model.route.name, asked.id or "")
+            form = asked.answer_form(model.route.name, streams=self._streams)
             return await answer_text(
                 self._models, scope, receive, dispatcher, asked, lambda *_: form, streams=self._streams
             )
