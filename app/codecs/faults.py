@@ -92,7 +92,9 @@ def no_json_form(path: str, tensor: str, datatype: str) -> BadRequest:
     return at(path, tensor, f"expected a datatype that has a JSON form, got {datatype}; {fix}")
 
 
-def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "", *, hint: str = "") -> _Value:
+def read_json(
+    text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "", *, hint: str = "", strict: bool = True
+) -> _Value:
     """Decode JSON that has no tensors.
 
     Args:
@@ -101,6 +103,7 @@ def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "
             accepted. A bound has words of its own where its `msgspec.Meta` has `extra={"expected": words}`.
         path: the field whose value the JSON is; empty: the body.
         hint: added to an error's message.
+        strict: whether a number or a boolean may not be written as a string.
 
     Raises:
         BadRequest: the text isn't JSON, is too large, or has a duplicate key; or a field is unknown, missing,
@@ -109,7 +112,7 @@ def read_json(text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "
     text = bytes(text)
     try:
         check_size(text)
-        value: _Value = msgspec.json.decode(text, type=kind)
+        value: _Value = msgspec.json.decode(text, type=kind, strict=strict)
         check_keys(text)
     except BadRequest as error:
         raise _hinted(error, hint) from None

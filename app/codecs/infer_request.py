@@ -61,6 +61,8 @@ class _Output(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 class _Request(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     inputs: list[_Input]
     id: RequestId | None = None
+    model_name: str | None = None
+    """KServe's client repeats the path's here."""
     parameters: _Parameters = None
     outputs: list[_Output] | None = None
 
@@ -73,6 +75,7 @@ class RequestDecoder:
     """
 
     def __init__(self, signature: Signature) -> None:
+        self._name = signature.name
         self._inputs = {spec.name: declared_input(spec, rows=False) for spec in signature.inputs}
         self._required = tuple(spec.name for spec in signature.inputs if not spec.optional)
         self._outputs = {spec.name: DATATYPES[spec.datatype] for spec in signature.outputs}
@@ -116,6 +119,9 @@ class RequestDecoder:
                 _check_keys(asked, bytes(text))
         except PARSE_ERRORS as error:
             raise self._unreadable(error, text, body, header_length) from None
+        if asked.model_name is not None and asked.model_name != self._name:
+            expected = f"expected {self._name!r} as in the request's path"
+            raise at("model_name", None, f"{expected}, got {shown(asked.model_name)}; leave it out")
         request = self._parameters.request(asked.id)
         # The cheap checks come first: an invalid request should cost no work on its data.
         given = asked.parameters
@@ -220,7 +226,7 @@ class RequestDecoder:
 
 def _keys(asked: _Request) -> int:
     """The number of keys in a request, without nulls, if none is a duplicate."""
-    count = 1 + (asked.id is not None)
+    count = 1 + (asked.id is not None) + (asked.model_name is not None)
     if asked.parameters is not None:
         count += 1 + len(asked.parameters)
     for tensor in asked.inputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from app.codecs.faults import at, check_size, key_text, shape_text, shown
-from app.codecs.wording import PARSE_ERRORS, has_array_first, kind_of, parsed
+from app.codecs.wording import PARSE_ERRORS, has_array_first, has_float, kind_of, parsed
 from app.errors import BadRequest
 from inference.datatypes import DATATYPES
 from inference.signature import TensorSpec
@@ -31,6 +31,9 @@ _NESTED: Final = re.compile(rb"\s*\[\s*\[")
 _PIECE_BYTES: Final = 1 << 16
 # The last doubles that still round to a finite float32.
 _FLOAT32_RANGE: Final = (-math.nextafter(2.0**128 - 2.0**103, 0.0), math.nextafter(2.0**128 - 2.0**103, 0.0))
+
+_EXACT_BELOW: Final = 2.0**53
+"""From here on a float may stand for another integer than was written."""
 
 
 class JsonData:
@@ -52,11 +55,12 @@ class JsonData:
             element = float if spec.datatype.startswith("FP") else int
         # The characters of an element's text; without them, the skeleton of brackets and commas is left.
         self._text = b" \t\r\n" + (b"truefals" if element is bool else b"0123456789+-.eE")
-        self._flat: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[element])
-        nested: Any = element
-        for _ in range(len(spec.shape) + (not rows)):
-            nested = list[nested]
-        self._nested: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(nested)
+        rank = len(spec.shape) + (not rows)
+        self._flat = _arrays(element, 1)
+        self._nested = _arrays(element, rank)
+        # For clients that write 1.0 where they mean 1: generated from a schema, or with one type of numbers only.
+        self._flat_floats = _arrays(int | float, 1) if element is int else None
+        self._nested_floats = _arrays(int | float, rank) if element is int else None
         self._has_json = DATATYPES[spec.datatype].json
 
     def pack(self, raw: msgspec.Raw | bytes, shape: Sequence[int], count: int, index: int | None) -> bytes:
@@ -83,9 +87,10 @@ class JsonData:
         try:
             values = self._flat.decode(text)
         except PARSE_ERRORS as error:
-            if not has_array_first(error):
-                raise self._unreadable(error, index, 0) from None
-            values = self._flatten(text, shape, index)
+            if has_array_first(error):
+                values = self._flatten(text, shape, index)
+            else:
+                values = self._with_floats(text, error, index, 0)
         if len(values) != count:
             raise self._miscounted(index, shape, count, len(values))
         return self._pack(values, index, 0)
@@ -125,12 +130,13 @@ class JsonData:
         while begin < end:
             cut = text.find(b",", begin + _PIECE_BYTES, end)
             cut = end if cut < 0 else cut
+            piece = b"[%b]" % text[begin:cut]
             try:
-                values = self._flat.decode(b"[%b]" % text[begin:cut])
+                values = self._flat.decode(piece)
             except PARSE_ERRORS as error:
                 if nested and not isinstance(error, msgspec.ValidationError):
                     raise self._nested_otherwise(index, shape) from None
-                raise self._unreadable(error, index, got) from None
+                values = self._with_floats(piece, error, index, got)
             pieces.append(self._pack(values, index, got))
             got += len(values)
             begin = cut + 1
@@ -138,9 +144,37 @@ class JsonData:
             raise self._miscounted(index, shape, count, got)
         return b"".join(pieces)
 
-    def _flatten(self, text: memoryview, shape: Sequence[int], index: int | None) -> list[Any]:
+    def _with_floats(self, text: bytes | memoryview, error: Exception, index: int | None, start: int) -> list[Any]:
+        """The elements of a flat array that can't be read because of an error, unless only floats among integers."""
+        if self._flat_floats is None or not has_float(error):
+            raise self._unreadable(error, index, start) from None
         try:
-            level: list[Any] = [self._nested.decode(text)]
+            values = self._flat_floats.decode(text)
+        except PARSE_ERRORS as other:
+            raise self._unreadable(other, index, start) from None
+        return self._made_integers(values, index, lambda place: f"[{start + place}]")
+
+    def _made_integers(self, values: list[Any], index: int | None, subscript: Callable[[int], str]) -> list[Any]:
+        for place, value in enumerate(values):
+            if value.__class__ is float:
+                if not value.is_integer():
+                    raise self._bad(index, subscript(place), f"expected an integer ({self._datatype}), got {value}")
+                if abs(value) >= _EXACT_BELOW:
+                    expected = f"expected an integer ({self._datatype}) written without a point and an exponent"
+                    raise self._bad(index, subscript(place), f"{expected} where it is beyond 2^53, got {value}")
+                values[place] = int(value)
+        return values
+
+    def _flatten(self, text: memoryview, shape: Sequence[int], index: int | None) -> list[Any]:
+        has_floats = False
+        try:
+            try:
+                level: list[Any] = [self._nested.decode(text)]
+            except msgspec.ValidationError as error:
+                if self._nested_floats is None or not has_float(error):
+                    raise
+                has_floats = True
+                level = [self._nested_floats.decode(text)]
         except PARSE_ERRORS as error:
             raise self._unreadable(error, index, 0, f", nested as shape {shape_text(shape)} says") from None
         for axis, dim in enumerate(shape):
@@ -149,7 +183,7 @@ class JsonData:
                     expected = f"{dim} elements in every array along axis {axis} (shape {shape_text(shape)})"
                     raise self._bad(index, _subscript(place, shape[:axis]), f"expected {expected}, got {len(part)}")
             level = list(chain.from_iterable(level))
-        return level
+        return self._made_integers(level, index, lambda place: _subscript(place, shape)) if has_floats else level
 
     def _elements(self) -> str:
         number = "numbers" if self._datatype.startswith("FP") else "integers"
@@ -186,7 +220,7 @@ class JsonData:
         got = fault.got
         if not subscript:
             return self._bad(index, "", f"expected an array of {wanted}, got {kind_of(got)}")
-        came = "a number with a fraction or an exponent" if (wanted, got) == ("integers", "float") else kind_of(got)
+        came = kind_of(got)
         if got == "array" and not hint:
             hint = " in a flat array"
         one = "an integer" if wanted == "integers" else f"a {wanted[:-1]}"
@@ -201,6 +235,14 @@ class JsonData:
         place = next(place for place, value in enumerate(values) if not low <= value <= high)
         message = f"expected {self._datatype}, {low} to {high}, got {shown(values[place])}, out of range"
         return self._bad(index, f"[{start + place}]", message)
+
+
+def _arrays(element: Any, rank: int) -> msgspec.json.Decoder[list[Any]]:
+    """Reads arrays of elements, nested so deep."""
+    kind: Any = element
+    for _ in range(rank):
+        kind = list[kind]
+    return msgspec.json.Decoder(kind)
 
 
 def _subscript(place: int, shape: Sequence[int]) -> str:

@@ -169,9 +169,10 @@ def boolean(path: str, tensor: str | None, value: object) -> bool:
 
 
 def integer(path: str, tensor: str | None, value: object, maximum: int) -> int:
-    """Check that a value is an integer from 0 to ``maximum``."""
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= maximum:
-        return value
+    """Check that a value is an integer from 0 to ``maximum``, maybe written as a float."""
+    whole = _whole(value)
+    if isinstance(whole, int) and not isinstance(whole, bool) and 0 <= whole <= maximum:
+        return whole
     raise at(path, tensor, f"expected an integer, 0 to {maximum}, got {shown(value)}")
 
 
@@ -187,8 +188,15 @@ def _path(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
 
 
+def _whole(value: object) -> object:
+    """A float that stands for exactly one integer as that integer; anything else as it is."""
+    return int(value) if type(value) is float and value.is_integer() and abs(value) < 2.0**53 else value
+
+
 def _checked(parameter: Parameter, value: object, where: str) -> Scalar:
     path = _path(where, parameter.name)
+    if parameter.type == "int":
+        value = _whole(value)
     if type(value) is int and parameter.type != "float" and value not in _INT64:
         raise at(path, None, f"expected {parameter.type} of at most 64 bits, got {shown(value)}")
     try:

@@ -18,6 +18,7 @@ __all__ = [
     "choices_at",
     "fields_at",
     "has_array_first",
+    "has_float",
     "kind_of",
     "parsed",
 ]
@@ -95,6 +96,11 @@ def parsed(error: Exception) -> ParsedError:
 def has_array_first(error: Exception) -> bool:
     """Whether an array has another as its first element, against its type; faster than `parsed`."""
     return str(error).endswith("got `array` - at `$[0]`")
+
+
+def has_float(error: Exception) -> bool:
+    """Whether a float stands where an integer is expected; faster than `parsed`."""
+    return str(error).startswith("Expected `int`, got `float` - at ")
 
 
 _type_info: Final[Callable[[Any], inspect.Type]] = functools.cache(inspect.type_info)

@@ -1,26 +1,26 @@
 """Requests and answers of Triton's generate extension for a language model.
 
-The field names are those of Triton's backend for vLLM. No chat template is applied to the text.
+The field names are those of Triton's backends for vLLM and TensorRT-LLM. No chat template is applied to the text.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 import orjson
 from msgspec import Meta
 
-from app.codecs.faults import at
+from app.codecs.faults import at, read_json, shown
 from app.codecs.parameters import MAX_UINT64, RequestId, integer
 from app.errors import BadRequest, HeadwaterError
 from app.lm.answers import AnswerForm
-from app.lm.sampling_fields import DEFAULT_TOKENS, SamplingFields
+from app.lm.sampling_fields import DEFAULT_TOKENS, Flag, SamplingFields, TextEnd
 from app.lm.text_plan import Prompt, TextPlan, answer_tokens, plan, text_ids
 from app.lm.text_stream import TextPiece, Usage
-from inference.engine import EngineLimits
+from inference.engine import EngineLimits, Sampling, Seed
 
 if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
@@ -34,13 +34,15 @@ class GenerateAnswer(AnswerForm):
     Args:
         model: the model's name.
         id: the id that the client gave the request; empty if none.
+        in_one_event: whether a stream has the whole text in one event.
     """
 
-    def __init__(self, model: str, id: str = "") -> None:
+    def __init__(self, model: str, id: str = "", *, in_one_event: bool = False) -> None:
         about = {"model_name": model, "model_version": "1", **({"id": id} if id else {})}
         self._head = orjson.dumps(about)[:-1]
         self._text_head = self._head + b',"text_output":'
         self._finish: str | None = None
+        self._held: list[str] | None = [] if in_one_event else None
 
     def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
         (text,) = texts
@@ -49,33 +51,124 @@ class GenerateAnswer(AnswerForm):
 
     def piece(self, place: int, piece: TextPiece) -> list[bytes]:
         self._finish = piece.finish
-        return [b"%b%b}" % (self._text_head, orjson.dumps(piece.text))] if piece.text else []
+        if self._held is not None:
+            self._held.append(piece.text)
+            return []
+        return [self._event(piece.text)] if piece.text else []
 
     def end(self, usage: Usage, error: HeadwaterError | None) -> list[bytes]:
-        failure = [] if error is None else [orjson.dumps({"error": error.message, "status": error.status})]
+        before = [] if error is None else [orjson.dumps({"error": error.message, "status": error.status})]
+        if self._held is not None and error is None:
+            before = [self._event("".join(self._held))]
         facts = orjson.dumps(_facts(self._finish if error is None else "error", usage))
-        return [*failure, b'%b,"final":true,%b' % (self._head, facts[1:])]
+        return [*before, b'%b,"final":true,%b' % (self._head, facts[1:])]
+
+    def _event(self, text: str) -> bytes:
+        return b"%b%b}" % (self._text_head, orjson.dumps(text))
 
 
 def _facts(finish: str | None, usage: Usage) -> dict[str, Any]:
     return {"finish_reason": finish, **usage._asdict()}
 
 
-class GenerateParameters(SamplingFields, kw_only=True):
+_MAX_JSON: Final = 65_536
+_BANNED: Final = -100.0
+"""The bias of a token that must not be chosen, as in OpenAI's API."""
+_NO_EFFECT: Final = "Without effect"
+
+_Word: TypeAlias = Annotated[str, Meta(max_length=1024)]
+_Words: TypeAlias = Annotated[list[_Word], Meta(max_length=16, extra={"expected": "at most 16 words"})]
+_OneText: TypeAlias = Annotated[list[str], Meta(min_length=1, max_length=1, extra={"expected": "one text"})]
+_EndId: TypeAlias = Annotated[int, Meta(ge=-1)]
+
+
+class BackendSampling(SamplingFields, kw_only=True):
+    """What Triton's backends for vLLM and TensorRT-LLM add, or call otherwise.
+
+    Of what isn't supported the value that asks for nothing is taken, since clients send their defaults.
+    """
+
+    random_seed: Annotated[Seed | None, Meta(description="Another name of `seed`")] = None
+    bad_words: Annotated[_Word | _Words | None, Meta(description="Words that are not generated, each of one token")] = (
+        None
+    )
+    stop_words: Annotated[_Word | _Words | None, Meta(description="Another name of `stop`; may be empty")] = None
+    end_id: Annotated[_EndId | None, Meta(description="The only token that ends the text; -1: none does")] = None
+    pad_id: Annotated[int | None, Meta(description=_NO_EFFECT)] = None
+    length_penalty: Annotated[float | None, Meta(description=_NO_EFFECT)] = None
+    early_stopping: Annotated[bool | None, Meta(description=_NO_EFFECT)] = None
+    n: Literal[1] | None = None
+    best_of: Literal[1] | None = None
+    beam_width: Literal[1] | None = None
+    num_return_sequences: Literal[1] | None = None
+    min_length: Literal[0] | None = None
+    use_beam_search: Flag | None = None
+    return_log_probs: Flag | None = None
+    return_logprobs: Flag | None = None
+    return_cumulative_logprob: Flag | None = None
+    return_context_logits: Flag | None = None
+    return_generation_logits: Flag | None = None
+    return_finish_reason: Flag | None = None
+    return_num_input_tokens: Flag | None = None
+    return_num_output_tokens: Flag | None = None
+
+
+_UNSUPPORTED: Final = (
+    "use_beam_search", "return_log_probs", "return_logprobs", "return_cumulative_logprob", "return_context_logits",
+    "return_generation_logits",
+)  # fmt: skip
+_FACTS: Final = {
+    "return_finish_reason": "finish_reason",
+    "return_num_input_tokens": "prompt_tokens",
+    "return_num_output_tokens": "completion_tokens",
+}
+_OTHER_NAMES: Final = {"random_seed": "seed", "stop_words": "stop"}
+
+
+class GenerateParameters(BackendSampling, kw_only=True):
     """The parameters of a request."""
 
     timeout: (
         Annotated[int, Meta(description="The request's own deadline in microseconds", extra_json_schema={"minimum": 0})]
         | None
     ) = None
+    stream: Annotated[
+        bool | None,
+        Meta(description="`false`: generate_stream sends the whole text in one event; `true`: not to generate"),
+    ] = None
+    exclude_input_in_output: Annotated[
+        bool | None, Meta(description="`false`: the text begins with the input", extra_json_schema={"default": True})
+    ] = None
+    sampling_parameters: Annotated[
+        Annotated[str, Meta(max_length=_MAX_JSON)] | None,
+        Meta(description="Further parameters, as JSON text; its numbers may be strings"),
+    ] = None
 
 
 class GenerateRequest(GenerateParameters, kw_only=True):
     """The body of a request; the parameters may also stand beside the text."""
 
-    text_input: str
+    text_input: str | _OneText
     id: RequestId | None = None
     parameters: GenerateParameters | None = None
+
+    def answer_form(self, model: str, *, streams: bool) -> GenerateAnswer:
+        """The form of the answer.
+
+        Args:
+            model: the model's name.
+            streams: whether the route's answers come in events.
+
+        Raises:
+            BadRequest: the request wants events of a route that has none.
+        """
+        field, is_stream = "stream", self.stream
+        if is_stream is None and self.parameters is not None:
+            field, is_stream = "parameters.stream", self.parameters.stream
+        if is_stream and not streams:
+            fix = f"POST to /v2/models/{model}/generate_stream"
+            raise at(field, None, f"expected false, since generate answers with the whole text, got true; {fix}")
+        return GenerateAnswer(model, self.id or "", in_one_event=is_stream is False)
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
         """Check the request, and turn it into tokens. Takes too long for the event loop.
@@ -83,28 +176,84 @@ class GenerateRequest(GenerateParameters, kw_only=True):
         Raises:
             BadRequest: a field is wrong, or asks for more than the model can take.
         """
-        given, within = self._merged()
+        given, places = self._merged()
+        prompt = self.text_input if isinstance(self.text_input, str) else self.text_input[0]
         try:
-            sampling, end = given.sampling(limits), given.text_end(limits)
+            sampling, end = _sampling(given, text, limits), _text_end(given, limits)
             timeout_us = integer("timeout", None, given.timeout or 0, MAX_UINT64)
-            ids = text_ids("text_input", self.text_input, text, limits)
+            ids = text_ids("text_input", prompt, text, limits)
             max_tokens = answer_tokens("text_input", "max_tokens", ids, given.max_tokens, DEFAULT_TOKENS, limits)
         except BadRequest as error:
-            if error.field is not None and re.split(r"[.\[]", error.field)[0] in within:
-                raise BadRequest(f"parameters.{error.message}", field=f"parameters.{error.field}") from None
+            place = "" if error.field is None else places.get(re.split(r"[.\[]", error.field)[0], "")
+            if place:
+                raise BadRequest(f"{place}{error.message}", field=f"{place}{error.field}") from None
             raise
-        return plan([Prompt(ids, max_tokens)], 1, sampling, end, limits, timeout_us / 1e6 if timeout_us else None)
+        prefix = prompt if given.exclude_input_in_output is False else ""
+        timeout_s = timeout_us / 1e6 if timeout_us else None
+        return plan([Prompt(ids, max_tokens, prefix)], 1, sampling, end, limits, timeout_s)
 
-    def _merged(self) -> tuple[GenerateParameters, set[str]]:
-        """The parameters, and the names of those that were given within ``parameters``."""
-        within = set()
-        values = {name: getattr(self, name) for name in GenerateParameters.__struct_fields__}
-        for name in values if self.parameters is not None else ():
-            value = getattr(self.parameters, name)
-            if value is None:
-                continue
-            if values[name] is not None:
-                raise at(name, None, f"expected it once, got parameters.{name} as well")
-            values[name] = value
-            within.add(name)
-        return msgspec.structs.replace(GenerateParameters(), **values), within
+    def _merged(self) -> tuple[GenerateParameters, dict[str, str]]:
+        """The parameters under their own names, and where each was given: nothing, or a path that ends in a dot."""
+        values: dict[str, Any] = {}
+        places: dict[str, str] = {}
+
+        def take(given: SamplingFields, place: str) -> None:
+            for name in given.__struct_fields__:
+                value = getattr(given, name)
+                own = _OTHER_NAMES.get(name, name)
+                if name == "stop_words":
+                    value = [word for word in _listed(value) if word] or None
+                if value is None or name not in GenerateParameters.__struct_fields__:
+                    continue
+                if own in values:
+                    raise at(f"{place}{name}", None, f"expected it once, got {places[own]}{own} as well")
+                _check_asks_for_nothing(place, name, value)
+                values[own], places[own] = value, place
+
+        take(self, "")
+        if self.parameters is not None:
+            take(self.parameters, "parameters.")
+        if "sampling_parameters" in values:
+            path = f"{places['sampling_parameters']}sampling_parameters"
+            text = values["sampling_parameters"].encode(errors="surrogatepass")
+            take(read_json(text, BackendSampling, path, strict=False), f"{path}.")
+        return GenerateParameters(**values), places
+
+
+def _check_asks_for_nothing(place: str, name: str, value: object) -> None:
+    if value is True and name in _UNSUPPORTED:
+        raise at(f"{place}{name}", None, "this model does not support it; expected false, got true; leave it out")
+    if value is True and name in _FACTS:
+        had = f"the parameters of every answer have {_FACTS[name]}"
+        raise at(f"{place}{name}", None, f"expected false, since {had}, got true; leave it out")
+
+
+def _listed(words: str | list[str] | None) -> list[str]:
+    return [words] if isinstance(words, str) else words or []
+
+
+def _sampling(given: GenerateParameters, text: LanguageText, limits: EngineLimits) -> Sampling:
+    """How tokens are chosen; words that must not be get a bias."""
+    sampling = given.sampling(limits)
+    banned: dict[int, float] = {}
+    for place, word in enumerate(_listed(given.bad_words)):
+        if not word:
+            continue
+        field = "bad_words" if isinstance(given.bad_words, str) else f"bad_words[{place}]"
+        if "logit_bias" not in limits.sampling:
+            raise at(field, None, "this model does not support it; leave it out")
+        own = text.tokenizer.encode(word, add_special_tokens=False, field=field)
+        if len(own) != 1:
+            raise at(field, None, f"expected a word that is one token, got {shown(word)}, which is {len(own)}")
+        behind_space = text.tokenizer.encode(f" {word}", add_special_tokens=False, field=field)
+        banned |= dict.fromkeys(own + (behind_space if len(behind_space) == 1 else []), _BANNED)
+    return msgspec.structs.replace(sampling, logit_bias={**sampling.logit_bias, **banned}) if banned else sampling
+
+
+def _text_end(given: GenerateParameters, limits: EngineLimits) -> TextEnd:
+    end = given.text_end(limits)
+    if given.end_id is None:
+        return end
+    if given.end_id >= limits.vocab_size:
+        raise at("end_id", None, f"expected a token id up to {limits.vocab_size - 1}, or -1, got {given.end_id}")
+    return end._replace(stop_ids=end.stop_ids | ({given.end_id} - {-1}), ignore_eos=True)

@@ -200,6 +200,7 @@ class TestMetadata:
         ours, theirs = (answer.json() for answer in tuned.get("/v2/models/tuned/config"))
         for field in ("name", "platform", "backend", "max_batch_size"):
             assert ours[field] == theirs[field]
+        assert "model_transaction_policy" not in ours.keys() | theirs.keys()
         theirs["output"] = [item for item in theirs["output"] if item["name"] != REPORT]
         for field in ("input", "output"):
             assert len(ours[field]) == len(theirs[field])
@@ -472,7 +473,7 @@ class TestDifferences:
 
     # What is refused here and taken there.
 
-    @pytest.mark.parametrize("fields", [{"model_name": "tuned"}, {"inputs": [x(1, dtype="FP32")]}])
+    @pytest.mark.parametrize("fields", [{"model": "tuned"}, {"inputs": [x(1, dtype="FP32")]}])
     def test_unknown_fields(self, tuned: Pair, fields: Json) -> None:
         body = {"inputs": [x(1)], **fields}
         assert statuses(tuned.post(json.dumps(body).encode())) == (400, 200)
@@ -537,10 +538,16 @@ class TestDifferences:
     def test_ids_of_more_than_1000_characters(self, tuned: Pair) -> None:
         assert statuses(tuned.infer(x(1), id="x" * 1001)) == (400, 200)
 
-    @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
-    def test_content_types(self, tuned: Pair, kind: str) -> None:
-        body = _body(x(1))
-        assert statuses(tuned.post(body, {"Content-Type": kind})) == (415, 200)
+    @pytest.mark.parametrize(
+        "headers",
+        [
+            {"Content-Type": "text/plain"},
+            {"Content-Type": "application/x-www-form-urlencoded", "Origin": "http://elsewhere"},
+            {"Origin": "http://elsewhere"},
+        ],
+    )
+    def test_content_types(self, tuned: Pair, headers: dict[str, str]) -> None:
+        assert statuses(tuned.post(_body(x(1)), headers)) == (415, 200)
 
     def test_raw_requests_without_json(self, tuned: Pair) -> None:
         assert statuses(tuned.post(struct.pack("<2f", 1, 2), {HEADER: "0"})) == (400, 200)
@@ -553,6 +560,18 @@ class TestDifferences:
         assert statuses(tuned.post(body, {"Content-Encoding": "gzip"})) == (400, 200)
 
     # What is taken here and refused, or spoiled, there.
+
+    def test_integers_written_as_floats(self, mirror: Pair) -> None:
+        answers = mirror.infer(ROW, as_given("INT64", [1, 2], [1.0, 2e3]), outputs=[output("out_int64")])
+        assert statuses(answers) == (200, 500)
+        assert answers[0].json()["outputs"][0]["data"] == [1, 2000]
+
+    def test_the_root_with_a_slash(self, tuned: Pair) -> None:
+        assert statuses(tuned.get("/v2/")) == (200, 400)
+
+    def test_a_repeated_model_name(self, tuned: Pair) -> None:
+        assert statuses(tuned.infer(x(1), model_name="tuned")) == (200, 200)
+        assert statuses(tuned.infer(x(1), model_name="other")) == (400, 200)
 
     def test_more_rows_than_max_batch_size(self, mirror: Pair) -> None:
         data = list(range(3 * MAX_ROWS))
@@ -611,7 +630,7 @@ class TestDifferences:
         assert statuses(tuned.post(body)) == (400, 500)
 
     @pytest.mark.parametrize(
-        ("datatype", "value"), [("BOOL", 1), ("BOOL", "true"), ("INT64", 1.0), ("INT64", "1"), ("BYTES", 1)]
+        ("datatype", "value"), [("BOOL", 1), ("BOOL", "true"), ("INT64", 1.5), ("INT64", "1"), ("BYTES", 1)]
     )
     def test_elements_of_another_type(self, mirror: Pair, datatype: str, value: object) -> None:
         answers = mirror.infer(ROW, as_given(datatype, [1, 1], [value]), outputs=[output("out_int32")])
@@ -676,6 +695,19 @@ class TestDifferences:
         assert "content-encoding" not in ours.headers
         assert theirs.headers["content-encoding"] == "gzip"
         same((ours, theirs))
+
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/v2/health/live", {"live": True}),
+            ("/v2/health/ready", {"ready": True}),
+            ("/v2/models/tuned/ready", {"name": "tuned", "ready": True}),
+        ],
+    )
+    def test_bodies_of_health(self, tuned: Pair, path: str, body: Json) -> None:
+        ours, theirs = tuned.get(path)
+        assert (ours.status_code, ours.json()) == (theirs.status_code, body) == (200, body)
+        assert theirs.content == b""
 
     def test_the_servers_name(self, tuned: Pair) -> None:
         assert [answer.json()["name"] for answer in tuned.get("/v2")] == ["headwater", "triton"]

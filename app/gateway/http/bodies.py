@@ -20,6 +20,9 @@ LARGE_BYTES: Final = 256 * 1024
 
 _PIECE_BYTES = 64 * 1024
 _JSON_TYPES = (b"application/json", b"application/octet-stream", b"application/vnd.sagemaker-triton")
+# None at all, and what curl says of any body. Browsers let every page send both to any server, without asking it first,
+# but with the page's Origin.
+_UNSAID = (None, b"application/x-www-form-urlencoded")
 # zlib's window bits: gzip, and zlib's own format, which HTTP calls deflate.
 _WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 
@@ -48,14 +51,15 @@ class BodyReader:
         """Read a body. Returns it, unpacked, and the headers.
 
         Raises:
-            UnsupportedMediaType: the content type isn't JSON or octets, or the encoding isn't gzip or deflate.
+            UnsupportedMediaType: the content type isn't JSON or octets, nor (in a request without an ``Origin``) left
+                out or curl's default; or the encoding isn't gzip or deflate.
             BodyTooLarge: the body is over the limit; raised before any of it is read if it has a Content-Length.
             BodyTooSlow: the body did not arrive in time.
             BadRequest: the compressed body is damaged.
             ClientGone: the client went away.
         """
         headers = dict(scope["headers"])
-        self._check_type(headers.get(b"content-type"))
+        self._check_type(headers)
         encoding = headers.get(b"content-encoding", b"identity").strip().lower()
         if encoding != b"identity" and encoding not in _WINDOW_BITS:
             raise UnsupportedMediaType(
@@ -123,18 +127,31 @@ class BodyReader:
             raise BadRequest(f"body: bytes follow the end of its {encoding.decode()} data", field="body")
         return b"".join(pieces)
 
-    def _check_type(self, content_type: bytes | None) -> None:
-        if content_type is None or content_type in _JSON_TYPES:
+    def _check_type(self, headers: dict[bytes, bytes]) -> None:
+        content_type = headers.get(b"content-type")
+        if content_type in _JSON_TYPES:
             return
-        kind = content_type.partition(b";")[0].strip().lower()
-        if kind not in _JSON_TYPES and not kind.endswith(b"+json"):
-            raise UnsupportedMediaType(
-                "header Content-Type: expected application/json, or application/octet-stream for binary tensors, "
-                f"got {_shown(kind)}; with curl, add -H 'Content-Type: application/json'"
-            )
+        kind = None if content_type is None else content_type.partition(b";")[0].strip().lower()
+        if kind is not None and (kind in _JSON_TYPES or kind.endswith(b"+json")):
+            return
+        fix = "with curl, add -H 'Content-Type: application/json'"
+        if b"origin" in headers:
+            if kind is None and not _has_body(headers):
+                return
+            fix = "a web page must say so"
+        elif kind in _UNSAID:
+            return
+        raise UnsupportedMediaType(
+            "header Content-Type: expected application/json, or application/octet-stream for binary tensors, "
+            f"got {'none' if kind is None else _shown(kind)}; {fix}"
+        )
 
     def _too_large(self, size: int) -> BodyTooLarge:
         return BodyTooLarge(f"body: expected at most {self._max_bytes} bytes (server.max_body_bytes), got {size}")
+
+
+def _has_body(headers: dict[bytes, bytes]) -> bool:
+    return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
 
 
 def _shown(value: bytes) -> str:

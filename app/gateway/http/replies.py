@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -12,11 +12,11 @@ from starlette.types import Message, Receive, Scope, Send
 from app.errors import CallableFailed, HeadwaterError, openai_error
 from app.gateway.http.exchange import exchange_of
 
-__all__ = ["Reply", "error_reply", "internal_error", "json_reply"]
+__all__ = ["RETRY_AFTER_S", "Reply", "error_reply", "internal_error", "json_reply"]
 
 logger = logging.getLogger("headwater")
 
-RETRY_AFTER_S = 2
+RETRY_AFTER_S: Final = 2
 """The ``Retry-After`` of a 503 whose error names no time."""
 
 Headers = list[tuple[bytes, bytes]]

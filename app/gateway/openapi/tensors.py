@@ -68,6 +68,7 @@ def _infer_schema(signature: Signature) -> dict[str, Any]:
     parameters = {"binary_data_output": _BOOLEAN, **_parameter_schemas(signature)}
     fields = {
         "id": _ID,
+        "model_name": _one_of([signature.name]),
         "inputs": {
             **_array(inputs[0] if len(inputs) == 1 else {"oneOf": inputs}),
             "minItems": needed,
@@ -76,7 +77,7 @@ def _infer_schema(signature: Signature) -> dict[str, Any]:
         "outputs": {**_array(object_schema(output, "parameters", closed=True)), "maxItems": len(signature.outputs)},
         "parameters": object_schema(parameters, *parameters, closed=True),
     }
-    return object_schema(fields, "id", "outputs", "parameters", closed=True)
+    return object_schema(fields, "id", "model_name", "outputs", "parameters", closed=True)
 
 
 def _input_schema(spec: TensorSpec) -> dict[str, Any]:

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import TypeVar, cast
 
 from starlette.types import ASGIApp, Receive, Scope
 
 from app.codecs.generate import GenerateEncoder
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs
-from app.errors import HeadwaterError
+from app.errors import BadRequest, HeadwaterError
 from app.gateway.http.bodies import LARGE_BYTES, BodyReader, decoded
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.event_stream import EventStream
@@ -20,7 +21,7 @@ from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.http.replies import Reply
 from app.gateway.models import Models, ServedModel
 from app.gateway.routes.texts import answer_text, open_stream
-from app.lm.generate import GenerateAnswer, GenerateRequest
+from app.lm.generate import GenerateRequest
 from app.security.key_check import owned_id
 from app.telemetry.recorder import accept
 
@@ -54,28 +55,54 @@ class GenerateEndpoint(Endpoint):
             dispatcher.check_ready()
             raw, _ = await self._reader.read(scope, receive)
             asked = await decoded(GenerateRequest.read, raw)
-            form = GenerateAnswer(model.route.name, asked.id or "")
+            form = asked.answer_form(model.route.name, streams=self._streams)
             return await answer_text(
                 self._models, scope, receive, dispatcher, asked, lambda *_: form, streams=self._streams
             )
-        if not self._streams:
+        signature = model.dispatcher.check_ready()
+        if not self._streams and signature.heads:
             model.dispatcher.check_whole()
         decoder, encoder = model.generate_codecs()
         body, _ = await self._reader.read(scope, receive)
         began_ns = time.perf_counter_ns()
         request = await decoded(decoder.decode, body)
         decoded_ns = time.perf_counter_ns()
-        if self._streams:
+        if self._streams or signature.streams:
             request.cancel_id = owned_id(scope["state"], scope["state"]["request_id"])
-            with DisconnectWatch(scope, receive):
-                return await _stream(self._models, model, encoder, request)
         with DisconnectWatch(scope, receive):
-            answer = await model.dispatcher.infer(request)
+            if self._streams:
+                return await _stream(self._models, model, encoder, request)
+            answer = await (_only_result(model, request) if signature.streams else model.dispatcher.infer(request))
         answered_ns = time.perf_counter_ns()
         text = await _encoded(answer.outputs, encoder.whole, request, answer)
         serialise_ns = decoded_ns - began_ns + time.perf_counter_ns() - answered_ns
         model.meter.serialise.observe(serialise_ns)
         return Reply(200, [text], [_JSON])
+
+
+def _pieces(model: ServedModel, request: InferRequest) -> AbstractAsyncContextManager[AsyncGenerator[HeadAnswer, None]]:
+    return contextlib.aclosing(cast("AsyncGenerator[HeadAnswer, None]", model.dispatcher.stream(request)))
+
+
+async def _only_result(model: ServedModel, request: InferRequest) -> Answer:
+    """The answer of a model that streams, if it is a single result.
+
+    Raises:
+        BadRequest: it has none, or more.
+    """
+    found: list[HeadAnswer] = []
+    async with _pieces(model, request) as pieces:
+        async for piece in pieces:
+            found.append(piece)
+            if len(found) > 1:
+                break
+    if len(found) == 1:
+        return Answer(found[0].outputs)
+    name = model.route.name
+    raise BadRequest(
+        f"model `{name}`: expected exactly one result, got {'several' if found else 'none'}: it streams its results; "
+        f"POST to /v2/models/{name}/generate_stream"
+    )
 
 
 def _stream(
@@ -92,8 +119,7 @@ def _stream(
         return [encoder.failure(error), encoder.end(request, statuses)]
 
     async def events() -> AsyncGenerator[bytes, None]:
-        pieces = cast("AsyncGenerator[HeadAnswer, None]", model.dispatcher.stream(request))
-        async with contextlib.aclosing(pieces):
+        async with _pieces(model, request) as pieces:
             async for piece in pieces:
                 text = await _encoded(piece.outputs, encoder.piece, request, piece)
                 statuses[piece.head] = piece.status

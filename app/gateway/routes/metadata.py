@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 import app
@@ -17,6 +17,7 @@ from app.codecs.faults import read_json
 from app.control.routing import State, unavailable
 from app.errors import Unavailable
 from app.gateway.http.bodies import BodyReader
+from app.gateway.http.replies import RETRY_AFTER_S
 from app.gateway.models import VERSION, Models, ServedModel
 from app.gateway.sampler import Sampler
 from app.telemetry.catalogue import REQUESTS
@@ -32,28 +33,40 @@ def health_routes(models: Models) -> APIRouter:
     """``/v2/health/live``, ``/v2/health/ready`` and ``/v2/models/{model}/ready``."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/v2/health/live", response_class=Response, summary="Whether the gateway answers")
-    async def live() -> Response:
-        return Response()
+    @router.get("/v2/health/live", summary="Whether the gateway answers")
+    async def live() -> JSONResponse:
+        return JSONResponse({"live": True})
 
-    @router.get("/v2/health/ready", response_class=Response, summary="Whether every model is ready, but those unloaded")
-    async def ready() -> Response:
+    @router.get("/v2/health/ready", summary="Whether every model is ready, but those unloaded")
+    async def ready() -> JSONResponse:
         if models.is_draining:
-            raise Unavailable("the server is stopping")
+            return _readiness(Unavailable("the server is stopping"))
         waiting = [
             model.route for model in models if model.route.state is not State.READY and not model.route.is_set_aside
         ]
         if waiting:
-            raise Unavailable("; ".join(unavailable(route).message for route in waiting))
-        return Response()
+            return _readiness(Unavailable("; ".join(unavailable(route).message for route in waiting)))
+        return _readiness(None)
 
-    @router.get("/v2/models/{model}/ready", response_class=Response, summary="Whether the model is ready")
+    @router.get("/v2/models/{model}/ready", summary="Whether the model is ready")
     @router.get("/v2/models/{model}/versions/{version}/ready", include_in_schema=False)
-    async def model_ready(model: str, version: str | None = None) -> Response:
-        models.get(model, version).dispatcher.check_ready()
-        return Response()
+    async def model_ready(model: str, version: str | None = None) -> JSONResponse:
+        found = models.get(model, version)
+        try:
+            found.dispatcher.check_ready()
+        except Unavailable as error:
+            return _readiness(error, name=model)
+        return _readiness(None, name=model)
 
     return router
+
+
+def _readiness(error: Unavailable | None, **about: str) -> JSONResponse:
+    """The protocol's answer, and beside it why it is no."""
+    if error is None:
+        return JSONResponse({**about, "ready": True})
+    headers = {"retry-after": str(error.retry_after_s or RETRY_AFTER_S)}
+    return JSONResponse({**about, "ready": False, "error": error.message}, error.status, headers)
 
 
 EXTENSIONS = [
@@ -170,6 +183,7 @@ def _config(model: ServedModel) -> dict[str, Any]:
             for spec in signature.inputs
         ],
         "output": [tensor(spec) for spec in signature.outputs],
+        **({"model_transaction_policy": {"decoupled": True}} if signature.streams or route.is_language_model else {}),
         "dynamic_batching": {
             "preferred_batch_size": [signature.max_batch_size],
             "max_queue_delay_microseconds": int(route.max_queue_delay_ms * 1000),

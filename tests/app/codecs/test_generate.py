@@ -135,7 +135,7 @@ class TestRows:
             ("text", None, ("text: expected a string", "got null")),
             ("text", ["a", "b"], ("text: expected 1 elements, for shape [1], got 2",)),
             ("text", [["a"]], ("text: expected a flat array", "2 levels")),
-            ("ids", 1.5, ("ids: expected an integer (INT32), got a number with a fraction",)),
+            ("ids", 1.5, ("ids: expected an integer (INT32), got 1.5",)),
             ("ids", 2**31, ("ids: expected INT32", "2147483648")),
             ("ids", [1, "2"], ("ids[1]: expected an integer (INT32), got a string",)),
             ("ids", [1, [2]], ("ids[1]: expected an integer (INT32) in a flat array, got an array",)),

@@ -128,6 +128,26 @@ class TestAccepted:
         decoded = DECODER.decode(request(x(data=[[[1, 2], [3, 4], [5, 6]]])))
         assert decoded.inputs["x"].data == struct.pack("<6f", 1, 2, 3, 4, 5, 6)
 
+    @pytest.mark.parametrize("nested", [False, True])
+    @pytest.mark.parametrize("count", [3, 30_000])
+    def test_whole_floats_are_integers(self, count: int, nested: bool) -> None:
+        numbers: list[float] = [1, 2.0, -3e2] * (count // 3)
+        decoded = DECODER.decode(request(x(), other("ids", "INT32", [1, count], [numbers] if nested else numbers)))
+        assert decoded.inputs["ids"].data == np.array(numbers, np.int32).tobytes()
+
+    def test_the_largest_exact_float(self) -> None:
+        body = request(other("x", "INT64", [1, 2], [2.0**53 - 1, 1 - 2.0**53]))
+        assert one_input("INT64", -1).decode(body).inputs["x"].data == struct.pack("<2q", 2**53 - 1, 1 - 2**53)
+
+    @pytest.mark.parametrize("name", ["m", None])
+    def test_the_models_name_may_be_repeated(self, name: str | None) -> None:
+        assert DECODER.decode(request(model_name=name)).inputs["x"].shape == (1, 3, 2)
+
+    def test_another_models_name(self) -> None:
+        refused(request(model_name="n"), "model_name: expected 'm' as in the request's path", "got 'n'")
+        refused(request(model_name=1), "model_name", "expected a string", "an integer")
+        refused(request(model_name="m")[:-1] + b', "model_name": "m"}', "model_name", "twice")
+
     @pytest.mark.parametrize("data", [[], [[]], [[[], [], []]]])
     def test_zero_rows_and_zero_dimensions(self, data: Any) -> None:
         shape = [1, 3, 0] if data == [[[], [], []]] else [0, 3, 2]
@@ -154,6 +174,11 @@ class TestAccepted:
         assert isinstance(decoded.batch_parameters["temperature"], float)
         assert decoded.row_parameters == {"top_k": 2, "verbose": True}
         assert (decoded.priority, decoded.timeout_us) == (1, 1000)
+
+    def test_whole_floats_are_integers_in_parameters_too(self) -> None:
+        decoded = DECODER.decode(request(parameters={"top_k": 2.0, "priority": 1.0, "timeout": 1e3}))
+        assert (decoded.row_parameters["top_k"], decoded.priority, decoded.timeout_us) == (2, 1, 1000)
+        assert [type(one) for one in (decoded.row_parameters["top_k"], decoded.priority)] == [int, int]
 
     def test_one_request_leaves_the_defaults_of_the_next(self) -> None:
         DECODER.decode(request(parameters={"top_k": 2}))
@@ -244,7 +269,7 @@ class TestBody:
             ({"parameters": []}, "parameters", "an object", "an array"),
             ({"outputs": {}}, "outputs", "an array", "an object"),
             ({"outputs": ["y"]}, "outputs[0]", "an object", "a string"),
-            ({"model_name": "m"}, "model_name", "inputs, id, parameters, outputs", "'model_name'"),
+            ({"model": "m"}, "model", "inputs, id, model_name, parameters, outputs", "'model'"),
         ],
     )
     def test_wrong_fields(self, fields: dict[str, Any], path: str, expected: str, got: str) -> None:
@@ -368,8 +393,12 @@ class TestInputs:
     @pytest.mark.parametrize(
         ("tensor", "said"),
         [
-            (other("ids", "INT32", [1, 2], [1, 2.5]), ("inputs[1].data[1]", "an integer (INT32)", "a fraction")),
-            (other("ids", "INT32", [1, 1], [1.0]), ("inputs[1].data[0]", "an integer", "a fraction")),
+            (other("ids", "INT32", [1, 2], [1, 2.5]), ("inputs[1].data[1]", "an integer (INT32)", "got 2.5")),
+            (other("ids", "INT32", [1, 1], [1.5]), ("inputs[1].data[0]", "an integer", "1.5")),
+            (other("ids", "INT32", [1, 2], [1.0, 1.5]), ("inputs[1].data[1]", "an integer", "1.5")),
+            (other("ids", "INT32", [1, 2], [[1.0, 1.5]]), ("inputs[1].data[0][1]", "an integer", "1.5")),
+            (other("ids", "INT32", [1, 2], [1.0, "1"]), ("inputs[1].data[1]", "an integer", "a string")),
+            (other("ids", "INT32", [1, 1], [2.0**53]), ("inputs[1].data[0]", "beyond 2^53", "9007199254740992.0")),
             (
                 other("ids", "INT32", [1, 1], [2**31]),
                 ("inputs[1].data[0]", "'ids'", "-2147483648 to 2147483647", "2147483648"),
@@ -438,7 +467,7 @@ class TestBinary:
     TEXT = other("text", "BYTES", [1, 1], None)
     MASK = other("mask", "BOOL", [1, 3], None)
 
-    @pytest.mark.parametrize("size", [-1, 24.0, "24", True, None, 2**70])
+    @pytest.mark.parametrize("size", [-1, 24.5, "24", True, None, 2**70])
     def test_size_of_the_wrong_kind(self, size: Any) -> None:
         text = request(x(data=..., parameters={"binary_data_size": size}))
         refused(

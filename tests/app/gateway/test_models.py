@@ -270,6 +270,7 @@ def test_statistics_and_configuration_of_a_language_model() -> None:
         }
         assert [tensor["name"] for tensor in metadata["inputs"] + metadata["outputs"]] == ["text_input", "text_output"]
         assert config["input"][0]["data_type"] == "TYPE_STRING"
+        assert config["model_transaction_policy"] == {"decoupled": True}
 
     run(scenario)
 

@@ -46,7 +46,25 @@ def test_json_and_octets_are_taken(kind: str) -> None:
     assert read(b"{}", content_type=kind) == b"{}"
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+FORM = "application/x-www-form-urlencoded"
+
+
+@pytest.mark.parametrize("kind", [FORM, f"{FORM}; charset=utf-8", None])
+def test_what_curl_says_and_no_type_are_taken_but_not_of_a_web_page(kind: str | None) -> None:
+    headers: dict[str, Any] = {} if kind is None else {"content_type": kind}
+    assert read(b"{}", content_length="2", **headers) == b"{}"
+    for origin in ("http://elsewhere", "null"):
+        lengths: tuple[dict[str, Any], ...] = ({"content_length": "2"}, {"transfer_encoding": "chunked"})
+        for length in lengths:
+            with pytest.raises(UnsupportedMediaType, match="a web page must say so"):
+                read(b"{}", **headers, **length, origin=origin)
+
+
+def test_a_page_need_not_say_the_type_of_no_body() -> None:
+    assert read(b"", origin="http://here", content_length="0") == read(b"", origin="http://here") == b""
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "none", "multipart/form-data", ""])
 def test_other_types_are_not(kind: str) -> None:
     with pytest.raises(UnsupportedMediaType, match="Content-Type: expected application/json"):
         read(b"{}", content_type=kind)
