@@ -1,6 +1,6 @@
 """Requests and answers of ``POST /v1/chat/completions``.
 
-Source: OpenAI's API reference. Unsupported fields are refused by name, never ignored; `top_k`, `min_p`,
+Source: OpenAI's API reference. What a field asks for is done or refused by name, never ignored; `top_k`, `min_p`,
 `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `chat_template_kwargs`, `include_stop_str_in_output`,
 `skip_special_tokens` and `timeout_s` are extensions, most of them vLLM's.
 """
@@ -8,7 +8,7 @@ Source: OpenAI's API reference. Unsupported fields are refused by name, never ig
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import orjson
 from msgspec import Meta
@@ -85,6 +85,8 @@ _MESSAGE: Final = {
     },
 }
 """For the OpenAPI schema; `app.lm.text.messages` checks the messages."""
+_NO_TOOLS: Final = {"expected": "an empty array, since this model does not support tools"}
+_ONLY_TEXT: Final = {"expected": '["text"]'}
 _FORMAT: Final = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string", "enum": ["text"]}}}
 
 
@@ -100,23 +102,23 @@ class ChatRequest(StreamFields, kw_only=True):
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, Meta(description="Further variables of the model's chat template")
     ] = None
+    tools: Annotated[list[Any], Meta(max_length=0, extra=_NO_TOOLS)] | None = None
+    tool_choice: Literal["none"] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="Labels, without effect")] = None
+    modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1, extra=_ONLY_TEXT)] | None = None
+    prompt_cache_key: Annotated[str | None, Meta(description="Without effect")] = None
+    safety_identifier: Annotated[str | None, Meta(description="A label, without effect")] = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Annotated[bool | None, Meta(description="No answer is stored: only false is supported")] = None
     audio: None = None
     function_call: None = None
     functions: None = None
-    metadata: None = None
-    modalities: None = None
     moderation: None = None
-    parallel_tool_calls: None = None
     prediction: None = None
-    prompt_cache_key: None = None
     prompt_cache_options: None = None
     prompt_cache_retention: None = None
     reasoning_effort: None = None
-    safety_identifier: None = None
-    service_tier: None = None
-    store: None = None
-    tool_choice: None = None
-    tools: None = None
     verbosity: None = None
     web_search_options: None = None
 
@@ -133,6 +135,8 @@ class ChatRequest(StreamFields, kw_only=True):
             BadRequest: a field is wrong, or asks for more than the model can take.
         """
         self.check_stream()
+        if self.store:
+            raise at("store", None, "this server keeps no answers; expected false, got true")
         sampling = self.sampling(limits, logprobs=self._logprobs())
         end = self.text_end(limits)
         if self.response_format is not None and self.response_format != {"type": "text"}:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from app.codecs.faults import at
-from app.errors import BadRequest
+from app.errors import ContextTooLong
 from app.lm.sampling_fields import TextEnd
 from app.lm.sequence import SequenceSpec
 from app.lm.text_stream import TextStream
@@ -90,13 +90,14 @@ def check_size(field: str, text: str, limits: EngineLimits) -> None:
     """Refuse a text that can't fit, because counting its tokens would take seconds.
 
     Raises:
-        BadRequest: the text is longer than any that fits.
+        ContextTooLong: the text is longer than any that fits.
     """
     bound, what = _bound(limits)
     most = bound * _TOKEN_CHARACTERS
     if len(text) > most:
         expected = f"expected at most {most} characters, got {len(text)}; shorten it"
-        raise at(field, None, f"{what} is {bound} tokens, prompt and answer together; {expected}")
+        message = f"{field}: {what} is {bound} tokens, prompt and answer together; {expected}"
+        raise ContextTooLong(message, field=field)
 
 
 def text_ids(field: str, text: str, language: LanguageText, limits: EngineLimits) -> list[int]:
@@ -133,11 +134,12 @@ def answer_tokens(
     most = bound - len(ids)
     if most < 1:
         expected = f"expected at most {bound - 1} in the prompt, got {len(ids)}; shorten it"
-        raise at(field, None, f"{what} is {bound} tokens, prompt and answer together; {expected}")
+        message = f"{field}: {what} is {bound} tokens, prompt and answer together; {expected}"
+        raise ContextTooLong(message, field=field)
     if wanted is None:
         return min(default, most)
     if wanted > most:
-        raise BadRequest(
+        raise ContextTooLong(
             f"{path}: {what} is {bound} tokens, but this request comes to {len(ids) + wanted}: {len(ids)} in {field}, "
             f"and an answer of {wanted}; expected at most {most}, or a shorter prompt",
             field=path,

@@ -76,6 +76,7 @@ def refused(create: Callable[[], object], kind: type[openai.APIStatusError]) -> 
     assert isinstance(error.body, dict)
     assert set(error.body) == {"message", "type", "param", "code"}
     assert error.type == "invalid_request_error"
+    assert error.code is None or isinstance(error.code, str)
     return error
 
 

@@ -31,7 +31,7 @@ _OPENAI_ERROR = {
     "message": STRING,
     "type": STRING,
     "param": {"type": ["string", "null"]},
-    "code": {"type": ["integer", "null"]},
+    "code": {"type": ["string", "null"]},
 }
 _SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key of this server"},
