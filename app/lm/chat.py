@@ -8,7 +8,7 @@ Source: OpenAI's API reference. What a field asks for is done or refused by name
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import orjson
 from msgspec import Meta
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
     from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["ChatAnswer", "ChatRequest"]
+__all__ = ["ChatAnswer", "ChatRequest", "Messages", "TemplateVariables", "checked_variables"]
 
 
 class ChatAnswer(OpenAIAnswer):
@@ -85,6 +85,10 @@ _MESSAGE: Final = {
     },
 }
 """For the OpenAPI schema; `app.lm.text.messages` checks the messages."""
+Messages: TypeAlias = Annotated[Any, Meta(extra_json_schema={"type": "array", "minItems": 1, "items": _MESSAGE})]
+TemplateVariables: TypeAlias = Annotated[
+    dict[str, Any] | None, Meta(description="Further variables of the model's chat template")
+]
 _NO_TOOLS: Final = {"expected": "an empty array, since this model does not support tools"}
 _ONLY_TEXT: Final = {"expected": '["text"]'}
 _FORMAT: Final = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string", "enum": ["text"]}}}
@@ -93,15 +97,13 @@ _FORMAT: Final = {"type": "object", "required": ["type"], "properties": {"type":
 class ChatRequest(StreamFields, kw_only=True):
     """The body of a request."""
 
-    messages: Annotated[Any, Meta(extra_json_schema={"type": "array", "minItems": 1, "items": _MESSAGE})]
+    messages: Messages
     max_completion_tokens: Annotated[int, Meta(ge=1, description="Default: as many as fit")] | None = None
     max_tokens: Annotated[int, Meta(ge=1, extra_json_schema={"deprecated": True})] | None = None
     logprobs: Flag | None = None
     top_logprobs: TopLogprobs | None = None
     response_format: Annotated[Any, Meta(extra_json_schema=_FORMAT)] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Meta(description="Further variables of the model's chat template")
-    ] = None
+    chat_template_kwargs: TemplateVariables = None
     tools: Annotated[list[Any], Meta(max_length=0, extra=_NO_TOOLS)] | None = None
     tool_choice: Literal["none"] | None = None
     parallel_tool_calls: bool | None = None
@@ -142,19 +144,14 @@ class ChatRequest(StreamFields, kw_only=True):
         if self.response_format is not None and self.response_format != {"type": "text"}:
             raise at("response_format", None, 'this model supports {"type": "text"} only; leave it out')
         path, wanted = self._max_tokens()
-        rendered = text.chat_text(checked_messages(self.messages, limits.context_length), self._variables())
+        rendered = text.chat_text(
+            checked_messages(self.messages, limits.context_length), checked_variables(self.chat_template_kwargs)
+        )
         check_size("messages", rendered, limits)
         ids = text.encode_chat(rendered)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
         prompt = Prompt(ids, answer_tokens("messages", path, ids, wanted, default, limits))
         return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s)
-
-    def _variables(self) -> dict[str, Any] | None:
-        for name in self.chat_template_kwargs or ():
-            if name in _RESERVED:
-                path = f"chat_template_kwargs.{name}"
-                raise at(path, None, "expected a variable of the model's own chat template; leave it out")
-        return self.chat_template_kwargs
 
     def _logprobs(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:
@@ -169,3 +166,16 @@ class ChatRequest(StreamFields, kw_only=True):
             expected = f"expected the same as max_tokens, which it replaces, got {shown(new)} and {shown(old)}"
             raise at(path, None, f"{expected}; leave one of them out")
         return path, old if new is None else new
+
+
+def checked_variables(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The request's ``chat_template_kwargs``.
+
+    Raises:
+        BadRequest: one is the server's to set.
+    """
+    for name in given or ():
+        if name in _RESERVED:
+            path = f"chat_template_kwargs.{name}"
+            raise at(path, None, "expected a variable of the model's own chat template; leave it out")
+    return given

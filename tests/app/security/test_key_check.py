@@ -134,6 +134,8 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("POST", "/v1/chat/completions"): ("infer",),
     ("POST", "/v1/completions"): ("infer",),
     ("POST", "/v1/embeddings"): ("infer",),
+    ("POST", "/tokenize"): ("infer",),
+    ("POST", "/detokenize"): ("infer",),
     ("GET", "/metrics"): ("metrics",),
     ("POST", "/v2/repository/models/{model}/load"): ("admin",),
     ("POST", "/v2/repository/models/{model}/unload"): ("admin",),
