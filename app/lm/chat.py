@@ -1,8 +1,8 @@
 """Requests and answers of ``POST /v1/chat/completions``.
 
 Source: OpenAI's API reference. What a field asks for is done or refused by name, never ignored; `top_k`, `min_p`,
-`repetition_penalty`, `stop_token_ids`, `ignore_eos`, `chat_template_kwargs`, `include_stop_str_in_output`,
-`skip_special_tokens` and `timeout_s` are extensions, most of them vLLM's.
+`repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `chat_template_kwargs`, `timeout_s`,
+`include_stop_str_in_output` and `skip_special_tokens` are extensions, most of them vLLM's.
 """
 
 from __future__ import annotations

@@ -89,11 +89,12 @@ class GenerateRequest(GenerateParameters, kw_only=True):
             timeout_us = integer("timeout", None, given.timeout or 0, MAX_UINT64)
             ids = text_ids("text_input", self.text_input, text, limits)
             max_tokens = answer_tokens("text_input", "max_tokens", ids, given.max_tokens, DEFAULT_TOKENS, limits)
+            timeout_s = timeout_us / 1e6 if timeout_us else None
+            return plan([Prompt(ids, max_tokens)], 1, sampling, end, limits, timeout_s)
         except BadRequest as error:
             if error.field is not None and re.split(r"[.\[]", error.field)[0] in within:
                 raise BadRequest(f"parameters.{error.message}", field=f"parameters.{error.field}") from None
             raise
-        return plan([Prompt(ids, max_tokens)], 1, sampling, end, limits, timeout_us / 1e6 if timeout_us else None)
 
     def _merged(self) -> tuple[GenerateParameters, set[str]]:
         """The parameters, and the names of those that were given within ``parameters``."""

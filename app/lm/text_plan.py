@@ -55,6 +55,7 @@ class TextPlan(NamedTuple):
                 stops=self.end.stops,
                 include_stop=self.end.include_stop,
                 skip_special_tokens=self.end.skip_special_tokens,
+                min_tokens=spec.sampling.min_tokens,
                 logprobs=spec.sampling.logprobs is not None,
                 prefix=prefix,
             )
@@ -68,8 +69,13 @@ def plan(
     """Make `n` sequences of each prompt, which with a seed have the seeds ``seed``, ``seed + 1`` and so on.
 
     Raises:
-        BadRequest: the engine can't hold so many sequences, running and waiting.
+        BadRequest: the engine can't hold so many sequences, running and waiting; or an answer's least number of tokens
+            is above its most.
     """
+    least = sampling.min_tokens
+    most = min(prompt.max_tokens for prompt in prompts)
+    if least > most:
+        raise at("min_tokens", None, f"expected at most {most}, the most tokens of the answer, got {least}")
     places = limits.max_sequences + limits.max_waiting
     if len(prompts) * n > places:
         field = "n" if n > 1 else "prompt"

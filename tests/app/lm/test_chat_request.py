@@ -81,6 +81,7 @@ def test_every_field_gets_where_it_belongs() -> None:
         {"safety_identifier": "s"},
         {"user": "u"},
         {"top_k": -1},
+        {"min_tokens": 0},
     ],
     ids=str,
 )
@@ -154,6 +155,8 @@ def test_what_can_never_fit_is_refused() -> None:
         ({"repetition_penalty": 1e-300}, "repetition_penalty: expected a number from 0.01 to 100, got 1e-300"),
         ({"repetition_penalty": 101}, "repetition_penalty: expected a number from 0.01 to 100, got 101.0"),
         ({"top_k": -2}, "top_k: expected an integer from -1 to 2147483647; 0 and -1 keep all tokens, got -2"),
+        ({"min_tokens": -1}, "min_tokens: expected at least 0, got -1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens: expected at most 8, the most tokens of the answer, got 9"),
         ({"top_k": 1.5}, "top_k: expected an integer, got a number"),
         ({"seed": 2**63}, f"seed: expected an integer from {-(2**63)} to {2**63 - 1}, got {2**63}"),
         ({"n": 0}, "n: expected an integer from 1 to 16, got 0"),

@@ -46,6 +46,7 @@ def test_parameters_stand_within_or_beside() -> None:
         ({"text_input": "x", "parameters": {"stop_token_ids": [-1]}}, "parameters.stop_token_ids[0]: expected"),
         ({"text_input": "x", "parameters": {"max_tokens": -1}}, "parameters.max_tokens: expected at least 0"),
         ({"text_input": "x", "parameters": {"max_tokens": 999}}, "parameters.max_tokens: this model's maximum"),
+        ({"text_input": "x", "parameters": {"min_tokens": 17}}, "parameters.min_tokens: expected at most 16"),
         ({"text_input": "x", "parameters": {"timeout": -1}}, "parameters.timeout: expected an integer"),
         ({"text_input": "x", "parameters": {"volume": 1}}, "parameters.volume: expected one of the fields "),
         ({"text_input": "x", "volume": 1}, "volume: expected one of the fields "),
