@@ -4,6 +4,7 @@
 
     HeadwaterError                 status, message
     ├── BadRequest                 400  the request's content is wrong; the message names the field
+    │   └── ContextTooLong              prompt, or prompt and answer, exceed what the model takes
     ├── Unauthorized               401  no API key, or none that is good here
     ├── Forbidden                  403  not allowed to this client
     │   └── ScopeMissing                its API key is good, but not for this
@@ -47,6 +48,7 @@ __all__ = [
     "CommandError",
     "ConfigError",
     "Conflict",
+    "ContextTooLong",
     "ContractBroken",
     "DeadlineExceeded",
     "Forbidden",
@@ -75,16 +77,22 @@ RETRY_AFTER_LOST_S: Final = 2
 class HeadwaterError(Exception):
     """Base of the errors that an HTTP client sees.
 
-    A subclass gives its HTTP status and whether it may quote as keywords, or inherits both.
+    A subclass gives its HTTP status, whether it may quote, and its code as keywords, or inherits them.
     """
 
     status: ClassVar[int] = 500
     may_quote: ClassVar[bool] = True
     """Whether the message may hold what a client sent or a callable said: then it is logged only if asked for."""
 
-    def __init_subclass__(cls, status: int | None = None, *, may_quote: bool | None = None) -> None:
+    code: ClassVar[str | None] = None
+    """OpenAI's ``code``: a word for programs, OpenAI's own where that API has one."""
+
+    def __init_subclass__(
+        cls, status: int | None = None, *, may_quote: bool | None = None, code: str | None = None
+    ) -> None:
         cls.status = cls.status if status is None else status
         cls.may_quote = cls.may_quote if may_quote is None else may_quote
+        cls.code = code or cls.code
 
     def __init__(self, message: str, *, field: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -104,7 +112,11 @@ class BadRequest(HeadwaterError, status=400):
     """The request's content is wrong."""
 
 
-class Unauthorized(HeadwaterError, status=401, may_quote=False):
+class ContextTooLong(BadRequest, code="context_length_exceeded"):
+    """Prompt, or prompt and answer, exceed what the model takes."""
+
+
+class Unauthorized(HeadwaterError, status=401, may_quote=False, code="invalid_api_key"):
     """No API key, or none that is good here."""
 
 
@@ -136,7 +148,7 @@ class MemoryBudgetExceeded(Conflict):
     """The memory budget doesn't allow another replica."""
 
 
-class Cancelled(HeadwaterError, status=409, may_quote=False):
+class Cancelled(HeadwaterError, status=409, may_quote=False, code="cancelled"):
     """The request was cancelled by its id while it ran."""
 
 
@@ -148,15 +160,15 @@ class UnsupportedMediaType(HeadwaterError, status=415):
     """Content type or content encoding that the route doesn't take."""
 
 
-class Quarantined(HeadwaterError, status=422, may_quote=False):
+class Quarantined(HeadwaterError, status=422, may_quote=False, code="quarantined"):
     """The same request took two replicas down a while ago."""
 
 
-class QueueFull(HeadwaterError, status=429, may_quote=False):
+class QueueFull(HeadwaterError, status=429, may_quote=False, code="rate_limit_exceeded"):
     """The queue of the deployment, or of all, is full."""
 
 
-class RateLimited(HeadwaterError, status=429, may_quote=False):
+class RateLimited(HeadwaterError, status=429, may_quote=False, code="rate_limit_exceeded"):
     """The limit of the API key is reached, whatever the server could do."""
 
 
@@ -168,7 +180,7 @@ class ClientGone(HeadwaterError, status=499, may_quote=False):
     """The client went away before its answer; seen in logs and metrics only."""
 
 
-class CallableFailed(HeadwaterError, status=500):
+class CallableFailed(HeadwaterError, status=500, code="failed"):
     """The user's callable raised, or broke its own declaration."""
 
 
@@ -176,7 +188,7 @@ class ContractBroken(CallableFailed):
     """An engine repeated a token, left one out, or went on after the end: its output can't be trusted."""
 
 
-class Unavailable(HeadwaterError, status=503, may_quote=False):
+class Unavailable(HeadwaterError, status=503, may_quote=False, code="unavailable"):
     """The deployment is loading, draining or crashed."""
 
 
@@ -188,7 +200,7 @@ class ReplicaUnreachable(ReplicaLost):
     """The replica ended before it had the request: nothing of it was computed."""
 
 
-class DeadlineExceeded(HeadwaterError, status=504, may_quote=False):
+class DeadlineExceeded(HeadwaterError, status=504, may_quote=False, code="timeout"):
     """The request's deadline passed, queueing included."""
 
 
@@ -208,4 +220,6 @@ def openai_error(error: HeadwaterError) -> dict[str, object]:
     """The body of an error in the form of OpenAI's API."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     kind = "rate_limit_error" if error.status == 429 else kind
-    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": error.status}}
+    is_model = isinstance(error, NotFound) and error.field == "model"
+    code = "model_not_found" if is_model else error.code
+    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": code}}

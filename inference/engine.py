@@ -76,6 +76,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] = {}
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Tokens before which neither an end-of-sequence token nor one of `SequenceRequest.stop_ids` is chosen."""
     seed: Seed | None = None
     """The same seed gives the same tokens, whoever the neighbours are."""
     logprobs: TopLogprobs | None = None

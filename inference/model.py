@@ -161,6 +161,11 @@ class Embedding:
         dimensions: the declared ``int`` parameter (``per="row"``) that shortens an embedding, if the model can; 0
             means full length. Rows of one batch may ask for different lengths: return all rows with the longest length
             asked for, each valid in as many leading elements as it asked for; the gateway cuts off the rest.
+
+    Two more abilities are found by their names. An optional ``INT32 [-1]`` input ``token_ids`` takes a text's tokens
+    instead of the text, which is then empty; rows that are shorter than others end with -1. An ``int`` parameter
+    ``truncate_prompt_tokens`` (``per="row"``) cuts a text to that number of tokens, and -1 to as many as the model
+    reads; with 0 a text that is too long must be `BadInput`.
     """
 
     input: str

@@ -81,7 +81,7 @@ def stream(body: bytes) -> Reply:
 def test_an_outcome_is_that_of_the_error_in_the_stream() -> None:
     assert stream(b'data: {"piece": 1}\n\ndata: {"final": true}\n\n').outcome == "ok"
     assert stream(b'data: {"error": "gone", "status": 503}\n\n: ping\n').outcome == "unavailable"
-    late = stream(b'data: {"error": {"message": "late", "code": 504}}\n\ndata: [DONE]\n\n')
+    late = stream(b'data: {"error": {"message": "late", "code": "timeout"}}\n\ndata: [DONE]\n\n')
     assert (late.outcome, late.is_done) == ("timeout", True)
     assert stream(b'data: {"head": "a", "status": "failed", "error": "no"}\n\n').outcome == ""
     assert Reply(429, {}).outcome == "shed"

@@ -26,8 +26,10 @@ from app.gateway.routes.infer import InferEndpoint
 from app.gateway.routes.metadata import health_routes, metadata_routes, openai_model_routes
 from app.gateway.routes.pages import docs_routes, page_routes
 from app.gateway.routes.texts import CancelEndpoint, OpenAITextEndpoint
+from app.gateway.routes.tokenization import TokenizationEndpoint
 from app.lm.chat import ChatRequest
 from app.lm.completion import CompletionRequest
+from app.lm.tokenization import DetokenizeRequest, TokenizeRequest
 from app.security.key_check import KeyRing
 from app.telemetry.logs import AccessLog
 
@@ -78,6 +80,8 @@ def create_app(
         EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest)),
         EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest)),
         EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader)),
+        EndpointRoute("/tokenize", TokenizationEndpoint(models, reader, TokenizeRequest)),
+        EndpointRoute("/detokenize", TokenizationEndpoint(models, reader, DetokenizeRequest)),
     ]
     gateway = FastAPI(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     gateway.router.routes[:0] = routes  # FastAPI refuses other methods

@@ -1,14 +1,14 @@
 """Requests and answers of ``POST /v1/chat/completions``.
 
-Source: OpenAI's API reference. Unsupported fields are refused by name, never ignored; `top_k`, `min_p`,
-`repetition_penalty`, `stop_token_ids`, `ignore_eos`, `chat_template_kwargs`, `include_stop_str_in_output`,
-`skip_special_tokens` and `timeout_s` are extensions, most of them vLLM's.
+Source: OpenAI's API reference. What a field asks for is done or refused by name, never ignored; `top_k`, `min_p`,
+`repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `chat_template_kwargs`, `timeout_s`,
+`include_stop_str_in_output` and `skip_special_tokens` are extensions, most of them vLLM's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import orjson
 from msgspec import Meta
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
     from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["ChatAnswer", "ChatRequest"]
+__all__ = ["ChatAnswer", "ChatRequest", "Messages", "TemplateVariables", "checked_variables"]
 
 
 class ChatAnswer(OpenAIAnswer):
@@ -85,38 +85,42 @@ _MESSAGE: Final = {
     },
 }
 """For the OpenAPI schema; `app.lm.text.messages` checks the messages."""
+Messages: TypeAlias = Annotated[Any, Meta(extra_json_schema={"type": "array", "minItems": 1, "items": _MESSAGE})]
+TemplateVariables: TypeAlias = Annotated[
+    dict[str, Any] | None, Meta(description="Further variables of the model's chat template")
+]
+_NO_TOOLS: Final = {"expected": "an empty array, since this model does not support tools"}
+_ONLY_TEXT: Final = {"expected": '["text"]'}
 _FORMAT: Final = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string", "enum": ["text"]}}}
 
 
 class ChatRequest(StreamFields, kw_only=True):
     """The body of a request."""
 
-    messages: Annotated[Any, Meta(extra_json_schema={"type": "array", "minItems": 1, "items": _MESSAGE})]
+    messages: Messages
     max_completion_tokens: Annotated[int, Meta(ge=1, description="Default: as many as fit")] | None = None
     max_tokens: Annotated[int, Meta(ge=1, extra_json_schema={"deprecated": True})] | None = None
     logprobs: Flag | None = None
     top_logprobs: TopLogprobs | None = None
     response_format: Annotated[Any, Meta(extra_json_schema=_FORMAT)] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Meta(description="Further variables of the model's chat template")
-    ] = None
+    chat_template_kwargs: TemplateVariables = None
+    tools: Annotated[list[Any], Meta(max_length=0, extra=_NO_TOOLS)] | None = None
+    tool_choice: Literal["none"] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="Labels, without effect")] = None
+    modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1, extra=_ONLY_TEXT)] | None = None
+    prompt_cache_key: Annotated[str | None, Meta(description="Without effect")] = None
+    safety_identifier: Annotated[str | None, Meta(description="A label, without effect")] = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Annotated[bool | None, Meta(description="No answer is stored: only false is supported")] = None
     audio: None = None
     function_call: None = None
     functions: None = None
-    metadata: None = None
-    modalities: None = None
     moderation: None = None
-    parallel_tool_calls: None = None
     prediction: None = None
-    prompt_cache_key: None = None
     prompt_cache_options: None = None
     prompt_cache_retention: None = None
     reasoning_effort: None = None
-    safety_identifier: None = None
-    service_tier: None = None
-    store: None = None
-    tool_choice: None = None
-    tools: None = None
     verbosity: None = None
     web_search_options: None = None
 
@@ -133,24 +137,21 @@ class ChatRequest(StreamFields, kw_only=True):
             BadRequest: a field is wrong, or asks for more than the model can take.
         """
         self.check_stream()
+        if self.store:
+            raise at("store", None, "this server keeps no answers; expected false, got true")
         sampling = self.sampling(limits, logprobs=self._logprobs())
         end = self.text_end(limits)
         if self.response_format is not None and self.response_format != {"type": "text"}:
             raise at("response_format", None, 'this model supports {"type": "text"} only; leave it out')
         path, wanted = self._max_tokens()
-        rendered = text.chat_text(checked_messages(self.messages, limits.context_length), self._variables())
+        rendered = text.chat_text(
+            checked_messages(self.messages, limits.context_length), checked_variables(self.chat_template_kwargs)
+        )
         check_size("messages", rendered, limits)
         ids = text.encode_chat(rendered)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
         prompt = Prompt(ids, answer_tokens("messages", path, ids, wanted, default, limits))
         return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s)
-
-    def _variables(self) -> dict[str, Any] | None:
-        for name in self.chat_template_kwargs or ():
-            if name in _RESERVED:
-                path = f"chat_template_kwargs.{name}"
-                raise at(path, None, "expected a variable of the model's own chat template; leave it out")
-        return self.chat_template_kwargs
 
     def _logprobs(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:
@@ -165,3 +166,16 @@ class ChatRequest(StreamFields, kw_only=True):
             expected = f"expected the same as max_tokens, which it replaces, got {shown(new)} and {shown(old)}"
             raise at(path, None, f"{expected}; leave one of them out")
         return path, old if new is None else new
+
+
+def checked_variables(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The request's ``chat_template_kwargs``.
+
+    Raises:
+        BadRequest: one is the server's to set.
+    """
+    for name in given or ():
+        if name in _RESERVED:
+            path = f"chat_template_kwargs.{name}"
+            raise at(path, None, "expected a variable of the model's own chat template; leave it out")
+    return given

@@ -62,6 +62,7 @@ _MAX_PROMPTS: Final = 64
 _MAX_SEQUENCES: Final = 256
 """Prompts times choices."""
 
+_NO_SUFFIX: Final = {"expected": "an empty string, since this model does not support suffixes"}
 _IDS: Final = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _SEVERAL: Final = {"type": "array", "minItems": 1, "maxItems": _MAX_PROMPTS}
 _PROMPTS: Final = {"anyOf": [_IDS, {**_SEVERAL, "items": {"type": "string"}}, {**_SEVERAL, "items": _IDS}]}
@@ -75,7 +76,7 @@ class CompletionRequest(StreamFields, kw_only=True):
     logprobs: TopLogprobs | None = None
     echo: Flag | None = None
     best_of: Annotated[int | None, Meta(description="Only 1 is supported")] = None
-    suffix: None = None
+    suffix: Annotated[str, Meta(max_length=0, extra=_NO_SUFFIX)] | None = None
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> CompletionAnswer:
         """The form of the answer to this request, of which `plan` made the plan."""

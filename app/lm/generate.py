@@ -183,14 +183,14 @@ class GenerateRequest(GenerateParameters, kw_only=True):
             timeout_us = integer("timeout", None, given.timeout or 0, MAX_UINT64)
             ids = text_ids("text_input", prompt, text, limits)
             max_tokens = answer_tokens("text_input", "max_tokens", ids, given.max_tokens, DEFAULT_TOKENS, limits)
+            timeout_s = timeout_us / 1e6 if timeout_us else None
+            prefix = prompt if given.exclude_input_in_output is False else ""
+            return plan([Prompt(ids, max_tokens, prefix)], 1, sampling, end, limits, timeout_s)
         except BadRequest as error:
             place = "" if error.field is None else places.get(re.split(r"[.\[]", error.field)[0], "")
             if place:
                 raise BadRequest(f"{place}{error.message}", field=f"{place}{error.field}") from None
             raise
-        prefix = prompt if given.exclude_input_in_output is False else ""
-        timeout_s = timeout_us / 1e6 if timeout_us else None
-        return plan([Prompt(ids, max_tokens, prefix)], 1, sampling, end, limits, timeout_s)
 
     def _merged(self) -> tuple[GenerateParameters, dict[str, str]]:
         """The parameters under their own names, and where each was given: nothing, or a path that ends in a dot."""

@@ -23,8 +23,8 @@ _MAX_BIAS: Final = 100
 _ID_DIGITS: Final = 10
 
 
-_TOP_K: Final = {"expected": f"an integer from 0 to {_MAX_TOP_K}; 0 keeps all tokens"}
-TopK: TypeAlias = Annotated[int, Meta(ge=0, le=_MAX_TOP_K, description="0: all tokens", extra=_TOP_K)]
+_TOP_K: Final = {"expected": f"an integer from -1 to {_MAX_TOP_K}; 0 and -1 keep all tokens"}
+TopK: TypeAlias = Annotated[int, Meta(ge=-1, le=_MAX_TOP_K, description="0 or -1: all tokens", extra=_TOP_K)]
 _Bias: TypeAlias = Annotated[float, Meta(extra_json_schema={"minimum": -_MAX_BIAS, "maximum": _MAX_BIAS})]
 LogitBias: TypeAlias = Annotated[dict[str, _Bias], Meta(description="By token id")]
 _SECONDS: Final = {"expected": f"seconds, above 0 and up to {_MAX_SECONDS}"}
@@ -64,6 +64,9 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         None
     )
     max_tokens: Annotated[int, Meta(ge=0, extra_json_schema={"default": DEFAULT_TOKENS})] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, description="Before them nothing but `max_tokens` ends the text")] | None = (
+        None
+    )
     stop: Annotated[StopString | StopStrings | None, Meta(description="The text ends before the first of them")] = None
     stop_token_ids: list[int] | None = None
     ignore_eos: Flag | None = None
@@ -87,6 +90,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS - {"logprobs", "logit_bias"}}
         given = {name: value for name, value in given.items() if value is not None}
+        if self.top_k == -1:
+            given["top_k"] = 0
         biases = _biases(self.logit_bias or {}, limits.vocab_size)
         sampling = Sampling(**given, logit_bias=biases, logprobs=logprobs)
         for name in sorted(SAMPLING_FIELDS - limits.sampling):

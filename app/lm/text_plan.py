@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from app.codecs.faults import at
-from app.errors import BadRequest
+from app.errors import ContextTooLong
 from app.lm.sampling_fields import TextEnd
 from app.lm.sequence import SequenceSpec
 from app.lm.text_stream import TextStream
@@ -55,6 +55,7 @@ class TextPlan(NamedTuple):
                 stops=self.end.stops,
                 include_stop=self.end.include_stop,
                 skip_special_tokens=self.end.skip_special_tokens,
+                min_tokens=spec.sampling.min_tokens,
                 logprobs=spec.sampling.logprobs is not None,
                 prefix=prefix,
             )
@@ -68,8 +69,13 @@ def plan(
     """Make `n` sequences of each prompt, which with a seed have the seeds ``seed``, ``seed + 1`` and so on.
 
     Raises:
-        BadRequest: the engine can't hold so many sequences, running and waiting.
+        BadRequest: the engine can't hold so many sequences, running and waiting; or an answer's least number of tokens
+            is above its most.
     """
+    least = sampling.min_tokens
+    most = min(prompt.max_tokens for prompt in prompts)
+    if least > most:
+        raise at("min_tokens", None, f"expected at most {most}, the most tokens of the answer, got {least}")
     places = limits.max_sequences + limits.max_waiting
     if len(prompts) * n > places:
         field = "n" if n > 1 else "prompt"
@@ -90,13 +96,14 @@ def check_size(field: str, text: str, limits: EngineLimits) -> None:
     """Refuse a text that can't fit, because counting its tokens would take seconds.
 
     Raises:
-        BadRequest: the text is longer than any that fits.
+        ContextTooLong: the text is longer than any that fits.
     """
     bound, what = _bound(limits)
     most = bound * _TOKEN_CHARACTERS
     if len(text) > most:
         expected = f"expected at most {most} characters, got {len(text)}; shorten it"
-        raise at(field, None, f"{what} is {bound} tokens, prompt and answer together; {expected}")
+        message = f"{field}: {what} is {bound} tokens, prompt and answer together; {expected}"
+        raise ContextTooLong(message, field=field)
 
 
 def text_ids(field: str, text: str, language: LanguageText, limits: EngineLimits) -> list[int]:
@@ -133,11 +140,12 @@ def answer_tokens(
     most = bound - len(ids)
     if most < 1:
         expected = f"expected at most {bound - 1} in the prompt, got {len(ids)}; shorten it"
-        raise at(field, None, f"{what} is {bound} tokens, prompt and answer together; {expected}")
+        message = f"{field}: {what} is {bound} tokens, prompt and answer together; {expected}"
+        raise ContextTooLong(message, field=field)
     if wanted is None:
         return min(default, most)
     if wanted > most:
-        raise BadRequest(
+        raise ContextTooLong(
             f"{path}: {what} is {bound} tokens, but this request comes to {len(ids) + wanted}: {len(ids)} in {field}, "
             f"and an answer of {wanted}; expected at most {most}, or a shorter prompt",
             field=path,

@@ -46,6 +46,7 @@ class TextStream:
         texts: the tokenizer's.
         prompt: the ids before the answer.
         stops: strings that end the text.
+        min_tokens: tokens in which no string does.
         include_stop: whether the text includes the token or string that stops it.
         skip_special_tokens: whether special tokens are left out.
         logprobs: whether pieces have log probabilities.
@@ -58,6 +59,7 @@ class TextStream:
         prompt: Sequence[int],
         *,
         stops: Sequence[str] = (),
+        min_tokens: int = 0,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         logprobs: bool = False,
@@ -65,6 +67,7 @@ class TextStream:
     ) -> None:
         self._detokenizer = Detokenizer(texts, prompt, skip_special_tokens=skip_special_tokens)
         self._stops = StopFinder(stops, include_stop=include_stop) if stops else None
+        self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._has_logprobs = logprobs
         self._prefix = prefix
@@ -132,6 +135,8 @@ class TextStream:
         self._read += len(text)
         if self._stops is None:
             return text
+        if self.completion_tokens <= self._min_tokens:
+            return self._stops.skip(text)
         sent, found = self._stops.push(text)
         if found is not None:
             self._cut()

@@ -7,8 +7,9 @@ The order is that of transformers' `generate`:
    multiplied (Keskar et al. 2019, arXiv:1909.05858, as transformers' `RepetitionPenaltyLogitsProcessor`).
 3. ``frequency_penalty`` f and ``presence_penalty`` p: a token that occurs c times in the answer (not the prompt) loses
    c·f + [c > 0]·p (OpenAI's formula; vLLM counts the same tokens).
-4. ``temperature`` divides; 0 takes the best token here, the first of equals.
-5. ``top_k``, ``top_p``, ``min_p``, as transformers' warpers; tokens equal to the last one kept are kept too, so that
+4. Until the answer has ``min_tokens``, the tokens that would end it lose 1e9: one is chosen only if no other can be.
+5. ``temperature`` divides; 0 takes the best token here, the first of equals.
+6. ``top_k``, ``top_p``, ``min_p``, as transformers' warpers; tokens equal to the last one kept are kept too, so that
    the result doesn't depend on how a sort orders equals.
 
 The draw is one float64 from the sequence's own generator, on the CPU whatever the device, looked up in the cumulative
@@ -22,7 +23,7 @@ Logprobs are of the model's distribution before all of this, as OpenAI's and vLL
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ __all__ = ["Choice", "Sampler", "choose", "filtered"]
 
 NUCLEUS_TRIED: Final = 256
 """How many of the most probable tokens `top_p` considers before it sorts the whole row."""
+
+_HELD_BACK: Final = 1e9
 
 
 class Choice(NamedTuple):
@@ -55,9 +58,17 @@ class Sampler:
         prompt: the prompt's token ids.
         vocab_size: the model's vocabulary size.
         device: the device of the logits.
+        stops: tokens that end the answer.
     """
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int], vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+        stops: Collection[int] = (),
+    ) -> None:
         self.sampling = sampling
         self.is_greedy = sampling.temperature == 0
         self.bias: tuple[Tensor, Tensor] | None = None
@@ -76,7 +87,13 @@ class Sampler:
             self.seen[torch.tensor(prompt, device=device)] = True
         if sampling.presence_penalty or sampling.frequency_penalty:
             self.counts = torch.zeros(vocab_size, device=device)
-        self.is_plain = self.is_greedy and self.bias is None and self.seen is None and self.counts is None
+        self.held: Tensor | None = None
+        """The tokens that would end the answer, until it has `Sampling.min_tokens`."""
+        self._held_for = sampling.min_tokens
+        if sampling.min_tokens and stops:
+            ids = [token for token in stops if token < vocab_size]
+            self.held = torch.tensor(ids, dtype=torch.int64, device=device)
+        self.is_plain = self._plain()
         """Whether the token with the highest logit is taken."""
         self._generator: torch.Generator | None = None
         if not self.is_greedy:
@@ -85,6 +102,10 @@ class Sampler:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(sampling.seed)
+
+    def _plain(self) -> bool:
+        shapes = self.bias, self.seen, self.counts, self.held
+        return self.is_greedy and all(shape is None for shape in shapes)
 
     def draw(self) -> float:
         """The next number of the sequence's generator, from 0 to below 1."""
@@ -96,6 +117,11 @@ class Sampler:
             self.seen[token] = True
         if self.counts is not None:
             self.counts[token] += 1
+        if self.held is not None:
+            self._held_for -= 1
+            if not self._held_for:
+                self.held = None
+                self.is_plain = self._plain()
 
 
 def choose(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
@@ -153,6 +179,9 @@ def penalised(scores: Tensor, samplers: Sequence[Sampler]) -> Tensor:
         frequency = _column([samplers[row].sampling.frequency_penalty for row in rows], scores)
         presence = _column([samplers[row].sampling.presence_penalty for row in rows], scores)
         scores[rows] -= counts * frequency + (counts > 0) * presence
+    for row, sampler in enumerate(samplers):
+        if sampler.held is not None:
+            scores[row, sampler.held] -= _HELD_BACK
     return scores
 
 

@@ -192,13 +192,13 @@ class SlotEngine(Admission):
                 self.release(request.id)
                 events.append(TokenEvent(request.id, 0, None, finish="length"))
                 continue
+            stops = request.stop_ids if request.ignore_eos else request.stop_ids | self._eos_ids
             try:
-                sampler = Sampler(request.sampling, request.prompt, self.limits.vocab_size, self._device)
+                sampler = Sampler(request.sampling, request.prompt, self.limits.vocab_size, self._device, stops)
             except Exception as error:  # out of memory
                 self.release(request.id)
                 events.append(TokenEvent(request.id, 0, None, finish="error", error=self._report(error)))
                 continue
-            stops = request.stop_ids if request.ignore_eos else request.stop_ids | self._eos_ids
             self._prompts.append(_Sequence(request, stops, sampler))
 
     def _attempt(

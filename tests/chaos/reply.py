@@ -9,6 +9,8 @@ from typing import Any, Final
 __all__ = ["Reply"]
 
 _BY_STATUS: Final = {409: "cancelled", 429: "shed", 503: "unavailable", 504: "timeout"}
+_BY_CODE: Final = {"rate_limit_exceeded": "shed", None: "client_error"}
+"""Where OpenAI's code has another name; the other codes are these names."""
 
 
 @dataclass
@@ -52,7 +54,9 @@ class Reply:
         if not failures:
             return _named(self.status)
         error = failures[0]["error"]
-        return _named(int(error["code"] if isinstance(error, dict) else failures[0]["status"]))
+        if isinstance(error, dict):
+            return str(_BY_CODE.get(error["code"], error["code"]))
+        return _named(int(failures[0]["status"]))
 
     @property
     def message(self) -> str:

@@ -63,6 +63,10 @@ def joined(chunks: Any, index: int = 0) -> tuple[str, list[str]]:
 
 @PATHS
 class TestAnswers:
+    def test_at_least_as_many_tokens_as_asked_for(self, client: openai.OpenAI, path: str) -> None:
+        answer = create(client, path, max_tokens=200, extra_body={"min_tokens": 190})
+        assert answer.usage.completion_tokens >= 190
+
     def test_a_whole_answer(self, client: openai.OpenAI, path: str) -> None:
         answer = create(client, path)
         assert (answer.model, len(answer.choices), answer.choices[0].index) == ("tiny", 1, 0)
@@ -220,6 +224,17 @@ class TestErrors:
         if param:
             assert caught.value.param == param
         assert caught.value.request_id
+
+    def test_fields_that_ask_for_nothing_are_no_errors(self, client: openai.OpenAI) -> None:
+        answer = create(
+            client, "chat", tools=[], tool_choice="none", parallel_tool_calls=True, store=False, metadata={"run": "7"},
+            service_tier="auto", modalities=["text"], prompt_cache_key="k", safety_identifier="s", user="u",
+            extra_body={"top_k": -1, "min_tokens": 0},
+        )  # fmt: skip
+        assert text(answer.choices[0]) == text(create(client, "chat").choices[0])
+        assert text(create(client, "completions", suffix="").choices[0]) == text(
+            create(client, "completions").choices[0]
+        )
 
     def test_tools_are_refused(self, client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match="tools"):

@@ -18,6 +18,8 @@ from tests.running import Running
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "seven", "lazy", "wizards", "drinking", "harbour", "tea"]
 SENTENCES = ["A cat sleeps.", "Zwei Straßen weiter: 💛 東京!", "Taxes are due in April, as they were last year."]
 
+LONG = "dog " * 300
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -77,6 +79,7 @@ def refused(create: Callable[[], object], kind: type[openai.APIStatusError]) -> 
     assert isinstance(error.body, dict)
     assert set(error.body) == {"message", "type", "param", "code"}
     assert error.type == "invalid_request_error"
+    assert error.code is None or isinstance(error.code, str)
     return error
 
 
@@ -115,6 +118,19 @@ class TestEmbeddings:
         response = client.embeddings.create(model="text", input=texts)
         assert len(response.data) == 100
         assert np.abs(vectors_of(response) - direct(texts)[0]).max() < 1e-5
+
+    def test_token_ids_are_as_good_as_the_text(self, client: openai.OpenAI, reference: Any) -> None:
+        ids = [reference.tokenizer(sentence)["input_ids"] for sentence in SENTENCES]
+        of_texts = client.embeddings.create(model="text", input=SENTENCES)
+        of_ids = client.embeddings.create(model="text", input=ids)
+        assert np.abs(vectors_of(of_ids) - vectors_of(of_texts)).max() < 1e-5
+        assert of_ids.usage == of_texts.usage
+        (one,) = vectors_of(client.embeddings.create(model="text", input=ids[0]))
+        assert np.abs(one - vectors_of(of_texts)[0]).max() < 1e-5
+
+    def test_2048_inputs_in_one_request(self, shortening: openai.OpenAI) -> None:
+        response = shortening.embeddings.create(model="short", input=[chr(97 + n % 26) for n in range(2048)])
+        assert vectors_of(response)[:, 0].tolist() == [97 + n % 26 for n in range(2048)]
 
     def test_usage_counts_the_tokens(self, client: openai.OpenAI, direct: Any) -> None:
         usage = client.embeddings.create(model="text", input=SENTENCES).usage
@@ -223,10 +239,22 @@ class TestErrors:
         assert "`text`" in error.message
 
     @pytest.mark.parametrize("tokens", [[1, 2, 3], [[1, 2], [3]]], ids=["one", "several"])
-    def test_lists_of_token_ids(self, client: openai.OpenAI, tokens: Any) -> None:
-        error = refused(lambda: client.embeddings.create(model="text", input=tokens), openai.BadRequestError)
+    def test_token_ids_for_a_model_that_reads_text_only(self, shortening: openai.OpenAI, tokens: Any) -> None:
+        error = refused(lambda: shortening.embeddings.create(model="short", input=tokens), openai.BadRequestError)
         assert error.param == "input"
         assert "token ids are not supported" in error.message
+
+    @pytest.mark.parametrize("given", [LONG, [101] * 300], ids=["text", "ids"])
+    def test_an_input_longer_than_the_model(self, client: openai.OpenAI, given: Any) -> None:
+        error = refused(lambda: client.embeddings.create(model="text", input=given), openai.BadRequestError)
+        assert error.param == "input"
+        assert "maximum context length is 256 tokens" in error.message
+        answer = client.embeddings.create(model="text", input=given, extra_body={"truncate_prompt_tokens": 7})
+        assert answer.usage.prompt_tokens == 7
+
+    def test_a_token_id_of_another_tokenizer(self, client: openai.OpenAI) -> None:
+        error = refused(lambda: client.embeddings.create(model="text", input=[101, 99_999]), openai.BadRequestError)
+        assert "this model's own tokenizer, from 0 to 30521" in error.message
 
     def test_an_empty_list(self, client: openai.OpenAI) -> None:
         error = refused(lambda: client.embeddings.create(model="text", input=[]), openai.BadRequestError)

@@ -12,12 +12,15 @@ from starlette.types import Message, Receive, Scope, Send
 from app.errors import CallableFailed, HeadwaterError, openai_error
 from app.gateway.http.exchange import exchange_of
 
-__all__ = ["RETRY_AFTER_S", "Reply", "error_reply", "internal_error", "json_reply"]
+__all__ = ["OPENAI_PATHS", "RETRY_AFTER_S", "Reply", "error_reply", "internal_error", "json_reply"]
 
 logger = logging.getLogger("headwater")
 
 RETRY_AFTER_S: Final = 2
 """The ``Retry-After`` of a 503 whose error names no time."""
+
+OPENAI_PATHS: Final = ("/v1/", "/tokenize", "/detokenize")
+"""The beginnings of the paths that answer as OpenAI's API does."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -59,8 +62,8 @@ def json_reply(content: object, status: int = 200, headers: Headers | None = Non
 
 
 def error_reply(error: HeadwaterError, path: str) -> Reply:
-    """An error in the form of the API that the path belongs to: OpenAI's under ``/v1``, Triton's elsewhere."""
-    if path.startswith("/v1/"):
+    """An error in the form of the API that the path belongs to: OpenAI's under `OPENAI_PATHS`, Triton's elsewhere."""
+    if path.startswith(OPENAI_PATHS):
         content: object = openai_error(error)
     else:
         content = {"error": error.message}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from app.gateway.http.replies import OPENAI_PATHS
 from app.gateway.models import Models
 from app.gateway.openapi.operations import STRING, error_response, object_schema
 from app.gateway.openapi.tensors import tensor_operations
@@ -31,7 +32,7 @@ _OPENAI_ERROR = {
     "message": STRING,
     "type": STRING,
     "param": {"type": ["string", "null"]},
-    "code": {"type": ["integer", "null"]},
+    "code": {"type": ["string", "null"]},
 }
 _SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key of this server"},
@@ -63,7 +64,7 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
     for path, operation in shared_paths(embedders, language_models, bodies).items():
         paths[path] = {"post": operation}
     for path, by_method in paths.items():
-        kind = "OpenAIError" if path.startswith("/v1/") else "Error"
+        kind = "OpenAIError" if path.startswith(OPENAI_PATHS) else "Error"
         for method, operation in by_method.items():
             responses = operation["responses"]
             responses.pop("422", None)

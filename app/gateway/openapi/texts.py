@@ -22,6 +22,7 @@ from app.gateway.routes.embeddings import EmbeddingsRequest
 from app.lm.chat import ChatRequest
 from app.lm.completion import CompletionRequest
 from app.lm.generate import GenerateRequest
+from app.lm.tokenization import DetokenizeRequest, TokenizeRequest
 from inference.engine import Sampling
 from inference.signature import Signature
 
@@ -41,7 +42,9 @@ _USAGE: Final = object_schema(
 
 def body_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
     """The bodies' schemas by the structs' names, and the components that they refer to."""
-    kinds = (ChatRequest, CompletionRequest, EmbeddingsRequest, GenerateRequest)
+    kinds = (
+        ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest, GenerateRequest, TokenizeRequest,
+    )  # fmt: skip
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for schema in schemas.values():
         fields = {name: _without_null(field) for name, field in schema["properties"].items()}
@@ -102,6 +105,35 @@ def shared_paths(
             of_models(schemas["CompletionRequest"], language_models),
             {"model": language_models[0], "prompt": _PROMPT, "max_tokens": 64},
             {"text": STRING},
+        )
+        strings = {"type": ["array", "null"], "items": {"type": ["string", "null"]}}
+        tokens = {"type": "array", "items": INTEGER}
+        paths["/tokenize"] = operation(
+            "openai",
+            "tokenize",
+            "The tokens of a text or a conversation, as vLLM has it",
+            {
+                "schema": of_models(schemas["TokenizeRequest"], language_models),
+                "example": {"model": language_models[0], "prompt": _PROMPT, "return_token_strs": True},
+            },
+            response(
+                "The tokens; `token_strs` is the vocabulary's spelling of each, if asked for",
+                {
+                    JSON: object_schema(
+                        {"count": INTEGER, "max_model_len": INTEGER, "tokens": tokens, "token_strs": strings}
+                    )
+                },
+            ),
+        )
+        paths["/detokenize"] = operation(
+            "openai",
+            "detokenize",
+            "The text of tokens, special ones included, as vLLM has it",
+            {
+                "schema": of_models(schemas["DetokenizeRequest"], language_models),
+                "example": {"model": language_models[0], "tokens": [5, 6, 7]},
+            },
+            response("The text", {JSON: object_schema({"prompt": STRING})}),
         )
         paths["/v2/requests/{request_id}/cancel"] = {
             "tags": ["inference"],

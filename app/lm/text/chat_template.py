@@ -58,6 +58,7 @@ class ChatTemplate:
             raise ConfigError(f"chat template: expected one named 'default', got {got}")
         self._environment = TemplateEnvironment(max_characters, max_seconds)
         self._templates = {name: self._environment.compiled(name, source) for name, source in templates.items()}
+        self._knows_developers = any("developer" in source for source in templates.values())
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -85,7 +86,7 @@ class ChatTemplate:
             "documents": None,
             **self._special_tokens,
             **(variables or {}),
-            "messages": [_as_templates_want(message) for message in messages],
+            "messages": [self._as_wanted(message) for message in messages],
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -98,13 +99,17 @@ class ChatTemplate:
                 reason = f"{type(error).__name__}: {error}"
                 raise _bad_template(f"the model's chat template can't render the conversation: {reason}") from error
 
+    def _as_wanted(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message without nulls, which templates would print, and its reasoning under the names that templates use.
+
+        A developer's message is a system's, as OpenAI had it before, for templates that don't know the newer role.
+        """
+        present = {name: value for name, value in message.items() if value is not None}
+        if present["role"] == "developer" and not self._knows_developers:
+            present["role"] = "system"
+        reasoning = next((present[name] for name in _REASONING_FIELDS if name in present), None)
+        return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
+
 
 def _bad_template(message: str) -> BadRequest:
     return at("messages", None, message if len(message) <= 500 else f"{message[:500]}...")
-
-
-def _as_templates_want(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without nulls, which templates would print, and its reasoning under the names that templates use."""
-    present = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((present[name] for name in _REASONING_FIELDS if name in present), None)
-    return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}

@@ -37,12 +37,19 @@ class LanguageText:
         """
         return self.tokenizer.encode(text, add_special_tokens=True, field=field)
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None) -> str:
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """A conversation as text, up to where the model's answer begins.
 
         Args:
             messages: what `app.lm.text.messages.checked_messages` returned.
             variables: further variables of the chat template.
+            add_generation_prompt: whether it ends with the beginning of the model's answer.
 
         Raises:
             BadRequest: the model has no chat template, or the template refuses the messages.
@@ -50,7 +57,7 @@ class LanguageText:
         if self.template is None:
             reason = "this model has no chat template; send its prompt as text to /v1/completions"
             raise at("messages", None, reason)
-        return self.template.render(messages, variables=variables)
+        return self.template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
 
     def encode_chat(self, text: str) -> list[int]:
         """The token ids of what `chat_text` returned, which includes the special tokens."""

@@ -7,8 +7,10 @@ from typing import Any, Final
 from app.codecs.faults import at, shown
 from app.errors import BadRequest
 
-__all__ = ["checked_messages"]
+__all__ = ["ROLES", "checked_messages"]
 
+ROLES: Final = ("developer", "system", "user", "assistant", "tool", "function")
+"""OpenAI's."""
 _BETWEEN_PARTS: Final = "\n"
 """Joins a message's text parts: OpenAI doesn't say how; vLLM and llama.cpp put a newline."""
 
@@ -40,8 +42,8 @@ def _checked(message: object, path: str) -> dict[str, Any]:
     for field in ("tool_calls", "function_call", "tool_call_id"):
         if message.get(field) is not None:
             raise at(f"{path}.{field}", None, "this model does not support it; leave it out")
-    if not isinstance(message.get("role"), str):
-        raise _wrong(f"{path}.role", "a string", message.get("role"))
+    if message.get("role") not in ROLES:
+        raise _wrong(f"{path}.role", f"one of {', '.join(ROLES)}", message.get("role"))
     content = message.get("content")
     if isinstance(content, list):
         content = _BETWEEN_PARTS.join([_text(part, f"{path}.content[{n}]") for n, part in enumerate(content)])

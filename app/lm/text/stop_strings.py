@@ -37,6 +37,8 @@ class StopFinder:
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._held = ""
+        self._skipped = 0
+        """Characters at the beginning of what is held in which no stop string may end."""
         self._found: str | None = None
 
     def push(self, text: str) -> Emitted:
@@ -50,7 +52,17 @@ class StopFinder:
             return self._stop(text, place, rank)
         safe = len(text) if beginning is None else beginning
         self._held = text[safe:]
+        self._skipped = max(0, self._skipped - safe)
         return Emitted(text[:safe], None)
+
+    def skip(self, text: str) -> str:
+        """Add text in which no stop string ends, though one may begin. Returns what can be sent."""
+        text = self._held + text
+        beginning = self._beginning(text, len(text), None)
+        safe = len(text) if beginning is None else beginning
+        self._held = text[safe:]
+        self._skipped = len(self._held)
+        return text[:safe]
 
     def finish(self) -> Emitted:
         """End the text; returns what was held back, up to a stop string that the beginning of another one delayed."""
@@ -62,7 +74,7 @@ class StopFinder:
 
     def _first(self, text: str) -> tuple[int, int | None]:
         """The place and number of the first stop string; the text's end and None if there is none."""
-        found = ((text.find(stop), n) for n, stop in enumerate(self._stops))
+        found = ((text.find(stop, max(0, self._skipped - len(stop) + 1)), n) for n, stop in enumerate(self._stops))
         return min(((place, n) for place, n in found if place >= 0), default=(len(text), None))
 
     def _beginning(self, text: str, place: int, rank: int | None) -> int | None:

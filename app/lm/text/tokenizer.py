@@ -76,6 +76,10 @@ class Tokenizer:
         """The text of a whole sequence; ids that the vocabulary lacks contribute none."""
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def entries(self, ids: Sequence[int]) -> list[str | None]:
+        """The vocabulary's own spelling of each id, such as ``Ġthe``; None for ids that it lacks."""
+        return [self._tokenizer.id_to_token(id) for id in ids]
+
 
 class _Tokens(NamedTuple):
     """The tokens that ``tokenizer_config.json`` adds to those of ``tokenizer.json``."""

@@ -23,6 +23,7 @@ from app.gateway.routes import embeddings
 from app.lm.chat import ChatRequest
 from app.lm.completion import CompletionRequest
 from app.lm.generate import GenerateRequest
+from app.lm.tokenization import DetokenizeRequest, TokenizeRequest
 from inference.signature import Signature, TensorSpec
 
 SIGNATURE = Signature(
@@ -40,6 +41,8 @@ READERS: dict[str, tuple[Callable[[bytes], Any], bytes]] = {
     "chat": (ChatRequest.read, b'{"model": "m", "messages": []}'),
     "completions": (CompletionRequest.read, b'{"model": "m", "prompt": "a"}'),
     "text": (GenerateRequest.read, b'{"text_input": "m"}'),
+    "tokenize": (TokenizeRequest.read, b'{"model": "m", "prompt": "a"}'),
+    "detokenize": (DetokenizeRequest.read, b'{"model": "m", "tokens": [1]}'),
     "embeddings": (embeddings._read, b'{"model": "m", "input": "a"}'),
 }
 ALL = pytest.mark.parametrize("route", READERS)

@@ -65,6 +65,41 @@ def test_every_field_gets_where_it_belongs() -> None:
     assert planned(stream=True, stream_options={"include_obfuscation": False}).specs == planned().specs
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": []},
+        {"tool_choice": "none"},
+        {"parallel_tool_calls": True},
+        {"parallel_tool_calls": False},
+        {"store": False},
+        {"metadata": {"run": "7"}},
+        {"service_tier": "auto"},
+        {"service_tier": "default"},
+        {"modalities": ["text"]},
+        {"prompt_cache_key": "k"},
+        {"safety_identifier": "s"},
+        {"user": "u"},
+        {"top_k": -1},
+        {"min_tokens": 0},
+    ],
+    ids=str,
+)
+def test_what_asks_for_nothing_changes_nothing(fields: dict[str, Any]) -> None:
+    assert planned(**fields) == planned()
+
+
+def test_an_unknown_role_is_refused_and_a_developers_message_is_a_systems() -> None:
+    developer, system = (planned(messages=[{"role": role, "content": "x"}, *HELLO]) for role in ("developer", "system"))
+    assert developer == system
+
+
+def test_a_prompt_that_is_too_long_has_openais_code() -> None:
+    for fields in ({"max_tokens": 1000}, {"messages": [{"role": "user", "content": "word " * 600}]}):
+        assert refused(**fields).code == "context_length_exceeded"
+    assert refused(messages=[]).code is None
+
+
 def test_choices_have_seeds_in_a_row() -> None:
     assert [spec.sampling.seed for spec in planned(n=3, seed=5).specs] == [5, 6, 7]
     assert [spec.sampling.seed for spec in planned(n=2, seed=2**63 - 1).specs] == [2**63 - 1, -(2**63)]
@@ -119,7 +154,9 @@ def test_what_can_never_fit_is_refused() -> None:
         ({"repetition_penalty": 0}, "repetition_penalty: expected a number from 0.01 to 100, got 0.0"),
         ({"repetition_penalty": 1e-300}, "repetition_penalty: expected a number from 0.01 to 100, got 1e-300"),
         ({"repetition_penalty": 101}, "repetition_penalty: expected a number from 0.01 to 100, got 101.0"),
-        ({"top_k": -1}, "top_k: expected an integer from 0 to 2147483647; 0 keeps all tokens, got -1"),
+        ({"top_k": -2}, "top_k: expected an integer from -1 to 2147483647; 0 and -1 keep all tokens, got -2"),
+        ({"min_tokens": -1}, "min_tokens: expected at least 0, got -1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens: expected at most 8, the most tokens of the answer, got 9"),
         ({"top_k": 1.5}, "top_k: expected an integer, got a number"),
         ({"seed": 2**63}, f"seed: expected an integer from {-(2**63)} to {2**63 - 1}, got {2**63}"),
         ({"n": 0}, "n: expected an integer from 1 to 16, got 0"),
@@ -157,13 +194,19 @@ def test_what_can_never_fit_is_refused() -> None:
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id: this model"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt: "),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages: expected a variable of the model"),
-        ({"tools": []}, "tools: this model does not support it; leave it out"),
+        ({"tools": [{}]}, "tools: expected an empty array, since this model does not support tools, got 1"),
+        ({"tool_choice": "auto"}, "tool_choice: expected 'none', got 'auto'"),
+        ({"store": True}, "store: this server keeps no answers; expected false, got true"),
+        ({"metadata": {"a": 1}}, "metadata[...]: expected a string, got an integer"),
+        ({"modalities": ["text", "text"]}, 'modalities: expected ["text"], got 2'),
+        ({"modalities": ["audio"]}, "modalities[0]: expected 'text', got 'audio'"),
+        ({"service_tier": "flex"}, "service_tier: expected 'auto' or 'default', got 'flex'"),
         ({"audio": {}}, "audio: this model does not support it; leave it out"),
-        ({"parallel_tool_calls": True}, "parallel_tool_calls: this model does not support it; leave it out"),
         ({"best_of": 2}, "best_of: expected one of the fields "),
         ({"chat_template_kwargs": []}, "chat_template_kwargs: expected an object, got an array"),
         ({"messages": []}, "messages: expected at least one message"),
-        ({"messages": [{"role": 1}]}, "messages[0].role: expected a string, got 1"),
+        ({"messages": [{"role": 1}]}, "messages[0].role: expected one of developer, system, user, assistant, tool, "),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "tool, function, got 'robot'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type: "),
     ],
 )

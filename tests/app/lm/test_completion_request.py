@@ -87,7 +87,11 @@ def test_echo_gives_the_prompt_as_it_was_sent() -> None:
         ("x", {"logprobs": True}, "logprobs: expected an integer, got a boolean"),
         ("x", {"logprobs": 1, "echo": True}, "logprobs: this model gives none of prompts; leave it out, or echo"),
         ("x", {"best_of": 2}, "best_of: this model does not support it; expected 1, got 2"),
-        ("x", {"suffix": "y"}, "suffix: this model does not support it; leave it out"),
+        (
+            "x",
+            {"suffix": "y"},
+            "suffix: expected an empty string, since this model does not support suffixes, got 1 characters",
+        ),
         ("x", {"messages": []}, "messages: expected one of the fields "),
     ],
 )
@@ -104,4 +108,4 @@ def test_a_cache_smaller_than_the_context_bounds_too() -> None:
 
 
 def test_best_of_one_is_what_is_done_anyway() -> None:
-    assert planned("x", best_of=1, suffix=None, logprobs=0).specs[0].sampling.logprobs == 0
+    assert planned("x", best_of=1, suffix="", logprobs=0).specs[0].sampling.logprobs == 0

@@ -374,6 +374,66 @@ def test_an_error_within_a_generate_stream_comes_before_the_end(gateway: Gateway
     assert (last["final"], last["finish_reason"]) == (True, "error")
 
 
+# The tokenizer
+
+
+def test_tokens_of_a_text_and_back(gateway: Gateway) -> None:
+    answer = gateway.post("/tokenize", model="tiny", prompt=TEXT, return_token_strs=True).json()
+    assert answer["tokens"] == ids_of(TEXT)
+    assert (answer["count"], answer["max_model_len"]) == (len(ids_of(TEXT)), 512)
+    assert answer["token_strs"][0] == "def"
+    assert gateway.post("/detokenize", model="tiny", tokens=answer["tokens"]).json() == {"prompt": TEXT}
+    assert gateway.post("/detokenize", model="tiny", tokens=[*ids_of("a"), EOS]).json() == {"prompt": "a<|im_end|>"}
+    assert gateway.post("/tokenize", model="tiny", prompt="").json() == {
+        "count": 0, "max_model_len": 512, "tokens": [], "token_strs": None,
+    }  # fmt: skip
+
+
+def test_the_only_language_model_need_not_be_named() -> None:
+    with serving(ScriptedModels(ScriptedDispatcher("tiny", Script()))) as url:
+        answer = httpx.post(f"{url}/tokenize", json={"prompt": "def f"}, timeout=20)
+    assert answer.json()["tokens"] == ids_of("def f")
+
+
+def test_tokens_of_a_conversation_are_those_of_its_prompt(gateway: Gateway) -> None:
+    gateway.chat()
+    prompt = gateway.tiny.opened[0][1].specs[0].prompt
+    assert gateway.post("/tokenize", model="tiny", messages=HELLO).json()["tokens"] == prompt
+    without = gateway.post("/tokenize", model="tiny", messages=HELLO, add_generation_prompt=False).json()["tokens"]
+    assert len(without) < len(prompt)
+    assert prompt[: len(without)] == without
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/tokenize", {"model": "tiny"}, "prompt: expected either prompt or messages, got neither"),
+        (
+            "/tokenize",
+            {"model": "tiny", "prompt": "x", "messages": HELLO},
+            "prompt: expected either prompt or messages",
+        ),
+        (
+            "/tokenize",
+            {"prompt": "x"},
+            "model: expected the name of a language model, got none; this server has `tiny`",
+        ),
+        ("/tokenize", {"model": "tiny", "prompt": "x" * 131_073}, "prompt: this model's maximum context length is 512"),
+        ("/tokenize", {"model": "plain", "messages": HELLO}, "messages: this model has no chat template"),
+        ("/tokenize", {"model": "tiny", "prompt": "x", "continue_final_message": True}, "continue_final_message: "),
+        ("/tokenize", {"model": "tiny", "prompt": "x", "tools": [{}]}, "tools: this model does not support it"),
+        ("/detokenize", {"model": "tiny", "tokens": [4096]}, "tokens[0]: expected a token id from 0 to 4095, got 4096"),
+        ("/detokenize", {"model": "tiny", "tokens": "x"}, "tokens: expected an array, got a string"),
+    ],
+)
+def test_what_is_wrong_with_a_text_to_tokenize_is_named(gateway: Gateway, path: str, body: Any, message: str) -> None:
+    answer = gateway.post(path, **body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"].startswith(message)
+    assert error["param"] == message.partition(": ")[0]
+
+
 # Errors
 
 
@@ -381,13 +441,14 @@ def test_what_is_wrong_is_named(gateway: Gateway) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         gateway.chat(tools=[{"type": "function", "function": {"name": "f"}}])
     assert caught.value.body == {
-        "message": "tools: this model does not support it; leave it out",
-        "type": "invalid_request_error", "param": "tools", "code": 400,
+        "message": "tools: expected an empty array, since this model does not support tools, got 1",
+        "type": "invalid_request_error", "param": "tools", "code": None,
     }  # fmt: skip
     with pytest.raises(openai.BadRequestError, match="max_tokens: this model's maximum context length"):
         gateway.chunks(max_tokens=10_000)
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as unknown:
         gateway.client.chat.completions.create(model="other", messages=HELLO)
+    assert unknown.value.code == "model_not_found"
     assert gateway.tiny.opened == []
 
 
@@ -428,7 +489,7 @@ def test_a_failure_within_a_stream_is_a_frame_of_its_own(gateway: Gateway) -> No
     assert len(frames) > 1
     assert done == "[DONE]"
     assert json.loads(error) == {
-        "error": {"message": "the replica ended", "type": "server_error", "param": None, "code": 503}
+        "error": {"message": "the replica ended", "type": "server_error", "param": None, "code": "unavailable"}
     }
     with pytest.raises(openai.APIError, match="the replica ended"):
         gateway.chunks()

@@ -117,7 +117,7 @@ def test_a_cancelled_request_is_told_so() -> None:
         assert (await whole).status_code == 409
         assert (await whole).json()["error"]["type"] == "invalid_request_error"
         *_, error, done = (await stream).text.strip().split("\n\n")
-        assert json.loads(error.removeprefix("data: "))["error"]["code"] == 409
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "cancelled"
         assert done == "data: [DONE]"
         assert (await ask("/v2/requests/whole/cancel")).status_code == 404
         await until(lambda: not engine.active)

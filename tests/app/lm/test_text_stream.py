@@ -145,6 +145,15 @@ def test_a_character_that_is_never_finished_is_told_as_such() -> None:
     assert text_of(read(TextStream(TEXTS, []), grouped(ids, [1] * 9, "length"))) == "\ufffd"
 
 
+def test_no_string_stops_the_first_tokens() -> None:
+    ids = ids_of("a = 1\nb = 2\nc = 3\n")
+    least = len(ids_of("a = 1\nb"))
+    for cuts in ([1] * len(ids), [len(ids)]):
+        stream = TextStream(TEXTS, [], stops=["\n"], min_tokens=least)
+        assert text_of(read(stream, grouped(ids, cuts, "length"))) == "a = 1\nb = 2"
+        assert stream.finish == "stop"
+
+
 def test_a_prefix_stands_before_the_text_and_is_not_searched() -> None:
     stream = TextStream(TEXTS, [], prefix="STOP ", stops=["STOP"])
     assert text_of(read(stream, grouped(ids_of("go STOP"), [2], "length"))) == "STOP go "

@@ -134,6 +134,8 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("POST", "/v1/chat/completions"): ("infer",),
     ("POST", "/v1/completions"): ("infer",),
     ("POST", "/v1/embeddings"): ("infer",),
+    ("POST", "/tokenize"): ("infer",),
+    ("POST", "/detokenize"): ("infer",),
     ("GET", "/metrics"): ("metrics",),
     ("POST", "/v2/repository/models/{model}/load"): ("admin",),
     ("POST", "/v2/repository/models/{model}/unload"): ("admin",),
@@ -236,7 +238,8 @@ def test_every_reason_is_the_same_401(gateway: Ring, headers: Any) -> None:
     answer = gateway.ask("POST", "/v2/models/m/infer", headers)
     assert (answer.status_code, answer.json()) == (401, {"error": UNKNOWN})
     openai = gateway.ask("POST", "/v1/chat/completions", headers)
-    assert openai.json() == {"error": {"message": UNKNOWN, "type": "invalid_request_error", "param": None, "code": 401}}
+    about = {"type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
+    assert openai.json() == {"error": {"message": UNKNOWN, **about}}
     assert openai.headers["x-request-id"]
 
 

@@ -63,6 +63,8 @@ ACTIONS: list[Action] = [
     ("embeddings", "no embeddings"),
     ("chat", "no language model"),
     ("completions", "no language model"),
+    ("tokenize", "no language model"),
+    ("detokenize", "no language model"),
 ]
 NOT_ACCEPTED = ["unknown model", "unknown model in a body", "unknown route", "wrong method", "no JSON before a model"]
 
@@ -139,12 +141,15 @@ class Gateway:
 
     async def do(self, route: str, action: str, gone: asyncio.Event) -> int:
         """Have something happen to a request over a route."""
-        if route in ("chat", "completions", "embeddings"):
-            path = {"chat": "/v1/chat/completions"}.get(route, f"/v1/{route}")
+        if route in ("chat", "completions", "embeddings", "tokenize", "detokenize"):
+            path = f"/{route}" if "tokenize" in route else f"/v1/{route}"
+            path = {"chat": "/v1/chat/completions"}.get(route, path)
             bodies = {
                 "chat": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
                 "completions": {"model": "m", "prompt": "x"},
                 "embeddings": {"model": "m", "input": "x"},
+                "tokenize": {"model": "m", "prompt": "x"},
+                "detokenize": {"model": "m", "tokens": [1]},
             }
             return await self.ask(path, json.dumps(bodies[route]).encode())
         model = "away" if action == "not loaded" else "m"

@@ -152,6 +152,20 @@ class TestGreedy:
         assert only([0.0, 2.0, 1.0], Sampling(temperature=0, logit_bias={1: -100.0})).token == 2
 
 
+class TestMinTokens:
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_hold_back_what_would_end_the_answer(self, temperature: float) -> None:
+        sampling = Sampling(temperature=temperature, min_tokens=2, seed=1)
+        one = Sampler(sampling, [0], 3, CPU, frozenset([1, 99]))
+        rows = torch.tensor([[0.0, 60.0, 1.0]])
+        assert [choose(rows, [one])[0].token == 1 for _ in range(4)] == [False, False, True, True]
+        assert one.is_plain == (temperature == 0)
+
+    def test_let_it_end_where_nothing_else_is_left(self) -> None:
+        one = Sampler(Sampling(temperature=0, min_tokens=1), [0], 2, CPU, frozenset([0, 1]))
+        assert choose(torch.tensor([[0.0, 1.0]]), [one])[0].is_valid
+
+
 class TestADraw:
     @given(
         seed=st.integers(-(2**63), 2**63 - 1),

@@ -174,6 +174,14 @@ class TestTheEnd:
         assert tokens(found["a"]) == whole[: whole.index(whole[6]) + 1]
         assert tokens(found["b"]) == whole
 
+    def test_comes_not_before_the_least_number_of_tokens(self) -> None:
+        whole = tokens(run(engine_of(), request("a", prompt_of(5), 20))["a"])
+        sampling = Sampling(temperature=0, min_tokens=8)
+        ask = request("a", prompt_of(5), 20, sampling=sampling, stop_ids=frozenset([whole[4]]))
+        found = tokens(run(engine_of(eos_ids=frozenset([whole[6]])), ask)["a"])
+        assert len(found) > 8
+        assert not {whole[4], whole[6]} & set(found[:8])
+
     def test_of_a_stop_token_that_is_also_the_last_is_a_stop(self) -> None:
         whole = tokens(run(engine_of(), request("a", prompt_of(5), 3))["a"])
         found = run(engine_of(), request("a", prompt_of(5), 1, stop_ids=frozenset([whole[0]])))["a"]

@@ -104,6 +104,45 @@ def test_a_text_is_read_up_to_the_limit_and_no_further(model: Text) -> None:
     torch.testing.assert_close(outputs["embedding"][0], outputs["embedding"][1])
 
 
+def cut(*limits: int) -> dict[str, list[int]]:
+    return {"truncate_prompt_tokens": list(limits)}
+
+
+def test_a_text_is_cut_where_the_parameter_says_and_refused_where_it_says_0(model: Text) -> None:
+    long, short = "dog " * MAX_TOKENS, "the quick fox"
+    outputs = model(rows(long, short, short, short), parameters=cut(-1, 4, 5, 0))
+    assert outputs["tokens"][:, 0].tolist() == [MAX_TOKENS, 4, 5, 5]
+    assert torch.equal(outputs["embedding"][2], outputs["embedding"][3])
+    torch.testing.assert_close(outputs["embedding"][1], model(rows("the quick"))["embedding"][0])
+    got = MAX_TOKENS + 2
+    with pytest.raises(BadInput, match=f"maximum context length is 256 tokens; expected at most as many, got {got}; "):
+        model(rows(long), parameters=cut(0))
+
+
+def test_token_ids_are_read_instead_of_the_text(model: Text) -> None:
+    texts = ["the quick fox", "fox"]
+    ids = torch.tensor([[101, 1996, 4248, 4419, 102], [101, 4419, 102, -1, -1]], dtype=torch.int32)
+    outputs, expected = model(rows("", ""), token_ids=ids), model(rows(*texts))
+    assert outputs["tokens"].tolist() == expected["tokens"].tolist() == [[5], [3]]
+    torch.testing.assert_close(outputs["embedding"], expected["embedding"])
+    assert model(rows(""), token_ids=ids[:1], parameters=cut(2))["tokens"].tolist() == [[2]]
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "message"),
+    [
+        ("", [-1, -1], "'token_ids': expected at least one token, got none"),
+        ("", [101, 30522], "tokenizer, from 0 to 30521, and -1 only after them, got 30522"),
+        ("", [101, -2], "got -2"),
+        ("", [101, -1, 102], "got -1"),
+        ("fox", [101], "'text': expected an empty one beside 'token_ids', got both"),
+    ],
+)
+def test_wrong_token_ids_are_named(model: Text, text: str, ids: list[int], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        model(rows(text), token_ids=torch.tensor([ids]))
+
+
 def test_text_that_is_not_utf8_is_refused_by_input_row_and_byte(model: Text) -> None:
     with pytest.raises(BadInput, match=r"input 'text', row 1: expected UTF-8, got byte 0xff at position 2"):
         model(text=rows("good", b"ab\xffcd", "good too"))
@@ -116,7 +155,7 @@ def test_a_refused_row_that_is_alone_is_not_given_a_misleading_number(model: Tex
 
 def test_its_signature() -> None:
     signature = Signature.of(Text(), name="text", max_batch_size=32)
-    assert signature.inputs == (TensorSpec("text", "BYTES", (1,)),)
+    assert signature.inputs == (TensorSpec("text", "BYTES", (1,)), TensorSpec("token_ids", "INT32", (-1,), True))
     assert signature.outputs == (TensorSpec("embedding", "FP32", (384,)), TensorSpec("tokens", "INT32", (1,)))
     assert signature.embedding == Embedding(input="text", output="embedding", tokens="tokens")
     assert signature.description.startswith("Turns a sentence or short paragraph into a vector")
@@ -172,7 +211,7 @@ class TestEncoderAndSentenceEmbedding:
     def test_signatures(self) -> None:
         encoder = Signature.of(Encoder(), name="trunk", max_batch_size=32)
         head = Signature.of(SentenceEmbedding(), name="embedding", max_batch_size=32)
-        assert encoder.inputs == (TensorSpec("text", "BYTES", (1,)),)
+        assert [tensor.name for tensor in encoder.inputs] == ["text", "token_ids"]
         assert encoder.outputs == head.inputs
         assert head.inputs == (TensorSpec("features", "FP32", (384,)), TensorSpec("tokens", "INT32", (1,)))
         assert head.outputs == Signature.of(Text(), name="text", max_batch_size=32).outputs
@@ -245,7 +284,7 @@ class TestZeroShot:
                 "labels, 'a': expected a description that is a text, got None",
             ),
             ({"labels": {"a": [], "b": "B."}}, "labels, 'a': expected at least one description, got none"),
-            ({"output": "features"}, "output: expected a name other than text, features, .*got 'features'"),
+            ({"output": "features"}, "output: expected a name other than text, token_ids, features, .*got 'features'"),
             ({"output": 5}, "output: expected a name .*got 5"),
             ({"output": "my topic"}, "tensor name: .*got 'my topic'"),
             ({"output": "headwater_report"}, "the name is reserved"),

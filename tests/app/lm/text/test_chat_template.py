@@ -195,6 +195,13 @@ def test_functions_and_filters_are_those_of_transformers(tmp_path: Path) -> None
     assert of_folder(folder).render(HELLO, add_generation_prompt=False) == expected
 
 
+def test_a_developers_message_is_a_systems_where_the_template_knows_no_developers() -> None:
+    message = [{"role": "developer", "content": "x"}]
+    assert ChatTemplate({"default": "{{ messages[0].role }}"}, {}).render(message) == "system"
+    knows = "{% if messages[0].role == 'developer' %}{{ messages[0].role }}{% endif %}"
+    assert ChatTemplate({"default": knows}, {}).render(message) == "developer"
+
+
 def test_a_template_for_tools_is_taken_when_there_are_tools() -> None:
     template = ChatTemplate({"default": "plain", "tool_use": "with tools"}, {})
     assert template.render(HELLO) == "plain"

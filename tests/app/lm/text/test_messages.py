@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.errors import BadRequest
-from app.lm.text.messages import checked_messages
+from app.lm.text.messages import ROLES, checked_messages
 
 
 def test_text_parts_become_one_text() -> None:
@@ -30,7 +30,7 @@ TEXT = {"type": "text", "text": "a"}
         ({}, "messages: expected an array of messages, got an object"),
         ([], "messages: expected at least one message, got an empty array"),
         (["Hi"], "messages[0]: expected an object with 'role' and 'content', got 'Hi'"),
-        ([{"content": "Hi"}], "messages[0].role: expected a string, got null"),
+        ([{"content": "Hi"}], f"messages[0].role: expected one of {', '.join(ROLES)}, got null"),
         ([{"role": "user"}], "messages[0].content: expected a string or an array of text parts, got null"),
         ([{"role": "user", "content": 1}], "messages[0].content: expected a string or an array of text parts, got 1"),
         (

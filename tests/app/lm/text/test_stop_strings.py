@@ -42,6 +42,21 @@ def test_a_stop_string_across_pieces_ends_the_text_before_it() -> None:
     assert finder.finish() == Emitted("", "\n\nUser:")
 
 
+@given(skipped=texts, text=texts, stops=some_stops)
+def test_in_skipped_text_a_stop_string_may_begin_but_not_end(skipped: str, text: str, stops: list[str]) -> None:
+    whole = skipped + text
+    found = min(
+        (place, n)
+        for n, stop in enumerate([*stops, ""])
+        for place in (range(len(whole)) if stop else [len(whole)])
+        if whole.startswith(stop, place) and place + len(stop) > len(skipped) - (not stop)
+    )
+    finder = StopFinder(stops)
+    sent = "".join(map(finder.skip, skipped))
+    rest, stop = run(finder, list(text))
+    assert (sent + rest, stop) == (whole[: found[0]], stops[found[1]] if found[1] < len(stops) else None)
+
+
 def test_what_was_held_back_comes_when_it_is_no_stop_string() -> None:
     finder = StopFinder(["END"])
     assert finder.push("an E") == Emitted("an ", None)

@@ -1,0 +1,61 @@
+"""vLLM's routes for a language model's tokenizer: text to tokens and back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from starlette.types import Receive, Scope
+
+from app.errors import BadRequest
+from app.gateway.http.bodies import BodyReader, decoded
+from app.gateway.http.entry import Endpoint
+from app.gateway.http.replies import Reply
+from app.gateway.models import Models
+from app.lm.tokenization import DetokenizeRequest, TokenizeRequest
+from app.telemetry.catalogue import Route
+from app.telemetry.recorder import accept
+
+__all__ = ["TokenizationEndpoint"]
+
+_JSON: Final = (b"content-type", b"application/json")
+
+
+class TokenizationEndpoint(Endpoint):
+    """Turns text into tokens, or back.
+
+    Args:
+        models: the models that may be asked.
+        reader: reads bodies.
+        kind: the body's type, which says which of the two it does.
+    """
+
+    def __init__(
+        self, models: Models, reader: BodyReader, kind: type[TokenizeRequest] | type[DetokenizeRequest]
+    ) -> None:
+        self._models = models
+        self._reader = reader
+        self._kind = kind
+        self._route: Route = "tokenize" if kind is TokenizeRequest else "detokenize"
+
+    async def answer(self, scope: Scope, receive: Receive) -> Reply:
+        """See `Endpoint.answer`."""
+        raw, _ = await self._reader.read(scope, receive)
+        read: Callable[[bytes], TokenizeRequest | DetokenizeRequest] = self._kind.read
+        request = await decoded(read, raw)
+        name = self._only() if request.model is None else request.model
+        accept(scope, self._models.get(name).route.name, self._route)
+        dispatcher = self._models.language_model(name)
+        specification = dispatcher.check_ready().language_model
+        assert specification is not None
+        text = await dispatcher.text()
+        return Reply(200, [await asyncio.to_thread(request.answer, text, specification.limits)], [_JSON])
+
+    def _only(self) -> str:
+        names = [model.route.name for model in self._models if model.route.is_language_model]
+        if len(names) != 1:
+            those = ", ".join(f"`{name}`" for name in names) or "none"
+            message = f"model: expected the name of a language model, got none; this server has {those}"
+            raise BadRequest(message, field="model")
+        return names[0]

@@ -1,0 +1,160 @@
+"""What ``/v1/embeddings`` asks of a model, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, cast
+
+import httpx
+import numpy as np
+import pytest
+
+from app.codecs.tensors import Answer, InferRequest, RawTensor
+from app.config.schema import Server
+from app.control.routing import DeploymentRoute, State
+from app.errors import NotFound
+from app.gateway.app import create_app
+from app.gateway.models import Models
+from inference.datatypes import unpack_bytes
+from inference.model import Embedding, Parameter
+from inference.signature import Signature, TensorSpec
+
+TEXT = TensorSpec("text", "BYTES", (1,))
+IDS = TensorSpec("token_ids", "INT32", (-1,), optional=True)
+CUT = Parameter("truncate_prompt_tokens", "int", -1, per="row", minimum=-1, maximum=9)
+
+
+class Embedder:
+    """A model, its dispatcher and its route: an input's vector is its length, which is also its number of tokens."""
+
+    def __init__(self, *inputs: TensorSpec, max_queue_size: int = 1024) -> None:
+        self.signature = Signature(
+            "m",
+            inputs=(TEXT, *inputs),
+            outputs=(TensorSpec("v", "FP32", (1,)), TensorSpec("n", "INT32", (1,))),
+            parameters=(CUT,) if inputs else (),
+            embedding=Embedding("text", "v", "n"),
+        )
+        self.route = DeploymentRoute("m", State.READY, signature=self.signature, max_queue_size=max_queue_size)
+        self.dispatcher = self
+        self.requests: list[InferRequest] = []
+
+    def check_ready(self) -> Signature:
+        return self.signature
+
+    async def infer(self, request: InferRequest) -> Answer:
+        self.requests.append(request)
+        if "token_ids" in request.inputs:
+            ids = request.inputs["token_ids"]
+            lengths = (np.frombuffer(ids.data, "<i4").reshape(ids.shape) >= 0).sum(axis=1)
+        else:
+            lengths = np.array([len(text) for text in unpack_bytes(request.inputs["text"].data)])
+        column = lengths.reshape(-1, 1)
+        return Answer(
+            {
+                "v": RawTensor("FP32", column.shape, column.astype("<f4").tobytes()),
+                "n": RawTensor("INT32", column.shape, column.astype("<i4").tobytes()),
+            }
+        )
+
+    # What of `Models` the route uses.
+
+    def get(self, name: str) -> Embedder:
+        if name != "m":
+            raise NotFound("unknown", field="model")
+        return self
+
+    embedding = get
+
+    def ask(self, given: Any, **fields: Any) -> httpx.Response:
+        async def send() -> httpx.Response:
+            app = create_app(cast(Models, self), Server(access_log=False))
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+                body = json.dumps({"model": "m", "input": given, **fields})
+                return await client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
+
+        return asyncio.run(send())
+
+    def lengths(self, given: Any, **fields: Any) -> list[int]:
+        """The inputs' lengths as the vectors say."""
+        answer = self.ask(given, **fields)
+        assert answer.status_code == 200, answer.text
+        content = answer.json()
+        assert [item["index"] for item in content["data"]] == list(range(len(content["data"])))
+        found = [int(item["embedding"][0]) for item in content["data"]]
+        assert content["usage"] == {"prompt_tokens": sum(found), "total_tokens": sum(found)}
+        return found
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("abc", [3]), (["a", "abc"], [1, 3]), ([7, 8, 9, 0], [4]), ([[7], [8, 9], [0, 0, 0]], [1, 2, 3])],
+)
+def test_texts_and_token_ids_of_every_form(given: Any, expected: list[int]) -> None:
+    assert Embedder(IDS).lengths(given) == expected
+
+
+def test_2048_inputs_go_in_parts_that_the_queue_holds() -> None:
+    model = Embedder(IDS, max_queue_size=1000)
+    given = ["x" * (n % 7) for n in range(2048)]
+    assert model.lengths(given) == [n % 7 for n in range(2048)]
+    assert [request.rows for request in model.requests] == [500, 500, 500, 500, 48]
+    assert all(0 < request.timeout_us <= 30_000_000 for request in model.requests)
+
+
+def test_what_the_queue_holds_goes_at_once_with_the_models_own_deadline() -> None:
+    model = Embedder(IDS, max_queue_size=1000)
+    model.lengths(["x"] * 1000)
+    assert [(request.rows, request.timeout_us) for request in model.requests] == [(1000, 0)]
+
+
+def test_one_long_input_does_not_lengthen_all_others() -> None:
+    model = Embedder(IDS)
+    given = [[1]] * 1000 + [[1] * 10_000] + [[1]] * 1000
+    assert model.lengths(given) == [len(ids) for ids in given]
+    assert len(model.requests) > 1
+    assert all(len(request.inputs["token_ids"].data) <= 4 << 20 for request in model.requests)
+
+
+def test_a_longer_input_is_cut_only_if_the_request_says_so() -> None:
+    model = Embedder(IDS)
+    model.lengths("a")
+    model.lengths("a", truncate_prompt_tokens=5)
+    model.lengths("a", truncate_prompt_tokens=-1)
+    assert [request.row_parameters["truncate_prompt_tokens"] for request in model.requests] == [0, 5, -1]
+
+
+@pytest.mark.parametrize(
+    ("given", "fields", "message"),
+    [
+        (["x"] * 2049, {}, "input: expected at most 2048 inputs, got 2049; send them in several requests"),
+        ([[1]] * 2049, {}, "input: expected at most 2048 inputs, got 2049; send them in several requests"),
+        ([], {}, "input: expected at least one string, got an empty list"),
+        ([[]], {}, "input[0]: expected at least 1 entries, got 0"),
+        ([1, "x"], {}, "input[1]: expected an integer, got a string"),
+        ([[1], "x"], {}, "input[1]: expected an array, got a string"),
+        ([-1], {}, "input[0]: expected an integer from 0 to 2147483647, got -1"),
+        ([[1, 2**31]], {}, f"input[0][1]: expected an integer from 0 to 2147483647, got {2**31}"),
+        (["x", 1], {}, "input[1]: expected a string, got an integer; this model takes a string or an array of strings"),
+        ([True], {}, "input[0]: expected a string, got a boolean; this model takes"),
+        ("x", {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens: expected at least -1, got -2"),
+        ("x", {"truncate_prompt_tokens": 10}, "truncate_prompt_tokens: parameter 'truncate_prompt_tokens': expected"),
+    ],
+)
+def test_what_is_wrong_is_named(given: Any, fields: dict[str, Any], message: str) -> None:
+    answer = Embedder(IDS).ask(given, **fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+    assert message.startswith(answer.json()["error"]["param"].partition("[")[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "fields", "message"),
+    [
+        ([1], {}, "input: this model takes a string or an array of strings; token ids are not supported"),
+        ("x", {"truncate_prompt_tokens": 1}, "truncate_prompt_tokens: model `m` cuts no inputs; leave it out"),
+    ],
+)
+def test_what_the_model_does_not_do_is_refused(given: Any, fields: dict[str, Any], message: str) -> None:
+    assert Embedder().ask(given, **fields).json()["error"]["message"] == message
