@@ -208,6 +208,7 @@ class SlotEngine(Admission):
 
     def _start(self, events: list[TokenEvent]) -> None:
         """Start the newly admitted sequences."""
+        begun: list[_Sequence] = []
         while (request := self.take()) is not None:
             if request.max_tokens == 0:
                 self.release(request.id)
@@ -215,13 +216,15 @@ class SlotEngine(Admission):
                 continue
             try:
                 sampler = Sampler(request.sampling, request.prompt, self.limits.vocab_size, self._device)
-                self._fit(0, len(request.prompt))  # before prefixes are looked for: less room may lose some
             except Exception as error:  # out of memory
                 self.release(request.id)
                 events.append(TokenEvent(request.id, 0, None, finish="error", error=self._report(error)))
                 continue
             stops = request.stop_ids if request.ignore_eos else request.stop_ids | self._eos_ids
-            self._prompts.append(_Sequence(request, stops, sampler, self._chain(request.prompt, request)))
+            begun.append(_Sequence(request, stops, sampler, self._chain(request.prompt, request)))
+        if begun:
+            self._prompts += begun
+            self._attempt(begun, 0, self._make_room, events)
 
     def _attempt(
         self,
@@ -248,6 +251,11 @@ class SlotEngine(Admission):
                     self._cache.wipe(row)
                     self._end(sequence, "error", events, "the model's logits are not finite")
         self._compact()
+
+    def _make_room(self) -> list[Choice]:
+        """Grow the cache for the prompts, before prefixes are looked for: growing may lose some."""
+        self._fit(0, 0)
+        return []
 
     def _decode(self) -> list[Choice]:
         """Compute the next token of each sequence that generates."""
@@ -377,11 +385,11 @@ class SlotEngine(Admission):
         return logits[:, -1]
 
     def _fit(self, rows: int, length: int) -> None:
-        """Grow the cache to at least this many rows and tokens, and to what all admitted sequences need by now."""
+        """Grow the cache to at least this many rows and tokens, and to what all sequences that started need by now."""
         needed = [one.cached for one in self._generating] + [len(one.request.prompt) for one in self._prompts]
         before = self._cache.shape
         try:
-            self._cache.fit(max(rows, self.active), max(length, *needed, 0))
+            self._cache.fit(max(rows, len(needed)), max(length, *needed, 0))
         finally:
             if self._cache.shape != before:
                 self._prefixes.trim(*self._cache.shape)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.cli.plan.cache_size import KEPT_ROWS as planned_rows
 from inference.engine import EngineFull, RequestTooLong, TokenEvent
 from inference.lm.prefix_index import BLOCK, PrefixIndex, chain_of
 from inference.lm.slot_engine import KEPT_ROWS, SlotEngine
@@ -111,6 +112,26 @@ class TestAPromptReuses:
             assert run(engine, request("a", [*base, 1], 3))["a"][0].finish == "error"
         assert reused(engine, base) == 0
 
+    def test_no_row_that_there_was_no_memory_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine, base = engine_of(), prompt_of(40)
+        engine.submit(request("a", base, 20))
+        events = engine.step() + engine.step()
+        fit = engine._cache.fit
+
+        def fail(rows: int, length: int) -> None:
+            if rows > 1:
+                raise RuntimeError("CUDA out of memory")
+            fit(rows, length)
+
+        monkeypatch.setattr(engine._cache, "fit", fail)
+        engine.submit(request("b", base, 20))
+        engine.submit(request("c", base, 20))
+        while engine.has_work:
+            events += engine.step()
+        found = by_id(events)
+        assert [(found[id][-1].finish, len(tokens(found[id]))) for id in "bc"] == [("error", 0)] * 2
+        assert (found["a"][-1].finish, len(tokens(found["a"]))) == ("length", 20)
+
     def test_nothing_of_what_is_not_finite(self) -> None:
         model = tiny()
         with torch.no_grad():
@@ -168,6 +189,7 @@ class TestWhatIsKept:
             for seed in range(12):
                 run(engine, request("a", prompt_of(100, seed), 3))
             assert held(engine) == most
+        assert planned_rows == KEPT_ROWS
         engine = engine_of(LONG, max_sequences=2, cache_tokens=100_000)
         for seed in range(50):
             run(engine, request("a", prompt_of(20, seed), 1))
@@ -228,7 +250,8 @@ def test_answers_are_the_same_whatever_comes_goes_and_is_evicted(data: st.DataOb
     events: list[TokenEvent] = []
     for number in range(data.draw(st.integers(2, 14))):
         base = prompt_of(60, data.draw(st.integers(0, 2)))
-        if wanted and data.draw(st.booleans()):  # the next turn of a chat
+        is_turn: bool = data.draw(st.booleans())
+        if wanted and is_turn:  # the next turn of a chat
             earlier, most = data.draw(st.sampled_from(list(wanted.values())))
             base = [*earlier, *expected(tuple(earlier), most)[0]]
         prompt = [*base[: data.draw(st.integers(1, 90))], *prompt_of(data.draw(st.integers(0, 9)), number)]
