@@ -35,11 +35,13 @@ __all__ = ["BARE", "CONTENDERS", "machine", "measure", "model_of", "print_table"
 
 RESULTS = Path(__file__).parent / "results" / "lm_engine.json"
 SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "0": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_key_value_heads": 1},
     "5": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 5, "num_key_value_heads": 4},
     "12": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_key_value_heads": 6},
     "1100": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4},
 }
-"""By millions of parameters, about; the last has TinyLlama's shape, for a GPU."""
+"""By millions of parameters, about; the first where size does not matter, the last of TinyLlama's shape, for a
+GPU."""
 HEAD_DIM: Final = 64
 VOCAB_SIZE: Final = 4096
 GENERATION: Final[Any] = GenerationConfig

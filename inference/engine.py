@@ -98,6 +98,8 @@ class SequenceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     """Tokens that end the sequence, in addition to the model's own."""
     ignore_eos: bool = False
     """Whether the model's own end-of-sequence tokens are ignored; `stop_ids` still apply."""
+    cache_scope: str = ""
+    """Whose it is: what is kept of its prompt and answer is reused only for prompts of the same scope."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -116,6 +118,9 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     """Set in the sequence's last event, and in no other."""
     error: str = ""
     """What went wrong, where `finish` is ``error``."""
+    cached: int = 0
+    """In the event of the first token: the prompt's tokens that were not computed, because an earlier sequence began
+    so."""
 
 
 class EngineLimits(msgspec.Struct, frozen=True):

@@ -295,6 +295,7 @@ class Channel:
                 tokens += count
                 if event.index == 0:
                     meter.prompt_tokens.add(slot.prompt_tokens)
+                    meter.cached_prompt_tokens.add(event.cached)
                 else:
                     meter.inter_token.observe_times(int((now_s - slot.heard_s) * 1e9) // count, count)
                 slot.heard_s = now_s

@@ -157,13 +157,21 @@ class LmDispatcher(Dispatcher):
             return found
         raise unavailable(self.route)
 
-    def open(self, request_id: str, specs: Sequence[SequenceSpec], *, timeout_s: float | None = None) -> Generation:
+    def open(
+        self,
+        request_id: str,
+        specs: Sequence[SequenceSpec],
+        *,
+        timeout_s: float | None = None,
+        cache_scope: str = "",
+    ) -> Generation:
         """Have a request's sequences generated, all on one replica. The caller must close what this returns.
 
         Args:
             request_id: the client's id of the request, for `cancel_sequences`.
             specs: the sequences.
             timeout_s: the longest time in all; the longest time without a token is the deployment's `timeout_s`.
+            cache_scope: whose the request is: prefixes are shared within a scope.
 
         Raises:
             Unavailable: no replica is ready.
@@ -179,6 +187,7 @@ class LmDispatcher(Dispatcher):
             idle_s=self.route.timeout_s,
             limit_s=timeout_s,
             trace=add_generation(self.route.name),
+            cache_scope=cache_scope,
         )
         self._runs.add(run)
         try:

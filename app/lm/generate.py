@@ -68,7 +68,8 @@ class GenerateAnswer(AnswerForm):
 
 
 def _facts(finish: str | None, usage: Usage) -> dict[str, Any]:
-    return {"finish_reason": finish, **usage._asdict()}
+    tokens = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+    return {"finish_reason": finish, **tokens}
 
 
 _MAX_JSON: Final = 65_536

@@ -35,8 +35,8 @@ class TokenSlot:
     """
 
     __slots__ = (
-        "_logprobs", "_logprobs_wanted", "_max_tokens", "_spec", "_tokens", "_tops", "channel", "count", "finish",
-        "heard_s", "is_listed", "is_running", "is_sent", "number", "owner", "place", "prompt_tokens",
+        "_cached", "_logprobs", "_logprobs_wanted", "_max_tokens", "_spec", "_tokens", "_tops", "channel", "count",
+        "finish", "heard_s", "is_listed", "is_running", "is_sent", "number", "owner", "place", "prompt_tokens",
     )  # fmt: skip
 
     def __init__(self, owner: RequestRun, place: int, spec: SequenceSpec) -> None:
@@ -61,6 +61,7 @@ class TokenSlot:
         self._max_tokens = spec.max_tokens
         self._logprobs_wanted = spec.sampling.logprobs
         self._tokens: list[int] = []
+        self._cached = 0
         self._logprobs: list[float] | None = None
         self._tops: list[tuple[tuple[int, float], ...]] | None = None
 
@@ -71,7 +72,7 @@ class TokenSlot:
         self.is_sent = True
         return Submit(
             self.number, self.owner.request_id, spec.prompt, spec.max_tokens, spec.sampling, spec.stop_ids,
-            spec.ignore_eos,
+            spec.ignore_eos, self.owner.cache_scope,
         )  # fmt: skip
 
     def forget_spec(self) -> None:
@@ -94,8 +95,12 @@ class TokenSlot:
         if count > self._max_tokens:
             reason = "the engine went on after the end"
             raise self._broken(f"expected at most {self._max_tokens} tokens, got {count}: {reason}")
+        most_cached = 0 if self.count else self.prompt_tokens
+        if not 0 <= event.cached <= most_cached:
+            raise self._broken(f"cached: expected 0 to {most_cached} tokens of the prompt, got {event.cached}")
         if self._logprobs_wanted is not None:
             self._take_logprobs(event)
+        self._cached += event.cached
         if self._tokens:
             self._tokens += tokens
         else:
@@ -104,8 +109,8 @@ class TokenSlot:
 
     def read(self) -> Tokens:
         """Take all unread tokens."""
-        news = Tokens(self._tokens, self._logprobs, self._tops, self.finish)
-        self._tokens, self._logprobs, self._tops = [], None, None
+        news = Tokens(self._tokens, self._logprobs, self._tops, self.finish, self._cached)
+        self._tokens, self._logprobs, self._tops, self._cached = [], None, None, 0
         return news
 
     def after_end(self, event: SequenceEvent) -> ContractBroken:
@@ -143,6 +148,7 @@ class RequestRun(Generation):
         idle_s: the longest time without a token of any sequence, including time in the queue.
         limit_s: the longest time in all.
         trace: the request's, if it is traced.
+        cache_scope: whose the request is: prefixes are shared within a scope.
     """
 
     def __init__(
@@ -156,8 +162,10 @@ class RequestRun(Generation):
         idle_s: float,
         limit_s: float | None = None,
         trace: GenerationTrace | None = None,
+        cache_scope: str = "",
     ) -> None:
         self.request_id = request_id
+        self.cache_scope = cache_scope
         self.slots = [TokenSlot(self, place, spec) for place, spec in enumerate(specs)]
         self._meter = meter
         self._start = start

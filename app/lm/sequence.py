@@ -32,6 +32,8 @@ class Tokens(msgspec.Struct):
     """For each token the most probable ones with their logprobs, best first; if the request asked for them."""
     finish: str | None = None
     """Set with the sequence's last tokens: ``stop`` (a stop token, the last one here) or ``length``."""
+    cached: int = 0
+    """With the first tokens: how many of the prompt's tokens the engine's prefix cache had."""
 
 
 class Generation(Protocol):

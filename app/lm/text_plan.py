@@ -45,6 +45,8 @@ class TextPlan(NamedTuple):
     prompt_tokens: int
     """The tokens of all prompts, each prompt counted once."""
     timeout_s: float | None = None
+    n: int = 1
+    """The choices of each prompt."""
 
     def streams(self, texts: TokenTexts) -> list[TextStream]:
         """The text of each sequence, still empty."""
@@ -89,7 +91,7 @@ def plan(
         for each in samplings
     ]
     prefixes = [prompt.prefix for prompt in prompts for _ in range(n)]
-    return TextPlan(specs, prefixes, end, sum(len(prompt.ids) for prompt in prompts), timeout_s)
+    return TextPlan(specs, prefixes, end, sum(len(prompt.ids) for prompt in prompts), timeout_s, n)
 
 
 def check_size(field: str, text: str, limits: EngineLimits) -> None:

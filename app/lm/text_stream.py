@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from app.errors import ContractBroken
 from app.lm.sequence import Generation, Tokens
@@ -162,10 +162,17 @@ class Usage(NamedTuple):
     prompt_tokens: int
     """Each prompt counts once, however many answers it has."""
     completion_tokens: int
+    cached_tokens: int = 0
+    """Those of the prompts' tokens that were not computed."""
 
-    def as_json(self) -> dict[str, int]:
+    def as_json(self) -> dict[str, Any]:
         """OpenAI's ``usage``."""
-        return {**self._asdict(), "total_tokens": self.prompt_tokens + self.completion_tokens}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
 class TextGeneration:
@@ -176,6 +183,7 @@ class TextGeneration:
         streams: the texts of its sequences, in order.
         prompt_tokens: the tokens of all prompts.
         spend: called with each number of tokens used, first that of the prompts.
+        n: how many of the streams have the same prompt, the first of which stands for it in the usage.
     """
 
     def __init__(
@@ -184,8 +192,11 @@ class TextGeneration:
         streams: Sequence[TextStream],
         prompt_tokens: int,
         spend: Callable[[int], None] | None = None,
+        n: int = 1,
     ) -> None:
         self._generation = generation
+        self._n = n
+        self._cached_tokens = 0
         self._streams = streams
         self._prompt_tokens = prompt_tokens
         self._spend = spend
@@ -196,7 +207,8 @@ class TextGeneration:
     @property
     def usage(self) -> Usage:
         """The tokens so far."""
-        return Usage(self._prompt_tokens, sum(stream.completion_tokens for stream in self._streams))
+        completion_tokens = sum(stream.completion_tokens for stream in self._streams)
+        return Usage(self._prompt_tokens, completion_tokens, self._cached_tokens)
 
     async def news(self) -> list[tuple[int, TextPiece]]:
         """Wait for news of any sequence: its place, and a piece of text, which may be empty; [] once all have ended.
@@ -208,6 +220,8 @@ class TextGeneration:
         for place, tokens in await self._generation.news():
             stream = self._streams[place]
             pieces.append((place, stream.take(tokens)))
+            if place % self._n == 0:
+                self._cached_tokens += tokens.cached
             if stream.finish is not None and tokens.finish is None:
                 self._generation.drop(place)
         if self._spend is not None:

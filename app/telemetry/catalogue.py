@@ -91,6 +91,7 @@ CATALOGUE: Final[dict[str, Series]] = {
         _times("headwater_time_to_first_token_seconds", "From a request's acceptance to its first token."),
         _times("headwater_inter_token_seconds", "From one token of a sequence to the next."),
         _counter("headwater_prompt_tokens", "Prompt tokens, counted at a sequence's first token."),
+        _counter("headwater_cached_prompt_tokens", "Of these, tokens that engines' prefix caches had."),
         _counter("headwater_generated_tokens", "Tokens that engines generated."),
         _counter("headwater_contract_violations", "Tokens and frames that an engine sent out of sequence."),
         _gauge("headwater_active_sequences", "Sequences being computed by engines.", merge="max"),

@@ -137,6 +137,7 @@ class LanguageModelMeter:
         self.first_token = Histogram(store, "headwater_time_to_first_token_seconds", name)
         self.inter_token = Histogram(store, "headwater_inter_token_seconds", name)
         self.prompt_tokens = Counter(store, "headwater_prompt_tokens", name)
+        self.cached_prompt_tokens = Counter(store, "headwater_cached_prompt_tokens", name)
         self.generated_tokens = Counter(store, "headwater_generated_tokens", name)
         self.sequences = Counter(store, "headwater_sequences", name)
         self.frames = Counter(store, "headwater_frames", name)

@@ -113,6 +113,7 @@ class HostChannel:
                 [] if token is None else [token],
                 None if logprob is None else [logprob],
                 [top] if top else None,
+                cached=event.cached,
             )
             self._events.append(last)
         elif token is not None:

@@ -44,6 +44,7 @@ class SlotOptions(msgspec.Struct, frozen=True):
     cache_tokens: Annotated[int, Meta(ge=16, le=2**40)] | None = None
     """The least allowed is what the warm-up of one sequence takes."""
     prefill_chunk: Count = 256
+    prefix_cache: bool = True
 
 
 class LmPlan(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -87,12 +87,13 @@ class SlotCache(Cache):
     """Rows of keys and values, for transformers' models.
 
     The rows that take a step together are always the first ones, so attention reads a view of the cache. When a
-    sequence ends, `move` fills its row with another: one copy per ended sequence instead of a copy of all of them at
-    each step. The length grows in chunks, the rows by doubling, never beyond the budget.
+    sequence ends, `copy` fills its row with another: one copy per ended sequence instead of a copy of all of them at
+    each step. The length grows in chunks, the rows by doubling, never beyond the budget. What the rows behind the first
+    ones hold stays as long as the budget allows.
 
     Args:
         layers: number of the model's layers.
-        max_rows: the most sequences.
+        max_rows: the most sequences; only `widen` makes more rows.
         max_tokens: the budget: rows × length.
         chunk: tokens by which the length grows.
     """
@@ -117,11 +118,23 @@ class SlotCache(Cache):
         if length > new_length:
             new_length = -(-length // self._chunk) * self._chunk
         if new_rows * new_length > self._max_tokens:
-            new_rows = rows
-            new_length = max(length, min(new_length, self._max_tokens // rows))
+            new_rows = max(rows, min(self.shape[0], self._max_tokens // max(length, self.shape[1])))
+            new_length = max(length, min(new_length, self._max_tokens // new_rows))
+        self._resize((new_rows, new_length))
+
+    def widen(self, max_rows: int, max_tokens: int) -> bool:
+        """Double the rows, as far as they and their tokens may be so many; False if there are as many already."""
+        rows, length = self.shape
+        wider = min(2 * rows, max_rows, min(max_tokens, self._max_tokens) // max(length, 1))
+        if wider <= rows:
+            return False
+        self._resize((wider, length))
+        return True
+
+    def _resize(self, shape: tuple[int, int]) -> None:
         try:
             for layer in self._slots:
-                layer.resize((new_rows, new_length))
+                layer.resize(shape)
         finally:  # if memory ran out half-way, the part that all layers have
             all_rows, lengths = zip(*[layer.shape for layer in self._slots], strict=True)
             self.shape = min(all_rows), min(lengths)
@@ -140,12 +153,16 @@ class SlotCache(Cache):
         """
         self._window.rows, self._window.start, self._window.each = slice(0, len(rows)), longest, (rows, positions)
 
-    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` tokens of the source rows to the target rows."""
-        for layer in self._slots:
+    def copy(self, *copies: tuple[Mapping[int, int], int]) -> None:
+        """Copy rows: the source of each target, and how many tokens from the beginning. All are read before any is
+        written, so rows can change places."""
+        batches = [(list(one), list(one.values()), length) for one, length in copies if one]
+        for layer in self._slots if batches else ():
             if layer.is_initialized:
                 for tensor in (layer.keys, layer.values):
-                    tensor[list(targets), :, :length] = tensor[list(sources), :, :length]
+                    taken = [tensor[sources, :, :length] for _, sources, length in batches]
+                    for (targets, _, length), content in zip(batches, taken, strict=True):
+                        tensor[targets, :, :length] = content
 
     def wipe(self, row: int) -> None:
         """Overwrite a row that holds NaN or infinities with zeros."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -16,6 +16,7 @@ from inference.engine import EngineLimits, Finish, SequenceRequest, TokenEvent
 from inference.errors import ReplicaError
 from inference.lm.admission import Admission
 from inference.lm.model_folder import context_length_of
+from inference.lm.prefix_index import BLOCK, NEWEST, Chain, PrefixIndex, chain_of
 from inference.lm.sampling import Choice, Sampler, choose
 from inference.lm.slot_cache import SlotCache, StepMask
 from inference.lm.transformers_parts import attention_of
@@ -26,6 +27,10 @@ __all__ = ["SlotEngine"]
 
 CHECK_LENGTHS: Final = (12, 4)
 """Prompt lengths of the self-check, in tokens."""
+KEPT_ROWS: Final = 32
+"""The most rows of the cache beyond `max_sequences`, for prefixes."""
+KEPT_TOKENS: Final = 16_384
+"""How large the cache may grow only to keep prefixes, unless its size was given."""
 
 
 @dataclass(eq=False)
@@ -35,12 +40,14 @@ class _Sequence:
     request: SequenceRequest
     stops: frozenset[int]
     sampler: Sampler
+    chain: Chain
+    """The prompt's."""
     cached: int = 0
     """Tokens in the cache: the computed part of the prompt, and then the answer without its last token."""
-    produced: int = 0
-    """Tokens of the answer."""
-    last: int = 0
-    """The answer's last token, the next step's input."""
+    reused: int = 0
+    """The prompt's tokens that were copied from another row."""
+    answer: list[int] = field(default_factory=list)
+    """Its last token is the next step's input."""
     has_ended: bool = False
 
 
@@ -50,7 +57,10 @@ class SlotEngine(Admission):
     A step is one forward pass over all sequences that generate, and one over at most `prefill_chunk` tokens of prompts:
     a chunk of a long prompt, or several short ones, padded. A prompt's last chunk yields the answer's first token.
 
-    Rows 0 to n - 1 of the cache belong to the n sequences that generate, row n to a partly computed prompt.
+    Rows 0 to n - 1 of the cache belong to the n sequences that generate, row n to a partly computed prompt. What other
+    rows hold of sequences that have ended is kept until the row is needed: a prompt that begins as a row does, also as
+    that of a sequence that generates, gets a copy of it instead of computing it. Rows for sequences always go first;
+    among what is kept, the longest unused does.
 
     Args:
         model: a causal language model, in eval mode, on its device.
@@ -58,8 +68,10 @@ class SlotEngine(Admission):
         max_sequences: the most sequences computed together.
         max_waiting: the most sequences that wait beyond these.
         context_length: tokens of a prompt and its answer; by default, and at most, what the model's configuration says.
-        cache_tokens: the cache's size: sequences × the longest of them; by default enough for all sequences.
+        cache_tokens: the cache's size: sequences × the longest of them; by default enough for all sequences. If given,
+            kept prefixes may fill it; otherwise it grows for them up to `KEPT_TOKENS` only.
         prefill_chunk: the most prompt tokens per step.
+        prefix_cache: whether prefixes are reused.
         on_broken: called once the device is unusable.
 
     Raises:
@@ -76,6 +88,7 @@ class SlotEngine(Admission):
         context_length: int | None = None,
         cache_tokens: int | None = None,
         prefill_chunk: int = 256,
+        prefix_cache: bool = True,
         on_broken: Callable[[str], None] = lambda reason: None,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
@@ -85,6 +98,7 @@ class SlotEngine(Admission):
             raise ReplicaError(f"attention: expected sdpa or eager, got {attention}")
         if "logits_to_keep" not in inspect.signature(model.forward).parameters:
             raise ReplicaError(f"model: expected a causal language model, got {type(model).__name__}")
+        self._kept_tokens = KEPT_TOKENS if cache_tokens is None else cache_tokens
         if cache_tokens is None:
             cache_tokens = max_sequences * context_length
         super().__init__(EngineLimits(max_sequences, max_waiting, context_length, cache_tokens, config.vocab_size))
@@ -92,11 +106,13 @@ class SlotEngine(Admission):
         self._device = model.device
         self._eos_ids = eos_ids
         self._prefill_chunk = prefill_chunk
+        self._prefix_cache = prefix_cache
         self._on_broken = on_broken
         self._mask = StepMask(config, model.dtype, self._device)
         self._layers: int = config.num_hidden_layers
         self._cache = self._blank_cache()
-        self._rows = torch.arange(max(max_sequences, len(CHECK_LENGTHS)), device=self._device)
+        self._prefixes = PrefixIndex()
+        self._rows = torch.arange(max(max_sequences, len(CHECK_LENGTHS) + 1), device=self._device)
         self._generating: list[_Sequence] = []
         """The sequences that generate, by cache row."""
         self._prompts: deque[_Sequence] = deque()
@@ -117,7 +133,7 @@ class SlotEngine(Admission):
         for sequence in found:
             sequence.has_ended = True
         self._compact()
-        self._pending.append(TokenEvent(id, found[0].produced if found else 0, None, finish="cancelled"))
+        self._pending.append(TokenEvent(id, len(found[0].answer) if found else 0, None, finish="cancelled"))
         return True
 
     @torch.inference_mode()
@@ -127,9 +143,9 @@ class SlotEngine(Admission):
         if self._generating:
             self._attempt(self._generating, 0, self._decode, events)
         self._start(events)
-        group = self._group()
+        group, start = self._group()
         if group:
-            self._attempt(group, len(self._generating), lambda: self._prefill(group), events)
+            self._attempt(group, len(self._generating), lambda: self._prefill(group, start), events)
         return events
 
     def close(self) -> None:
@@ -138,11 +154,12 @@ class SlotEngine(Admission):
         self._generating.clear()
         self._prompts.clear()
         self._pending.clear()
+        self._prefixes = PrefixIndex()
         self._cache = self._blank_cache()
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Compare the model's logits with and without the engine's cache and masks.
+        """Compare the model's logits with and without the engine's cache, masks and copies of prefixes.
 
         Call it before the first `submit`.
 
@@ -153,6 +170,7 @@ class SlotEngine(Admission):
             [(5 * place + row) % self.limits.vocab_size for place in range(length)]
             for row, length in enumerate(CHECK_LENGTHS)
         ]
+        prompts.append(prompts[0])  # its beginning is copied
         # A separate cache, because the engine's may be too small.
         self._cache = SlotCache(
             self._layers, max_rows=len(prompts), max_tokens=len(prompts) * max(CHECK_LENGTHS), chunk=max(CHECK_LENGTHS)
@@ -163,7 +181,10 @@ class SlotEngine(Admission):
             for row, ids in enumerate(prompts):
                 self._cache.fit(row + 1, len(ids))
                 self._cache.aim(slice(row, row + 1), 0)
-                self._forward([ids[:2]], start=0)
+                if row < len(CHECK_LENGTHS):
+                    self._forward([ids[:2]], start=0)
+                else:
+                    self._cache.copy(({row: 0}, 2))
                 self._cache.aim(slice(row, row + 1), 2)
                 self._forward([ids[2:-1]], start=2)
             got = self._forward_each([ids[-1] for ids in prompts], [len(ids) - 1 for ids in prompts])
@@ -187,6 +208,7 @@ class SlotEngine(Admission):
 
     def _start(self, events: list[TokenEvent]) -> None:
         """Start the newly admitted sequences."""
+        begun: list[_Sequence] = []
         while (request := self.take()) is not None:
             if request.max_tokens == 0:
                 self.release(request.id)
@@ -199,7 +221,10 @@ class SlotEngine(Admission):
                 self.release(request.id)
                 events.append(TokenEvent(request.id, 0, None, finish="error", error=self._report(error)))
                 continue
-            self._prompts.append(_Sequence(request, stops, sampler))
+            begun.append(_Sequence(request, stops, sampler, self._chain(request.prompt, request)))
+        if begun:
+            self._prompts += begun
+            self._attempt(begun, 0, self._make_room, events)
 
     def _attempt(
         self,
@@ -214,6 +239,7 @@ class SlotEngine(Admission):
             choices = compute()
         except Exception as error:
             text = self._report(error)
+            self._prefixes = PrefixIndex()  # which may say what was to be copied
             for sequence in sequences:
                 self._end(sequence, "error", events, text)
         else:
@@ -226,44 +252,98 @@ class SlotEngine(Admission):
                     self._end(sequence, "error", events, "the model's logits are not finite")
         self._compact()
 
+    def _make_room(self) -> list[Choice]:
+        """Grow the cache for the prompts, before prefixes are looked for: growing may lose some."""
+        self._fit(0, 0)
+        return []
+
     def _decode(self) -> list[Choice]:
         """Compute the next token of each sequence that generates."""
         sequences = self._generating
-        logits = self._forward_each([one.last for one in sequences], [one.cached for one in sequences])
+        logits = self._forward_each([one.answer[-1] for one in sequences], [one.cached for one in sequences])
         for one in sequences:
             one.cached += 1
         return choose(logits, [one.sampler for one in sequences])
 
-    def _group(self) -> list[_Sequence]:
-        """The sequences whose prompts are computed next: part of one, or as many as fit whole in a padded chunk."""
+    def _group(self) -> tuple[list[_Sequence], int]:
+        """The sequences whose prompts are computed next, and from which token on: part of one, or as many as fit whole
+        in a padded chunk. One that could reuse more of a neighbour's prompt than of what is cached waits for it."""
         group: list[_Sequence] = []
-        width = 0
+        start = width = 0
         for sequence in self._prompts:
-            width = max(width, len(sequence.request.prompt))
-            if group and (len(group) + 1) * width > self._prefill_chunk:
-                break
+            length = len(sequence.request.prompt)
+            blocks = self._prefixes.find(sequence.chain)[1]
+            known = sequence.cached or min(blocks * BLOCK, length - 1)
+            if group:
+                known, length = min(start, known), max(width, length)
+                shared = sequence.chain[blocks : blocks + 1]
+                if (len(group) + 1) * (length - known) > self._prefill_chunk or (
+                    shared and any(one.chain[blocks : blocks + 1] == shared for one in group)
+                ):
+                    break
             group.append(sequence)
-            if sequence.cached or width > self._prefill_chunk:
+            start, width = known, length
+            if sequence.cached or width - start > self._prefill_chunk:
                 break
-        return group
+        return group, start
 
-    def _prefill(self, group: Sequence[_Sequence]) -> list[Choice]:
-        """Compute prompts; returns the first tokens of those that are complete."""
-        start = group[0].cached
+    def _prefill(self, group: Sequence[_Sequence], start: int) -> list[Choice]:
+        """Compute prompts from this token on; returns the first tokens of those that are complete."""
+        if not group[0].cached:
+            self._begin(group, start)
         chunks = [one.request.prompt[start : start + self._prefill_chunk] for one in group]
         first = len(self._generating)
-        self._fit(first + len(group), start + max(map(len, chunks)))
         self._cache.aim(slice(first, first + len(group)), start)
         logits = self._forward(chunks, start)
         for one, chunk in zip(group, chunks, strict=True):
-            one.cached += len(chunk)
+            one.cached = start + len(chunk)
         if group[0].cached < len(group[0].request.prompt):
             return []
         choices = choose(logits, [one.sampler for one in group])
-        for one in group:
+        for row, one in enumerate(group, first):
             self._prompts.remove(one)
             self._generating.append(one)
+            self._prefixes.learn(row, one.chain)
         return choices
+
+    def _begin(self, group: Sequence[_Sequence], start: int) -> None:
+        """Give prompts the next rows, whose content is kept elsewhere, and copy what they reuse into them."""
+        first = len(self._generating)
+        prefixes = self._prefixes
+        sources: dict[int, int] = {}
+        for row, one in enumerate(group, first) if start else ():
+            sources[row], _ = prefixes.find(one.chain)
+            prefixes.touch(sources[row])
+            one.cached = one.reused = start
+        for source in set(sources.values()):  # what these rows will hold again need not be kept
+            if source >= first and prefixes.blocks(source) * BLOCK <= start:
+                prefixes.forget(source)
+        kept: dict[int, int] = {}
+        length = 0
+        for row in range(first, first + len(group)):
+            spare = self._spare(prefixes.value(row)) if prefixes.holds_alone(row) else None
+            if spare is None:
+                prefixes.forget(row)
+            else:
+                kept[spare] = row
+                length = max(length, prefixes.blocks(row) * BLOCK)
+                prefixes.move({spare: row})
+        self._cache.copy(({row: source for row, source in sources.items() if row != source}, start), (kept, length))
+
+    def _spare(self, value: tuple[int, int]) -> int | None:
+        """A row for content of this value that no sequence needs: an empty one, or one whose content is worth less."""
+        value_of = self._prefixes.value
+        row = min(range(self._cache.shape[0] - 1, self.active - 1, -1), key=value_of, default=None)
+        if row is None or self._prefixes.holds_alone(row):
+            try:
+                if self._cache.widen(self.limits.max_sequences + KEPT_ROWS, self._kept_tokens):
+                    return self._cache.shape[0] - 1
+            except Exception as error:  # out of memory
+                self._report(error)
+        return row if row is not None and value_of(row) < value else None
+
+    def _chain(self, ids: Sequence[int], request: SequenceRequest) -> Chain:
+        return chain_of(ids, request.cache_scope) if self._prefix_cache else []
 
     def _forward(self, chunks: Sequence[Sequence[int]], start: int) -> Tensor:
         """Logits [rows, vocab] after each chunk's last token; chunks follow `start` tokens in the cache's window."""
@@ -305,23 +385,26 @@ class SlotEngine(Admission):
         return logits[:, -1]
 
     def _fit(self, rows: int, length: int) -> None:
-        """Grow the cache to at least this many rows and tokens, keeping what it holds."""
-        cached = [one.cached for one in self._generating]
-        if self._prompts and self._prompts[0].cached:
-            cached.append(self._prompts[0].cached)
-        self._cache.fit(max(rows, len(cached)), max(length, *cached, 0))
+        """Grow the cache to at least this many rows and tokens, and to what all sequences that started need by now."""
+        needed = [one.cached for one in self._generating] + [len(one.request.prompt) for one in self._prompts]
+        before = self._cache.shape
+        try:
+            self._cache.fit(max(rows, len(needed)), max(length, *needed, 0))
+        finally:
+            if self._cache.shape != before:
+                self._prefixes.trim(*self._cache.shape)
 
     def _advance(self, sequence: _Sequence, choice: Choice, events: list[TokenEvent]) -> None:
         """Report a sequence's token, and end the sequence if that was the last."""
-        request, index = sequence.request, sequence.produced
-        sequence.last = choice.token
-        sequence.produced = index + 1
+        request, index = sequence.request, len(sequence.answer)
+        sequence.answer.append(choice.token)
         finish: Finish | None = None
         if choice.token in sequence.stops:
             finish = "stop"
         elif index + 1 == request.max_tokens:
             finish = "length"
-        events.append(TokenEvent(request.id, index, choice.token, choice.logprob, choice.top, finish))
+        reused = 0 if index else sequence.reused
+        events.append(TokenEvent(request.id, index, choice.token, choice.logprob, choice.top, finish, cached=reused))
         if finish:
             sequence.has_ended = True
             self.release(request.id)
@@ -329,31 +412,49 @@ class SlotEngine(Admission):
     def _end(self, sequence: _Sequence, finish: Finish, events: list[TokenEvent], error: str) -> None:
         """End a sequence without a token."""
         sequence.has_ended = True
+        sequence.cached = 0  # nothing of it is kept
         self.release(sequence.request.id)
-        events.append(TokenEvent(sequence.request.id, sequence.produced, None, finish=finish, error=error))
+        events.append(TokenEvent(sequence.request.id, len(sequence.answer), None, finish=finish, error=error))
 
     def _compact(self) -> None:
-        """Fill the rows of ended sequences from the last rows, in one copy."""
+        """Fill the rows of ended sequences from the last rows, and keep what the ended ones hold in rows that nobody
+        needs, in one copy."""
         before = len(self._generating)
-        rows = [(row, one) for row, one in enumerate(self._generating) if not one.has_ended]
-        partial = self._prompts[0] if self._prompts else None
-        if partial is not None and (not partial.cached or partial.has_ended):
+        ended = [(row, one) for row, one in enumerate(self._generating) if one.has_ended]
+        after = before - len(ended)
+        partial = self._prompts[0] if self._prompts and self._prompts[0].cached else None
+        if partial is not None and partial.has_ended:
+            ended.append((before, partial))
             partial = None
         if any(one.has_ended for one in self._prompts):
             self._prompts = deque(one for one in self._prompts if not one.has_ended)
-        after = len(rows)
-        if after == before:
+        if not ended:
             return
-        holes = [row for row in range(after) if self._generating[row].has_ended]
-        moved = [(row, one) for row, one in rows if row >= after]
-        for hole, (_, one) in zip(holes, moved, strict=True):
-            self._generating[hole] = one
+        last = [row for row in range(after, before) if not self._generating[row].has_ended]
+        moved = {hole: row for (hole, _), row in zip(ended, last, strict=False)}
+        for hole, row in moved.items():
+            self._generating[hole] = self._generating[row]
         del self._generating[after:]
-        if partial is not None:
-            holes.append(after)
-            moved.append((before, partial))
-        if moved:
-            self._cache.move([row for row, _ in moved], holes, max(one.cached for _, one in moved))
+        length = max((self._generating[hole].cached for hole in moved), default=0)
+        if partial is not None and after < before:
+            moved[after] = before
+            length = max(length, partial.cached)
+        for row, _ in ended:
+            self._prefixes.forget(row)
+        self._prefixes.move(moved)
+        kept: dict[int, int] = {}
+        longest = 0
+        for row, one in reversed(ended):  # those that can stay first
+            chain = self._chain([*one.request.prompt, *one.answer][: one.cached], one.request)
+            if self._prefixes.find(chain)[1] == len(chain):  # too short, or held by another row, too
+                continue
+            target = row if row >= after + (partial is not None) else self._spare(NEWEST)
+            if target is not None:
+                self._prefixes.learn(target, chain)
+                if target != row:
+                    kept[target] = row
+                    longest = max(longest, len(chain) * BLOCK)
+        self._cache.copy((moved, length), (kept, longest))
 
     def _report(self, error: Exception) -> str:
         self._failures.note(error)

@@ -58,6 +58,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     sampling: Sampling = Sampling()
     stop_ids: frozenset[TokenId] = frozenset()
     ignore_eos: bool = False
+    cache_scope: str = ""
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
@@ -98,6 +99,8 @@ class SequenceEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     """For each token the most probable tokens with their logprobs, if the request asked for them."""
     finish: Ending | None = None
     error: str = ""
+    cached: int = 0
+    """With the first token: how many of the prompt's tokens the engine's prefix cache had."""
 
 
 class Load(msgspec.Struct, array_like=True, gc=False):

@@ -18,6 +18,8 @@ __all__ = ["CacheShape", "cache_shape"]
 
 CHUNK: Final = 256
 """Tokens by which the length of a `SlotCache` grows."""
+KEPT_ROWS: Final = 32
+"""Sequences' places that the engine may add to keep prefixes."""
 NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -31,6 +33,8 @@ class CacheShape:
     """Maximum number of tokens of a prompt and its answer."""
     cache_tokens: int | None = None
     """The budget set by the model's options; None: enough for all sequences."""
+    keeps_prefixes: bool = True
+    """Whether prefixes that nobody uses at present may fill the budget."""
 
     def size(self, sequences: int, length: int | None = None) -> int:
         """Bytes for this many concurrent sequences, the longest of ``length`` tokens; None: of the whole context."""
@@ -40,6 +44,13 @@ class CacheShape:
         held = max(longest, min(rounded, budget // sequences))
         # With a smaller budget, fewer sequences are computed at once.
         return min(budget, sequences * held) * self.token_bytes
+
+    def most(self, sequences: int) -> int:
+        """Bytes at most with this many concurrent sequences."""
+        if self.cache_tokens is None or not self.keeps_prefixes:  # by default, all sequences need the budget
+            return self.size(sequences)
+        places = (sequences + KEPT_ROWS) * -(-self.context_length // CHUNK) * CHUNK
+        return min(self.cache_tokens, places) * self.token_bytes
 
 
 def cache_shape(deployment: Deployment, search: Sequence[str]) -> CacheShape | None:
@@ -71,4 +82,5 @@ def cache_shape(deployment: Deployment, search: Sequence[str]) -> CacheShape | N
         dtype = next(filter(None, dtypes), "float32")
     token_bytes = 2 * layers * kept_heads * head_dim * NUMBER_BYTES.get(str(dtype), 4)
     budget = options.get("cache_tokens")
-    return CacheShape(token_bytes, context_length, None if budget is None else int(budget))
+    keeps_prefixes = bool(options.get("prefix_cache", True))
+    return CacheShape(token_bytes, context_length, None if budget is None else int(budget), keeps_prefixes)

@@ -87,7 +87,7 @@ def _model(plan: Plan) -> Section:
     rows = [(name, f"{size / MIB:.1f} MiB", counts) for name, size, counts in terms]
     if plan.subject.cache is not None:
         token = f"{plan.subject.cache.token_bytes / 1024:.1f} KiB"
-        full = size_text(plan.subject.largest_cache(1))
+        full = size_text(plan.subject.cache.size(1))
         rows.append(("key/value cache, computed", token, f"each token; {full} for a full sequence"))
     weights = plan.weights
     how = weights.how if weights.bytes is None else f"{size_text(weights.bytes)} ({weights.how})"

@@ -69,7 +69,7 @@ class Subject:
 
     def largest_cache(self, rows: int) -> int:
         """Bytes of the key/value cache with this many sequences, if full."""
-        return 0 if self.cache is None else self.cache.size(rows)
+        return 0 if self.cache is None else self.cache.most(rows)
 
     def connections(self, point: Point) -> int:
         """The number of connections, each with one row in flight, that keeps every call full."""

@@ -36,6 +36,9 @@ _USAGE: Final = object_schema(
         "prompt_tokens": {"type": "integer", "description": "Each prompt once, however many choices it has"},
         "completion_tokens": {"type": "integer", "description": "The token that stopped a text included"},
         "total_tokens": INTEGER,
+        "prompt_tokens_details": object_schema(
+            {"cached_tokens": {"type": "integer", "description": "Of the prompts' tokens, those not computed again"}}
+        ),
     }
 )
 

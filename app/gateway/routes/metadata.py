@@ -256,6 +256,7 @@ def _language_model_statistics(
         "shed": counts.total(REQUESTS, "shed"),
         "cancelled": counts.total(REQUESTS, "cancelled"),
         "prompt_tokens": counts.total("headwater_prompt_tokens"),
+        "cached_prompt_tokens": counts.total("headwater_cached_prompt_tokens"),
         "generated_tokens": counts.total("headwater_generated_tokens"),
         "first_token": {"count": first_tokens, "ns": first_token_ns},
         "contract_violations": counts.total("headwater_contract_violations"),

@@ -28,7 +28,7 @@ __all__ = ["metrics_routes", "status_routes"]
 TIMES: Final = "headwater_request_seconds"
 ROWS: Final = "headwater_batch_rows"
 _TEXT_COUNTS: Final = (
-    "prompt_tokens", "generated_tokens", "active_sequences",
+    "prompt_tokens", "cached_prompt_tokens", "generated_tokens", "active_sequences",
     "waiting_sequences", "cache_used_tokens", "cache_limit_tokens",
 )  # fmt: skip
 

@@ -103,9 +103,10 @@ async def answer_text(
         form_of_this = form(plan, text.tokenizer.texts)
         # From here to what closes it, nothing is awaited and nothing fails.
         request_id = owned_id(scope["state"], scope["state"]["request_id"])
-        generation = dispatcher.open(request_id, plan.specs, timeout_s=plan.timeout_s)
+        cache_scope = scope["state"].get("key") or ""
+        generation = dispatcher.open(request_id, plan.specs, timeout_s=plan.timeout_s, cache_scope=cache_scope)
         spend = None if limits is None else limits.spend_tokens
-        job = TextGeneration(generation, text_streams, plan.prompt_tokens, spend)
+        job = TextGeneration(generation, text_streams, plan.prompt_tokens, spend, plan.n)
         if streams:
             return await _stream(models, scope, job, form_of_this)
         try:

@@ -58,6 +58,8 @@ function summed(status, name) {
     waiting: sum(calls, (one) => one.waiting),
     seconds: added(asked.map((one) => one.seconds)),
     rows: added(calls.map((one) => one.rows)),
+    prompts: sum(models, (one) => one.prompt_tokens),
+    cached: sum(models, (one) => one.cached_prompt_tokens),
     tokens: sum(models, (one) => one.generated_tokens),
     active: sum(models, (one) => one.active_sequences),
   };
@@ -123,6 +125,7 @@ export class History {
       inFlight: after.inFlight,
       active: after.active,
       tokens: (after.tokens - before.tokens) / seconds,
+      cached: after.prompts > before.prompts ? (after.cached - before.cached) / (after.prompts - before.prompts) : null,
     };
   }
 }

@@ -78,7 +78,9 @@ function deploymentRow(one, now_s) {
     say(cells[6], count(figures?.rows));
     say(cells[7], count(one.waiting));
     const active = one.language_model?.active_sequences;
-    sayBoth(cells[8], count(one.in_flight), active === undefined ? "" : `${active} sequences`);
+    const cached = figures?.cached ?? null;
+    const share = cached === null ? "" : `, ${Math.round(cached * 100)}\u00a0% of prompts cached`;
+    sayBoth(cells[8], count(one.in_flight), active === undefined ? "" : `${active} sequences${share}`);
     say(cells[9], count(byClient(one.outcomes)));
     say(cells[10], count(failures(one.outcomes)));
     const told = Object.entries(one.outcomes).map(([name, value]) => `${name.replaceAll("_", " ")}: ${value}`).join("\n");

@@ -262,6 +262,7 @@ def test_statistics_and_configuration_of_a_language_model() -> None:
             "shed": 1,
             "cancelled": 0,
             "prompt_tokens": 3,
+            "cached_prompt_tokens": 0,
             "generated_tokens": 2,
             "contract_violations": 0,
             "sequences": {"active": 3, "waiting": 2},

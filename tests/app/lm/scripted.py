@@ -158,7 +158,12 @@ class ScriptedDispatcher:
         return self.language_text()
 
     def open(
-        self, request_id: str, specs: Sequence[SequenceSpec], *, timeout_s: float | None = None
+        self,
+        request_id: str,
+        specs: Sequence[SequenceSpec],
+        *,
+        timeout_s: float | None = None,
+        cache_scope: str = "",
     ) -> ScriptedGeneration:
         generation = ScriptedGeneration(specs, self.script)
         self.opened.append((request_id, generation, timeout_s))

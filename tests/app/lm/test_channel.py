@@ -279,8 +279,9 @@ def test_however_frames_and_readers_interleave_each_token_comes_once_and_in_orde
         (event(0, 6, [7]), "sequence 0: expected token 5, got 6: the engine left tokens out"),
         (event(0, 5, [7] * 6), "sequence 0: expected at most 10 tokens, got 11: the engine went on after the end"),
         (event(0, 4, finish="stop"), "sequence 0: expected token 5, got 4: the engine repeated tokens"),
+        (SequenceEvent(0, 5, [7], cached=1), "sequence 0: cached: expected 0 to 0 tokens of the prompt, got 1"),
     ],
-    ids=["repeat", "history", "gap", "growth", "end"],
+    ids=["repeat", "history", "gap", "growth", "end", "cached"],
 )
 def test_tokens_out_of_sequence_end_their_request_and_no_other(wrong: SequenceEvent, message: str) -> None:
     async def scenario() -> None:
@@ -302,6 +303,19 @@ def test_tokens_out_of_sequence_end_their_request_and_no_other(wrong: SequenceEv
         assert tokens_of(await good.news()) == [(0, [], "stop")]
         assert counts_of("lm").total("headwater_contract_violations") == 1
         assert line.ends == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("cached", [-1, 4])
+def test_more_tokens_of_a_prompt_than_there_are_can_not_have_been_cached(cached: int) -> None:
+    async def scenario() -> None:
+        line = Line()
+        request = line.ask(spec())
+        await settle()
+        line.replica.say(SequenceEvent(0, 0, [1], cached=cached))
+        assert "cached: expected 0 to 3 tokens of the prompt" in str(await failure(request))
+        assert counts_of("lm").total("headwater_cached_prompt_tokens") == 0
 
     run(scenario)
 

@@ -18,7 +18,7 @@ from app.gateway.http.entry import RequestRecords
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.models import Models
 from app.lm.dispatcher import LmDispatcher
-from inference.engine import Engine, EngineLimits
+from inference.engine import Engine, EngineLimits, SequenceRequest, TokenEvent
 from inference.lm.engine_host import EngineHost
 from inference.lm.null_engine import NullEngine
 from inference.signature import LanguageModelSpec
@@ -36,12 +36,16 @@ class Ask:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self.sent = bytearray()
+        self.key = ""
+        """The name of the key that the requests show."""
 
     async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def noting(message: Message) -> None:
             self.sent += message.get("body", b"")
             await send(message)
 
+        if self.key:
+            scope["state"] = {"key": self.key}
         await self._app(scope, receive, noting)
 
     async def __call__(self, path: str, request_id: str = "", **body: Any) -> httpx.Response:
@@ -88,6 +92,60 @@ def test_tokens_come_through_as_text() -> None:
         assert counts_of("lm").total("headwater_generated_tokens") == 4 * 600
 
     run(NullEngine(LIMITS), scenario)
+
+
+class CachingEngine(NullEngine):
+    """Says of each sequence that as many tokens of its prompt were cached as sequences came before it."""
+
+    def __init__(self) -> None:
+        super().__init__(LIMITS)
+        self.requests: list[SequenceRequest] = []
+
+    def submit(self, request: SequenceRequest) -> None:
+        """As `Engine.submit`."""
+        super().submit(request)
+        self.requests.append(request)
+
+    def step(self) -> list[TokenEvent]:
+        """As `Engine.step`."""
+        numbers = {request.id: number for number, request in enumerate(self.requests)}
+        return [
+            msgspec.structs.replace(one, cached=0 if one.index else numbers[one.id]) for one in super().step()
+        ]  # fmt: skip
+
+
+def test_what_the_prefix_cache_had_is_in_the_usage_and_counted() -> None:
+    count_from_zero()
+
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        asked: dict[str, Any] = {"model": "lm", "max_tokens": 3}
+        cached = {"cached_tokens": 0}
+        whole = (await ask("/v1/completions", prompt="def f(x, y, z):", **asked)).json()["usage"]
+        assert whole["prompt_tokens_details"] == cached
+        # Of two choices of a prompt the first counts: 1 of 1 and 2, and then 3 of 3 and 4.
+        prompts = ["def f(x, y, z):", "def g(x, y, z):"]
+        whole = (await ask("/v1/completions", prompt=prompts, n=2, **asked)).json()["usage"]
+        assert whole["prompt_tokens_details"] == {"cached_tokens": 1 + 3}
+        messages = [{"role": "user", "content": "x"}]
+        answer = await ask(
+            "/v1/chat/completions", messages=messages, stream=True, stream_options={"include_usage": True}, **asked
+        )
+        *_, usage, _ = answer.text.strip().split("\n\n")
+        assert json.loads(usage.removeprefix("data: "))["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
+        assert counts_of("lm").total("headwater_cached_prompt_tokens") == sum(range(6))
+
+    run(CachingEngine(), scenario)
+
+
+def test_prefixes_are_shared_by_the_requests_of_a_key_only() -> None:
+    engine = CachingEngine()
+
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        for ask.key in ("", "alice", "bob"):
+            assert (await ask("/v1/completions", model="lm", prompt="def f(x):", max_tokens=1)).status_code == 200
+        assert [request.cache_scope for request in engine.requests] == ["", "alice", "bob"]
+
+    run(engine, scenario)
 
 
 def test_a_stop_string_frees_the_engine() -> None:

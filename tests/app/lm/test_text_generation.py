@@ -66,4 +66,6 @@ def test_a_failure_is_passed_on() -> None:
 
 
 def test_usage_as_openai_has_it() -> None:
-    assert Usage(3, 4).as_json() == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert Usage(3, 4, 2).as_json() == {
+        "prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 2},
+    }  # fmt: skip

@@ -118,6 +118,7 @@ def test_options_have_defaults_and_are_taken() -> None:
             "got 513; correct `options.context_length`",
         ),
         ({"prefill_chunk": 2.5}, "options.prefill_chunk: expected `int`, got 2.5"),
+        ({"prefix_cache": "on"}, "options.prefix_cache: expected `bool`, got 'on'"),
         ({"context_length": "all"}, "options.context_length: expected `int | null`, got 'all'"),
         ({"max_step_s": 0}, "options.max_step_s: expected `float` > 0.0, got 0; correct `options.max_step_s`"),
         ({"max_step_s": "long", "engine": "lm_case_engines:null"}, "options.max_step_s: expected `float`, got 'long'"),

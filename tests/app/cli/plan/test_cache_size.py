@@ -50,3 +50,13 @@ def test_as_many_tokens_as_the_cache_holds(
     sequences: int, length: int | None, cache_tokens: int | None, tokens: int
 ) -> None:
     assert CacheShape(10, 512, cache_tokens).size(sequences, length) == 10 * tokens
+
+
+def test_kept_prefixes_may_fill_a_budget_that_was_set(tmp_path: Path) -> None:
+    shape = CacheShape(10, 512, 100_000)
+    assert [shape.most(sequences) for sequences in (1, 8)] == [10 * 33 * 512, 10 * 40 * 512]
+    assert CacheShape(10, 512, 1000).most(8) == 10 * 1000
+    assert CacheShape(10, 512).most(8) == 10 * 8 * 512
+    without = shape_of(tmp_path, LLAMA, cache_tokens=100_000, prefix_cache=False)
+    assert without is not None
+    assert without.most(8) == without.size(8) == without.token_bytes * 8 * 512
