@@ -424,9 +424,13 @@ def test_a_streaming_model_gives_any_number_of_results(gateway: Gateway, streami
         assert end == {"model_name": "s", "model_version": "1", "final": True}
 
 
-@pytest.mark.parametrize("path", ["generate", "infer"])
-def test_a_streaming_model_has_no_whole_answer(gateway: Gateway, streaming: Fake, path: str) -> None:
-    with gateway.post(streaming, path=path) as response:
+@pytest.mark.parametrize(("path", "count"), [("infer", 1), ("generate", 0), ("generate", 2)])
+def test_a_streaming_model_has_no_whole_answer(gateway: Gateway, streaming: Fake, path: str, count: int) -> None:
+    async def script(fake: Fake, request: InferRequest) -> AsyncIterator[HeadAnswer]:
+        for _ in range(count):
+            yield HeadAnswer("", {"y": RawTensor("FP32", (1, 1), bytes(4))})
+
+    with gateway.post(streaming, script, path=path) as response:
         said = json.loads(response.read())["error"]
         assert response.status_code == 400
     assert "/v2/models/s/generate_stream" in said

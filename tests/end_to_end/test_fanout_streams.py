@@ -264,11 +264,19 @@ def test_an_async_generator_streams(server: Running, folder: Path) -> None:
     assert pipeline.calls() == {"piece": 3, "closed": 1}
 
 
-@pytest.mark.parametrize("name", ["pieces", "async"])
-def test_what_streams_has_no_whole_answer(server: Running, folder: Path, name: str) -> None:
-    pipeline = pipeline_of(server, folder, name)
+def test_what_streams_has_no_whole_answer(server: Running, folder: Path) -> None:
+    pipeline = pipeline_of(server, folder, "pieces")
     whole = server.client.post(pipeline.url("generate"), json={"x": [1.0] * 4})
     for answer in (pipeline.ask(1), whole):
         assert answer.status_code == 400, answer.text
-        assert f"POST to /v2/models/{name}/generate_stream" in answer.json()["error"]
+        assert "POST to /v2/models/pieces/generate_stream" in answer.json()["error"]
     assert pipeline.runs() == []
+
+
+def test_several_results_of_a_model_are_no_whole_answer_and_end_its_generator(server: Running, folder: Path) -> None:
+    pipeline = pipeline_of(server, folder, "async")
+    assert pipeline.ask(1).status_code == 400
+    assert pipeline.runs() == []
+    answer = server.client.post(pipeline.url("generate"), json={"x": [1.0] * 4})
+    assert (answer.status_code, "got several" in answer.json()["error"]) == (400, True)
+    wait_for(lambda: pipeline.calls()["closed"] == 1, 20, "the generator to be closed")
