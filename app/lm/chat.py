@@ -14,6 +14,7 @@ import orjson
 from msgspec import Meta
 
 from app.codecs.faults import at, shown
+from app.lm.answer_grammar import ResponseFormat, checked_grammar
 from app.lm.answers import OpenAIAnswer, shown_logprob
 from app.lm.sampling_fields import Flag, StreamFields
 from app.lm.text.messages import checked_messages
@@ -85,7 +86,6 @@ _MESSAGE: Final = {
     },
 }
 """For the OpenAPI schema; `app.lm.text.messages` checks the messages."""
-_FORMAT: Final = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string", "enum": ["text"]}}}
 
 
 class ChatRequest(StreamFields, kw_only=True):
@@ -96,7 +96,7 @@ class ChatRequest(StreamFields, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, extra_json_schema={"deprecated": True})] | None = None
     logprobs: Flag | None = None
     top_logprobs: TopLogprobs | None = None
-    response_format: Annotated[Any, Meta(extra_json_schema=_FORMAT)] = None
+    response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, Meta(description="Further variables of the model's chat template")
     ] = None
@@ -135,15 +135,14 @@ class ChatRequest(StreamFields, kw_only=True):
         self.check_stream()
         sampling = self.sampling(limits, logprobs=self._logprobs())
         end = self.text_end(limits)
-        if self.response_format is not None and self.response_format != {"type": "text"}:
-            raise at("response_format", None, 'this model supports {"type": "text"} only; leave it out')
+        grammar = checked_grammar(self.response_format, self.structured_outputs, limits)
         path, wanted = self._max_tokens()
         rendered = text.chat_text(checked_messages(self.messages, limits.context_length), self._variables())
         check_size("messages", rendered, limits)
         ids = text.encode_chat(rendered)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
         prompt = Prompt(ids, answer_tokens("messages", path, ids, wanted, default, limits))
-        return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s)
+        return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s, grammar)
 
     def _variables(self) -> dict[str, Any] | None:
         for name in self.chat_template_kwargs or ():
