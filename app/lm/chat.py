@@ -14,6 +14,7 @@ import orjson
 from msgspec import Meta
 
 from app.codecs.faults import at, shown
+from app.lm.answer_grammar import ResponseFormat, checked_grammar
 from app.lm.answers import OpenAIAnswer, shown_logprob
 from app.lm.sampling_fields import Flag, StreamFields
 from app.lm.text.messages import checked_messages
@@ -91,7 +92,6 @@ TemplateVariables: TypeAlias = Annotated[
 ]
 _NO_TOOLS: Final = {"expected": "an empty array, since this model does not support tools"}
 _ONLY_TEXT: Final = {"expected": '["text"]'}
-_FORMAT: Final = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string", "enum": ["text"]}}}
 
 
 class ChatRequest(StreamFields, kw_only=True):
@@ -102,7 +102,7 @@ class ChatRequest(StreamFields, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, extra_json_schema={"deprecated": True})] | None = None
     logprobs: Flag | None = None
     top_logprobs: TopLogprobs | None = None
-    response_format: Annotated[Any, Meta(extra_json_schema=_FORMAT)] = None
+    response_format: ResponseFormat | None = None
     chat_template_kwargs: TemplateVariables = None
     tools: Annotated[list[Any], Meta(max_length=0, extra=_NO_TOOLS)] | None = None
     tool_choice: Literal["none"] | None = None
@@ -141,8 +141,7 @@ class ChatRequest(StreamFields, kw_only=True):
             raise at("store", None, "this server keeps no answers; expected false, got true")
         sampling = self.sampling(limits, logprobs=self._logprobs())
         end = self.text_end(limits)
-        if self.response_format is not None and self.response_format != {"type": "text"}:
-            raise at("response_format", None, 'this model supports {"type": "text"} only; leave it out')
+        grammar = checked_grammar(self.response_format, self.structured_outputs, limits)
         path, wanted = self._max_tokens()
         rendered = text.chat_text(
             checked_messages(self.messages, limits.context_length), checked_variables(self.chat_template_kwargs)
@@ -151,7 +150,7 @@ class ChatRequest(StreamFields, kw_only=True):
         ids = text.encode_chat(rendered)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
         prompt = Prompt(ids, answer_tokens("messages", path, ids, wanted, default, limits))
-        return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s)
+        return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s, grammar)
 
     def _logprobs(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:

@@ -16,6 +16,7 @@ from msgspec import Meta
 from app.codecs.faults import at, read_json, shown
 from app.codecs.parameters import MAX_UINT64, RequestId, integer
 from app.errors import BadRequest, HeadwaterError
+from app.lm.answer_grammar import checked_grammar
 from app.lm.answers import AnswerForm
 from app.lm.sampling_fields import DEFAULT_TOKENS, Flag, SamplingFields, TextEnd
 from app.lm.text_plan import Prompt, TextPlan, answer_tokens, plan, text_ids
@@ -181,12 +182,13 @@ class GenerateRequest(GenerateParameters, kw_only=True):
         prompt = self.text_input if isinstance(self.text_input, str) else self.text_input[0]
         try:
             sampling, end = _sampling(given, text, limits), _text_end(given, limits)
+            grammar = checked_grammar(None, given.structured_outputs, limits)
             timeout_us = integer("timeout", None, given.timeout or 0, MAX_UINT64)
             ids = text_ids("text_input", prompt, text, limits)
             max_tokens = answer_tokens("text_input", "max_tokens", ids, given.max_tokens, DEFAULT_TOKENS, limits)
             timeout_s = timeout_us / 1e6 if timeout_us else None
             prefix = prompt if given.exclude_input_in_output is False else ""
-            return plan([Prompt(ids, max_tokens, prefix)], 1, sampling, end, limits, timeout_s)
+            return plan([Prompt(ids, max_tokens, prefix)], 1, sampling, end, limits, timeout_s, grammar)
         except BadRequest as error:
             place = "" if error.field is None else places.get(re.split(r"[.\[]", error.field)[0], "")
             if place:

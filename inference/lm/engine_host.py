@@ -418,7 +418,14 @@ def _request(id: str, submit: Submit) -> SequenceRequest:
     if submit.max_tokens < 0:
         raise RequestRejected(f"max_tokens: expected at least 0, got {submit.max_tokens}")
     return SequenceRequest(
-        id, submit.prompt, submit.max_tokens, submit.sampling, submit.stop_ids, submit.ignore_eos, submit.cache_scope
+        id,
+        submit.prompt,
+        submit.max_tokens,
+        submit.sampling,
+        submit.stop_ids,
+        submit.ignore_eos,
+        submit.cache_scope,
+        submit.grammar,
     )
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.engine import EngineLimits, Finish, SequenceRequest, TokenEvent
+from inference.engine import EngineFull, EngineLimits, Finish, Grammar, SequenceRequest, TokenEvent
 from inference.errors import ReplicaError
 from inference.lm.admission import Admission
+from inference.lm.grammars import KINDS, Constraint, Grammars, Masks, refusal
 from inference.lm.model_folder import context_length_of
 from inference.lm.prefix_index import BLOCK, NEWEST, Chain, PrefixIndex, chain_of
 from inference.lm.sampling import Choice, Sampler, choose
@@ -22,6 +24,9 @@ from inference.lm.slot_cache import SlotCache, StepMask
 from inference.lm.transformers_parts import attention_of
 from inference.runtime.device import breaks_device
 from inference.runtime.failure_log import FailureLog, text_of
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 __all__ = ["SlotEngine"]
 
@@ -31,6 +36,8 @@ KEPT_ROWS: Final = 32
 """The most rows of the cache beyond `max_sequences`, for prefixes."""
 KEPT_TOKENS: Final = 16_384
 """How large the cache may grow only to keep prefixes, unless its size was given."""
+COMPILE_WAIT_S: Final = 0.005
+"""How long a step without other work waits for a grammar."""
 
 
 @dataclass(eq=False)
@@ -42,6 +49,7 @@ class _Sequence:
     sampler: Sampler
     chain: Chain
     """The prompt's."""
+    constraint: Constraint | None = None
     cached: int = 0
     """Tokens in the cache: the computed part of the prompt, and then the answer without its last token."""
     reused: int = 0
@@ -65,6 +73,7 @@ class SlotEngine(Admission):
     Args:
         model: a causal language model, in eval mode, on its device.
         eos_ids: the model's end-of-sequence tokens.
+        grammars: compiles grammars for the model; None if requests can have none.
         max_sequences: the most sequences computed together.
         max_waiting: the most sequences that wait beyond these.
         context_length: tokens of a prompt and its answer; by default, and at most, what the model's configuration says.
@@ -83,6 +92,7 @@ class SlotEngine(Admission):
         model: PreTrainedModel,
         *,
         eos_ids: frozenset[int] = frozenset(),
+        grammars: Grammars | None = None,
         max_sequences: int = 32,
         max_waiting: int = 256,
         context_length: int | None = None,
@@ -101,10 +111,24 @@ class SlotEngine(Admission):
         self._kept_tokens = KEPT_TOKENS if cache_tokens is None else cache_tokens
         if cache_tokens is None:
             cache_tokens = max_sequences * context_length
-        super().__init__(EngineLimits(max_sequences, max_waiting, context_length, cache_tokens, config.vocab_size))
+        super().__init__(
+            EngineLimits(
+                max_sequences,
+                max_waiting,
+                context_length,
+                cache_tokens,
+                config.vocab_size,
+                grammars=KINDS if grammars is not None else frozenset(),
+            )
+        )
         self._model = model
         self._device = model.device
         self._eos_ids = eos_ids
+        self._grammars = grammars
+        self._matchers: dict[str, tuple[Grammar, Future[LLMatcher]]] = {}
+        """The grammars of sequences that have not started."""
+        self._held: list[SequenceRequest] = []
+        """Admitted sequences whose grammar is being compiled."""
         self._prefill_chunk = prefill_chunk
         self._prefix_cache = prefix_cache
         self._on_broken = on_broken
@@ -124,11 +148,21 @@ class SlotEngine(Admission):
     def has_work(self) -> bool:
         return bool(self._pending or self.active or self.waiting)
 
+    def submit(self, request: SequenceRequest) -> None:
+        """As `Engine.submit`."""
+        grammar, grammars = request.grammar, self._grammars
+        if grammar is not None and grammars is not None and grammars.is_busy:
+            raise EngineFull("too many grammars wait to be compiled")
+        super().submit(request)
+        if grammar is not None and grammars is not None:
+            self._matchers[request.id] = grammar, grammars.compile(grammar)
+
     @torch.inference_mode()
     def cancel(self, id: str) -> bool:
         """As `Engine.cancel`."""
         if not self.release(id):
             return False
+        self._forget_grammar(id)
         found = [one for one in (*self._generating, *self._prompts) if one.request.id == id]
         for sequence in found:
             sequence.has_ended = True
@@ -143,6 +177,8 @@ class SlotEngine(Admission):
         if self._generating:
             self._attempt(self._generating, 0, self._decode, events)
         self._start(events)
+        if self._held and not (events or self.active > len(self._held)):
+            wait([matcher for _, matcher in self._matchers.values()], COMPILE_WAIT_S, FIRST_COMPLETED)
         group, start = self._group()
         if group:
             self._attempt(group, len(self._generating), lambda: self._prefill(group, start), events)
@@ -155,6 +191,8 @@ class SlotEngine(Admission):
         self._prompts.clear()
         self._pending.clear()
         self._prefixes = PrefixIndex()
+        self._matchers.clear()
+        self._held.clear()
         self._cache = self._blank_cache()
 
     @torch.inference_mode()
@@ -207,24 +245,54 @@ class SlotEngine(Admission):
         return SlotCache(self._layers, max_rows=limits.max_sequences, max_tokens=limits.cache_tokens)
 
     def _start(self, events: list[TokenEvent]) -> None:
-        """Start the newly admitted sequences."""
+        """Start the newly admitted sequences that don't wait for a grammar."""
+        self._reject(events)
+        self._held.extend(iter(self.take, None))
+        held, self._held = self._held, []
         begun: list[_Sequence] = []
-        while (request := self.take()) is not None:
+        for request in held:
+            _, matcher = self._matchers.get(request.id, (None, None))
+            if matcher is not None and not matcher.done():
+                self._held.append(request)
+                continue
+            self._matchers.pop(request.id, None)
             if request.max_tokens == 0:
                 self.release(request.id)
                 events.append(TokenEvent(request.id, 0, None, finish="length"))
                 continue
-            stops = request.stop_ids if request.ignore_eos else request.stop_ids | self._eos_ids
+            ignores_eos = request.ignore_eos and matcher is None
+            stops = request.stop_ids if ignores_eos else request.stop_ids | self._eos_ids
             try:
+                constraint = None if matcher is None else Constraint(request, matcher.result())
                 sampler = Sampler(request.sampling, request.prompt, self.limits.vocab_size, self._device, stops)
             except Exception as error:  # out of memory
                 self.release(request.id)
                 events.append(TokenEvent(request.id, 0, None, finish="error", error=self._report(error)))
                 continue
-            begun.append(_Sequence(request, stops, sampler, self._chain(request.prompt, request)))
+            begun.append(_Sequence(request, stops, sampler, self._chain(request.prompt, request), constraint))
         if begun:
             self._prompts += begun
             self._attempt(begun, 0, self._make_room, events)
+
+    def _reject(self, events: list[TokenEvent]) -> None:
+        """End the sequences, admitted or waiting, whose grammars could not be compiled."""
+        for id, (grammar, matcher) in list(self._matchers.items()):
+            if matcher.done() and (error := matcher.exception()) is not None:
+                self._forget_grammar(id)
+                self.release(id)
+                events.append(TokenEvent(id, 0, None, finish="rejected", error=refusal(grammar, text_of(error))))
+
+    def _forget_grammar(self, id: str) -> None:
+        if self._matchers.pop(id, None) is not None:
+            self._held = [one for one in self._held if one.id != id]
+
+    def _begin_masks(self, sequences: Sequence[_Sequence]) -> Masks | None:
+        """Start to compute which tokens may come next."""
+        return None if self._grammars is None else self._grammars.begin([one.constraint for one in sequences])
+
+    def _choose(self, logits: Tensor, sequences: Sequence[_Sequence], masks: Masks | None) -> list[Choice]:
+        allowed = None if masks is None else masks.allowed(logits.device)
+        return choose(logits, [one.sampler for one in sequences], allowed)
 
     def _attempt(
         self,
@@ -245,7 +313,9 @@ class SlotEngine(Admission):
         else:
             # A partly computed prompt has no choice yet.
             for row, (sequence, choice) in enumerate(zip(sequences, choices, strict=False), first_row):
-                if choice.is_valid:
+                if sequence.constraint is not None and sequence.constraint.error:
+                    self._end(sequence, "rejected", events, sequence.constraint.error)
+                elif choice.is_valid:
                     self._advance(sequence, choice, events)
                 else:
                     self._cache.wipe(row)
@@ -260,10 +330,11 @@ class SlotEngine(Admission):
     def _decode(self) -> list[Choice]:
         """Compute the next token of each sequence that generates."""
         sequences = self._generating
+        masks = self._begin_masks(sequences)
         logits = self._forward_each([one.answer[-1] for one in sequences], [one.cached for one in sequences])
         for one in sequences:
             one.cached += 1
-        return choose(logits, [one.sampler for one in sequences])
+        return self._choose(logits, sequences, masks)
 
     def _group(self) -> tuple[list[_Sequence], int]:
         """The sequences whose prompts are computed next, and from which token on: part of one, or as many as fit whole
@@ -292,6 +363,8 @@ class SlotEngine(Admission):
         if not group[0].cached:
             self._begin(group, start)
         chunks = [one.request.prompt[start : start + self._prefill_chunk] for one in group]
+        is_last = start + self._prefill_chunk >= len(group[0].request.prompt)
+        masks = self._begin_masks(group) if is_last else None
         first = len(self._generating)
         self._cache.aim(slice(first, first + len(group)), start)
         logits = self._forward(chunks, start)
@@ -299,7 +372,7 @@ class SlotEngine(Admission):
             one.cached = start + len(chunk)
         if group[0].cached < len(group[0].request.prompt):
             return []
-        choices = choose(logits, [one.sampler for one in group])
+        choices = self._choose(logits, group, masks)
         for row, one in enumerate(group, first):
             self._prompts.remove(one)
             self._generating.append(one)
@@ -398,6 +471,8 @@ class SlotEngine(Admission):
         """Report a sequence's token, and end the sequence if that was the last."""
         request, index = sequence.request, len(sequence.answer)
         sequence.answer.append(choice.token)
+        if sequence.constraint is not None:
+            sequence.constraint.token = choice.token
         finish: Finish | None = None
         if choice.token in sequence.stops:
             finish = "stop"
