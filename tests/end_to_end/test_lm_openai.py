@@ -89,8 +89,16 @@ class TestAnswers:
         usage = create(client, path).usage
         assert usage.completion_tokens == 24
         assert usage.total_tokens == usage.prompt_tokens + 24
+        usage = create(client, path).usage  # its prompt is in the prefix cache by now
         *_, last = create(client, path, stream=True, stream_options={"include_usage": True})
         assert (last.choices, last.usage) == ([], usage)
+
+    def test_what_a_prompt_begins_with_is_computed_once(self, client: openai.OpenAI, path: str) -> None:
+        long = "def add(a, b):\n    return a + b\n" * 8
+        asked = {"messages": [{"role": "user", "content": long}]} if path == "chat" else {"prompt": long}
+        first, again = (create(client, path, **asked).usage for _ in range(2))
+        assert first.prompt_tokens_details.cached_tokens < again.prompt_tokens - 16
+        assert again.prompt_tokens - 16 <= again.prompt_tokens_details.cached_tokens < again.prompt_tokens
 
     def test_a_seed_makes_it_repeatable(self, client: openai.OpenAI, path: str) -> None:
         answers = [
