@@ -28,6 +28,7 @@ from app.gateway.routes.pages import docs_routes, page_routes
 from app.gateway.routes.texts import CancelEndpoint, OpenAITextEndpoint
 from app.lm.chat import ChatRequest
 from app.lm.completion import CompletionRequest
+from app.lm.responses import ResponsesRequest
 from app.security.key_check import KeyRing
 from app.telemetry.logs import AccessLog
 
@@ -77,6 +78,7 @@ def create_app(
         EndpointRoute("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models)),
         EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest)),
         EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest)),
+        EndpointRoute("/v1/responses", OpenAITextEndpoint(models, reader, ResponsesRequest)),
         EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader)),
     ]
     gateway = FastAPI(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)

@@ -63,6 +63,7 @@ ACTIONS: list[Action] = [
     ("embeddings", "no embeddings"),
     ("chat", "no language model"),
     ("completions", "no language model"),
+    ("responses", "no language model"),
 ]
 NOT_ACCEPTED = ["unknown model", "unknown model in a body", "unknown route", "wrong method", "no JSON before a model"]
 
@@ -139,11 +140,12 @@ class Gateway:
 
     async def do(self, route: str, action: str, gone: asyncio.Event) -> int:
         """Have something happen to a request over a route."""
-        if route in ("chat", "completions", "embeddings"):
+        if route in ("chat", "completions", "responses", "embeddings"):
             path = {"chat": "/v1/chat/completions"}.get(route, f"/v1/{route}")
             bodies = {
                 "chat": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
                 "completions": {"model": "m", "prompt": "x"},
+                "responses": {"model": "m", "input": "x"},
                 "embeddings": {"model": "m", "input": "x"},
             }
             return await self.ask(path, json.dumps(bodies[route]).encode())
