@@ -240,7 +240,7 @@ class TestResponses:
                 return (await stream.get_final_response()).output_text
 
         async def whole(client: openai.AsyncOpenAI) -> str:
-            return (await client.responses.create(**self.ENDING)).output_text
+            return str((await client.responses.create(**self.ENDING)).output_text)
 
         async def ask(client: openai.AsyncOpenAI) -> list[str]:
             return await asyncio.gather(*[kind(client) for kind in (streamed, whole) for _ in range(4)])

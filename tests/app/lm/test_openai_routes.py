@@ -352,7 +352,7 @@ def test_a_response(gateway: Gateway) -> None:
         model="tiny", input="hi", instructions="Be brief.", metadata={"a": "b"}, temperature=0.5, user="u"
     )
     assert (answer.output_text, answer.status) == (TEXT, "completed")
-    assert answer.error is answer.incomplete_details is None
+    assert (answer.error, answer.incomplete_details) == (None, None)
     (message,) = answer.output
     assert isinstance(message, ResponseOutputMessage)
     assert (message.role, message.status, len(message.content)) == ("assistant", "completed", 1)
@@ -426,7 +426,7 @@ def test_events_have_their_names_before_them(gateway: Gateway) -> None:
 
 def test_logprobs_of_a_response(gateway: Gateway) -> None:
     asked: Any = {"model": "tiny", "input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    part = gateway.client.responses.create(**asked).output[0].to_dict()["content"][0]  # type: ignore[index]
+    part = gateway.client.responses.create(**asked).output[0].to_dict()["content"][0]
     expected = gateway.chat(logprobs=True, top_logprobs=2).choices[0].logprobs
     assert expected is not None
     assert part["logprobs"] == [entry.model_dump() for entry in expected.content or []]

@@ -58,7 +58,7 @@ def test_every_field_gets_where_it_belongs() -> None:
         "temperature": 0, "top_p": 0.5, "top_k": 7, "seed": 3, "stop": "x", "ignore_eos": True, "timeout_s": 2,
         "presence_penalty": 1, "logit_bias": {"5": -100}, "chat_template_kwargs": {"x": 1},
     }  # fmt: skip
-    logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": 4}
+    logprobs: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 4}
     expected = chat(("user", "hi"), max_completion_tokens=11, logprobs=True, top_logprobs=4, **shared)
     assert planned(max_output_tokens=11, **logprobs, **shared) == expected
     assert planned(include=logprobs["include"]) == chat(("user", "hi"), logprobs=True)
@@ -67,7 +67,7 @@ def test_every_field_gets_where_it_belongs() -> None:
 def test_what_asks_for_nothing_is_taken() -> None:
     nulls: dict[str, Any] = dict.fromkeys(set(ResponsesRequest.__struct_fields__) - {"model", "input"})
     assert planned(**nulls) == planned()
-    nothing = {
+    nothing: dict[str, Any] = {
         "store": False, "background": False, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True,
         "truncation": "disabled", "text": {"format": {"type": "text"}}, "include": ["reasoning.encrypted_content"],
         "top_logprobs": 0, "service_tier": "auto", "metadata": {"a": "b"}, "user": "u", "safety_identifier": "s",
