@@ -22,7 +22,7 @@ from app.lm.answers import AnswerForm, Event, shown_tokens
 from app.lm.chat import ChatRequest
 from app.lm.sampling_fields import StreamFields
 from app.lm.text_plan import TextPlan
-from app.lm.text_stream import TextPiece, Usage, joined
+from app.lm.text_stream import TextPiece, Usage
 from inference.engine import EngineLimits, Sampling, TopLogprobs
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ __all__ = ["ResponsesAnswer", "ResponsesRequest"]
 
 _DEFAULTS: Final = Sampling()
 _LOGPROBS: Final = "message.output_text.logprobs"
+_DELTA: Final = b"response.output_text.delta"
+_DELTA_EVENT: Final = b'{"type":"%b","sequence_number":%%d,%%b,"delta":%%b,"logprobs":[%%b]}' % _DELTA
 
 
 class ResponsesAnswer(AnswerForm):
@@ -54,45 +56,59 @@ class ResponsesAnswer(AnswerForm):
         }
         self._item_id = f"msg_{secrets.token_hex(16)}"
         self._place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        self._encoded_place = orjson.dumps(self._place)[1:-1]
         self._number = 0
         """Of the next event."""
-        self._pieces = [TextPiece("")]
+        self._text: list[str] = []
+        self._logprobs: list[bytes] = []
+        """The tokens', encoded: there may be megabytes of them, which several of the last events repeat."""
+        self._finish: str | None = None
 
     def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
-        (text,) = texts
-        return orjson.dumps(self._ended(text, usage))
+        self._take(*texts)
+        return orjson.dumps(self._ended(usage))
 
     def begin(self) -> list[Event]:
         return [
             *self._opened(),
             self._event("response.output_item.added", output_index=0, item=self._item("in_progress", [])),
-            self._event("response.content_part.added", **self._place, part=self._part(TextPiece(""))),
+            self._event("response.content_part.added", **self._place, part=self._part()),
         ]
 
     def piece(self, place: int, piece: TextPiece) -> list[Event]:
-        self._pieces.append(piece)
-        if not piece.text and not piece.logprobs:
+        logprobs = self._take(piece)
+        if not piece.text and not logprobs:
             return []
-        logprobs = shown_tokens(piece.logprobs, self._texts)
-        return [self._event("response.output_text.delta", **self._place, delta=piece.text, logprobs=logprobs)]
+        event = _DELTA_EVENT % (self._number, self._encoded_place, orjson.dumps(piece.text), b",".join(logprobs))
+        self._number += 1
+        return [(_DELTA, event)]
 
     def end(self, usage: Usage, error: HeadwaterError | None) -> list[Event]:
-        text = joined(self._pieces)
         if error is not None:
             has_begun = self._number > 0
             events = [] if has_begun else self._opened()
-            output = [self._item("incomplete", [self._part(text)])] if has_begun else []
+            output = [self._item("incomplete", [self._part()])] if has_begun else []
             failed = self._response("failed", output, usage, error=_shown_error(error))
             return [*events, self._event("response.failed", response=failed)]
-        response = self._ended(text, usage)
+        response = self._ended(usage)
         (item,) = response["output"]
         (part,) = item["content"]
         return [
-            self._event("response.output_text.done", **self._place, text=text.text, logprobs=part["logprobs"]),
+            self._event("response.output_text.done", **self._place, text=part["text"], logprobs=part["logprobs"]),
             self._event("response.content_part.done", **self._place, part=part),
             self._event("response.output_item.done", output_index=0, item=item),
             self._event(f"response.{response['status']}", response=response),
         ]
+
+    def _take(self, piece: TextPiece) -> list[bytes]:
+        """Add a piece to the text; its tokens, encoded."""
+        self._text.append(piece.text)
+        logprobs = []
+        if piece.logprobs:
+            logprobs = [orjson.dumps(token) for token in shown_tokens(piece.logprobs, self._texts)]
+            self._logprobs += logprobs
+        self._finish = piece.finish
+        return logprobs
 
     def _opened(self) -> list[Event]:
         response = self._response("in_progress", [], None)
@@ -103,9 +119,9 @@ class ResponsesAnswer(AnswerForm):
         self._number += 1
         return kind.encode(), orjson.dumps(event)
 
-    def _ended(self, text: TextPiece, usage: Usage) -> dict[str, Any]:
-        status = "completed" if text.finish == "stop" else "incomplete"
-        return self._response(status, [self._item(status, [self._part(text)])], usage)
+    def _ended(self, usage: Usage) -> dict[str, Any]:
+        status = "completed" if self._finish == "stop" else "incomplete"
+        return self._response(status, [self._item(status, [self._part()])], usage)
 
     def _response(
         self, status: str, output: list[dict[str, Any]], usage: Usage | None, *, error: dict[str, Any] | None = None
@@ -123,9 +139,9 @@ class ResponsesAnswer(AnswerForm):
     def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": content}
 
-    def _part(self, text: TextPiece) -> dict[str, Any]:
-        logprobs = shown_tokens(text.logprobs, self._texts)
-        return {"type": "output_text", "text": text.text, "annotations": [], "logprobs": logprobs}
+    def _part(self) -> dict[str, Any]:
+        logprobs = orjson.Fragment(b"[%b]" % b",".join(self._logprobs))
+        return {"type": "output_text", "text": "".join(self._text), "annotations": [], "logprobs": logprobs}
 
 
 def _shown_usage(usage: Usage) -> dict[str, Any]:

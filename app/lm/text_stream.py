@@ -13,7 +13,7 @@ from app.lm.text.stop_strings import StopFinder
 if TYPE_CHECKING:
     from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["TextGeneration", "TextPiece", "TextStream", "TokenLogprob", "Usage", "joined"]
+__all__ = ["TextGeneration", "TextPiece", "TextStream", "TokenLogprob", "Usage"]
 
 
 class TokenLogprob(NamedTuple):
@@ -225,14 +225,13 @@ class TextGeneration:
         while pieces := await self.news():
             for place, piece in pieces:
                 parts[place].append(piece)
-        return [joined(pieces) for pieces in parts]
+        return [_joined(pieces) for pieces in parts]
 
     def close(self) -> None:
         """Cancel whatever still runs. May be called more than once."""
         self._generation.close()
 
 
-def joined(pieces: Sequence[TextPiece]) -> TextPiece:
-    """The text of these pieces, at least one, in one."""
+def _joined(pieces: Sequence[TextPiece]) -> TextPiece:
     text = "".join([piece.text for piece in pieces])
     return TextPiece(text, [entry for piece in pieces for entry in piece.logprobs], pieces[-1].finish)
