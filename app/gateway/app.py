@@ -29,6 +29,7 @@ from app.gateway.routes.texts import CancelEndpoint, OpenAITextEndpoint
 from app.gateway.routes.tokenization import TokenizationEndpoint
 from app.lm.chat import ChatRequest
 from app.lm.completion import CompletionRequest
+from app.lm.responses import ResponsesRequest
 from app.lm.tokenization import DetokenizeRequest, TokenizeRequest
 from app.security.key_check import KeyRing
 from app.telemetry.logs import AccessLog
@@ -79,6 +80,7 @@ def create_app(
         EndpointRoute("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models)),
         EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest)),
         EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest)),
+        EndpointRoute("/v1/responses", OpenAITextEndpoint(models, reader, ResponsesRequest)),
         EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader)),
         EndpointRoute("/tokenize", TokenizationEndpoint(models, reader, TokenizeRequest)),
         EndpointRoute("/detokenize", TokenizationEndpoint(models, reader, DetokenizeRequest)),

@@ -6,7 +6,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import orjson
 
@@ -16,26 +16,29 @@ from app.lm.text_stream import TextPiece, TokenLogprob, Usage
 if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model do
     from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["LEAST_LOGPROB", "AnswerForm", "OpenAIAnswer", "shown_logprob"]
+__all__ = ["LEAST_LOGPROB", "AnswerForm", "Event", "OpenAIAnswer", "shown_logprob", "shown_tokens"]
+
+Event: TypeAlias = bytes | tuple[bytes, bytes]
+"""An event of a stream: its JSON text, or its name and that."""
 
 
 class AnswerForm(ABC):
-    """The answer to one request, in its API's form: whole, or as the JSON texts of events."""
+    """The answer to one request, in its API's form: whole, or as events."""
 
     @abstractmethod
     def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
         """The whole answer; ``texts`` has one entry for each sequence, in order."""
 
-    def begin(self) -> Sequence[bytes]:
+    def begin(self) -> Sequence[Event]:
         """The events before the first piece."""
         return ()
 
     @abstractmethod
-    def piece(self, place: int, piece: TextPiece) -> Sequence[bytes]:
+    def piece(self, place: int, piece: TextPiece) -> Sequence[Event]:
         """The events for a piece of the sequence at that place; none if the client needs none."""
 
     @abstractmethod
-    def end(self, usage: Usage, error: HeadwaterError | None) -> Sequence[bytes]:
+    def end(self, usage: Usage, error: HeadwaterError | None) -> Sequence[Event]:
         """The events that end the stream, with or without an error."""
 
 
@@ -124,3 +127,16 @@ class OpenAIAnswer(AnswerForm):
 def shown_logprob(logprob: float) -> float:
     """A log probability that JSON can hold."""
     return max(logprob, LEAST_LOGPROB)
+
+
+def shown_tokens(entries: Sequence[TokenLogprob], texts: TokenTexts) -> list[dict[str, Any]]:
+    """Tokens with their log probabilities, as OpenAI shows them beside a message."""
+
+    def shown(token_id: int, logprob: float) -> dict[str, Any]:
+        token, raw = texts.shown(token_id)
+        return {"token": token, "logprob": shown_logprob(logprob), "bytes": list(raw)}
+
+    return [
+        {**shown(entry.token, entry.logprob), "top_logprobs": [shown(token, logprob) for token, logprob in entry.top]}
+        for entry in entries
+    ]

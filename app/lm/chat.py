@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from app.codecs.faults import at, shown
 from app.lm.answer_grammar import ResponseFormat, checked_grammar
-from app.lm.answers import OpenAIAnswer, shown_logprob
+from app.lm.answers import OpenAIAnswer, shown_tokens
 from app.lm.sampling_fields import Flag, StreamFields
 from app.lm.text.messages import checked_messages
 from app.lm.text_plan import Prompt, TextPlan, answer_tokens, check_size, plan
@@ -52,18 +52,7 @@ class ChatAnswer(OpenAIAnswer):
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        content = [
-            {
-                **self._token(entry.token, entry.logprob),
-                "top_logprobs": [self._token(token, logprob) for token, logprob in entry.top],
-            }
-            for entry in entries
-        ]
-        return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        token, raw = self._texts.shown(token_id)
-        return {"token": token, "logprob": shown_logprob(logprob), "bytes": list(raw)}
+        return {"content": shown_tokens(entries, self._texts), "refusal": None}
 
 
 LEAST_CHAT_TOKENS: Final = 256

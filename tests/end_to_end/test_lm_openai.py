@@ -1,4 +1,4 @@
-"""The unmodified ``openai`` client against language models: ``/v1/completions`` and ``/v1/chat/completions``."""
+"""The unmodified ``openai`` client against language models: completions, chat completions and responses."""
 
 from __future__ import annotations
 
@@ -208,6 +208,80 @@ class TestLogprobs:
         assert [offset for one in found for offset in one.text_offset] == expected.text_offset
         logprobs = [logprob for one in found for logprob in one.token_logprobs]
         assert logprobs == pytest.approx(expected.token_logprobs, abs=1e-4)
+
+
+class TestResponses:
+    """What a response says is what the same chat says."""
+
+    ASKED: ClassVar[dict[str, Any]] = {"model": "tiny", "input": CHAT, "temperature": 0, "max_output_tokens": 24}
+    ENDING: ClassVar[dict[str, Any]] = {**ASKED, "max_output_tokens": 200}
+
+    def test_a_whole_response(self, client: openai.OpenAI) -> None:
+        answer, same = client.responses.create(**self.ASKED), create(client, "chat")
+        assert answer.output_text == text(same.choices[0])
+        assert (answer.status, answer.model, answer.to_dict()["store"]) == ("incomplete", "tiny", False)
+        assert answer.usage is not None
+        assert (answer.usage.input_tokens, answer.usage.output_tokens) == (same.usage.prompt_tokens, 24)
+        ended, same = client.responses.create(**self.ENDING), create(client, "chat", max_tokens=200)
+        assert (ended.status, ended.output_text) == ("completed", text(same.choices[0]))
+
+    def test_instructions_and_an_answer_sent_back(self, client: openai.OpenAI) -> None:
+        asked = {**self.ASKED, "instructions": "Write Python."}
+        first = client.responses.create(**asked)
+        asked["input"] = [*CHAT, *first.output, {"role": "user", "content": "Go on."}]
+        said = {"role": "assistant", "content": first.output_text}
+        messages = [{"role": "system", "content": "Write Python."}, *CHAT, said, {"role": "user", "content": "Go on."}]
+        same = create(client, "chat", messages=messages)
+        assert client.responses.create(**asked).output_text == text(same.choices[0])
+
+    def test_a_stream_says_the_same_in_pieces(self, client: openai.OpenAI) -> None:
+        events = list(client.responses.create(**self.ASKED, stream=True))
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert "".join(deltas) == client.responses.create(**self.ASKED).output_text
+        assert len(deltas) > 8
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")
+
+    def test_the_stream_helper_and_the_asynchronous_client(self, lm: Running, client: openai.OpenAI) -> None:
+        with client.responses.stream(**self.ENDING) as stream:
+            final = stream.get_final_response()
+        assert (final.status, final.output_text) == ("completed", client.responses.create(**self.ENDING).output_text)
+
+        async def streamed(client: openai.AsyncOpenAI) -> str:
+            async with client.responses.stream(**self.ENDING) as stream:
+                return (await stream.get_final_response()).output_text
+
+        async def whole(client: openai.AsyncOpenAI) -> str:
+            return str((await client.responses.create(**self.ENDING)).output_text)
+
+        async def ask(client: openai.AsyncOpenAI) -> list[str]:
+            return await asyncio.gather(*[kind(client) for kind in (streamed, whole) for _ in range(4)])
+
+        assert asynchronously(lm, ask) == [final.output_text] * 8
+
+    def test_a_stream_that_is_left_stops_computing(self, lm: Running, client: openai.OpenAI) -> None:
+        asked = {**self.ASKED, "max_output_tokens": 400, "extra_body": {"ignore_eos": True}}
+        with client.responses.create(**asked, stream=True) as stream:
+            assert next(iter(stream))
+        deadline = time.monotonic() + 2
+        while not is_idle(lm, "tiny"):
+            assert time.monotonic() < deadline
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("fields", "kind", "param"),
+        [
+            ({"model": "nope"}, openai.NotFoundError, "model"),
+            ({"store": True}, openai.BadRequestError, "store"),
+            ({"previous_response_id": "resp_1"}, openai.BadRequestError, "previous_response_id"),
+            ({"tools": [{"type": "web_search"}]}, openai.BadRequestError, "tools"),
+            ({"max_output_tokens": 100_000}, openai.BadRequestError, "max_output_tokens"),
+        ],
+    )
+    def test_what_is_refused(self, client: openai.OpenAI, stream: bool, fields: Any, kind: Any, param: str) -> None:
+        with pytest.raises(kind) as caught:
+            client.responses.create(**{**self.ASKED, **fields}, stream=stream)
+        assert (caught.value.type, caught.value.param) == ("invalid_request_error", param)
 
 
 class TestErrors:

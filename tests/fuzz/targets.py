@@ -17,7 +17,7 @@ TARGETS: Final[dict[str, Target]] = {
     target.__name__: target
     for target in (
         *(tensors.infer, tensors.binary, tensors.generate, tensors.pieces, tensors.response),
-        *(texts.chat, texts.completion, texts.lm_generate, texts.text_stream, texts.sse),
+        *(texts.chat, texts.completion, texts.responses, texts.lm_generate, texts.text_stream, texts.sse),
         *(wires.frame, wires.lm_wire, wires.report),
         *(operations.overlay, operations.repository),
     )
@@ -27,6 +27,7 @@ WORDS: Final = (
     *('"inputs"', '"outputs"', '"name"', '"datatype"', '"shape"', '"data"', '"parameters"', '"id"', '"x"', '"heads"'),
     *('"binary_data_size"', '"binary_data"', '"binary_data_output"', '"priority"', '"timeout"', '"FP32"', '"BYTES"'),
     *('"messages"', '"role"', '"content"', '"prompt"', '"stop"', '"n"', '"logprobs"', '"logit_bias"', '"text_input"'),
+    *('"input"', '"instructions"', '"input_text"', '"output_text"', '"include"', '"metadata"', '"store"', '"tools"'),
     *("null", "true", "NaN", "-Infinity", "1e999", "[[", "]]", "{}", "\\ud83d\\ude42", "\\ud800", "[1,2,3,4,5,6]"),
 )
 """What the fuzzer may write into an input as a whole."""

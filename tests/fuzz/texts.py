@@ -14,10 +14,11 @@ from starlette.types import Message
 
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded, HeadwaterError, ReplicaLost
 from app.gateway.http.event_stream import EventStream
-from app.lm.answers import AnswerForm
+from app.lm.answers import AnswerForm, Event
 from app.lm.chat import ChatAnswer, ChatRequest
 from app.lm.completion import CompletionAnswer, CompletionRequest
 from app.lm.generate import GenerateAnswer, GenerateRequest
+from app.lm.responses import ResponsesAnswer, ResponsesRequest
 from app.lm.sequence import Tokens
 from app.lm.text.token_texts import TokenTexts
 from app.lm.text_plan import TextPlan
@@ -27,7 +28,7 @@ from tests.app.lm.text.tokenizer_files import FAMILIES, decoder_json
 from tests.fuzz.draw import Draw, body_of
 from tests.fuzz.promises import check_refusal
 
-__all__ = ["EventReader", "chat", "completion", "lm_generate", "sse", "text_stream"]
+__all__ = ["EventReader", "chat", "completion", "lm_generate", "responses", "sse", "text_stream"]
 
 SEEDS: Final = Path(__file__).parent / "seeds"
 NAMES: Final = tuple(FAMILIES)
@@ -54,12 +55,19 @@ def completion(data: bytes) -> bool:
     return _is_answered("completion", CompletionRequest, data)
 
 
+def responses(data: bytes) -> bool:
+    """``POST /v1/responses``: refused, or a sequence that the model can take."""
+    return _is_answered("responses", ResponsesRequest, data)
+
+
 def lm_generate(data: bytes) -> bool:
     """``POST /v2/models/{m}/generate`` of a language model: refused, or a sequence that the model can take."""
     return _is_answered("lm_generate", GenerateRequest, data)
 
 
-def _is_answered(target: str, kind: type[ChatRequest | CompletionRequest | GenerateRequest], data: bytes) -> bool:
+def _is_answered(
+    target: str, kind: type[ChatRequest | CompletionRequest | GenerateRequest | ResponsesRequest], data: bytes
+) -> bool:
     try:
         request = kind.read(body_of(data, _examples(target)))
         plan = request.plan(tiny_text(), LIMITS)
@@ -128,20 +136,22 @@ def sse(data: bytes) -> bool:
     """A stream of events, read by a parser of another make, has the texts, the end and the error that went in."""
     draw = Draw(data)
     texts = _texts(draw.choice(NAMES))
-    kind = draw.below(3)
+    kind = draw.below(4)
     form: AnswerForm
     if kind == 0:
         form = ChatAnswer("m\n", 2, texts, logprobs=True, includes_usage=draw.flag())
     elif kind == 1:
         form = CompletionAnswer("m\r", 2, texts, logprobs=True, includes_usage=draw.flag())
-    else:
+    elif kind == 2:
         form = GenerateAnswer("m\u2028", draw.text())
-    places = 1 if kind == 2 else 2
+    else:
+        form = ResponsesAnswer(ResponsesRequest(model="m", input=""), texts)
+    places = 2 if kind < 2 else 1
     failure = draw.choice((None, None, BadRequest, CallableFailed, DeadlineExceeded, ReplicaLost))
     error = None if failure is None else failure(draw.text() or "gone")
     cuts = [1 + draw.below(9) for _ in range(4)]
     sent = [""] * places
-    events: list[bytes] = list(form.begin())
+    events: list[Event] = list(form.begin())
     while draw.has_more and len(events) < 60:
         place, text = draw.below(places), draw.text()
         entries = [TokenLogprob(draw.below(400), -float(draw.below(20)), ((draw.below(400), -0.5),), 0)] * draw.below(2)
@@ -160,10 +170,16 @@ def sse(data: bytes) -> bool:
     told = None
     for event in read:
         if event == "[DONE]":
-            assert kind != 2
+            assert kind < 2
             continue
         fields = json.loads(event)
-        if "error" in fields:
+        if kind == 3:
+            got[0] += fields.get("delta", "")
+            response = fields.get("response", {"status": "in_progress"})
+            if response["status"] != "in_progress":
+                assert response["output"][0]["content"][0]["text"] == sent[0]
+                told = response["error"] and response["error"]["message"]
+        elif "error" in fields:
             told = fields["error"]["message"] if kind != 2 else fields["error"]
         elif kind == 2:
             got[0] += fields.get("text_output", "")
@@ -172,7 +188,7 @@ def sse(data: bytes) -> bool:
                 got[choice["index"]] += choice["delta"].get("content", "") if kind == 0 else choice["text"]
     assert got == sent
     assert told == (None if error is None else error.message)
-    assert (read[-1] == "[DONE]") == (kind != 2)
+    assert (read[-1] == "[DONE]") == (kind < 2)
     assert kind != 2 or json.loads(read[-1])["final"] is True
     return True
 
@@ -205,7 +221,7 @@ class EventReader:
             field, _, value = line.partition(":")
             if field == "data":
                 self._data.append(value.removeprefix(" "))
-            else:
+            elif field != "event":
                 assert not field, f"a field that nobody sends: {line[:100]!r}"
         return events
 
@@ -215,10 +231,10 @@ def _loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
-async def _streamed(events: Sequence[bytes], error: HeadwaterError | None, form: AnswerForm) -> bytes:
+async def _streamed(events: Sequence[Event], error: HeadwaterError | None, form: AnswerForm) -> bytes:
     """What the response sends."""
 
-    async def given() -> AsyncGenerator[bytes, None]:
+    async def given() -> AsyncGenerator[Event, None]:
         for event in events:
             yield event
         if error is not None:

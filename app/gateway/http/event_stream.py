@@ -1,4 +1,4 @@
-"""An answer as server-sent events: an ASGI response over a stream of JSON texts.
+"""An answer as server-sent events: an ASGI response over a stream of events.
 
 Source: the HTML standard's section on server-sent events. sse-starlette sends the response with its keep-alive
 comments, and notices a client that goes away or stops reading.
@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.errors import ClientGone, HeadwaterError
 from app.gateway.http.replies import internal_error
+from app.lm.answers import Event
 from app.telemetry.recorder import note_error
 
 __all__ = ["EventStream", "StreamLimits"]
@@ -48,7 +49,7 @@ class EventStream:
     However the response ends, what computes the events is closed.
 
     Args:
-        events: JSON texts. Whatever it raises ends the stream.
+        events: what is sent. Whatever it raises ends the stream.
         ending: the events that end the stream, after an error or (None) without one.
         on_closed: called once, when the last event is written or the stream is left.
     """
@@ -57,14 +58,14 @@ class EventStream:
 
     def __init__(
         self,
-        events: AsyncGenerator[bytes, None],
-        ending: Callable[[HeadwaterError | None], Sequence[bytes]],
+        events: AsyncGenerator[Event, None],
+        ending: Callable[[HeadwaterError | None], Sequence[Event]],
         on_closed: Callable[[], None],
     ) -> None:
         self._events = events
         self._ending = ending
         self._on_closed: Callable[[], None] | None = on_closed
-        self._first: asyncio.Task[bytes | None] | None = None
+        self._first: asyncio.Task[Event | None] | None = None
         """Computes the first event, until that is sent."""
 
     async def open(self) -> None:
@@ -141,9 +142,9 @@ class EventStream:
         # sse-starlette bounds how long a piece may wait for the client, but not the end of the response behind it.
         yield b""
 
-    async def _compute(self) -> bytes | None:
+    async def _compute(self) -> Event | None:
         return await anext(self._events, None)
 
 
-def _frame(event: bytes) -> bytes:
-    return b"data: %b\n\n" % event
+def _frame(event: Event) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % event if isinstance(event, tuple) else b"data: %b\n\n" % event

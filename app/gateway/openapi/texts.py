@@ -22,6 +22,7 @@ from app.gateway.routes.embeddings import EmbeddingsRequest
 from app.lm.chat import ChatRequest
 from app.lm.completion import CompletionRequest
 from app.lm.generate import GenerateRequest
+from app.lm.responses import ResponsesRequest
 from app.lm.tokenization import DetokenizeRequest, TokenizeRequest
 from inference.engine import Sampling
 from inference.signature import Signature
@@ -46,7 +47,8 @@ _USAGE: Final = object_schema(
 def body_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
     """The bodies' schemas by the structs' names, and the components that they refer to."""
     kinds = (
-        ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest, GenerateRequest, TokenizeRequest,
+        ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest, GenerateRequest, ResponsesRequest,
+        TokenizeRequest,
     )  # fmt: skip
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for schema in schemas.values():
@@ -109,6 +111,10 @@ def shared_paths(
             {"model": language_models[0], "prompt": _PROMPT, "max_tokens": 64},
             {"text": STRING},
         )
+        paths["/v1/responses"] = _responses_operation(
+            of_models(schemas["ResponsesRequest"], language_models),
+            {"model": language_models[0], "input": messages[0]["content"], "max_output_tokens": 64},
+        )
         strings = {"type": ["array", "null"], "items": {"type": ["string", "null"]}}
         tokens = {"type": "array", "items": INTEGER}
         paths["/tokenize"] = operation(
@@ -163,15 +169,32 @@ def _openai_operation(
     choices = {"type": "array", "items": choice}
     about = {"id": STRING, "object": STRING, "created": INTEGER, "model": STRING}
     answer = object_schema({**about, "choices": choices, "usage": _USAGE})
+    end = "of which the last is `[DONE]`"
+    return _answered_in_two_ways(name, summary, {"schema": schema, "example": example}, answer, end)
+
+
+def _responses_operation(schema: dict[str, Any], example: dict[str, Any]) -> dict[str, Any]:
+    counts = object_schema(dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), INTEGER))
+    part = object_schema({"type": STRING, "text": STRING})
+    item = object_schema({"id": STRING, "type": STRING, "content": {"type": "array", "items": part}})
+    about = {"id": STRING, "object": STRING, "created_at": INTEGER, "model": STRING}
+    status = {"type": "string", "enum": ["completed", "incomplete"]}
+    answer = object_schema({**about, "status": status, "output": {"type": "array", "items": item}, "usage": counts})
+    end = "of which the last is `response.completed`, `response.incomplete` or `response.failed`"
+    summary = "Answer, as OpenAI's API for responses does; nothing is kept"
+    return _answered_in_two_ways("responses", summary, {"schema": schema, "example": example}, answer, end)
+
+
+def _answered_in_two_ways(
+    name: str, summary: str, body: dict[str, Any], answer: dict[str, Any], end: str
+) -> dict[str, Any]:
+    """An operation whose answer is whole or a stream that ends so."""
     return operation(
         "openai",
         name,
         summary,
-        {"schema": schema, "example": example},
-        response(
-            "The answer; with `stream`, server-sent events, of which the last is `[DONE]`",
-            {JSON: answer, EVENTS: STRING},
-        ),
+        body,
+        response(f"The answer; with `stream`, server-sent events, {end}", {JSON: answer, EVENTS: STRING}),
         error_response(_CANCELLED, "OpenAIError"),
         description="Null is as if a field weren't there. What the model can't do is refused by the field's name.",
     )

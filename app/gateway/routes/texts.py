@@ -5,7 +5,7 @@ its id.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
 from urllib.parse import unquote
 
@@ -19,11 +19,12 @@ from app.gateway.http.event_stream import EventStream
 from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.http.replies import Reply, json_reply
 from app.gateway.models import Models
-from app.lm.answers import AnswerForm
+from app.lm.answers import AnswerForm, Event
 from app.lm.chat import ChatRequest
 from app.lm.completion import CompletionRequest
 from app.lm.dispatcher import LmDispatcher
 from app.lm.generate import GenerateRequest
+from app.lm.responses import ResponsesRequest
 from app.lm.text_plan import TextPlan
 from app.lm.text_stream import TextGeneration, TextStream
 from app.security.key_check import owned_id
@@ -38,7 +39,13 @@ if TYPE_CHECKING:
 
 __all__ = ["CancelEndpoint", "OpenAITextEndpoint", "answer_text", "open_stream"]
 
-_Request: TypeAlias = ChatRequest | CompletionRequest | GenerateRequest
+_OpenAIRequest: TypeAlias = ChatRequest | CompletionRequest | ResponsesRequest
+_Request: TypeAlias = _OpenAIRequest | GenerateRequest
+_ROUTES: Final[dict[type[_OpenAIRequest], Route]] = {
+    ChatRequest: "chat",
+    CompletionRequest: "completions",
+    ResponsesRequest: "responses",
+}
 _JSON: Final = (b"content-type", b"application/json")
 _PREFIX: Final = "/v2/requests/"
 _SUFFIX: Final = "/cancel"
@@ -123,7 +130,7 @@ def _planned(request: _Request, text: LanguageText, limits: EngineLimits) -> tup
 
 
 def _stream(models: Models, scope: Scope, job: TextGeneration, form: AnswerForm) -> Awaitable[EventStream]:
-    async def events() -> AsyncGenerator[bytes, None]:
+    async def events() -> AsyncGenerator[Event, None]:
         begun = False
         while pieces := await job.news():
             if not begun:  # not before the first piece: an early failure is answered with its own status
@@ -134,8 +141,8 @@ def _stream(models: Models, scope: Scope, job: TextGeneration, form: AnswerForm)
                 for event in form.piece(place, piece):
                     yield event
 
-    def ending(error: HeadwaterError | None) -> list[bytes]:
-        return list(form.end(job.usage, error))
+    def ending(error: HeadwaterError | None) -> Sequence[Event]:
+        return form.end(job.usage, error)
 
     def on_closed() -> None:
         state = scope["state"]
@@ -148,8 +155,8 @@ def _stream(models: Models, scope: Scope, job: TextGeneration, form: AnswerForm)
 
 async def open_stream(
     models: Models,
-    events: AsyncGenerator[bytes, None],
-    ending: Callable[[HeadwaterError | None], list[bytes]],
+    events: AsyncGenerator[Event, None],
+    ending: Callable[[HeadwaterError | None], Sequence[Event]],
     on_closed: Callable[[], None] = lambda: None,
 ) -> EventStream:
     """Open an answer in pieces; `Models.streams` counts it until it is closed. See `EventStream`."""
@@ -180,21 +187,20 @@ class OpenAITextEndpoint(Endpoint):
     Args:
         models: the models that may be asked.
         reader: reads bodies.
-        kind: the body's type, which says which of the two it does.
+        kind: the body's type, which says which API it is.
     """
 
-    def __init__(self, models: Models, reader: BodyReader, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
+    def __init__(self, models: Models, reader: BodyReader, kind: type[_OpenAIRequest]) -> None:
         self._models = models
         self._reader = reader
         self._kind = kind
-        self._route: Route = "chat" if kind is ChatRequest else "completions"
 
     async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
-        read: Callable[[bytes], ChatRequest | CompletionRequest] = self._kind.read
+        read: Callable[[bytes], _OpenAIRequest] = self._kind.read
         request = await decoded(read, raw)
-        accept(scope, self._models.get(request.model).route.name, self._route)
+        accept(scope, self._models.get(request.model).route.name, _ROUTES[self._kind])
         dispatcher = self._models.language_model(request.model)
         return await answer_text(
             self._models, scope, receive, dispatcher, request, request.answer_form, streams=bool(request.stream)

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import BadRequest
-from app.lm.answers import AnswerForm
+from app.errors import BadRequest, QueueFull
+from app.lm.answers import AnswerForm, Event
 from app.lm.chat import ChatAnswer
 from app.lm.completion import CompletionAnswer
 from app.lm.generate import GenerateAnswer
+from app.lm.responses import ResponsesAnswer, ResponsesRequest
 from app.lm.text_stream import TextPiece, TokenLogprob, Usage
 from tests.app.lm.scripted import ids_of, tiny_text
 
@@ -28,20 +29,24 @@ def forms(**options: Any) -> list[AnswerForm]:
         ChatAnswer(name, 2, TEXTS, logprobs=False, **options),
         CompletionAnswer(name, 2, TEXTS, logprobs=False, **options),
         GenerateAnswer(name, 'an "id"'),
+        ResponsesAnswer(ResponsesRequest(model=name, input="x"), TEXTS),
     ]
+
+
+def data(event: Event) -> bytes:
+    return event if isinstance(event, bytes) else event[1]
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
 def test_any_text_is_sound_json_on_one_line(text: str) -> None:
     for form in forms():
-        (event,) = form.piece(0, TextPiece(text))
+        event = data(*form.piece(0, TextPiece(text)))
         assert b"\n" not in event
         assert b"\r" not in event
         said = json.loads(event)
         choice = said["choices"][0] if "choices" in said else said
-        assert (
-            choice["delta"]["content"] if "delta" in choice else choice.get("text", choice.get("text_output"))
-        ) == text
+        (shown,) = (choice[key] for key in ("delta", "text", "text_output") if key in choice)
+        assert (shown["content"] if isinstance(shown, dict) else shown) == text
 
 
 def test_nothing_to_tell_is_no_event() -> None:
@@ -85,7 +90,7 @@ def test_a_token_within_a_character_is_shown_by_its_bytes() -> None:
 def test_errors_end_a_stream_in_each_apis_form() -> None:
     error = BadRequest("n: wrong", field="n")
     for form in forms(includes_usage=True)[:2]:
-        failure, done = form.end(USAGE, error)
+        failure, done = map(data, form.end(USAGE, error))
         assert json.loads(failure)["error"] == {
             "message": "n: wrong", "type": "invalid_request_error", "param": "n", "code": None,
         }  # fmt: skip
@@ -96,3 +101,32 @@ def test_errors_end_a_stream_in_each_apis_form() -> None:
         "model_name": "m", "model_version": "1", "final": True, "finish_reason": "error",
         "prompt_tokens": 2, "completion_tokens": 3,
     }  # fmt: skip
+
+
+def test_events_of_a_response_say_their_name_twice_and_are_numbered() -> None:
+    form = ResponsesAnswer(ResponsesRequest(model="m", input="x"), TEXTS)
+    events = [*form.begin(), *form.piece(0, TextPiece("a")), *form.piece(0, TextPiece("", (), "length"))]
+    events += form.end(USAGE, None)
+    assert all(isinstance(event, tuple) and json.loads(event[1])["type"].encode() == event[0] for event in events)
+    assert [json.loads(data(event))["sequence_number"] for event in events] == list(range(len(events)))
+    last = json.loads(data(events[-1]))["response"]
+    whole = json.loads(
+        ResponsesAnswer(ResponsesRequest(model="m", input="x"), TEXTS).whole([TextPiece("a", (), "length")], USAGE)
+    )
+    assert last["output"][0].pop("id") != whole["output"][0].pop("id")
+    assert {**whole, "id": last["id"], "created_at": last["created_at"]} == last
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_response_that_fails_says_so_after_its_beginning(has_begun: bool) -> None:
+    form = ResponsesAnswer(ResponsesRequest(model="m", input="x"), TEXTS)
+    events = [*form.begin(), *form.piece(0, TextPiece("a"))] if has_begun else []
+    events += form.end(USAGE, QueueFull("too many"))
+    said = [json.loads(data(event)) for event in events]
+    assert [one["sequence_number"] for one in said] == list(range(len(said)))
+    assert [one["type"] for one in said[:2]] == ["response.created", "response.in_progress"]
+    assert (len(said), said[-1]["type"]) == (6 if has_begun else 3, "response.failed")
+    response = said[-1]["response"]
+    assert response["status"] == "failed"
+    assert response["error"] == {"code": "rate_limit_exceeded", "message": "too many", "param": None}
+    assert [item["content"][0]["text"] for item in response["output"]] == ["a"] * has_begun

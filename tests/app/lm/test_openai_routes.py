@@ -19,6 +19,13 @@ import pytest
 import uvicorn
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import (
+    Response,
+    ResponseCompletedEvent,
+    ResponseFailedEvent,
+    ResponseIncompleteEvent,
+    ResponseOutputMessage,
+)
 
 from app.config.schema import Server
 from app.errors import Cancelled, ContractBroken, QueueFull, ReplicaLost, Unavailable
@@ -344,6 +351,120 @@ def test_a_usage_chunk_of_completions(gateway: Gateway) -> None:
     assert all(chunk.usage is None for chunk in chunks)
 
 
+# Responses
+
+
+def test_a_response(gateway: Gateway) -> None:
+    answer = gateway.client.responses.create(
+        model="tiny", input="hi", instructions="Be brief.", metadata={"a": "b"}, temperature=0.5, user="u"
+    )
+    assert (answer.output_text, answer.status) == (TEXT, "completed")
+    assert (answer.error, answer.incomplete_details) == (None, None)
+    (message,) = answer.output
+    assert isinstance(message, ResponseOutputMessage)
+    assert (message.role, message.status, len(message.content)) == ("assistant", "completed", 1)
+    assert re.fullmatch(r"resp_[0-9a-f]{32}", answer.id)
+    assert re.fullmatch(r"msg_[0-9a-f]{32}", message.id)
+    assert (answer.object, answer.model, answer.instructions) == ("response", "tiny", "Be brief.")
+    assert (answer.metadata, answer.temperature, answer.top_p, answer.user) == ({"a": "b"}, 0.5, 1, "u")
+    assert (answer.tools, answer.tool_choice, answer.truncation) == ([], "auto", "disabled")
+    assert answer.model_extra == {"store": False}
+    assert answer.usage is not None
+    prompt, count = len(gateway.tiny.opened[0][1].specs[0].prompt), len(ids_of(TEXT)) + 1
+    assert answer.usage.model_dump(exclude_none=True) == {
+        "input_tokens": prompt, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": count, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + count,
+    }  # fmt: skip
+    Response.model_validate_json(answer.to_json())  # the client itself checks nothing
+
+
+def test_a_response_is_cut_where_the_client_says(gateway: Gateway) -> None:
+    answer = gateway.client.responses.create(model="tiny", input="hi", max_output_tokens=3)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == 3
+    assert answer.output[0].to_dict()["status"] == "incomplete"
+    *_, last = gateway.client.responses.create(model="tiny", input="hi", max_output_tokens=3, stream=True)
+    assert isinstance(last, ResponseIncompleteEvent)
+    assert last.response.output_text == answer.output_text
+
+
+def test_a_response_stream_is_the_same_in_pieces(gateway: Gateway) -> None:
+    events = list(gateway.client.responses.create(model="tiny", input="hi", stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ]  # fmt: skip
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    assert kinds[-4:] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == TEXT
+    for event in events:
+        type(event).model_validate_json(event.to_json())
+    last = events[-1]
+    assert isinstance(last, ResponseCompletedEvent)
+    whole = gateway.client.responses.create(model="tiny", input="hi")
+    assert (last.response.output_text, last.response.usage) == (TEXT, whole.usage)
+
+
+def test_the_clients_stream_helper_collects_a_response(gateway: Gateway) -> None:
+    with gateway.client.responses.stream(model="tiny", input=[{"role": "user", "content": "hi"}]) as stream:
+        snapshots = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
+        assert snapshots[-1] == TEXT
+        final = stream.get_final_response()
+    assert (final.output_text, final.status) == (TEXT, "completed")
+    # What it said may be sent back as it is.
+    items: Any = [{"role": "user", "content": "hi"}, *final.output, {"role": "user", "content": "go on"}]
+    assert gateway.client.responses.create(model="tiny", input=items).output_text == TEXT
+
+
+def test_events_have_their_names_before_them(gateway: Gateway) -> None:
+    text = gateway.post("/v1/responses", model="tiny", input="hi", stream=True).text
+    assert text.endswith("\n\n")
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        assert json.loads(data.removeprefix("data: "))["type"] == name.removeprefix("event: ")
+    assert "[DONE]" not in text
+
+
+def test_logprobs_of_a_response(gateway: Gateway) -> None:
+    asked: Any = {"model": "tiny", "input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    part = gateway.client.responses.create(**asked).output[0].to_dict()["content"][0]
+    expected = gateway.chat(logprobs=True, top_logprobs=2).choices[0].logprobs
+    assert expected is not None
+    assert part["logprobs"] == [entry.model_dump() for entry in expected.content or []]
+    streamed = []
+    for event in gateway.client.responses.create(**asked, stream=True):
+        if event.type == "response.output_text.delta":
+            streamed += event.to_dict()["logprobs"]
+    assert streamed == part["logprobs"]
+
+
+def test_a_failure_within_a_response_is_an_event(gateway: Gateway) -> None:
+    gateway.says(fail_after=6, error=ReplicaLost("the replica ended"))
+    *_, last = gateway.client.responses.create(model="tiny", input="hi", stream=True)
+    assert isinstance(last, ResponseFailedEvent)
+    assert last.response.status == "failed"
+    assert last.response.error is not None
+    assert (last.response.error.code, last.response.error.message) == ("server_error", "the replica ended")
+    assert TEXT.startswith(last.response.output_text)
+
+
+def test_what_is_wrong_with_a_response_is_named(gateway: Gateway) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        gateway.client.responses.create(model="tiny", input="hi", store=True)
+    assert caught.value.param == "store"
+    with pytest.raises(openai.NotFoundError):
+        gateway.client.responses.create(model="other", input="hi")
+    with pytest.raises(openai.NotFoundError):
+        gateway.client.responses.retrieve("resp_1")
+    assert gateway.tiny.opened == []
+
+
 # Generate
 
 
@@ -472,7 +593,11 @@ def test_a_model_without_a_template_answers_completions_only(gateway: Gateway) -
 )
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "x"})],
+    [
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/responses", {"input": "x"}),
+    ],
 )
 def test_an_early_failure_has_its_true_status(
     gateway: Gateway, path: str, body: Any, error: Any, status: int, retry_after: str | None, stream: bool
@@ -573,8 +698,9 @@ def test_the_routes_are_documented(gateway: Gateway) -> None:
     chat = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
     assert chat["schema"]["properties"]["model"]["enum"] == ["tiny", "plain"]
     assert gateway.post("/v1/chat/completions", **chat["example"]).status_code == 200
-    text = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
-    assert gateway.post("/v1/completions", **text["example"]).status_code == 200
+    for route in ("/v1/completions", "/v1/responses"):
+        text = paths[route]["post"]["requestBody"]["content"]["application/json"]
+        assert gateway.post(route, **text["example"]).status_code == 200
     for route in ("generate", "generate_stream"):
         body = paths[f"/v2/models/tiny/{route}"]["post"]["requestBody"]["content"]["application/json"]
         assert gateway.post(f"/v2/models/tiny/{route}", **body["example"]).status_code == 200

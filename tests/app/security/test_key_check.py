@@ -133,6 +133,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("POST", "/v2/requests/{request_id:path}/cancel"): ("infer",),
     ("POST", "/v1/chat/completions"): ("infer",),
     ("POST", "/v1/completions"): ("infer",),
+    ("POST", "/v1/responses"): ("infer",),
     ("POST", "/v1/embeddings"): ("infer",),
     ("POST", "/tokenize"): ("infer",),
     ("POST", "/detokenize"): ("infer",),

@@ -65,6 +65,7 @@ ACTIONS: list[Action] = [
     ("completions", "no language model"),
     ("tokenize", "no language model"),
     ("detokenize", "no language model"),
+    ("responses", "no language model"),
 ]
 NOT_ACCEPTED = ["unknown model", "unknown model in a body", "unknown route", "wrong method", "no JSON before a model"]
 
@@ -141,12 +142,13 @@ class Gateway:
 
     async def do(self, route: str, action: str, gone: asyncio.Event) -> int:
         """Have something happen to a request over a route."""
-        if route in ("chat", "completions", "embeddings", "tokenize", "detokenize"):
+        if route in ("chat", "completions", "responses", "embeddings", "tokenize", "detokenize"):
             path = f"/{route}" if "tokenize" in route else f"/v1/{route}"
             path = {"chat": "/v1/chat/completions"}.get(route, path)
             bodies = {
                 "chat": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
                 "completions": {"model": "m", "prompt": "x"},
+                "responses": {"model": "m", "input": "x"},
                 "embeddings": {"model": "m", "input": "x"},
                 "tokenize": {"model": "m", "prompt": "x"},
                 "detokenize": {"model": "m", "tokens": [1]},

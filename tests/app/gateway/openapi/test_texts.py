@@ -21,6 +21,8 @@ BODIES, COMPONENTS = body_schemas()
         ("CompletionRequest", "max_tokens", {"type": "integer", "minimum": 0, "default": 16}),
         ("CompletionRequest", "top_p", {"type": "number", "minimum": 0, "maximum": 1, "default": 1}),
         ("CompletionRequest", "logprobs", {"type": "integer", "minimum": 0, "maximum": 20}),
+        ("ResponsesRequest", "top_logprobs", {"type": "integer", "minimum": 0, "maximum": 20}),
+        ("ResponsesRequest", "truncation", {"enum": ["disabled"]}),
         ("EmbeddingsRequest", "dimensions", {"type": "integer", "minimum": 1}),
         ("GenerateRequest", "id", {"type": "string", "maxLength": 1000}),
         ("GenerateRequest", "parameters", {"$ref": "#/components/schemas/GenerateParameters"}),

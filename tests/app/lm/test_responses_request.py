@@ -1,0 +1,146 @@
+"""What a request to ``/v1/responses`` may say: it comes to what the same chat comes to."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from app.errors import BadRequest
+from app.lm.chat import ChatRequest
+from app.lm.responses import ResponsesRequest
+from app.lm.text.language import LanguageText
+from app.lm.text_plan import TextPlan
+from inference.engine import SAMPLING_FIELDS, EngineLimits
+from tests.app.lm.scripted import LIMITS, tiny_text
+
+
+def planned(limits: EngineLimits = LIMITS, language: LanguageText | None = None, **fields: Any) -> TextPlan:
+    body = {"model": "m", "input": "hi", **fields}
+    return ResponsesRequest.read(json.dumps(body).encode()).plan(language or tiny_text(), limits)
+
+
+def chat(*messages: tuple[str, str], **fields: Any) -> TextPlan:
+    body = {"model": "m", "messages": [{"role": role, "content": text} for role, text in messages], **fields}
+    return ChatRequest.read(json.dumps(body).encode()).plan(tiny_text(), LIMITS)
+
+
+def refused(limits: EngineLimits = LIMITS, **fields: Any) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        planned(limits, **fields)
+    assert caught.value.message.startswith(f"{caught.value.field}: ")
+    return caught.value
+
+
+def test_a_string_is_a_users_message() -> None:
+    assert planned() == chat(("user", "hi"))
+
+
+def test_instructions_are_a_systems_message_before_the_input() -> None:
+    assert planned(instructions="Be brief.") == chat(("system", "Be brief."), ("user", "hi"))
+
+
+def test_items_are_messages_and_an_answers_item_may_be_sent_back() -> None:
+    items = [
+        {"role": "user", "content": "a"},
+        {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "phase": None,
+         "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}]},
+        {"type": "message", "role": "user",
+         "content": [{"type": "input_text", "text": "c"}, {"type": "input_text", "text": "d"}]},
+    ]  # fmt: skip
+    assert planned(input=items) == chat(("user", "a"), ("assistant", "b"), ("user", "c\nd"))
+
+
+def test_every_field_gets_where_it_belongs() -> None:
+    shared: dict[str, Any] = {
+        "temperature": 0, "top_p": 0.5, "top_k": 7, "seed": 3, "stop": "x", "ignore_eos": True, "timeout_s": 2,
+        "presence_penalty": 1, "logit_bias": {"5": -100}, "chat_template_kwargs": {"x": 1},
+    }  # fmt: skip
+    logprobs: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 4}
+    expected = chat(("user", "hi"), max_completion_tokens=11, logprobs=True, top_logprobs=4, **shared)
+    assert planned(max_output_tokens=11, **logprobs, **shared) == expected
+    assert planned(include=logprobs["include"]) == chat(("user", "hi"), logprobs=True)
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    nulls: dict[str, Any] = dict.fromkeys(set(ResponsesRequest.__struct_fields__) - {"model", "input"})
+    assert planned(**nulls) == planned()
+    nothing: dict[str, Any] = {
+        "store": False, "background": False, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True,
+        "truncation": "disabled", "text": {"format": {"type": "text"}}, "include": ["reasoning.encrypted_content"],
+        "top_logprobs": 0, "service_tier": "auto", "metadata": {"a": "b"}, "user": "u", "safety_identifier": "s",
+        "prompt_cache_key": "k", "stream": True, "stream_options": {"include_obfuscation": False},
+    }  # fmt: skip
+    assert planned(**nothing) == planned()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"store": True}, "store: this server keeps no answers, so none can be asked for later; expected false, got"),
+        ({"background": True}, "background: this server keeps no answers, so none can be asked for later; expected"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id: this server keeps no answers, so there is none to"),
+        ({"conversation": "conv_1"}, "conversation: this model does not support it; leave it out"),
+        ({"prompt": {"id": "p"}}, "prompt: this model does not support it; leave it out"),
+        ({"reasoning": {"effort": "high"}}, "reasoning: this model does not support it; leave it out"),
+        ({"tools": [{"type": "web_search"}]}, "tools: expected an empty array, since this model does not support too"),
+        ({"tool_choice": "required"}, "tool_choice: expected 'auto' or 'none', got 'required'"),
+        ({"truncation": "auto"}, "truncation: expected 'disabled', got 'auto'"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity: this model does not support it; leave it out"),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}, "text.format: this model supports"),
+        ({"include": ["file_search_call.results"]}, "include[0]: expected 'message.output_text.logprobs' or "),
+        ({"top_logprobs": 2}, 'top_logprobs: expected it with "include": ["message.output_text.logprobs"] only; leave'),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata: expected at most 16 keys, got 17"),
+        ({"metadata": {"k" * 65: ""}}, f"metadata.{'k' * 65}: expected a key of at most 64 characters, got 65"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.k: expected at most 512 characters, got 513"),
+        ({"user": "u" * 513}, "user: expected at most 512 characters, got 513"),
+        ({"max_tokens": 3}, "max_tokens: this model does not support it; leave it out"),
+        ({"n": 1}, "n: this model does not support it; leave it out"),
+        ({"messages": []}, "messages: expected one of the fields temperature, top_p, "),
+        ({"max_output_tokens": 0}, "max_output_tokens: expected at least 1, got 0"),
+        ({"temperature": 3}, "temperature: expected a number from 0 to 2, got 3.0"),
+        ({"stream_options": {"include_obfuscation": True}, "stream": True}, "stream_options.include_obfuscation: this"),
+        ({"input": []}, "input: expected at least one message, got an empty array"),
+        ({"input": ["x"]}, "input[0]: expected a message with 'role' and 'content', got 'x'"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role: expected one of developer, system, user, ass"),
+        ({"input": [{"role": "user"}]}, "input[0].content: expected a string or an array of text parts, got null"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
+            "input[0].type: expected 'message', the only kind of item this model takes, got 'function_call_output'",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type: expected 'input_text' or 'output_text', the only kinds of content this model ta",
+        ),
+        ({"input": [{"role": "user", "content": ["x"]}]}, 'input[0].content[0]: expected a content part like {"type"'),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}], "instructions": "i"},
+            "input[0].content[0].text: expected a string, got null",
+        ),
+        ({"input": "word " * 600}, "input: this model's maximum context length is 512 tokens, prompt and answer"),
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages: expected a variable of the model"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_in_the_words_of_this_api(fields: dict[str, Any], message: str) -> None:
+    assert refused(**fields).message.startswith(message)
+
+
+def test_an_answer_that_is_too_long_names_its_field() -> None:
+    size = planned().prompt_tokens
+    assert planned(max_output_tokens=512 - size).specs[0].max_tokens == 512 - size
+    assert refused(max_output_tokens=513 - size).message == (
+        f"max_output_tokens: this model's maximum context length is 512 tokens, but this request comes to 513: {size} "
+        f"in input, and an answer of {513 - size}; expected at most {512 - size}, or a shorter prompt"
+    )
+
+
+def test_what_the_engine_or_the_model_lacks_is_named_too() -> None:
+    limits = msgspec.structs.replace(LIMITS, sampling=SAMPLING_FIELDS - {"logprobs"})
+    error = refused(limits, include=["message.output_text.logprobs"])
+    assert error.message == "include: this model does not support it; leave it out"
+    text = LanguageText.__new__(LanguageText)
+    text.tokenizer, text.template = tiny_text().tokenizer, None
+    with pytest.raises(BadRequest, match=r"^input: this model has no chat template"):
+        planned(language=text)
