@@ -33,6 +33,7 @@ BENCHMARKS: Final[tuple[str, ...]] = (
     "idle",
     "peers",
     "lm_engine",
+    "grammars",
     "zero_shot",
     "profiles",
     "path",
