@@ -34,6 +34,7 @@ BENCHMARKS: Final[tuple[str, ...]] = (
     "peers",
     "lm_engine",
     "prefix_cache",
+    "grammars",
     "zero_shot",
     "profiles",
     "path",

@@ -178,7 +178,7 @@ class SlotEngine(Admission):
             self._attempt(self._generating, 0, self._decode, events)
         self._start(events)
         if self._held and not (events or self.active > len(self._held)):
-            wait([matcher for _, matcher in self._matchers.values()], COMPILE_WAIT_S, FIRST_COMPLETED)
+            wait([self._matchers[one.id][1] for one in self._held], COMPILE_WAIT_S, FIRST_COMPLETED)
         group, start = self._group()
         if group:
             self._attempt(group, len(self._generating), lambda: self._prefill(group, start), events)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from typing import Any
 
+import httpx
 import pytest
 
 from app.lm.dispatcher import LmDispatcher
-from inference.engine import Engine
+from inference.engine import MAX_GRAMMAR, Engine
 from inference.lm.loading import plan_language_model
+from inference.lm.null_engine import NullEngine
 from tests.app.lm.scripted import FOLDER
 from tests.app.lm.test_routes_with_engine import Ask, run
 
@@ -32,17 +35,26 @@ def schema_format(schema: object, **rest: object) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, **rest}}
 
 
-def chat(**fields: Any) -> Any:
-    """The answer to a chat request: its JSON, or the chunks of its stream."""
-    answers = []
+def asked(path: str, of: Engine | None = None, **fields: Any) -> httpx.Response:
+    answers: list[httpx.Response] = []
 
     async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
-        answers.append(await ask("/v1/chat/completions", **{**CHAT, **fields}))
+        answers.append(await ask(path, **fields))
 
-    run(engine(), scenario)
-    if not fields.get("stream"):
-        return answers[0].json()
-    return [json.loads(line[6:]) for line in answers[0].text.split("\n\n")[:-2]]
+    run(of or engine(), scenario)
+    return answers[0]
+
+
+def chat(**fields: Any) -> Any:
+    return asked("/v1/chat/completions", **{**CHAT, **fields}).json()
+
+
+def refused(of: Engine | None = None, **fields: Any) -> tuple[str, str]:
+    """The field that the answer names, and the message."""
+    answer = asked("/v1/chat/completions", of, **{**CHAT, **fields})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    return error["param"], error["message"]
 
 
 def test_every_choice_follows_the_schema() -> None:
@@ -55,3 +67,87 @@ def test_every_choice_follows_the_schema() -> None:
         assert value["size"] in range(1, 10)
         assert choice["finish_reason"] == "stop"
         assert "".join(one["token"] for one in choice["logprobs"]["content"]) == choice["message"]["content"]
+
+
+def test_a_stream_is_the_whole_answer_in_pieces() -> None:
+    fields: dict[str, Any] = {"response_format": schema_format(SCHEMA), "stop": ["\n\n\n\n\n\n\n\n"]}
+    whole = chat(**fields)["choices"][0]
+    streamed = asked("/v1/chat/completions", **CHAT, stream=True, **fields).text
+    chunks = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    assert "".join(one["choices"][0]["delta"].get("content", "") for one in chunks) == whole["message"]["content"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == whole["finish_reason"]
+
+
+def test_an_answer_that_max_tokens_cuts_says_so() -> None:
+    (choice,) = chat(response_format=schema_format(SCHEMA), max_tokens=3)["choices"]
+    assert choice["finish_reason"] == "length"
+
+
+def test_json_object() -> None:
+    for seed in range(3):
+        (choice,) = chat(response_format={"type": "json_object"}, seed=seed)["choices"]
+        text = choice["message"]["content"]
+        assert text.startswith("{")
+        assert choice["finish_reason"] == "length" or isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize(
+    ("given", "pattern"),
+    [
+        ({"regex": "[a-f]{4}-[0-9]{2}"}, "[a-f]{4}-[0-9]{2}"),
+        ({"choice": ["yes", 'a "quoted" no', "naïve\n"]}, 'yes|a "quoted" no|naïve\n'),
+        ({"grammar": 'start: "<" /[0-9]{2}/ ">"'}, "<[0-9]{2}>"),
+        ({"json": {"type": "boolean"}}, "true|false"),
+        ({"json": '{"enum": [1, null]}', "regex": None}, "1|null"),
+    ],
+)
+def test_vllms_structured_outputs_at_every_route(given: dict[str, Any], pattern: str) -> None:
+    texts = [
+        chat(structured_outputs=given)["choices"][0]["message"]["content"],
+        asked("/v1/completions", model="lm", prompt="hi", max_tokens=99, structured_outputs=given).json()["choices"][0][
+            "text"
+        ],
+        asked("/v2/models/lm/generate", text_input="hi", parameters={"max_tokens": 99, "structured_outputs": given})
+        .json()
+        ["text_output"],
+    ]  # fmt: skip
+    for text in texts:
+        assert re.fullmatch(pattern, text), text
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        (
+            {"response_format": schema_format({"type": "integer", "minimum": 2, "maximum": 1})},
+            "response_format.json_schema",
+            "expected a JSON schema that answers can be held to, but Unsatisfiable schema: minimum (2) is greater than",
+        ),
+        (
+            {"response_format": schema_format({"x": "y" * MAX_GRAMMAR})},
+            "response_format.json_schema",
+            f"expected at most {MAX_GRAMMAR} characters, got {MAX_GRAMMAR + 8}; shorten it",
+        ),
+        ({"response_format": schema_format([])}, "response_format.json_schema.schema", "expected an object, got an"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "expected 'json_object' or "),
+        ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "expected a regular expression that"),
+        ({"structured_outputs": {}}, "structured_outputs", "expected one of json, regex, choice, grammar, json_object"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "got regex and json"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "expected one of the"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "expected it without response_format; leave one of them out",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(fields: dict[str, Any], field: str, message: str) -> None:
+    named, said = refused(**fields)
+    assert named == field
+    assert said.startswith(f"{field}: ")
+    assert message in said
+
+
+def test_an_engine_that_supports_no_grammar_is_not_asked() -> None:
+    expected = ("response_format", "response_format: this model does not support it; leave it out")
+    assert refused(NullEngine(), response_format={"type": "json_object"}) == expected

@@ -22,7 +22,7 @@ from transformers import (
 
 from inference.engine import Sampling
 from inference.lm import sampling as module
-from inference.lm.sampling import Choice, Sampler, choose, filtered, penalised
+from inference.lm.sampling import Allowed, Choice, Sampler, choose, filtered, penalised
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 2**31)
@@ -264,3 +264,26 @@ def test_whatever_may_be_asked_for_finite_logits_give_a_token(fields: dict[str, 
         (choice,) = choose(logits_of(1, 50, seed + step, scale), [one])
         assert choice.is_valid
         assert 0 <= choice.token < 50
+
+
+@given(
+    seed=SEEDS,
+    temperature=st.sampled_from([0, 0.5, 2]),
+    top_k=st.integers(0, 60),
+    top_p=st.floats(0, 1),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.sampled_from([1, 1.5]),
+    frequency_penalty=st.sampled_from([0, 2]),
+)
+def test_forbidden_tokens_are_never_chosen_and_change_no_other_row(seed: int, **options: Any) -> None:
+    logits = logits_of(4, 50, seed)
+    allowed = torch.rand(2, 50, generator=torch.Generator().manual_seed(seed)) < 0.1
+    allowed[:, seed % 50] = True
+    sampling = Sampling(**options, seed=seed, logprobs=2, logit_bias={7: 100})
+    free = choose(logits.clone(), [sampler(sampling) for _ in range(4)])
+    held = choose(logits.clone(), [sampler(sampling) for _ in range(4)], Allowed([0, 2], allowed))
+    assert (held[1], held[3]) == (free[1], free[3])
+    for place, row in enumerate((0, 2)):
+        assert held[row].is_valid
+        assert allowed[place, held[row].token]
+        assert held[row].top == free[row].top
