@@ -10,7 +10,7 @@ from msgspec import Meta
 from app.codecs.faults import at, shown
 from inference.engine import MAX_GRAMMAR, EngineLimits, Grammar, GrammarKind
 
-__all__ = ["ResponseFormat", "StructuredOutputs", "checked_grammar"]
+__all__ = ["JsonSchemaFormat", "ResponseFormat", "Schema", "StructuredOutputs", "checked_grammar"]
 
 _ANY_OBJECT: Final = '{"type":"object"}'
 

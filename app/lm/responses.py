@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 import orjson
-from msgspec import Meta
+from msgspec import Meta, structs, to_builtins
 
 from app.codecs.faults import at, key_text, shown
 from app.errors import BadRequest, HeadwaterError
+from app.lm.answer_grammar import JsonSchemaFormat, ResponseFormat, Schema
 from app.lm.answers import AnswerForm, Event, shown_tokens
 from app.lm.chat import ChatRequest
 from app.lm.sampling_fields import StreamFields
+from app.lm.sequence import SequenceSpec
 from app.lm.text_plan import TextPlan
 from app.lm.text_stream import TextPiece, Usage
 from inference.engine import EngineLimits, Sampling, TopLogprobs
@@ -182,7 +184,6 @@ _ITEM: Final = {
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
     },
 }
-_FORMAT: Final = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string", "enum": ["text"]}}}
 _LABELS: Final = {
     "maxProperties": _MAX_LABELS,
     "propertyNames": {"maxLength": _MAX_KEY},
@@ -193,8 +194,34 @@ _NO_TOOLS: Final = {"expected": "an empty array, since this model does not suppo
 _Label: TypeAlias = Annotated[str, Meta(max_length=_MAX_LABEL, description="A label, without effect")]
 
 
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """``text.format``: a chat's ``response_format``, in which a schema stands one level deeper."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: Schema | None = None
+    strict: bool | None = None
+
+    def chat_format(self) -> ResponseFormat:
+        """The same for a chat.
+
+        Raises:
+            BadRequest: a schema has no name, or a name no schema's type.
+        """
+        if self.type == "json_schema" and self.name is None:
+            raise at("text.format.name", None, "expected a string, got none; add it")
+        if self.name is None:
+            if self.schema is not None:
+                expected = f'expected it with the type "json_schema" only, got {shown(self.type)}'
+                raise at("text.format.schema", None, f"{expected}; leave it out")
+            return ResponseFormat(type=self.type)
+        schema = JsonSchemaFormat(name=self.name, description=self.description, schema=self.schema, strict=self.strict)
+        return ResponseFormat(type=self.type, json_schema=schema)
+
+
 class _TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    format: Annotated[Any, Meta(extra_json_schema=_FORMAT)] = None
+    format: TextFormat | None = None
     verbosity: None = None
 
 
@@ -252,19 +279,21 @@ class ResponsesRequest(StreamFields, kw_only=True):
         if self.top_logprobs and not has_logprobs:
             expected = f'expected it with "include": ["{_LOGPROBS}"] only'
             raise at("top_logprobs", None, f"{expected}; leave it out, or add that")
+        form = None if self.text is None else self.text.format
         chat = ChatRequest(
             **{name: getattr(self, name) for name in StreamFields.__struct_fields__},
             messages=messages,
             max_completion_tokens=self.max_output_tokens,
             logprobs=has_logprobs,
             top_logprobs=self.top_logprobs if has_logprobs else None,
-            response_format=None if self.text is None else _chat_format(self.text.format),
+            response_format=form.chat_format() if form is not None else None,
             chat_template_kwargs=self.chat_template_kwargs,
         )
         try:
-            return chat.plan(text, limits)
+            plan = chat.plan(text, limits)
         except BadRequest as error:
             raise _in_our_words(error, fields) from None
+        return plan._replace(specs=[_with_our_field(spec) for spec in plan.specs])
 
     def repeated(self) -> dict[str, Any]:
         """The fields that an answer repeats, with their defaults."""
@@ -282,7 +311,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
             "service_tier": "default",
             "store": False,
             "temperature": _DEFAULTS.temperature if self.temperature is None else self.temperature,
-            "text": {"format": (self.text and self.text.format) or {"type": "text"}},
+            "text": {"format": to_builtins((self.text and self.text.format) or TextFormat(type="text"))},
             "tool_choice": self.tool_choice or "auto",
             "tools": [],
             "top_logprobs": self.top_logprobs or 0,
@@ -354,11 +383,11 @@ def _chat_part(part: object, path: str) -> dict[str, Any]:
     return {"type": "text", "text": part.get("text")}
 
 
-def _chat_format(given: Any) -> Any:
-    """``text.format`` as a chat's ``response_format``, where a schema stands one level deeper."""
-    if isinstance(given, dict) and given.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {key: one for key, one in given.items() if key != "type"}}
-    return given
+def _with_our_field(spec: SequenceSpec) -> SequenceSpec:
+    """The sequence, whose grammar may still be refused by the replica, which names the field."""
+    if spec.grammar is None or not spec.grammar.field.startswith("response_format"):
+        return spec
+    return structs.replace(spec, grammar=structs.replace(spec.grammar, field="text.format"))
 
 
 _MESSAGE: Final = re.compile(r"messages\[(\d+)\]")
