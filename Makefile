@@ -23,13 +23,14 @@ UV_VERSION := 0.13.8
 VENV := .venv
 LOCK_VENV := .venv-lock
 PEER_VENVS := .venv-peers
+CLIENT_VENVS := .venv-clients
 BIN := $(VENV)/bin
 # -qq: pip's errors only.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help serve test test-fast lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke screenshots soak chaos fuzz lock clean image base-image image-test image-suite engine
+.PHONY: help serve test test-fast test-clients lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke screenshots soak chaos fuzz lock clean image base-image image-test image-suite engine
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
@@ -46,6 +47,10 @@ test: $(VENV)/.dev  ## run the tests
 
 test-fast: $(VENV)/.dev  ## run the tests that need neither Triton, torch nor a browser
 	@exec $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --fast $(TESTS) $(ARGS)
+
+# What is installed for clients is nothing of ours.
+test-clients: $(VENV)/.dev  ## run clients that people already use, each installed in an environment of its own
+	@exec $(BIN)/python -m tests.clients $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff: rules and formatting
 	@$(BIN)/ruff check .
@@ -118,7 +123,7 @@ engine:
 	  "(on Debian: apt-get install podman)" >&2; exit 1; }
 
 clean:  ## remove the environments, caches and build output
-	rm -rf $(VENV) $(LOCK_VENV) $(PEER_VENVS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOCK_VENV) $(PEER_VENVS) $(CLIENT_VENVS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find app inference tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: a set-up runs again when a lock or pyproject.toml changes, and costs nothing otherwise.

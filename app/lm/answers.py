@@ -25,6 +25,9 @@ Event: TypeAlias = bytes | tuple[bytes, bytes]
 class AnswerForm(ABC):
     """The answer to one request, in its API's form: whole, or as events."""
 
+    counts_usage = False
+    """Whether `count` must be called before the events of each turn."""
+
     @abstractmethod
     def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
         """The whole answer; ``texts`` has one entry for each sequence, in order."""
@@ -32,6 +35,10 @@ class AnswerForm(ABC):
     def begin(self) -> Sequence[Event]:
         """The events before the first piece."""
         return ()
+
+    def count(self, usage: Usage) -> None:
+        """Have the next events say how many tokens there are so far."""
+        raise NotImplementedError
 
     @abstractmethod
     def piece(self, place: int, piece: TextPiece) -> Sequence[Event]:
@@ -55,6 +62,7 @@ class OpenAIAnswer(AnswerForm):
         texts: the tokenizer's.
         logprobs: whether the answer has the tokens' log probabilities.
         includes_usage: whether a stream's last chunk has the number of tokens, and the others null.
+        counts_usage: whether the others have the numbers so far.
     """
 
     id_prefix: ClassVar[str]
@@ -68,8 +76,16 @@ class OpenAIAnswer(AnswerForm):
     closing: ClassVar[bytes] = b""
 
     def __init__(
-        self, model: str, choices: int, texts: TokenTexts, *, logprobs: bool, includes_usage: bool = False
+        self,
+        model: str,
+        choices: int,
+        texts: TokenTexts,
+        *,
+        logprobs: bool,
+        includes_usage: bool = False,
+        counts_usage: bool = False,
     ) -> None:
+        self.counts_usage = counts_usage
         self._texts = texts
         self._has_logprobs = logprobs
         self._includes_usage = includes_usage
@@ -78,8 +94,15 @@ class OpenAIAnswer(AnswerForm):
         self._head = orjson.dumps({**self._about, "object": self.chunk_kind})[:-1]
         self._heads = [b'%b,"choices":[{"index":%d,%b' % (self._head, n, self.opening) for n in range(choices)]
         self._text_heads = [head + self.text_key for head in self._heads]
-        self._tail = b'}],"usage":null}' if includes_usage else b"}]}"
-        self._text_tail = self.closing + b',"logprobs":null,"finish_reason":null' + self._tail
+        self._end_chunks(b'}],"usage":null}' if includes_usage else b"}]}")
+
+    def _end_chunks(self, tail: bytes) -> None:
+        """Have chunks end with these bytes."""
+        self._tail = tail
+        self._text_tail = self.closing + b',"logprobs":null,"finish_reason":null' + tail
+
+    def count(self, usage: Usage) -> None:
+        self._end_chunks(b'}],"usage":%b}' % orjson.dumps(usage.as_json()))
 
     def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
         choices = [

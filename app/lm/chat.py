@@ -116,8 +116,9 @@ class ChatRequest(StreamFields, kw_only=True):
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> ChatAnswer:
         """The form of the answer to this request, of which `plan` made the plan."""
         return ChatAnswer(
-            self.model, len(plan.specs), texts, logprobs=bool(self.logprobs), includes_usage=self.includes_usage
-        )
+            self.model, len(plan.specs), texts, logprobs=bool(self.logprobs), includes_usage=self.includes_usage,
+            counts_usage=self.counts_usage,
+        )  # fmt: skip
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
         """Check the request, and turn it into tokens. Takes too long for the event loop.

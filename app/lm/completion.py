@@ -83,8 +83,9 @@ class CompletionRequest(StreamFields, kw_only=True):
         """The form of the answer to this request, of which `plan` made the plan."""
         has_logprobs = self.logprobs is not None
         return CompletionAnswer(
-            self.model, len(plan.specs), texts, logprobs=has_logprobs, includes_usage=self.includes_usage
-        )
+            self.model, len(plan.specs), texts, logprobs=has_logprobs, includes_usage=self.includes_usage,
+            counts_usage=self.counts_usage,
+        )  # fmt: skip
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
         """Check the request, and turn it into tokens. Takes too long for the event loop.

@@ -120,6 +120,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's options for streams."""
 
     include_usage: Flag | None = None
+    continuous_usage_stats: Annotated[bool | None, Meta(description="Every chunk has the numbers so far")] = None
     include_obfuscation: Annotated[bool | None, Meta(description="Random padding; only false is supported")] = None
 
 
@@ -138,6 +139,11 @@ class StreamFields(SamplingFields, kw_only=True):
         """Whether a stream's last chunk has the number of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage is True
 
+    @property
+    def counts_usage(self) -> bool:
+        """Whether every chunk of a stream has the number of tokens so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats is True
+
     def check_stream(self) -> None:
         """Check the options for streams.
 
@@ -146,6 +152,9 @@ class StreamFields(SamplingFields, kw_only=True):
         """
         if self.stream_options is not None and not self.stream:
             raise at("stream_options", None, 'expected it with "stream": true only; leave it out, or stream')
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats and not self.includes_usage:
+            path = "stream_options.continuous_usage_stats"
+            raise at(path, None, 'expected it with "include_usage": true only; leave it out, or set that')
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise at(
                 "stream_options.include_obfuscation", None, "this model does not support it; expected false, got true"

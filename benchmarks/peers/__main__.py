@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.contenders import GRPC, PEERS, Peer
-from benchmarks.peers.environments import PACKAGES, is_made, version_of
+from benchmarks.peers.environments import PEER_ENVIRONMENTS
 from benchmarks.peers.report import Figure, print_scenario
 from benchmarks.peers.rounds import Streams, Unary
 from benchmarks.peers.scenarios import UNARY
@@ -64,7 +64,8 @@ def main() -> None:
     if options.rounds < 1 or options.seconds < 1:
         parser.error("expected at least one round of one second")
     peers = _made([peer for peer in PEERS if peer.name in wanted or (peer.is_kserve and GRPC in wanted)])
-    versions = {PACKAGES[name]: version_of(name) for name in dict.fromkeys(peer.environment for peer in peers)}
+    made = dict.fromkeys(peer.environment for peer in peers)
+    versions = {PEER_ENVIRONMENTS.packages[name]: PEER_ENVIRONMENTS.version_of(name) for name in made}
     raw: dict[str, Any] = {"machine": _machine(), "versions": versions, "options": vars(options)}
     print(f"{raw['machine']}\n" + ", ".join(f"{name} {version}" for name, version in versions.items()))
     figures: list[Figure] = []
@@ -111,9 +112,9 @@ def _measure(
 def _made(peers: Sequence[Peer]) -> list[Peer]:
     """Those whose environments are there."""
     for peer in peers:
-        if not is_made(peer.environment):
+        if not PEER_ENVIRONMENTS.is_made(peer.environment):
             print(f"left out: {peer.name}: its environment isn't there; `make bench-peers` makes it")
-    return [peer for peer in peers if is_made(peer.environment)]
+    return [peer for peer in peers if PEER_ENVIRONMENTS.is_made(peer.environment)]
 
 
 def _machine() -> str:

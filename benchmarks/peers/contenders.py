@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.fanout_servers import Server, headwater, served, tree
-from benchmarks.peers.environments import python_of
+from benchmarks.peers.environments import PEER_ENVIRONMENTS
 from benchmarks.peers.scenarios import UNARY, deployment
 from benchmarks.peers.work import path_of
 from benchmarks.servers import free_port
@@ -99,7 +99,13 @@ def start(peer: Peer | None, scenario: str) -> Iterator[Running]:
             yield Running(OURS, server, server.url + path)
         return
     port, grpc_port = free_port(), free_port() if peer.is_kserve else 0
-    command = [str(python_of(peer.environment)), "-m", f"benchmarks.peers.{peer.module}", scenario, str(port)]
+    command = [
+        str(PEER_ENVIRONMENTS.python_of(peer.environment)),
+        "-m",
+        f"benchmarks.peers.{peer.module}",
+        scenario,
+        str(port),
+    ]
     if grpc_port:
         command.append(str(grpc_port))
     with (

@@ -30,7 +30,7 @@ __all__ = ["health_routes", "index_entry", "metadata_routes", "openai_model_rout
 
 
 def health_routes(models: Models) -> APIRouter:
-    """``/v2/health/live``, ``/v2/health/ready`` and ``/v2/models/{model}/ready``."""
+    """``/v2/health/live``, ``/v2/health/ready``, which vLLM calls ``/health``, and ``/v2/models/{model}/ready``."""
     router = APIRouter(tags=["health"])
 
     @router.get("/v2/health/live", summary="Whether the gateway answers")
@@ -38,6 +38,7 @@ def health_routes(models: Models) -> APIRouter:
         return JSONResponse({"live": True})
 
     @router.get("/v2/health/ready", summary="Whether every model is ready, but those unloaded")
+    @router.get("/health", include_in_schema=False)
     async def ready() -> JSONResponse:
         if models.is_draining:
             return _readiness(Unavailable("the server is stopping"))

@@ -133,6 +133,8 @@ def _stream(models: Models, scope: Scope, job: TextGeneration, form: AnswerForm)
     async def events() -> AsyncGenerator[Event, None]:
         begun = False
         while pieces := await job.news():
+            if form.counts_usage:
+                form.count(job.usage)
             if not begun:  # not before the first piece: an early failure is answered with its own status
                 begun = True
                 for event in form.begin():

@@ -193,7 +193,13 @@ class TestKeys:
     @ALL
     def test_one_that_stands_twice_is_refused(self, route: str) -> None:
         message = refused(route, with_field(route, b'"user": "a", "user": "b"'))
-        if route not in ("infer", "generate", "text", "tokenize", "detokenize"):  # these know no such field, and say so first
+        if route not in (
+            "infer",
+            "generate",
+            "text",
+            "tokenize",
+            "detokenize",
+        ):  # these know no such field, and say so first
             assert message == "user: expected every key of an object once, got this one twice; leave one out"
 
     @pytest.mark.parametrize(

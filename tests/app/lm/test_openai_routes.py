@@ -193,6 +193,17 @@ def test_usage_ends_a_stream_that_asks_for_it(gateway: Gateway) -> None:
     assert all(json.loads(frame)["usage"] is None for frame in frames)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_every_chunk_has_the_usage_so_far_if_asked_for(gateway: Gateway, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    prompt = {"messages": HELLO} if "chat" in path else {"prompt": "x"}
+    *frames, _ = gateway.frames(path, model="tiny", stream=True, stream_options=options, **prompt)
+    counts = [json.loads(frame)["usage"]["completion_tokens"] for frame in frames]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 2
+    assert counts[-1] == min(len(ids_of(TEXT)) + 1, 16 if "chat" not in path else 99)
+
+
 def test_max_tokens_end_a_text(gateway: Gateway) -> None:
     answer = gateway.chat(max_completion_tokens=3)
     assert answer.choices[0].finish_reason == "length"

@@ -1,0 +1,55 @@
+"""What the cases of every client use. It runs in their environments: standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+__all__ = ["TOKENIZER", "URL", "command", "raised", "run"]
+
+_Error = TypeVar("_Error", bound=Exception)
+
+URL = os.environ["HEADWATER_URL"]
+TOKENIZER = os.environ["HEADWATER_TOKENIZER"]
+"""The folder of tiny-lm."""
+
+
+def run(*cases: Callable[[], object]) -> None:
+    """Run cases, each of which passes unless it raises."""
+    for case in cases:
+        error = None
+        try:
+            case()
+        except Exception:
+            error = traceback.format_exc(limit=-4)
+        print(json.dumps({"case": case.__name__, "error": error}), flush=True)
+
+
+def raised(kind: type[_Error], ask: Callable[..., object], **arguments: Any) -> _Error:
+    """The error that a call must raise."""
+    try:
+        ask(**arguments)
+    except kind as error:
+        return error
+    raise AssertionError(f"expected {kind.__name__}")
+
+
+def command(name: str, *arguments: str, folder: str) -> str:
+    """Run a command of this environment in a folder; returns what it printed."""
+    environment = {**os.environ, "COLUMNS": "200", "HOME": folder}
+    ended = subprocess.run(
+        [str(Path(sys.executable).with_name(name)), *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, f"{name} ended with {ended.returncode}: {ended.stdout[-2000:]}{ended.stderr[-2000:]}"
+    return ended.stdout
