@@ -17,8 +17,10 @@ from app.codecs.faults import at, shown
 from app.lm.answers import OpenAIAnswer, shown_logprob
 from app.lm.sampling_fields import Flag, StreamFields
 from app.lm.text.messages import checked_messages
+from app.lm.text.tool_calls import CallFinder, CallPart, ToolUse
 from app.lm.text_plan import Prompt, TextPlan, answer_tokens, check_size, plan
 from app.lm.text_stream import TextPiece, TokenLogprob
+from app.lm.tools import CHOICE_SCHEMA, TOOLS_SCHEMA, checked_choice, checked_tools
 from inference.engine import EngineLimits, TopLogprobs
 
 if TYPE_CHECKING:
@@ -29,17 +31,41 @@ __all__ = ["ChatAnswer", "ChatRequest"]
 
 
 class ChatAnswer(OpenAIAnswer):
-    """The answer to a conversation."""
+    """The answer to a conversation.
+
+    Args:
+        tools: how its texts are searched for calls of tools; None if they are all content.
+        *args, **options: see `OpenAIAnswer`.
+    """
 
     id_prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     opening, text_key, closing = b'"delta":{', b'"content":', b"}"
 
+    def __init__(
+        self,
+        model: str,
+        choices: int,
+        texts: TokenTexts,
+        *,
+        logprobs: bool,
+        includes_usage: bool = False,
+        tools: ToolUse | None = None,
+    ) -> None:
+        super().__init__(model, choices, texts, logprobs=logprobs, includes_usage=includes_usage)
+        self._tools = tools
+        self._finders = [tools.finder() for _ in range(choices)] if tools is not None else []
+
     def begin(self) -> list[bytes]:
         return [b'%b"role":"assistant","content":""%b' % (head, self._text_tail) for head in self._heads]
 
+    def piece(self, place: int, piece: TextPiece) -> list[bytes]:
+        return self._events(place, piece) if self._finders else super().piece(place, piece)
+
     def _events(self, place: int, piece: TextPiece) -> list[bytes]:
+        if self._tools is not None:
+            return self._events_with_calls(place, piece, self._tools)
         events = []
         if piece.text or piece.logprobs:
             events.append(self._chunk(self._text_heads[place] + orjson.dumps(piece.text), piece.logprobs, None))
@@ -47,8 +73,40 @@ class ChatAnswer(OpenAIAnswer):
             events.append(self._chunk(self._heads[place], (), piece.finish))
         return events
 
-    def _text_fields(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _events_with_calls(self, place: int, piece: TextPiece, tools: ToolUse) -> list[bytes]:
+        finder = self._finders[place]
+        begins = []
+        for found in _found(finder, piece):
+            if isinstance(found, str):
+                begins.append(self._text_heads[place] + orjson.dumps(found))
+            else:
+                begins.append(b'%b"tool_calls":[%b]' % (self._heads[place], orjson.dumps(_delta(found, tools))))
+        if piece.logprobs and not begins:  # their text is held back
+            begins.append(self._text_heads[place] + b'""')
+        events = [self._chunk(begin, piece.logprobs if n == 0 else (), None) for n, begin in enumerate(begins)]
+        if piece.finish is not None:
+            events.append(self._chunk(self._heads[place], (), _finish(finder, piece.finish)))
+        return events
+
+    def _text_fields(self, place: int, text: TextPiece) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
+        if self._tools is None:
+            return {"message": message}
+        finder = self._finders[place]
+        content: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for found in _found(finder, text):
+            if isinstance(found, str):
+                content.append(found)
+            elif found.name:
+                calls.append(_delta(found, self._tools))
+                del calls[-1]["index"]
+            else:
+                calls[found.number]["function"]["arguments"] += found.arguments
+        message["content"] = "".join(content)
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        return {"message": message, "finish_reason": _finish(finder, text.finish)}
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = [
@@ -63,6 +121,23 @@ class ChatAnswer(OpenAIAnswer):
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         token, raw = self._texts.shown(token_id)
         return {"token": token, "logprob": shown_logprob(logprob), "bytes": list(raw)}
+
+
+def _found(finder: CallFinder, piece: TextPiece) -> list[str | CallPart]:
+    found = finder.push(piece.text)
+    return found + finder.finish() if piece.finish is not None else found
+
+
+def _delta(part: CallPart, tools: ToolUse) -> dict[str, Any]:
+    """A part of a call as streams have it."""
+    if not part.name:
+        return {"index": part.number, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.number, "id": tools.format.new_id(), "type": "function", "function": function}
+
+
+def _finish(finder: CallFinder, finish: str | None) -> str | None:
+    return "tool_calls" if finish == "stop" and finder.has_calls else finish
 
 
 LEAST_CHAT_TOKENS: Final = 256
@@ -106,7 +181,7 @@ class ChatRequest(StreamFields, kw_only=True):
     metadata: None = None
     modalities: None = None
     moderation: None = None
-    parallel_tool_calls: None = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one call in an answer")] = None
     prediction: None = None
     prompt_cache_key: None = None
     prompt_cache_options: None = None
@@ -115,15 +190,20 @@ class ChatRequest(StreamFields, kw_only=True):
     safety_identifier: None = None
     service_tier: None = None
     store: None = None
-    tool_choice: None = None
-    tools: None = None
+    tool_choice: Annotated[Any, Meta(extra_json_schema=CHOICE_SCHEMA)] = None
+    tools: Annotated[Any, Meta(extra_json_schema=TOOLS_SCHEMA)] = None
     verbosity: None = None
     web_search_options: None = None
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> ChatAnswer:
         """The form of the answer to this request, of which `plan` made the plan."""
         return ChatAnswer(
-            self.model, len(plan.specs), texts, logprobs=bool(self.logprobs), includes_usage=self.includes_usage
+            self.model,
+            len(plan.specs),
+            texts,
+            logprobs=bool(self.logprobs),
+            includes_usage=self.includes_usage,
+            tools=plan.tools,
         )
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
@@ -138,12 +218,29 @@ class ChatRequest(StreamFields, kw_only=True):
         if self.response_format is not None and self.response_format != {"type": "text"}:
             raise at("response_format", None, 'this model supports {"type": "text"} only; leave it out')
         path, wanted = self._max_tokens()
-        rendered = text.chat_text(checked_messages(self.messages, limits.context_length), self._variables())
+        tools = checked_tools(self.tools)
+        use = self._tool_use(tools, text)
+        messages = checked_messages(self.messages, limits.context_length)
+        rendered = text.chat_text(messages, self._variables(), tools if use is not None else None)
         check_size("messages", rendered, limits)
         ids = text.encode_chat(rendered)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
         prompt = Prompt(ids, answer_tokens("messages", path, ids, wanted, default, limits))
-        return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s)
+        return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s)._replace(tools=use)
+
+    def _tool_use(self, tools: list[dict[str, Any]], text: LanguageText) -> ToolUse | None:
+        """How the answers are searched for calls; None if the model shall make none, and so isn't told of the tools."""
+        choice = checked_choice(self.tool_choice, tools)
+        if not choice.names:
+            return None
+        if text.tool_format is None:
+            reason = "this model's chat template has no format of tool calls that is known here"
+            raise at(
+                "tools", None, f"{reason}; leave them out, or have the deployment's `options.tool_parser` name one"
+            )
+        if choice.is_required:
+            raise at("tool_choice", None, "this model does not support it; expected 'auto' or 'none'")
+        return ToolUse(text.tool_format, choice.names, only_first=self.parallel_tool_calls is False)
 
     def _variables(self) -> dict[str, Any] | None:
         for name in self.chat_template_kwargs or ():

@@ -11,6 +11,7 @@ from app.codecs.faults import at
 from app.errors import BadRequest
 from app.lm.sampling_fields import TextEnd
 from app.lm.sequence import SequenceSpec
+from app.lm.text.tool_calls import ToolUse
 from app.lm.text_stream import TextStream
 from inference.engine import EngineLimits, Sampling
 
@@ -45,9 +46,13 @@ class TextPlan(NamedTuple):
     prompt_tokens: int
     """The tokens of all prompts, each prompt counted once."""
     timeout_s: float | None = None
+    tools: ToolUse | None = None
+    """How the texts are searched for calls of tools; None if they are all content."""
 
     def streams(self, texts: TokenTexts) -> list[TextStream]:
         """The text of each sequence, still empty."""
+        marks = self.tools.format.marks if self.tools is not None else ()
+        kept_ids = frozenset(token for mark in marks if (token := texts.id_of(mark)) is not None)
         return [
             TextStream(
                 texts,
@@ -55,6 +60,7 @@ class TextPlan(NamedTuple):
                 stops=self.end.stops,
                 include_stop=self.end.include_stop,
                 skip_special_tokens=self.end.skip_special_tokens,
+                kept_ids=kept_ids,
                 logprobs=spec.sampling.logprobs is not None,
                 prefix=prefix,
             )

@@ -9,6 +9,7 @@ from typing import Any
 from app.codecs.faults import at
 from app.lm.text.chat_template import ChatTemplate
 from app.lm.text.tokenizer import Tokenizer
+from app.lm.text.tool_calls import FORMATS, FormatName, detected_format
 
 __all__ = ["LanguageText"]
 
@@ -18,16 +19,21 @@ class LanguageText:
 
     Args:
         folder: the model's Hugging Face folder.
+        tool_parser: the format of its tool calls; None for that of its chat template.
 
     Raises:
         ConfigError: a file is missing or wrong; the message names it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tool_parser: FormatName | None = None) -> None:
         self.tokenizer = Tokenizer(folder)
         templates = self.tokenizer.chat_templates
         self.template = ChatTemplate(templates, self.tokenizer.special_tokens) if templates else None
         """None if the model has none, and so takes no conversations."""
+        self.tool_format = (
+            FORMATS[tool_parser] if tool_parser is not None else detected_format("\n".join(templates.values()))
+        )
+        """How the model writes tool calls; None if that isn't known."""
 
     def encode_text(self, text: str, field: str = "prompt") -> list[int]:
         """The token ids of a text, with the special tokens that the model wants around it.
@@ -37,12 +43,18 @@ class LanguageText:
         """
         return self.tokenizer.encode(text, add_special_tokens=True, field=field)
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None) -> str:
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """A conversation as text, up to where the model's answer begins.
 
         Args:
             messages: what `app.lm.text.messages.checked_messages` returned.
             variables: further variables of the chat template.
+            tools: what `app.lm.tools.checked_tools` returned; None if the model shall not know of any.
 
         Raises:
             BadRequest: the model has no chat template, or the template refuses the messages.
@@ -50,7 +62,7 @@ class LanguageText:
         if self.template is None:
             reason = "this model has no chat template; send its prompt as text to /v1/completions"
             raise at("messages", None, reason)
-        return self.template.render(messages, variables=variables)
+        return self.template.render(messages, tools=tools, variables=variables)
 
     def encode_chat(self, text: str) -> list[int]:
         """The token ids of what `chat_text` returned, which includes the special tokens."""

@@ -93,6 +93,10 @@ class TokenTexts:
         self.bytes_of = _Table(self._bytes_of)
         self.pieces = _Table(self._piece)
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a token; None if the vocabulary lacks it."""
+        return self._tokenizer.token_to_id(token)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token, with its leading space; none for an id that the vocabulary lacks."""
         if self.family == "bytes":

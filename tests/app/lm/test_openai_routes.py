@@ -373,10 +373,10 @@ def test_an_error_within_a_generate_stream_comes_before_the_end(gateway: Gateway
 
 def test_what_is_wrong_is_named(gateway: Gateway) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        gateway.chat(tools=[{"type": "function", "function": {"name": "f"}}])
+        gateway.chat(modalities=["audio"])
     assert caught.value.body == {
-        "message": "tools: this model does not support it; leave it out",
-        "type": "invalid_request_error", "param": "tools", "code": 400,
+        "message": "modalities: this model does not support it; leave it out",
+        "type": "invalid_request_error", "param": "modalities", "code": 400,
     }  # fmt: skip
     with pytest.raises(openai.BadRequestError, match="max_tokens: this model's maximum context length"):
         gateway.chunks(max_tokens=10_000)
