@@ -20,11 +20,14 @@ from msgspec import Meta
 from inference.errors import BadInput, ModelError
 
 __all__ = [
+    "MAX_GRAMMAR",
     "SAMPLING_FIELDS",
     "Engine",
     "EngineFull",
     "EngineLimits",
     "Finish",
+    "Grammar",
+    "GrammarKind",
     "Penalty",
     "RepetitionPenalty",
     "RequestRejected",
@@ -50,8 +53,9 @@ class RequestTooLong(RequestRejected):
     """Prompt and answer together exceed what the model or the cache holds."""
 
 
-Finish: TypeAlias = Literal["stop", "length", "cancelled", "error"]
-"""Why a sequence ended: a stop or end-of-sequence token, `max_tokens`, `Engine.cancel`, a failure."""
+Finish: TypeAlias = Literal["stop", "length", "cancelled", "error", "rejected"]
+"""Why a sequence ended: a stop or end-of-sequence token, `max_tokens`, `Engine.cancel`, a failure; ``rejected``: as
+`RequestRejected`, but found after `Engine.submit`."""
 
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
@@ -84,6 +88,19 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
 
 SAMPLING_FIELDS: Final = frozenset(Sampling.__struct_fields__)
 
+MAX_GRAMMAR: Final = 65_536
+"""The most characters of a grammar's text."""
+GrammarKind: TypeAlias = Literal["json_schema", "regex", "lark"]
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an answer must be, from its first token to its end; `inference.lm.grammars` has the dialects."""
+
+    kind: GrammarKind
+    text: Annotated[str, Meta(max_length=MAX_GRAMMAR)]
+    field: str
+    """The request's field that it comes from, for messages."""
+
 
 class SequenceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One sequence to generate."""
@@ -95,7 +112,10 @@ class SequenceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     stop_ids: frozenset[TokenId] = frozenset()
     """Tokens that end the sequence, in addition to the model's own."""
     ignore_eos: bool = False
-    """Whether the model's own end-of-sequence tokens are ignored; `stop_ids` still apply."""
+    """Whether the model's own end-of-sequence tokens are ignored; `stop_ids` still apply. With a grammar they end the
+    sequence where nothing else may follow."""
+    grammar: Grammar | None = None
+    """The sequence ends by itself only where the grammar does; an earlier end is one of `stop_ids`, or ``length``."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -130,6 +150,8 @@ class EngineLimits(msgspec.Struct, frozen=True):
     vocab_size: int
     sampling: frozenset[str] = SAMPLING_FIELDS
     """The fields of `Sampling` that the engine supports; a request that sets another must be refused."""
+    grammars: frozenset[GrammarKind] = frozenset()
+    """The kinds of `Grammar` that the engine supports; a request with another must be refused."""
 
 
 class Engine(Protocol):
@@ -160,7 +182,7 @@ class Engine(Protocol):
         Raises:
             EngineFull: the waiting queue is full.
             RequestTooLong: the sequence can never fit.
-            RequestRejected: an unsupported sampling field, a token outside the vocabulary, an id in use.
+            RequestRejected: an unsupported sampling field or grammar, a token outside the vocabulary, an id in use.
         """
 
     def cancel(self, id: str) -> bool:

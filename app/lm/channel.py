@@ -53,7 +53,7 @@ LOAD_FRESH_S: Final = 1.0
 """How long an engine's reported load counts while it has none of our sequences, and so reports nothing."""
 POST_TIMEOUT_S: Final = 6.0
 """How long a post may go unanswered; the posts after it wait."""
-_FIELD: Final = re.compile(r"([a-z][a-z0-9_]*): ")
+_FIELD: Final = re.compile(r"([a-z][a-z0-9_.]*): ")
 _HALF_DONE: Final = "internal error"
 """How the host's refusal of a post begins if it may have handled a part of it."""
 _numbers = itertools.count()

@@ -14,14 +14,16 @@ import orjson
 from msgspec import Meta
 
 from app.codecs.faults import at, shown
+from app.lm.answer_grammar import ResponseFormat, checked_grammar
 from app.lm.answers import OpenAIAnswer, shown_logprob
+from app.lm.call_grammar import call_grammar
 from app.lm.sampling_fields import Flag, StreamFields
 from app.lm.text.messages import checked_messages
 from app.lm.text.tool_calls import CallFinder, CallPart, ToolUse
 from app.lm.text_plan import Prompt, TextPlan, answer_tokens, check_size, plan
 from app.lm.text_stream import TextPiece, TokenLogprob
 from app.lm.tools import CHOICE_SCHEMA, TOOLS_SCHEMA, checked_choice, checked_tools
-from inference.engine import EngineLimits, TopLogprobs
+from inference.engine import EngineLimits, Grammar, TopLogprobs
 
 if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
@@ -160,7 +162,6 @@ _MESSAGE: Final = {
     },
 }
 """For the OpenAPI schema; `app.lm.text.messages` checks the messages."""
-_FORMAT: Final = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string", "enum": ["text"]}}}
 
 
 class ChatRequest(StreamFields, kw_only=True):
@@ -171,7 +172,7 @@ class ChatRequest(StreamFields, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, extra_json_schema={"deprecated": True})] | None = None
     logprobs: Flag | None = None
     top_logprobs: TopLogprobs | None = None
-    response_format: Annotated[Any, Meta(extra_json_schema=_FORMAT)] = None
+    response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, Meta(description="Further variables of the model's chat template")
     ] = None
@@ -215,32 +216,47 @@ class ChatRequest(StreamFields, kw_only=True):
         self.check_stream()
         sampling = self.sampling(limits, logprobs=self._logprobs())
         end = self.text_end(limits)
-        if self.response_format is not None and self.response_format != {"type": "text"}:
-            raise at("response_format", None, 'this model supports {"type": "text"} only; leave it out')
+        grammar = checked_grammar(self.response_format, self.structured_outputs, limits)
         path, wanted = self._max_tokens()
-        tools = checked_tools(self.tools)
-        use = self._tool_use(tools, text)
+        tools, use, grammar = self._tool_use(text, limits, grammar)
         messages = checked_messages(self.messages, limits.context_length)
-        rendered = text.chat_text(messages, self._variables(), tools if use is not None else None)
+        rendered = text.chat_text(messages, self._variables(), tools or None)
         check_size("messages", rendered, limits)
         ids = text.encode_chat(rendered)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
         prompt = Prompt(ids, answer_tokens("messages", path, ids, wanted, default, limits))
-        return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s)._replace(tools=use)
+        return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s, grammar)._replace(tools=use)
 
-    def _tool_use(self, tools: list[dict[str, Any]], text: LanguageText) -> ToolUse | None:
-        """How the answers are searched for calls; None if the model shall make none, and so isn't told of the tools."""
+    def _tool_use(
+        self, text: LanguageText, limits: EngineLimits, grammar: Grammar | None
+    ) -> tuple[list[dict[str, Any]], ToolUse | None, Grammar | None]:
+        """The tools that the model is told of, how its answers are searched for calls, and their grammar.
+
+        Args:
+            text: the model's.
+            limits: the engine's.
+            grammar: of answers without calls.
+        """
+        tools = checked_tools(self.tools)
         choice = checked_choice(self.tool_choice, tools)
         if not choice.names:
-            return None
+            return [], None, grammar
         if text.tool_format is None:
             reason = "this model's chat template has no format of tool calls that is known here"
             raise at(
                 "tools", None, f"{reason}; leave them out, or have the deployment's `options.tool_parser` name one"
             )
-        if choice.is_required:
+        if choice.is_required and "lark" not in limits.grammars:
             raise at("tool_choice", None, "this model does not support it; expected 'auto' or 'none'")
-        return ToolUse(text.tool_format, choice.names, only_first=self.parallel_tool_calls is False)
+        if grammar is not None and (grammar.kind != "json_schema" or "lark" not in limits.grammars):
+            raise at(grammar.field, None, "this model does not support it with tools; leave one of them out")
+        is_single = choice.is_single or self.parallel_tool_calls is False
+        if choice.is_required or grammar is not None:
+            callable_ = [tool for tool in tools if tool["function"]["name"] in choice.names]
+            content = None if choice.is_required else grammar
+            special_id = text.tokenizer.texts.special_id
+            grammar = call_grammar(text.tool_format, callable_, special_id, is_single=is_single, content=content)
+        return tools, ToolUse(text.tool_format, choice.names, choice.is_required, is_single), grammar
 
     def _variables(self) -> dict[str, Any] | None:
         for name in self.chat_template_kwargs or ():

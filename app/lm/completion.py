@@ -12,6 +12,7 @@ import orjson
 from msgspec import Meta
 
 from app.codecs.faults import at, shown
+from app.lm.answer_grammar import checked_grammar
 from app.lm.answers import OpenAIAnswer, shown_logprob
 from app.lm.sampling_fields import DEFAULT_TOKENS, Flag, StreamFields, checked_ids
 from app.lm.text_plan import Prompt, TextPlan, answer_tokens, plan, text_ids
@@ -98,11 +99,12 @@ class CompletionRequest(StreamFields, kw_only=True):
             raise at("logprobs", None, "this model gives none of prompts; leave it out, or echo")
         sampling = self.sampling(limits, logprobs=self.logprobs)
         end = self.text_end(limits)
+        grammar = checked_grammar(None, self.structured_outputs, limits)
         given = self._given()
         if len(given) * n > _MAX_SEQUENCES:
             raise at("n", None, f"expected at most {_MAX_SEQUENCES} answers in all, got {len(given)} prompts x {n}")
         prompts = [self._prompt(field, one, text, limits) for field, one in given]
-        return plan(prompts, n, sampling, end, limits, self.timeout_s)
+        return plan(prompts, n, sampling, end, limits, self.timeout_s, grammar)
 
     def _given(self) -> list[tuple[str, str | list[Any]]]:
         """The prompts, each with its path."""

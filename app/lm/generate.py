@@ -16,6 +16,7 @@ from msgspec import Meta
 from app.codecs.faults import at
 from app.codecs.parameters import MAX_UINT64, RequestId, integer
 from app.errors import BadRequest, HeadwaterError
+from app.lm.answer_grammar import checked_grammar
 from app.lm.answers import AnswerForm
 from app.lm.sampling_fields import DEFAULT_TOKENS, SamplingFields
 from app.lm.text_plan import Prompt, TextPlan, answer_tokens, plan, text_ids
@@ -86,6 +87,7 @@ class GenerateRequest(GenerateParameters, kw_only=True):
         given, within = self._merged()
         try:
             sampling, end = given.sampling(limits), given.text_end(limits)
+            grammar = checked_grammar(None, given.structured_outputs, limits)
             timeout_us = integer("timeout", None, given.timeout or 0, MAX_UINT64)
             ids = text_ids("text_input", self.text_input, text, limits)
             max_tokens = answer_tokens("text_input", "max_tokens", ids, given.max_tokens, DEFAULT_TOKENS, limits)
@@ -93,7 +95,8 @@ class GenerateRequest(GenerateParameters, kw_only=True):
             if error.field is not None and re.split(r"[.\[]", error.field)[0] in within:
                 raise BadRequest(f"parameters.{error.message}", field=f"parameters.{error.field}") from None
             raise
-        return plan([Prompt(ids, max_tokens)], 1, sampling, end, limits, timeout_us / 1e6 if timeout_us else None)
+        timeout_s = timeout_us / 1e6 if timeout_us else None
+        return plan([Prompt(ids, max_tokens)], 1, sampling, end, limits, timeout_s, grammar)
 
     def _merged(self) -> tuple[GenerateParameters, set[str]]:
         """The parameters, and the names of those that were given within ``parameters``."""

@@ -71,7 +71,7 @@ class TokenSlot:
         self.is_sent = True
         return Submit(
             self.number, self.owner.request_id, spec.prompt, spec.max_tokens, spec.sampling, spec.stop_ids,
-            spec.ignore_eos,
+            spec.ignore_eos, spec.grammar,
         )  # fmt: skip
 
     def forget_spec(self) -> None:

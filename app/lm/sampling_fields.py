@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from app.codecs.faults import at, key_text, read_json, shown
+from app.lm.answer_grammar import StructuredOutputs
 from app.lm.text.stop_strings import StopString, StopStrings
 from inference.engine import SAMPLING_FIELDS, EngineLimits, Penalty, RepetitionPenalty, Sampling, Seed, Share
 
@@ -69,6 +70,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: Flag | None = None
     include_stop_str_in_output: Flag | None = None
     skip_special_tokens: Annotated[bool, Meta(extra_json_schema={"default": True})] | None = None
+    structured_outputs: Annotated[StructuredOutputs | None, Meta(description="The answer's form, as in vLLM")] = None
 
     @classmethod
     def read(cls: type[_Fields], raw: bytes) -> _Fields:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from inference.engine import Sampling
+from inference.engine import Grammar, Sampling
 
 __all__ = ["Generation", "SequenceSpec", "Tokens"]
 
@@ -20,6 +20,7 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence, in addition to the model's own."""
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
 
 class Tokens(msgspec.Struct):

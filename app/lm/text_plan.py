@@ -13,7 +13,7 @@ from app.lm.sampling_fields import TextEnd
 from app.lm.sequence import SequenceSpec
 from app.lm.text.tool_calls import ToolUse
 from app.lm.text_stream import TextStream
-from inference.engine import EngineLimits, Sampling
+from inference.engine import EngineLimits, Grammar, Sampling
 
 if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model do
     from app.lm.text.language import LanguageText
@@ -69,7 +69,13 @@ class TextPlan(NamedTuple):
 
 
 def plan(
-    prompts: Sequence[Prompt], n: int, sampling: Sampling, end: TextEnd, limits: EngineLimits, timeout_s: float | None
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    end: TextEnd,
+    limits: EngineLimits,
+    timeout_s: float | None,
+    grammar: Grammar | None = None,
 ) -> TextPlan:
     """Make `n` sequences of each prompt, which with a seed have the seeds ``seed``, ``seed + 1`` and so on.
 
@@ -84,7 +90,7 @@ def plan(
     if sampling.seed is not None:
         samplings = [msgspec.structs.replace(sampling, seed=_seed(sampling.seed + i)) for i in range(n)]
     specs = [
-        SequenceSpec(prompt.ids, prompt.max_tokens, each, end.stop_ids, end.ignore_eos)
+        SequenceSpec(prompt.ids, prompt.max_tokens, each, end.stop_ids, end.ignore_eos, grammar)
         for prompt in prompts
         for each in samplings
     ]

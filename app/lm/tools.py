@@ -66,6 +66,8 @@ class ToolChoice(NamedTuple):
     names: frozenset[str]
     """Empty if the answer is text."""
     is_required: bool = False
+    is_single: bool = False
+    """Whether there must not be more than one call."""
 
 
 def checked_tools(tools: object) -> list[dict[str, Any]]:
@@ -125,7 +127,7 @@ def checked_choice(choice: object, tools: list[dict[str, Any]]) -> ToolChoice:
     if not isinstance(name, str) or name not in names:
         listed = ", ".join(sorted(names))[:200] or "none"
         raise _wrong("tool_choice.function.name", f"one of the functions in tools ({listed})", name)
-    return ToolChoice(frozenset({name}), is_required=True)
+    return ToolChoice(frozenset({name}), is_required=True, is_single=True)
 
 
 def _function(tool: object, path: str) -> dict[str, Any]:

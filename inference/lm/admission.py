@@ -115,6 +115,9 @@ class Admission:
             for name in sorted(SAMPLING_FIELDS - limits.sampling):
                 if getattr(request.sampling, name) != getattr(_DEFAULTS, name):
                     raise RequestRejected(f"{name}: this engine does not support it")
+        grammar = request.grammar
+        if grammar is not None and grammar.kind not in limits.grammars:
+            raise RequestRejected(f"{grammar.field}: this engine does not support it")
         for name, ids in ("prompt", request.prompt), ("logit_bias", request.sampling.logit_bias):
             if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
                 raise RequestRejected(

@@ -417,7 +417,9 @@ def _packed(frame: StepFrame) -> Array:
 def _request(id: str, submit: Submit) -> SequenceRequest:
     if submit.max_tokens < 0:
         raise RequestRejected(f"max_tokens: expected at least 0, got {submit.max_tokens}")
-    return SequenceRequest(id, submit.prompt, submit.max_tokens, submit.sampling, submit.stop_ids, submit.ignore_eos)
+    return SequenceRequest(
+        id, submit.prompt, submit.max_tokens, submit.sampling, submit.stop_ids, submit.ignore_eos, submit.grammar
+    )
 
 
 def _described(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
@@ -13,7 +14,7 @@ from msgspec import Meta
 
 from inference.engine import Engine, EngineLimits
 from inference.environment import problem_of
-from inference.errors import LoadError, Problem
+from inference.errors import LoadError, Problem, ReplicaError
 from inference.lm.model_folder import CONFIG, checked_json, checked_model
 from inference.lm.step_watch import MAX_STEP_S
 from inference.reference import find_folder
@@ -21,6 +22,8 @@ from inference.runtime.loader import import_for, wrong_options
 from inference.signature import LanguageModelSpec, Signature, TensorSpec
 
 __all__ = ["LmPlan", "SlotOptions", "lm_signature", "plan_language_model"]
+
+logger = logging.getLogger(__name__)
 
 Count = Annotated[int, Meta(ge=1)]
 ToolParser = Literal["hermes", "llama3", "mistral"]
@@ -158,13 +161,20 @@ def _slot_engine(folder: Path, options: SlotOptions, device: str, on_broken: Cal
     import transformers
 
     from inference.lm.causal_lm import load_causal_lm
+    from inference.lm.grammars import Grammars
     from inference.lm.slot_engine import SlotEngine
 
     logs: Any = transformers.utils.logging
     logs.disable_progress_bar()  # it would fill the replica's log
     rest = msgspec.structs.asdict(options)
     loaded = load_causal_lm(folder, device=device, dtype=rest.pop("dtype"), attention=rest.pop("attention"))
-    engine = SlotEngine(loaded.model, eos_ids=loaded.eos_ids, on_broken=on_broken, **rest)
+    try:
+        vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+        grammars = Grammars(folder / TOKENIZER, vocab_size, loaded.eos_ids)
+    except ReplicaError as error:
+        logger.warning("%s: requests can't ask for a form of the answer, such as a JSON schema: %s", folder, error)
+        grammars = None
+    engine = SlotEngine(loaded.model, eos_ids=loaded.eos_ids, grammars=grammars, on_broken=on_broken, **rest)
     engine.check()
     return engine
 

@@ -11,6 +11,8 @@ The order is that of transformers' `generate`:
 5. ``top_k``, ``top_p``, ``min_p``, as transformers' warpers; tokens equal to the last one kept are kept too, so that
    the result doesn't depend on how a sort orders equals.
 
+Tokens that a grammar forbids are left out before all of it.
+
 The draw is one float64 from the sequence's own generator, on the CPU whatever the device, looked up in the cumulative
 distribution in order of token ids. The distribution is not sorted by probability, because another batch's rounding
 could swap the intervals of two almost equally probable tokens. So other sequences in the batch affect the outcome only
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from inference.engine import Sampling
 
-__all__ = ["Choice", "Sampler", "choose", "filtered"]
+__all__ = ["Allowed", "Choice", "Sampler", "choose", "filtered"]
 
 NUCLEUS_TRIED: Final = 256
 """How many of the most probable tokens `top_p` considers before it sorts the whole row."""
@@ -45,6 +47,15 @@ class Choice(NamedTuple):
     """(token, logprob), best first."""
     is_valid: bool
     """False if the logits or the resulting distribution are not finite, so that the choice is meaningless."""
+
+
+class Allowed(NamedTuple):
+    """The tokens that may be chosen in some rows."""
+
+    rows: Sequence[int]
+    """In ascending order."""
+    tokens: Tensor
+    """bool [rows, vocab]."""
 
 
 class Sampler:
@@ -98,19 +109,25 @@ class Sampler:
             self.counts[token] += 1
 
 
-def choose(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
+def choose(logits: Tensor, samplers: Sequence[Sampler], allowed: Allowed | None = None) -> list[Choice]:
     """Choose each sequence's next token, and note it in its sampler.
 
     Args:
         logits: [sequences, vocab], the model's output.
         samplers: one per sequence.
+        allowed: the rows with forbidden tokens; None if there is none.
     """
     best, tokens = logits.max(dim=-1)  # a maximum over NaN is NaN
-    shaped = [row for row, sampler in enumerate(samplers) if not sampler.is_plain]
+    limited = () if allowed is None else allowed.rows
+    shaped = [row for row, sampler in enumerate(samplers) if not sampler.is_plain or row in limited]
     valid = best.isfinite()
     if shaped:
         indices = torch.tensor(shaped, device=logits.device)
-        chosen, sound = _shaped(logits[indices].float(), [samplers[row] for row in shaped])
+        scores = logits[indices].float()
+        if allowed is not None:
+            places = [place for place, row in enumerate(shaped) if row in limited]
+            scores[places] = scores[places].masked_fill(~allowed.tokens, -math.inf)
+        chosen, sound = _shaped(scores, [samplers[row] for row in shaped])
         tokens[indices] = chosen
         valid[indices] &= sound
     logprobs, tops = _logprobs(logits, tokens, samplers)

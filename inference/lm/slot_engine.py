@@ -5,16 +5,18 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.engine import EngineLimits, Finish, SequenceRequest, TokenEvent
+from inference.engine import EngineFull, EngineLimits, Finish, Grammar, SequenceRequest, TokenEvent
 from inference.errors import ReplicaError
 from inference.lm.admission import Admission
+from inference.lm.grammars import KINDS, Constraint, Grammars, Masks, refusal
 from inference.lm.model_folder import context_length_of
 from inference.lm.sampling import Choice, Sampler, choose
 from inference.lm.slot_cache import SlotCache, StepMask
@@ -22,10 +24,15 @@ from inference.lm.transformers_parts import attention_of
 from inference.runtime.device import breaks_device
 from inference.runtime.failure_log import FailureLog, text_of
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
 __all__ = ["SlotEngine"]
 
 CHECK_LENGTHS: Final = (12, 4)
 """Prompt lengths of the self-check, in tokens."""
+COMPILE_WAIT_S: Final = 0.005
+"""How long a step without other work waits for a grammar."""
 
 
 @dataclass(eq=False)
@@ -35,6 +42,7 @@ class _Sequence:
     request: SequenceRequest
     stops: frozenset[int]
     sampler: Sampler
+    constraint: Constraint | None = None
     cached: int = 0
     """Tokens in the cache: the computed part of the prompt, and then the answer without its last token."""
     produced: int = 0
@@ -55,6 +63,7 @@ class SlotEngine(Admission):
     Args:
         model: a causal language model, in eval mode, on its device.
         eos_ids: the model's end-of-sequence tokens.
+        grammars: compiles grammars for the model; None if requests can have none.
         max_sequences: the most sequences computed together.
         max_waiting: the most sequences that wait beyond these.
         context_length: tokens of a prompt and its answer; by default, and at most, what the model's configuration says.
@@ -71,6 +80,7 @@ class SlotEngine(Admission):
         model: PreTrainedModel,
         *,
         eos_ids: frozenset[int] = frozenset(),
+        grammars: Grammars | None = None,
         max_sequences: int = 32,
         max_waiting: int = 256,
         context_length: int | None = None,
@@ -87,10 +97,24 @@ class SlotEngine(Admission):
             raise ReplicaError(f"model: expected a causal language model, got {type(model).__name__}")
         if cache_tokens is None:
             cache_tokens = max_sequences * context_length
-        super().__init__(EngineLimits(max_sequences, max_waiting, context_length, cache_tokens, config.vocab_size))
+        super().__init__(
+            EngineLimits(
+                max_sequences,
+                max_waiting,
+                context_length,
+                cache_tokens,
+                config.vocab_size,
+                grammars=KINDS if grammars is not None else frozenset(),
+            )
+        )
         self._model = model
         self._device = model.device
         self._eos_ids = eos_ids
+        self._grammars = grammars
+        self._matchers: dict[str, tuple[Grammar, Future[LLMatcher]]] = {}
+        """The grammars of sequences that have not started."""
+        self._held: list[SequenceRequest] = []
+        """Admitted sequences whose grammar is being compiled."""
         self._prefill_chunk = prefill_chunk
         self._on_broken = on_broken
         self._mask = StepMask(config, model.dtype, self._device)
@@ -108,11 +132,21 @@ class SlotEngine(Admission):
     def has_work(self) -> bool:
         return bool(self._pending or self.active or self.waiting)
 
+    def submit(self, request: SequenceRequest) -> None:
+        """As `Engine.submit`."""
+        grammar, grammars = request.grammar, self._grammars
+        if grammar is not None and grammars is not None and grammars.is_busy:
+            raise EngineFull("too many grammars wait to be compiled")
+        super().submit(request)
+        if grammar is not None and grammars is not None:
+            self._matchers[request.id] = grammar, grammars.compile(grammar)
+
     @torch.inference_mode()
     def cancel(self, id: str) -> bool:
         """As `Engine.cancel`."""
         if not self.release(id):
             return False
+        self._forget_grammar(id)
         found = [one for one in (*self._generating, *self._prompts) if one.request.id == id]
         for sequence in found:
             sequence.has_ended = True
@@ -127,6 +161,8 @@ class SlotEngine(Admission):
         if self._generating:
             self._attempt(self._generating, 0, self._decode, events)
         self._start(events)
+        if self._held and not (events or self.active > len(self._held)):
+            wait([matcher for _, matcher in self._matchers.values()], COMPILE_WAIT_S, FIRST_COMPLETED)
         group = self._group()
         if group:
             self._attempt(group, len(self._generating), lambda: self._prefill(group), events)
@@ -138,6 +174,8 @@ class SlotEngine(Admission):
         self._generating.clear()
         self._prompts.clear()
         self._pending.clear()
+        self._matchers.clear()
+        self._held.clear()
         self._cache = self._blank_cache()
 
     @torch.inference_mode()
@@ -186,20 +224,50 @@ class SlotEngine(Admission):
         return SlotCache(self._layers, max_rows=limits.max_sequences, max_tokens=limits.cache_tokens)
 
     def _start(self, events: list[TokenEvent]) -> None:
-        """Start the newly admitted sequences."""
-        while (request := self.take()) is not None:
+        """Start the newly admitted sequences that don't wait for a grammar."""
+        self._reject(events)
+        self._held.extend(iter(self.take, None))
+        held, self._held = self._held, []
+        for request in held:
+            _, matcher = self._matchers.get(request.id, (None, None))
+            if matcher is not None and not matcher.done():
+                self._held.append(request)
+                continue
+            self._matchers.pop(request.id, None)
             if request.max_tokens == 0:
                 self.release(request.id)
                 events.append(TokenEvent(request.id, 0, None, finish="length"))
                 continue
             try:
+                constraint = None if matcher is None else Constraint(request, matcher.result())
                 sampler = Sampler(request.sampling, request.prompt, self.limits.vocab_size, self._device)
             except Exception as error:  # out of memory
                 self.release(request.id)
                 events.append(TokenEvent(request.id, 0, None, finish="error", error=self._report(error)))
                 continue
-            stops = request.stop_ids if request.ignore_eos else request.stop_ids | self._eos_ids
-            self._prompts.append(_Sequence(request, stops, sampler))
+            ignores_eos = request.ignore_eos and constraint is None
+            stops = request.stop_ids if ignores_eos else request.stop_ids | self._eos_ids
+            self._prompts.append(_Sequence(request, stops, sampler, constraint))
+
+    def _reject(self, events: list[TokenEvent]) -> None:
+        """End the sequences, admitted or waiting, whose grammars could not be compiled."""
+        for id, (grammar, matcher) in list(self._matchers.items()):
+            if matcher.done() and (error := matcher.exception()) is not None:
+                self._forget_grammar(id)
+                self.release(id)
+                events.append(TokenEvent(id, 0, None, finish="rejected", error=refusal(grammar, text_of(error))))
+
+    def _forget_grammar(self, id: str) -> None:
+        if self._matchers.pop(id, None) is not None:
+            self._held = [one for one in self._held if one.id != id]
+
+    def _begin_masks(self, sequences: Sequence[_Sequence]) -> Masks | None:
+        """Start to compute which tokens may come next."""
+        return None if self._grammars is None else self._grammars.begin([one.constraint for one in sequences])
+
+    def _choose(self, logits: Tensor, sequences: Sequence[_Sequence], masks: Masks | None) -> list[Choice]:
+        allowed = None if masks is None else masks.allowed(logits.device)
+        return choose(logits, [one.sampler for one in sequences], allowed)
 
     def _attempt(
         self,
@@ -219,7 +287,9 @@ class SlotEngine(Admission):
         else:
             # A partly computed prompt has no choice yet.
             for row, (sequence, choice) in enumerate(zip(sequences, choices, strict=False), first_row):
-                if choice.is_valid:
+                if sequence.constraint is not None and sequence.constraint.error:
+                    self._end(sequence, "rejected", events, sequence.constraint.error)
+                elif choice.is_valid:
                     self._advance(sequence, choice, events)
                 else:
                     self._cache.wipe(row)
@@ -229,10 +299,11 @@ class SlotEngine(Admission):
     def _decode(self) -> list[Choice]:
         """Compute the next token of each sequence that generates."""
         sequences = self._generating
+        masks = self._begin_masks(sequences)
         logits = self._forward_each([one.last for one in sequences], [one.cached for one in sequences])
         for one in sequences:
             one.cached += 1
-        return choose(logits, [one.sampler for one in sequences])
+        return self._choose(logits, sequences, masks)
 
     def _group(self) -> list[_Sequence]:
         """The sequences whose prompts are computed next: part of one, or as many as fit whole in a padded chunk."""
@@ -251,6 +322,8 @@ class SlotEngine(Admission):
         """Compute prompts; returns the first tokens of those that are complete."""
         start = group[0].cached
         chunks = [one.request.prompt[start : start + self._prefill_chunk] for one in group]
+        is_last = start + self._prefill_chunk >= len(group[0].request.prompt)
+        masks = self._begin_masks(group) if is_last else None
         first = len(self._generating)
         self._fit(first + len(group), start + max(map(len, chunks)))
         self._cache.aim(slice(first, first + len(group)), start)
@@ -259,7 +332,7 @@ class SlotEngine(Admission):
             one.cached += len(chunk)
         if group[0].cached < len(group[0].request.prompt):
             return []
-        choices = choose(logits, [one.sampler for one in group])
+        choices = self._choose(logits, group, masks)
         for one in group:
             self._prompts.remove(one)
             self._generating.append(one)
@@ -315,6 +388,8 @@ class SlotEngine(Admission):
         """Report a sequence's token, and end the sequence if that was the last."""
         request, index = sequence.request, sequence.produced
         sequence.last = choice.token
+        if sequence.constraint is not None:
+            sequence.constraint.token = choice.token
         sequence.produced = index + 1
         finish: Finish | None = None
         if choice.token in sequence.stops:

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from inference.engine import Sampling, TokenId
+from inference.engine import Grammar, Sampling, TokenId
 
 __all__ = [
     "CONTROL",
@@ -58,6 +58,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     sampling: Sampling = Sampling()
     stop_ids: frozenset[TokenId] = frozenset()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):

@@ -9,7 +9,7 @@ from typing import Any
 from app.codecs.faults import at
 from app.lm.text.chat_template import ChatTemplate
 from app.lm.text.tokenizer import Tokenizer
-from app.lm.text.tool_calls import FORMATS, FormatName, detected_format
+from app.lm.text.tool_calls import FormatName, call_format
 
 __all__ = ["LanguageText"]
 
@@ -30,9 +30,7 @@ class LanguageText:
         templates = self.tokenizer.chat_templates
         self.template = ChatTemplate(templates, self.tokenizer.special_tokens) if templates else None
         """None if the model has none, and so takes no conversations."""
-        self.tool_format = (
-            FORMATS[tool_parser] if tool_parser is not None else detected_format("\n".join(templates.values()))
-        )
+        self.tool_format = call_format("\n".join(templates.values()), tool_parser)
         """How the model writes tool calls; None if that isn't known."""
 
     def encode_text(self, text: str, field: str = "prompt") -> list[int]:

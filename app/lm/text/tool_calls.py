@@ -20,7 +20,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 import msgspec
 import orjson
 
-__all__ = ["FORMATS", "CallFinder", "CallFormat", "CallPart", "FormatName", "ToolUse", "detected_format"]
+__all__ = ["FORMATS", "CallFinder", "CallFormat", "CallPart", "FormatName", "ToolUse", "call_format"]
 
 FormatName: TypeAlias = Literal["hermes", "llama3", "mistral"]
 
@@ -50,6 +50,8 @@ class CallFormat(NamedTuple):
     """What may be special tokens, and must not be left out of the text."""
     is_bare: bool = False
     """Whether a call may also stand at the answer's beginning without the opening."""
+    has_names: bool = False
+    """Whether the function's name stands before an object of arguments, and each call has an opening."""
 
     def new_id(self) -> str:
         """An id for a call. Mistral's templates take nine letters and digits, and nothing else."""
@@ -63,10 +65,17 @@ FORMATS: Final[Mapping[FormatName, CallFormat]] = {
 }
 
 
-def detected_format(template: str) -> CallFormat | None:
-    """The format that a chat template writes calls in; None if it has none of these."""
-    if "[TOOL_CALLS]" in template:
-        return FORMATS["mistral"]
+def call_format(template: str, parser: FormatName | None = None) -> CallFormat | None:
+    """The format that a chat template writes calls in; None if it has none of these.
+
+    Args:
+        template: the template's source.
+        parser: the format's name, if that is known.
+    """
+    if parser == "mistral" or (parser is None and "[TOOL_CALLS]" in template):
+        return FORMATS["mistral"]._replace(has_names="[ARGS]" in template)
+    if parser is not None:
+        return FORMATS[parser]
     if "<tool_call>" in template:
         # Qwen3-Coder and GLM have the same tags around XML.
         return None if "<function=" in template or "<arg_key>" in template else FORMATS["hermes"]
@@ -97,8 +106,6 @@ class ToolUse(NamedTuple):
     all other text is the rest of a call that was cut, and left out."""
     only_first: bool = False
     """Whether further calls are left out."""
-    prefix: str = ""
-    """What the answers have begun with in the prompt."""
 
     def finder(self) -> CallFinder:
         """For one answer."""
@@ -113,7 +120,7 @@ class CallFinder:
     """
 
     def __init__(self, use: ToolUse) -> None:
-        self._source = _Source(use.prefix)
+        self._source = _Source()
         self._out = _Output(use)
         self._reading = _Reader(self._source, self._out, use).read()
         next(self._reading, None)
@@ -185,8 +192,8 @@ class _Output:
 class _Source:
     """Text of which more may come, and the place up to which it has been read."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self) -> None:
+        self.text = ""
         self.place = 0
         self.is_done = False
 

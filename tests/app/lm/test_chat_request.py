@@ -145,7 +145,12 @@ def test_what_can_never_fit_is_refused() -> None:
         ),
         ({"stream_options": {"include_obfuscation": True}, "stream": True}, "stream_options.include_obfuscation: "),
         ({"timeout_s": 0}, "timeout_s: expected seconds, above 0"),
-        ({"response_format": {"type": "json_object"}}, 'response_format: this model supports {"type": "text"} only'),
+        ({"response_format": {"type": "json_object"}}, "response_format: this model does not support it; leave it out"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: expected an object with a name"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "x"}}},
+            "response_format.json_schema: expected it with the type \"json_schema\" only, got 'text'; leave it out",
+        ),
         (
             {"messages": [{"role": "user"}]},
             "messages[0].content: expected a string or an array of text parts, got null",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -54,6 +55,8 @@ Write <tool_call>{{"name": ..., "arguments": ...}}</tool_call>.<|im_end|>
 {{% endif %}}""",
 }
 TEMPLATES["mistral_args"] = TEMPLATES["mistral"].replace("[TOOL_CALLS][", "[TOOL_CALLS][ARGS]")
+MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"]
+VOCAB_SIZE = 4104
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -71,10 +74,17 @@ WEATHER: dict[str, Any] = {
 CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
 
 
-def tool_folder(folder: Path, template: str) -> Path:
-    """A copy of the shipped model with this template."""
-    shutil.copytree(FOLDER, folder)
+def tool_folder(folder: Path, template: str, *, has_marks: bool = False) -> Path:
+    """A copy of the shipped model with this template, perhaps with special tokens for calls, but without weights."""
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     (folder / "chat_template.jinja").write_text(TEMPLATES[template])
+    if has_marks:
+        path = folder / "tokenizer.json"
+        tokenizer = json.loads(path.read_text())
+        tokenizer["added_tokens"] += [
+            {**tokenizer["added_tokens"][0], "id": 4096 + n, "content": mark} for n, mark in enumerate(MARKS)
+        ]
+        path.write_text(json.dumps(tokenizer))
     return folder
 
 

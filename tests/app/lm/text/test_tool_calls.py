@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.lm.text.tool_calls import FORMATS, CallFinder, CallFormat, CallPart, ToolUse, detected_format
+from app.lm.text.tool_calls import FORMATS, CallFinder, CallFormat, CallPart, ToolUse, call_format
 
 NAMES = frozenset({"weather", "add-up"})
 HERMES, LLAMA3, MISTRAL = FORMATS["hermes"], FORMATS["llama3"], FORMATS["mistral"]
@@ -166,10 +166,6 @@ def test_what_the_length_cut_is_a_part_of_a_call_where_a_grammar_made_it() -> No
         assert content == ""
 
 
-def test_answers_may_begin_in_the_prompt() -> None:
-    assert read(HERMES, OTHER[7:], "</tool_call>", prefix='<tool_call>{"name"', is_certain=True) == ("", BOTH[1:])
-
-
 def test_further_calls_can_be_left_out() -> None:
     answer = f"<tool_call>{CALL}</tool_call><tool_call>{OTHER}</tool_call>"
     assert read(HERMES, answer, only_first=True) == ("", BOTH[:1])
@@ -195,6 +191,7 @@ def test_no_answer_takes_long(part: str) -> None:
             LLAMA3,
         ),
         ("{{ '[TOOL_CALLS][' }}", MISTRAL),
+        ("[TOOL_CALLS]{{ name }}[ARGS]", MISTRAL._replace(has_names=True)),
         ("<tool_call>\\n<function=example>", None),
         ("<tool_call>{name}<arg_key>", None),
         ("<|im_start|>", None),
@@ -202,7 +199,7 @@ def test_no_answer_takes_long(part: str) -> None:
     ],
 )
 def test_the_format_is_known_by_the_template(template: str, format: CallFormat | None) -> None:
-    assert detected_format(template) is format
+    assert call_format(template) == format
 
 
 def test_ids_are_of_the_form_that_templates_take() -> None:

@@ -1,0 +1,109 @@
+"""The request fields that say what form an answer must have, and the grammar that they come to."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from app.codecs.faults import at, shown
+from inference.engine import MAX_GRAMMAR, EngineLimits, Grammar, GrammarKind
+
+__all__ = ["ResponseFormat", "StructuredOutputs", "checked_grammar"]
+
+_ANY_OBJECT: Final = '{"type":"object"}'
+
+Schema = Annotated[dict[str, Any], Meta(description="JSON Schema")]
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's ``response_format.json_schema``; the answer follows the schema, strict or not."""
+
+    name: str
+    description: str | None = None
+    schema: Schema | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's ``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def grammar(self) -> Grammar | None:
+        """The answer's grammar; None for any text.
+
+        Raises:
+            BadRequest: the schema is missing, too large, or there although another type was asked for.
+        """
+        path = "response_format.json_schema"
+        if self.json_schema is not None and self.type != "json_schema":
+            raise at(path, None, f'expected it with the type "json_schema" only, got {shown(self.type)}; leave it out')
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Grammar("json_schema", _ANY_OBJECT, "response_format")
+        if self.json_schema is None:
+            raise at(path, None, 'expected an object with a name and a schema, got none; add it, or change "type"')
+        return _grammar("json_schema", _text(self.json_schema.schema or {}), path)
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's ``structured_outputs``, of which one field is given."""
+
+    json: Annotated[Schema | str | None, Meta(description="JSON Schema, or its text")] = None
+    regex: Annotated[str | None, Meta(description="The whole answer matches it")] = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: Annotated[str | None, Meta(description="Lark, or GBNF")] = None
+    json_object: bool | None = None
+
+    def grammar_of(self) -> Grammar:
+        """The answer's grammar.
+
+        Raises:
+            BadRequest: not exactly one field is given, or it is too large.
+        """
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            expected = f"expected one of {', '.join(self.__struct_fields__)}"
+            raise at("structured_outputs", None, f"{expected}, got {' and '.join(given) or 'none'}")
+        path = f"structured_outputs.{given[0]}"
+        if self.json is not None:
+            return _grammar("json_schema", self.json if isinstance(self.json, str) else _text(self.json), path)
+        if self.regex is not None:
+            return _grammar("regex", self.regex, path)
+        if self.choice is not None:
+            return _grammar("lark", f"start: {' | '.join(map(_text, self.choice))}", path)
+        if self.grammar is not None:
+            return _grammar("lark", self.grammar, path)
+        return Grammar("json_schema", _ANY_OBJECT, path)
+
+
+def checked_grammar(
+    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None, limits: EngineLimits
+) -> Grammar | None:
+    """The grammar that a request asks for.
+
+    Raises:
+        BadRequest: a field is wrong, both ask for one, or the engine supports none of this kind.
+    """
+    grammar = None if response_format is None else response_format.grammar()
+    if structured_outputs is not None:
+        if grammar is not None:
+            raise at("structured_outputs", None, "expected it without response_format; leave one of them out")
+        grammar = structured_outputs.grammar_of()
+    if grammar is not None and grammar.kind not in limits.grammars:
+        raise at(grammar.field, None, "this model does not support it; leave it out")
+    return grammar
+
+
+def _grammar(kind: GrammarKind, text: str, path: str) -> Grammar:
+    if len(text) > MAX_GRAMMAR:
+        raise at(path, None, f"expected at most {MAX_GRAMMAR} characters, got {len(text)}; shorten it")
+    return Grammar(kind, text, path)
+
+
+def _text(value: object) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,262 @@
+"""Answers in a given form: compiles grammars, and computes which tokens may follow, with llguidance.
+
+``json_schema`` is JSON Schema as llguidance has it (docs/json_schema.md there), without its leniency: what it can't
+follow is refused. ``regex`` is a regular expression of Rust's crate `regex` for the whole answer. ``lark`` is
+llguidance's dialect of Lark, or GBNF.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from fractions import Fraction
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from torch import Tensor
+
+from inference.engine import Grammar, GrammarKind, SequenceRequest
+from inference.errors import ReplicaError
+from inference.lm.sampling import Allowed
+from inference.runtime.failure_log import text_of
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+__all__ = ["KINDS", "Constraint", "Grammars", "Masks", "refusal"]
+
+KINDS: Final = frozenset[GrammarKind]({"json_schema", "regex", "lark"})
+CACHED: Final = 64
+"""How many compiled grammars are kept."""
+MOST_COMPILING: Final = 256
+"""How many grammars may wait to be compiled, or be compiled."""
+MOST_MULTIPLE: Final = 10_000
+"""The greatest common multiple of a schema's `multipleOf`: the library's automaton has as many states."""
+MASK_THREADS: Final = 4
+_JSON_OPTIONS: Final[JsonCompileOptions] = {"lenient": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
+"""Refuse what can't be followed, and bound the space between elements, because weak models write nothing else."""
+
+_SCHEMA_LIMITS: Final[dict[str, Any]] = {"max_items_in_row": 1000, "step_max_items": 20_000}
+_LARK_LIMITS: Final[dict[str, Any]] = {"max_items_in_row": 200, "step_max_items": 5000}
+"""An ambiguous grammar takes time quadratic in these."""
+_LIMITS: Final[dict[str, Any]] = {"max_lexer_states": 10_000, "max_grammar_size": 100_000, "verbose_errors": False}
+_EXPECTED: Final = {"json_schema": "a JSON schema", "regex": "a regular expression", "lark": "a grammar"}
+_JSON: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?://|#).*|%json\s*(?=\{)')
+"""A JSON schema in Lark, or something that may contain the same characters: a string, expression or comment."""
+
+
+def refusal(grammar: Grammar, reason: str) -> str:
+    """The message of a request that is rejected for its grammar."""
+    return f"{grammar.field}: expected {_EXPECTED[grammar.kind]} that answers can be held to, but {reason}"
+
+
+class Constraint:
+    """The state of a sequence in its grammar.
+
+    Args:
+        request: the sequence's, with a grammar.
+        compiled: the grammar.
+    """
+
+    __slots__ = ("_grammar", "error", "ignore_eos", "matcher", "token")
+
+    def __init__(self, request: SequenceRequest, compiled: LLMatcher) -> None:
+        assert request.grammar is not None
+        self._grammar = request.grammar
+        self.matcher = compiled.deep_copy()
+        """The library's state; used by the thread that computes masks."""
+        self.ignore_eos = request.ignore_eos
+        """Whether an end-of-sequence token is allowed only where nothing else is."""
+        self.token: int | None = None
+        """The last token, if the matcher hasn't consumed it."""
+        self.error = ""
+        """Why the sequence can't go on."""
+
+    def fail(self, reason: str) -> None:
+        """Note that the library gave up."""
+        self.error = refusal(self._grammar, reason)
+
+
+class Masks:
+    """Masks of sequences, computed in another thread since it was made."""
+
+    def __init__(self, rows: Sequence[int], bits: Future[Tensor], vocab_size: int) -> None:
+        self._rows = rows
+        self._bits = bits
+        self._vocab_size = vocab_size
+
+    def allowed(self, device: torch.device) -> Allowed:
+        """Wait for the masks."""
+        bits = self._bits.result().to(device)
+        powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+        tokens = (bits[:, :, None] & powers).bool().flatten(1)
+        return Allowed(self._rows, tokens[:, : self._vocab_size])
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, in threads of its own, and remembers the last ones.
+
+    Args:
+        tokenizer: the model's tokenizer.json.
+        vocab_size: the model's; it may exceed the tokenizer's.
+        eos_ids: the model's end-of-sequence tokens.
+
+    Raises:
+        ReplicaError: the tokenizer is of a kind that the library doesn't know, or no token ends a sequence.
+    """
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        if not eos_ids:
+            raise ReplicaError("the model has no end-of-sequence token")
+        self._eos_ids = sorted(eos_ids)
+        self._vocab_size = vocab_size
+        try:
+            self._tokenizer = LLTokenizer(tokenizer.read_text(encoding="utf-8"), vocab_size, self._eos_ids)
+        except Exception as error:
+            raise ReplicaError(f"llguidance can't read {tokenizer}: {text_of(error)}") from error
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._masker = ThreadPoolExecutor(1, thread_name_prefix="mask")
+        self._executor = LLExecutor(min(MASK_THREADS, torch.get_num_threads()))
+        self._lock = Lock()
+        self._cache: OrderedDict[tuple[str, str], Future[LLMatcher]] = OrderedDict()
+        self._compiling = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether no further grammar should be compiled now."""
+        return self._compiling >= MOST_COMPILING
+
+    def compile(self, grammar: Grammar) -> Future[LLMatcher]:
+        """Start to compile a grammar, unless that is done.
+
+        The future raises `ValueError` if the grammar is wrong, unsupported or too complex.
+        """
+        key = (grammar.kind, grammar.text)
+        with self._lock:
+            found = self._cache.get(key)
+            if found is not None:
+                self._cache.move_to_end(key)
+                return found
+            self._compiling += 1
+            future = self._cache[key] = self._compilers.submit(self._compiled, grammar)
+            if len(self._cache) > CACHED:
+                self._cache.popitem(last=False)
+        future.add_done_callback(self._note_compiled)
+        return future
+
+    def begin(self, constraints: Sequence[Constraint | None]) -> Masks | None:
+        """Start to compute which tokens may come next in each row; None if all may in all rows."""
+        rows = [row for row, one in enumerate(constraints) if one is not None]
+        if not rows:
+            return None
+        given = [one for one in constraints if one is not None]
+        return Masks(rows, self._masker.submit(self._bits, given), self._vocab_size)
+
+    def _note_compiled(self, future: Future[LLMatcher]) -> None:
+        with self._lock:
+            self._compiling -= 1
+
+    def _compiled(self, grammar: Grammar) -> LLMatcher:
+        try:
+            limits = _SCHEMA_LIMITS if grammar.kind == "json_schema" else _LARK_LIMITS
+            matcher = LLMatcher(
+                self._tokenizer, _source(grammar), log_level=0, limits=LLParserLimits(**limits, **_LIMITS)
+            )
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # finds what only use shows, and makes the first mask of each sequence cheap
+            error = matcher.get_error()
+        except BaseException as failure:  # the library's panics are BaseExceptions
+            error = text_of(failure) or type(failure).__name__
+        if error:
+            raise ValueError(_reason(error))
+        return matcher
+
+    def _bits(self, constraints: Sequence[Constraint]) -> Tensor:
+        """The masks, uint8 [rows, bytes], one bit a token; an error is noted in its constraint."""
+        bits = torch.empty(len(constraints), (self._vocab_size + 31) // 32 * 4, dtype=torch.uint8)
+        try:
+            if chosen := [(one.matcher, one.token) for one in constraints if one.token is not None]:
+                self._executor.consume_token_par(chosen)
+            self._executor.unsafe_compute_mask_ptr(
+                [(one.matcher, row) for row, one in enumerate(constraints)],
+                bits.data_ptr(),
+                bits.shape[1],
+                bits.shape[0],
+            )
+        except BaseException as error:
+            for one in constraints:
+                one.fail(f"{type(error).__name__}: {text_of(error)}")
+        for row, one in enumerate(constraints):
+            one.token = None
+            if one.matcher.is_error():
+                one.fail(_reason(one.matcher.get_error()))
+            elif one.ignore_eos and not one.matcher.is_stopped():
+                for id in self._eos_ids:
+                    bits[row, id // 8] &= ~(1 << id % 8) & 255
+        return bits
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar as the library takes it."""
+    text = grammar.text
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if grammar.kind == "json_schema":
+        schema = json.loads(text)
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise ValueError("expected an object")
+        _check_multiples(schema)
+        return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+    if text.lstrip().startswith("{"):
+        raise ValueError("expected a grammar in Lark or GBNF, got JSON")
+    return grammar_from("grammar", "".join(_with_options(text)))
+
+
+def _with_options(lark: str) -> Iterator[str]:
+    """The parts of a grammar in Lark, whose JSON schemas have our options."""
+    begin = 0
+    while (found := _JSON.search(lark, begin)) is not None:
+        end = found.end()
+        yield lark[begin:end]
+        if found[0].startswith("%"):
+            schema, end = json.JSONDecoder().raw_decode(lark, end)
+            _check_multiples(schema)
+            yield json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+        begin = end
+    yield lark[begin:]
+
+
+def _check_multiples(schema: dict[str, Any]) -> None:
+    """Refuse a schema whose automaton would be too large.
+
+    Raises:
+        ValueError: it is.
+    """
+    steps = [Fraction(str(one)) for one in _multiples(schema)]
+    scale = math.lcm(*[step.denominator for step in steps])
+    if math.lcm(*[int(step * scale) for step in steps]) > MOST_MULTIPLE:
+        raise ValueError(f"multipleOf: expected numbers with a common multiple of at most {MOST_MULTIPLE} steps")
+
+
+def _multiples(schema: object) -> Iterator[Any]:
+    if isinstance(schema, dict):
+        if isinstance(one := schema.get("multipleOf"), (int, float)):
+            yield one
+        for value in schema.values():
+            yield from _multiples(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from _multiples(value)
+
+
+def _reason(error: str) -> str:
+    return " ".join(error.replace("<non-verbose/>", "").split())[:400]
