@@ -38,7 +38,7 @@ def test_bounds_within_arrays_and_objects_are_there_too() -> None:
 
 
 def test_fields_that_are_not_supported_are_left_out() -> None:
-    assert "tools" not in BODIES["ChatRequest"]["properties"]
+    assert "functions" not in BODIES["ChatRequest"]["properties"]
     assert "null" not in json.dumps([BODIES, COMPONENTS])
     assert not BODIES["ChatRequest"]["additionalProperties"]
 
