@@ -45,6 +45,8 @@ class LanguageModelSpec(msgspec.Struct, frozen=True):
     folder: str
     """Absolute path of the Hugging Face folder with tokenizer and chat template."""
     limits: EngineLimits
+    tool_parser: Literal["hermes", "llama3", "mistral"] | None = None
+    """The format of the model's tool calls; None for that of its chat template."""
 
 
 class Signature(msgspec.Struct, frozen=True):

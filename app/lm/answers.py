@@ -108,9 +108,9 @@ class OpenAIAnswer(AnswerForm):
         choices = [
             {
                 "index": place,
-                **self._text_fields(text.text),
-                "logprobs": self._logprobs(text.logprobs) if self._has_logprobs else None,
                 "finish_reason": text.finish,
+                **self._text_fields(place, text),
+                "logprobs": self._logprobs(text.logprobs) if self._has_logprobs else None,
             }
             for place, text in enumerate(texts)
         ]
@@ -139,8 +139,8 @@ class OpenAIAnswer(AnswerForm):
         """The events for a piece with log probabilities or a finish."""
 
     @abstractmethod
-    def _text_fields(self, text: str) -> dict[str, Any]:
-        """The fields of a whole choice that hold its text."""
+    def _text_fields(self, place: int, text: TextPiece) -> dict[str, Any]:
+        """The fields of a whole choice that hold its text, and perhaps why it ended."""
 
     @abstractmethod
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:

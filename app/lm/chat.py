@@ -16,11 +16,14 @@ from msgspec import Meta
 from app.codecs.faults import at, shown
 from app.lm.answer_grammar import ResponseFormat, checked_grammar
 from app.lm.answers import OpenAIAnswer, shown_tokens
+from app.lm.call_grammar import call_grammar
 from app.lm.sampling_fields import Flag, StreamFields
 from app.lm.text.messages import checked_messages
+from app.lm.text.tool_calls import CallFinder, CallPart, ToolUse
 from app.lm.text_plan import Prompt, TextPlan, answer_tokens, check_size, plan
 from app.lm.text_stream import TextPiece, TokenLogprob
-from inference.engine import EngineLimits, TopLogprobs
+from app.lm.tools import CHOICE_SCHEMA, TOOLS_SCHEMA, checked_choice, checked_tools
+from inference.engine import EngineLimits, Grammar, TopLogprobs
 
 if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
@@ -30,17 +33,44 @@ __all__ = ["ChatAnswer", "ChatRequest", "Messages", "TemplateVariables", "checke
 
 
 class ChatAnswer(OpenAIAnswer):
-    """The answer to a conversation."""
+    """The answer to a conversation.
+
+    Args:
+        tools: how its texts are searched for calls of tools; None if they are all content.
+        *args, **options: see `OpenAIAnswer`.
+    """
 
     id_prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     opening, text_key, closing = b'"delta":{', b'"content":', b"}"
 
+    def __init__(
+        self,
+        model: str,
+        choices: int,
+        texts: TokenTexts,
+        *,
+        logprobs: bool,
+        includes_usage: bool = False,
+        counts_usage: bool = False,
+        tools: ToolUse | None = None,
+    ) -> None:
+        super().__init__(
+            model, choices, texts, logprobs=logprobs, includes_usage=includes_usage, counts_usage=counts_usage
+        )
+        self._tools = tools
+        self._finders = [tools.finder() for _ in range(choices)] if tools is not None else []
+
     def begin(self) -> list[bytes]:
         return [b'%b"role":"assistant","content":""%b' % (head, self._text_tail) for head in self._heads]
 
+    def piece(self, place: int, piece: TextPiece) -> list[bytes]:
+        return self._events(place, piece) if self._finders else super().piece(place, piece)
+
     def _events(self, place: int, piece: TextPiece) -> list[bytes]:
+        if self._tools is not None:
+            return self._events_with_calls(place, piece, self._tools)
         events = []
         if piece.text or piece.logprobs:
             events.append(self._chunk(self._text_heads[place] + orjson.dumps(piece.text), piece.logprobs, None))
@@ -48,11 +78,60 @@ class ChatAnswer(OpenAIAnswer):
             events.append(self._chunk(self._heads[place], (), piece.finish))
         return events
 
-    def _text_fields(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _events_with_calls(self, place: int, piece: TextPiece, tools: ToolUse) -> list[bytes]:
+        finder = self._finders[place]
+        begins = []
+        for found in _found(finder, piece):
+            if isinstance(found, str):
+                begins.append(self._text_heads[place] + orjson.dumps(found))
+            else:
+                begins.append(b'%b"tool_calls":[%b]' % (self._heads[place], orjson.dumps(_delta(found, tools))))
+        if piece.logprobs and not begins:  # their text is held back
+            begins.append(self._text_heads[place] + b'""')
+        events = [self._chunk(begin, piece.logprobs if n == 0 else (), None) for n, begin in enumerate(begins)]
+        if piece.finish is not None:
+            events.append(self._chunk(self._heads[place], (), _finish(finder, piece.finish)))
+        return events
+
+    def _text_fields(self, place: int, text: TextPiece) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
+        if self._tools is None:
+            return {"message": message}
+        finder = self._finders[place]
+        content: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for found in _found(finder, text):
+            if isinstance(found, str):
+                content.append(found)
+            elif found.name:
+                calls.append(_delta(found, self._tools))
+                del calls[-1]["index"]
+            else:
+                calls[found.number]["function"]["arguments"] += found.arguments
+        message["content"] = "".join(content)
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        return {"message": message, "finish_reason": _finish(finder, text.finish)}
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {"content": shown_tokens(entries, self._texts), "refusal": None}
+
+
+def _found(finder: CallFinder, piece: TextPiece) -> list[str | CallPart]:
+    found = finder.push(piece.text)
+    return found + finder.finish() if piece.finish is not None else found
+
+
+def _delta(part: CallPart, tools: ToolUse) -> dict[str, Any]:
+    """A part of a call as streams have it."""
+    if not part.name:
+        return {"index": part.number, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.number, "id": tools.format.new_id(), "type": "function", "function": function}
+
+
+def _finish(finder: CallFinder, finish: str | None) -> str | None:
+    return "tool_calls" if finish == "stop" and finder.has_calls else finish
 
 
 LEAST_CHAT_TOKENS: Final = 256
@@ -79,7 +158,6 @@ Messages: TypeAlias = Annotated[Any, Meta(extra_json_schema={"type": "array", "m
 TemplateVariables: TypeAlias = Annotated[
     dict[str, Any] | None, Meta(description="Further variables of the model's chat template")
 ]
-_NO_TOOLS: Final = {"expected": "an empty array, since this model does not support tools"}
 _ONLY_TEXT: Final = {"expected": '["text"]'}
 
 
@@ -93,9 +171,7 @@ class ChatRequest(StreamFields, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: TemplateVariables = None
-    tools: Annotated[list[Any], Meta(max_length=0, extra=_NO_TOOLS)] | None = None
-    tool_choice: Literal["none"] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one call in an answer")] = None
     metadata: Annotated[dict[str, str] | None, Meta(description="Labels, without effect")] = None
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1, extra=_ONLY_TEXT)] | None = None
     prompt_cache_key: Annotated[str | None, Meta(description="Without effect")] = None
@@ -110,6 +186,8 @@ class ChatRequest(StreamFields, kw_only=True):
     prompt_cache_options: None = None
     prompt_cache_retention: None = None
     reasoning_effort: None = None
+    tool_choice: Annotated[Any, Meta(extra_json_schema=CHOICE_SCHEMA)] = None
+    tools: Annotated[Any, Meta(extra_json_schema=TOOLS_SCHEMA)] = None
     verbosity: None = None
     web_search_options: None = None
 
@@ -117,7 +195,7 @@ class ChatRequest(StreamFields, kw_only=True):
         """The form of the answer to this request, of which `plan` made the plan."""
         return ChatAnswer(
             self.model, len(plan.specs), texts, logprobs=bool(self.logprobs), includes_usage=self.includes_usage,
-            counts_usage=self.counts_usage,
+            counts_usage=self.counts_usage, tools=plan.tools,
         )  # fmt: skip
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
@@ -133,14 +211,48 @@ class ChatRequest(StreamFields, kw_only=True):
         end = self.text_end(limits)
         grammar = checked_grammar(self.response_format, self.structured_outputs, limits)
         path, wanted = self._max_tokens()
+        tools, use, grammar = self._tool_use(text, limits, grammar)
         rendered = text.chat_text(
-            checked_messages(self.messages, limits.context_length), checked_variables(self.chat_template_kwargs)
+            checked_messages(self.messages, limits.context_length),
+            checked_variables(self.chat_template_kwargs),
+            tools or None,
         )
         check_size("messages", rendered, limits)
         ids = text.encode_chat(rendered)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
         prompt = Prompt(ids, answer_tokens("messages", path, ids, wanted, default, limits))
-        return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s, grammar)
+        return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s, grammar)._replace(tools=use)
+
+    def _tool_use(
+        self, text: LanguageText, limits: EngineLimits, grammar: Grammar | None
+    ) -> tuple[list[dict[str, Any]], ToolUse | None, Grammar | None]:
+        """The tools that the model is told of, how its answers are searched for calls, and their grammar.
+
+        Args:
+            text: the model's.
+            limits: the engine's.
+            grammar: of answers without calls.
+        """
+        tools = checked_tools(self.tools)
+        choice = checked_choice(self.tool_choice, tools)
+        if not choice.names:
+            return [], None, grammar
+        if text.tool_format is None:
+            reason = "this model's chat template has no format of tool calls that is known here"
+            raise at(
+                "tools", None, f"{reason}; leave them out, or have the deployment's `options.tool_parser` name one"
+            )
+        if choice.is_required and "lark" not in limits.grammars:
+            raise at("tool_choice", None, "this model does not support it; expected 'auto' or 'none'")
+        if grammar is not None and (grammar.kind != "json_schema" or "lark" not in limits.grammars):
+            raise at(grammar.field, None, "this model does not support it with tools; leave one of them out")
+        is_single = choice.is_single or self.parallel_tool_calls is False
+        if choice.is_required or grammar is not None:
+            callable_ = [tool for tool in tools if tool["function"]["name"] in choice.names]
+            content = None if choice.is_required else grammar
+            special_id = text.tokenizer.texts.special_id
+            grammar = call_grammar(text.tool_format, callable_, special_id, is_single=is_single, content=content)
+        return tools, ToolUse(text.tool_format, choice.names, choice.is_required, is_single), grammar
 
     def _logprobs(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:

@@ -37,8 +37,8 @@ class CompletionAnswer(OpenAIAnswer):
         text_begin = self._text_heads[place] + orjson.dumps(piece.text)
         return [self._chunk(text_begin, piece.logprobs, piece.finish)]
 
-    def _text_fields(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _text_fields(self, place: int, text: TextPiece) -> dict[str, Any]:
+        return {"text": text.text}
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {

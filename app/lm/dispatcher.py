@@ -25,6 +25,7 @@ from app.telemetry.instruments import Gauge
 from app.telemetry.recorder import recorder
 from app.telemetry.tracing import add_generation
 from app.transport.protocol import FrameReplicaClient
+from inference.signature import LanguageModelSpec
 from inference.wire.lm import CancelRequest, Load
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ CANCEL_TIMEOUT_S: Final = 3.0
 AVOID_S: Final = 1.0
 """How long a replica that ended a channel is used only if there is no other: it may refuse everything."""
 
-LoadText = Callable[[Path], "LanguageText"]
+LoadText = Callable[[LanguageModelSpec], "LanguageText"]
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +71,7 @@ class LmDispatcher(Dispatcher):
     Args:
         route: the deployment.
         connect: makes a replica's client.
-        load_text: loads tokenizer and chat template from the model's folder.
+        load_text: loads a model's tokenizer and chat template.
     """
 
     def __init__(self, route: DeploymentRoute, connect: Connect = connect, load_text: LoadText | None = None) -> None:
@@ -81,8 +82,8 @@ class LmDispatcher(Dispatcher):
         self._runs: set[RequestRun] = set()
         self._waiting_since_s: float | None = None
         """Since when sequences have waited at the engines, as far as reported."""
-        self._text_source: tuple[str, int] | None = None
-        """The folder of tokenizer and chat template, and the deployment's generation when they were loaded."""
+        self._text_source: tuple[str, str | None, int] | None = None
+        """What tokenizer and chat template were loaded of, and the deployment's generation then."""
         self._text: asyncio.Task[LanguageText | Unavailable] | None = None
         self._meter = recorder().language_model(route.name)
         self.route = route
@@ -122,7 +123,7 @@ class LmDispatcher(Dispatcher):
         super().update(route)
         self._pool.update(route)
         if route.signature is not None and route.signature.language_model is not None:
-            self._prepare_text(route.signature.language_model.folder, route.generation)
+            self._prepare_text(route.signature.language_model, route.generation)
 
     def close(self) -> None:
         super().close()
@@ -269,24 +270,25 @@ class LmDispatcher(Dispatcher):
 
     # Text
 
-    def _prepare_text(self, folder: str, generation: int) -> None:
+    def _prepare_text(self, spec: LanguageModelSpec, generation: int) -> None:
         """Load tokenizer and chat template, unless this was done since the last reload; try again after a failure."""
         task = self._text
         has_failed = task is not None and task.done() and isinstance(task.result(), Unavailable)
-        if (folder, generation) != self._text_source or has_failed:
-            self._text_source = folder, generation
-            self._text = self._loop.create_task(self._loaded(Path(folder)))
+        source = (spec.folder, spec.tool_parser, generation)
+        if source != self._text_source or has_failed:
+            self._text_source = source
+            self._text = self._loop.create_task(self._loaded(spec))
 
-    async def _loaded(self, folder: Path) -> LanguageText | Unavailable:
+    async def _loaded(self, spec: LanguageModelSpec) -> LanguageText | Unavailable:
         try:
-            return await asyncio.to_thread(self._load_text, folder)
+            return await asyncio.to_thread(self._load_text, spec)
         except Exception as error:
-            logger.exception("model %s: no tokenizer or chat template from %s", self.route.name, folder)
+            logger.exception("model %s: no tokenizer or chat template from %s", self.route.name, spec.folder)
             reason = f"its tokenizer or chat template can't be loaded: {str(error) or type(error).__name__}"
             return Unavailable(f"model `{self.route.name}`: {reason}", retry_after_s=RETRY_AFTER_LOST_S)
 
 
-def _load_text(folder: Path) -> LanguageText:
+def _load_text(spec: LanguageModelSpec) -> LanguageText:
     from app.lm.text.language import LanguageText  # imports tokenizers, which take memory
 
-    return LanguageText(folder)
+    return LanguageText(Path(spec.folder), spec.tool_parser)

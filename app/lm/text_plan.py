@@ -11,6 +11,7 @@ from app.codecs.faults import at
 from app.errors import ContextTooLong
 from app.lm.sampling_fields import TextEnd
 from app.lm.sequence import SequenceSpec
+from app.lm.text.tool_calls import ToolUse
 from app.lm.text_stream import TextStream
 from inference.engine import EngineLimits, Grammar, Sampling
 
@@ -47,9 +48,13 @@ class TextPlan(NamedTuple):
     timeout_s: float | None = None
     n: int = 1
     """The choices of each prompt."""
+    tools: ToolUse | None = None
+    """How the texts are searched for calls of tools; None if they are all content."""
 
     def streams(self, texts: TokenTexts) -> list[TextStream]:
         """The text of each sequence, still empty."""
+        marks = self.tools.format.marks if self.tools is not None else ()
+        kept_ids = frozenset(token for mark in marks if (token := texts.id_of(mark)) is not None)
         return [
             TextStream(
                 texts,
@@ -58,6 +63,7 @@ class TextPlan(NamedTuple):
                 include_stop=self.end.include_stop,
                 skip_special_tokens=self.end.skip_special_tokens,
                 min_tokens=spec.sampling.min_tokens,
+                kept_ids=kept_ids,
                 logprobs=spec.sampling.logprobs is not None,
                 prefix=prefix,
             )

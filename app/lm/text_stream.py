@@ -49,6 +49,7 @@ class TextStream:
         min_tokens: tokens in which no string does.
         include_stop: whether the text includes the token or string that stops it.
         skip_special_tokens: whether special tokens are left out.
+        kept_ids: special tokens that are not left out.
         logprobs: whether pieces have log probabilities.
         prefix: text to put before the answer.
     """
@@ -62,10 +63,11 @@ class TextStream:
         min_tokens: int = 0,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        kept_ids: frozenset[int] = frozenset(),
         logprobs: bool = False,
         prefix: str = "",
     ) -> None:
-        self._detokenizer = Detokenizer(texts, prompt, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = Detokenizer(texts, prompt, skip_special_tokens=skip_special_tokens, kept_ids=kept_ids)
         self._stops = StopFinder(stops, include_stop=include_stop) if stops else None
         self._min_tokens = min_tokens
         self._include_stop = include_stop

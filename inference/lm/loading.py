@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,7 @@ __all__ = ["LmPlan", "SlotOptions", "lm_signature", "plan_language_model"]
 logger = logging.getLogger(__name__)
 
 Count = Annotated[int, Meta(ge=1)]
+ToolParser = Literal["hermes", "llama3", "mistral"]
 StepTime = Annotated[float, Meta(gt=0, le=86_400)]
 
 TOKENIZER: Final = "tokenizer.json"
@@ -63,6 +64,8 @@ class LmPlan(NamedTuple):
     """The host's limit of a step, whichever the engine."""
     engine: str = ""
     """The reference of `make`."""
+    tool_parser: ToolParser | None = None
+    """The gateway's, whichever the engine."""
 
     def load(self, device: str, on_broken: Callable[[str], None]) -> Engine:
         """Read the weights, and make an engine that has checked itself.
@@ -97,7 +100,7 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
     Args:
         reference: ``lm:PATH`` or ``lm:PACKAGE:PATH``.
         options: the engine's options; ``engine`` names a user's engine, ``module:callable``, which gets all others but
-            ``max_step_s``, which is the host's.
+            ``max_step_s``, which is the host's, and ``tool_parser``, which is the gateway's.
         search: folders in which a relative path is looked for, besides the working folder.
 
     Raises:
@@ -108,6 +111,7 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
     rest = dict(options)
     engine = rest.pop("engine", None)
     max_step_s = _max_step_s(title, rest.pop("max_step_s", MAX_STEP_S))
+    tool_parser = _tool_parser(title, rest.pop("tool_parser", None))
     if engine is None:
         checked_json(title, folder, CONFIG, "the model's configuration")
     checked_json(title, folder, TOKENIZER, "the tokenizer, which the gateway needs")
@@ -118,12 +122,12 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
                 raise LoadError(Problem(title, reason, f"pip install {name}, or set `options.engine`"))
         slot_options = _slot_options(title, rest)
         checked_model(title, folder, slot_options.context_length)
-        return LmPlan(reference, folder, slot_options, None, max_step_s)
+        return LmPlan(reference, folder, slot_options, None, max_step_s, tool_parser=tool_parser)
     engine, make = _engine_maker(title, engine)
     try:
         signature = inspect.signature(make)
     except (TypeError, ValueError):  # a callable not written in Python
-        return LmPlan(reference, folder, rest, make, max_step_s, engine)
+        return LmPlan(reference, folder, rest, make, max_step_s, engine, tool_parser)
     try:
         signature.bind_partial(folder, **dict.fromkeys(GIVEN))
     except TypeError as error:
@@ -135,10 +139,12 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
             raise LoadError(Problem(title, reason, f"remove `options.{name}`"))
     if (problem := wrong_options(title, keywords, rest)) is not None:
         raise LoadError(problem)
-    return LmPlan(reference, folder, rest, make, max_step_s, engine)
+    return LmPlan(reference, folder, rest, make, max_step_s, engine, tool_parser)
 
 
-def lm_signature(name: str, folder: Path, limits: EngineLimits | None) -> Signature:
+def lm_signature(
+    name: str, folder: Path, limits: EngineLimits | None, tool_parser: ToolParser | None = None
+) -> Signature:
     """A language model's signature for the gateway; without limits, as far as it is known before loading."""
     return Signature(
         name=name,
@@ -147,7 +153,7 @@ def lm_signature(name: str, folder: Path, limits: EngineLimits | None) -> Signat
         max_batch_size=1,
         description=f"The language model {folder.name}.",
         streams=True,
-        language_model=None if limits is None else LanguageModelSpec(str(folder), limits),
+        language_model=None if limits is None else LanguageModelSpec(str(folder), limits, tool_parser),
     )
 
 
@@ -178,7 +184,8 @@ def _slot_options(title: str, options: Mapping[str, Any]) -> SlotOptions:
     fields = {field.name: field for field in msgspec.structs.fields(SlotOptions)}
     for name, value in options.items():
         if name not in fields:
-            reason = f"unknown option {name!r}; its options are {', '.join((*fields, 'max_step_s', 'engine'))}"
+            known = ", ".join((*fields, "max_step_s", "engine", "tool_parser"))
+            reason = f"unknown option {name!r}; its options are {known}"
             raise LoadError(Problem(title, reason, f"correct or remove `options.{name}`"))
         try:
             msgspec.convert(value, fields[name].type)
@@ -196,6 +203,15 @@ def _max_step_s(title: str, value: object) -> float:
     except msgspec.ValidationError as error:
         reason = f"options.max_step_s: {str(error).partition(',')[0].lower()}, got {value!r:.80}"
         raise LoadError(Problem(title, reason, "correct `options.max_step_s`; it is in seconds")) from error
+
+
+def _tool_parser(title: str, value: object) -> ToolParser | None:
+    try:
+        parser: ToolParser | None = msgspec.convert(value, ToolParser | None)
+        return parser
+    except msgspec.ValidationError as error:
+        reason = f"options.tool_parser: expected {', '.join(get_args(ToolParser))}, got {value!r:.80}"
+        raise LoadError(Problem(title, reason, "correct `options.tool_parser`, or leave it out")) from error
 
 
 def _engine_maker(title: str, engine: object) -> tuple[str, Callable[..., Engine]]:

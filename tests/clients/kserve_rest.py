@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import numpy as np
-from kserve import InferenceRESTClient, InferInput, InferRequest, RESTConfig  # type: ignore[import-not-found]
-from kserve.protocol.infer_type import RequestedOutput  # type: ignore[import-not-found]
+from kserve import InferenceRESTClient, InferInput, InferRequest, RESTConfig
+from kserve.protocol.infer_type import RequestedOutput
 
 VALUES: dict[str, np.ndarray[Any, np.dtype[Any]]] = {
     "BOOL": np.array([[True, False]]),

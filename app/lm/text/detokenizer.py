@@ -34,10 +34,18 @@ class Detokenizer:
         texts: the tokenizer's.
         prompt_ids: the ids before the first generated one; only the last few matter.
         skip_special_tokens: leave special tokens out, as decoding with this option does.
+        kept_ids: special tokens that are not left out.
     """
 
-    def __init__(self, texts: TokenTexts, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
-        skipped = texts.special_ids if skip_special_tokens else frozenset()
+    def __init__(
+        self,
+        texts: TokenTexts,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        kept_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        skipped = texts.special_ids - kept_ids if skip_special_tokens else frozenset()
         tail = _deciding(texts, prompt_ids, skipped)
         self._text = _open(texts, skipped)
         final = self._text.push(tail)

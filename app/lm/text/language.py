@@ -9,6 +9,7 @@ from typing import Any
 from app.codecs.faults import at
 from app.lm.text.chat_template import ChatTemplate
 from app.lm.text.tokenizer import Tokenizer
+from app.lm.text.tool_calls import FormatName, call_format
 
 __all__ = ["LanguageText"]
 
@@ -18,16 +19,19 @@ class LanguageText:
 
     Args:
         folder: the model's Hugging Face folder.
+        tool_parser: the format of its tool calls; None for that of its chat template.
 
     Raises:
         ConfigError: a file is missing or wrong; the message names it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tool_parser: FormatName | None = None) -> None:
         self.tokenizer = Tokenizer(folder)
         templates = self.tokenizer.chat_templates
         self.template = ChatTemplate(templates, self.tokenizer.special_tokens) if templates else None
         """None if the model has none, and so takes no conversations."""
+        self.tool_format = call_format("\n".join(templates.values()), tool_parser)
+        """How the model writes tool calls; None if that isn't known."""
 
     def encode_text(self, text: str, field: str = "prompt") -> list[int]:
         """The token ids of a text, with the special tokens that the model wants around it.
@@ -41,6 +45,7 @@ class LanguageText:
         self,
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
     ) -> str:
@@ -49,6 +54,7 @@ class LanguageText:
         Args:
             messages: what `app.lm.text.messages.checked_messages` returned.
             variables: further variables of the chat template.
+            tools: what `app.lm.tools.checked_tools` returned; None if the model shall not know of any.
             add_generation_prompt: whether it ends with the beginning of the model's answer.
 
         Raises:
@@ -57,7 +63,9 @@ class LanguageText:
         if self.template is None:
             reason = "this model has no chat template; send its prompt as text to /v1/completions"
             raise at("messages", None, reason)
-        return self.template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        return self.template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
+        )
 
     def encode_chat(self, text: str) -> list[int]:
         """The token ids of what `chat_text` returned, which includes the special tokens."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import orjson
+
 from app.codecs.faults import at, shown
 from app.errors import BadRequest
 
@@ -17,6 +19,8 @@ _BETWEEN_PARTS: Final = "\n"
 
 def checked_messages(messages: object, context_length: int) -> list[dict[str, Any]]:
     """The messages, each content one text: an array of text parts becomes their texts, one a line.
+
+    The arguments of tool calls become objects, as chat templates take them.
 
     Args:
         messages: the request's field, as JSON has it.
@@ -39,17 +43,56 @@ def checked_messages(messages: object, context_length: int) -> list[dict[str, An
 def _checked(message: object, path: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise _wrong(path, "an object with 'role' and 'content'", message)
-    for field in ("tool_calls", "function_call", "tool_call_id"):
-        if message.get(field) is not None:
-            raise at(f"{path}.{field}", None, "this model does not support it; leave it out")
+    if message.get("function_call") is not None:
+        raise at(f"{path}.function_call", None, "this model does not support it; leave it out")
     if message.get("role") not in ROLES:
         raise _wrong(f"{path}.role", f"one of {', '.join(ROLES)}", message.get("role"))
+    calls = _tool_calls(message, path)
     content = message.get("content")
+    if content is None and calls.get("tool_calls"):
+        content = ""
     if isinstance(content, list):
         content = _BETWEEN_PARTS.join([_text(part, f"{path}.content[{n}]") for n, part in enumerate(content)])
     elif not isinstance(content, str):
         raise _wrong(f"{path}.content", "a string or an array of text parts", content)
-    return {**message, "content": content}
+    return {**message, "content": content, **calls}
+
+
+def _tool_calls(message: dict[str, Any], path: str) -> dict[str, Any]:
+    """The message's ``tool_calls``, if any, their arguments as the objects that chat templates take."""
+    if message.get("tool_call_id") is not None and not isinstance(message["tool_call_id"], str):
+        raise _wrong(f"{path}.tool_call_id", "a string", message["tool_call_id"])
+    calls = message.get("tool_calls")
+    if calls is None or calls == []:
+        return {"tool_calls": None} if "tool_calls" in message else {}
+    path = f"{path}.tool_calls"
+    if not isinstance(calls, list):
+        raise _wrong(path, "an array of calls", calls)
+    if message["role"] != "assistant":
+        raise at(path, None, "expected it in messages of the role 'assistant' only; leave it out")
+    return {"tool_calls": [_tool_call(call, f"{path}[{n}]") for n, call in enumerate(calls)]}
+
+
+def _tool_call(call: object, path: str) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise _wrong(path, "an object with 'id', 'type' and 'function'", call)
+    if not isinstance(call.get("id"), str):
+        raise _wrong(f"{path}.id", "a string", call.get("id"))
+    if call.get("type", "function") != "function":
+        raise _wrong(f"{path}.type", "'function'", call["type"])
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise _wrong(f"{path}.function", "an object with 'name' and 'arguments'", function)
+    for field in ("name", "arguments"):
+        if not isinstance(function.get(field), str):
+            raise _wrong(f"{path}.function.{field}", "a string", function.get(field))
+    try:
+        arguments = orjson.loads(function["arguments"] or "{}")
+    except orjson.JSONDecodeError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise _wrong(f"{path}.function.arguments", "the JSON text of an object", function["arguments"])
+    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _text(part: object, path: str) -> str:

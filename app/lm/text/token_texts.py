@@ -93,6 +93,15 @@ class TokenTexts:
         self.bytes_of = _Table(self._bytes_of)
         self.pieces = _Table(self._piece)
 
+    def special_id(self, token: str) -> int | None:
+        """The id of a special token; None for any other text."""
+        token_id = self.id_of(token)
+        return token_id if token_id in self.special_ids else None
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token; None if the vocabulary lacks it."""
+        return self._tokenizer.token_to_id(token)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token, with its leading space; none for an id that the vocabulary lacks."""
         if self.family == "bytes":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from pathlib import Path
 
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
@@ -199,8 +198,8 @@ class Bench:
         self.replicas[route.id] = Replica()
         return self.replicas[route.id]
 
-    def _load_text(self, folder: Path) -> str:
-        self.loaded.append(str(folder))
+    def _load_text(self, spec: LanguageModelSpec) -> str:
+        self.loaded.append(spec.folder)
         return "text"
 
     @property

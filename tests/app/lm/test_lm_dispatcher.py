@@ -7,7 +7,6 @@ import contextlib
 import gc
 import itertools
 import weakref
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -610,8 +609,8 @@ def texts(*answers: object) -> tuple[list[str], LmDispatcher]:
     asked: list[str] = []
     left = list(answers)
 
-    def load(folder: Path) -> object:
-        asked.append(str(folder))
+    def load(spec: LanguageModelSpec) -> object:
+        asked.append(spec.folder)
         answer = left.pop(0)
         if isinstance(answer, Exception):
             raise answer

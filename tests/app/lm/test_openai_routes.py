@@ -572,10 +572,10 @@ def test_what_is_wrong_with_a_text_to_tokenize_is_named(gateway: Gateway, path: 
 
 def test_what_is_wrong_is_named(gateway: Gateway) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        gateway.chat(tools=[{"type": "function", "function": {"name": "f"}}])
+        gateway.chat(modalities=["audio"])
     assert caught.value.body == {
-        "message": "tools: expected an empty array, since this model does not support tools, got 1",
-        "type": "invalid_request_error", "param": "tools", "code": None,
+        "message": "modalities[0]: expected 'text', got 'audio'",
+        "type": "invalid_request_error", "param": "modalities[0]", "code": None,
     }  # fmt: skip
     with pytest.raises(openai.BadRequestError, match="max_tokens: this model's maximum context length"):
         gateway.chunks(max_tokens=10_000)

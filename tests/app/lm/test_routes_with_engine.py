@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -55,11 +56,11 @@ class Ask:
             return await client.post(path, json=body, headers=headers)
 
 
-def run(engine: Engine, scenario: Callable[[Ask, LmDispatcher], Awaitable[None]]) -> None:
+def run(engine: Engine, scenario: Callable[[Ask, LmDispatcher], Awaitable[None]], folder: Path = FOLDER) -> None:
     async def main() -> None:
         host = EngineHost(engine)
         models = Models(lambda name, route: HostClient(host))
-        specification = LanguageModelSpec(str(FOLDER), engine.limits)
+        specification = LanguageModelSpec(str(folder), engine.limits)
         signature = msgspec.structs.replace(SIGNATURE, language_model=specification)
         models.update(RoutingTable((msgspec.structs.replace(route_of("a", timeout_s=20), signature=signature),)))
         records = RequestRecords(None, StreamLimits(ping_s=0.02))

@@ -165,6 +165,17 @@ def test_an_engine_of_the_users(folder: Path) -> None:
     assert told == ["x"]
 
 
+def test_the_format_of_tool_calls_is_told_to_the_gateway_and_to_no_engine(folder: Path) -> None:
+    plan = plan_language_model(f"lm:{folder}", {"engine": "lm_case_engines:null", "tool_parser": "mistral"})
+    assert plan.load("cpu", lambda reason: None).asked[2] == {}  # type: ignore[attr-defined]
+    spec = lm_signature("lm", folder, EngineLimits(2, 0, 100, 200, 50), plan.tool_parser).language_model
+    assert spec is not None
+    assert spec.tool_parser == plan_language_model(TINY, {"tool_parser": "mistral"}).tool_parser == "mistral"
+    assert plan_language_model(TINY, {}).tool_parser is None
+    said = failure(TINY, tool_parser="qwen")
+    assert "options.tool_parser: expected hermes, llama3, mistral, got 'qwen'" in said
+
+
 def test_how_long_a_step_may_take_is_told_to_the_host_and_to_no_engine(folder: Path) -> None:
     engine = "lm_case_engines:null"
     assert plan_language_model(TINY, {}).max_step_s == 300

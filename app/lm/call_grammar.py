@@ -1,0 +1,75 @@
+"""The grammar of an answer that calls tools, in llguidance's dialect of Lark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from app.codecs.faults import at
+from app.lm.text.tool_calls import CallFormat
+from inference.engine import MAX_GRAMMAR, Grammar
+
+__all__ = ["call_grammar"]
+
+
+def call_grammar(
+    format: CallFormat,
+    tools: Sequence[Mapping[str, Any]],
+    special_id: Callable[[str], int | None],
+    *,
+    is_single: bool,
+    content: Grammar | None = None,
+) -> Grammar:
+    """The grammar of an answer that calls one of the tools, or, unless it is single, several.
+
+    Args:
+        format: how calls are written.
+        tools: those that may be called, as `app.lm.tools.checked_tools` returns them.
+        special_id: the id of a special token; None for other texts.
+        is_single: whether there is no further call.
+        content: the JSON schema of an answer without calls; None if it must call.
+
+    Raises:
+        BadRequest: the tools' schemas are too large.
+    """
+
+    def mark(text: str) -> str:
+        token = special_id(text)
+        return _string(text) if token is None else f"<[{token}]>"
+
+    opening, closing, between = "", "", _string("; ")
+    if format.name == "hermes":
+        opening, closing, between = f'{mark("<tool_call>")} "\\n"', f'"\\n" {mark("</tool_call>")}', '"\\n"'
+    elif format.name == "mistral":
+        between = '""' if format.has_names else '", "'
+    calls = "call" if is_single else f"call ({between} call)*"
+    if format.name == "mistral" and not format.has_names:
+        calls = f'{mark("[TOOL_CALLS]")} "[" {calls} "]"'
+    rules = [f"start: {calls}" if content is None else f"start: {calls} | content"]
+    if content is not None:
+        rules.append(f"content: %json {content.text}")
+    functions = []
+    for n, tool in enumerate(tools):
+        function = tool["function"]
+        name, schema = function["name"], {"type": "object", **function["parameters"]}
+        if format.has_names:
+            begin = f'{mark("[TOOL_CALLS]")} "{name}" {mark("[ARGS]")}'
+            end = ""
+        else:
+            key = "parameters" if format.name == "llama3" else "arguments"
+            begin, end = _string(f'{{"name": "{name}", "{key}": '), '"}"'
+        functions.append(f"f{n}")
+        rules += [f"f{n}: {begin} a{n} {end}", f"a{n}: %json {orjson.dumps(schema).decode()}"]
+    rules.append(f"call: {opening} ({' | '.join(functions)}) {closing}")
+    text = "\n".join(rules)
+    if len(text) > MAX_GRAMMAR:
+        expected = f"expected schemas that come to a grammar of at most {MAX_GRAMMAR} characters"
+        raise at("tools", None, f"{expected}, got {len(text)}; shorten them, or offer fewer")
+    return Grammar("lark", text, "tools")
+
+
+def _string(text: str) -> str:
+    """A text as Lark quotes it."""
+    return orjson.dumps(text).decode()

@@ -1,0 +1,212 @@
+"""Calls that are required: over an engine with random weights, so that nothing but the grammar makes them sound."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from app.errors import BadRequest
+from app.lm.chat import ChatRequest
+from app.lm.dispatcher import LmDispatcher
+from inference.engine import Engine, EngineLimits
+from inference.lm.loading import plan_language_model
+from tests.app.lm.scripted import LIMITS
+from tests.app.lm.test_routes_with_engine import Ask, run
+from tests.app.lm.tool_text import VOCAB_SIZE, WEATHER, tool_folder, tool_text
+
+REFERRING: Any = {
+    "type": "function",
+    "function": {
+        "name": "refer",
+        "parameters": {
+            "$defs": {"point": {"type": "array", "items": {"enum": [0, 1]}, "minItems": 2, "maxItems": 2}},
+            "properties": {"to": {"$ref": "#/$defs/point"}},
+            "required": ["to"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOTHING: Any = {
+    "type": "function",
+    "function": {"name": "nothing", "parameters": {"type": "object", "additionalProperties": False}},
+}
+TOOLS = [WEATHER, REFERRING, NOTHING]
+ASKED: dict[str, Any] = {"model": "lm", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+Choice = tuple[str | None, list[tuple[str, str]], str]
+CASES = [("hermes", False), ("hermes", True), ("llama3", False), ("mistral", True), ("mistral_args", True)]
+"""The template, and whether the tokenizer has special tokens for its marks."""
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{'special' if case[1] else 'plain'}")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Engine]:
+    """A folder, and its engine."""
+    template, has_marks = request.param
+    folder = tool_folder(tmp_path_factory.mktemp(template) / "model", template, has_marks=has_marks)
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=0, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    options = {"max_sequences": 8, "cache_tokens": 8192}
+    return folder, plan_language_model(f"lm:{folder}", options).load("cpu", pytest.fail)
+
+
+def choices(answer: Any) -> list[Choice]:
+    """What each choice says: content, calls, and why it ended."""
+    found = []
+    for choice in answer["choices"]:
+        message = choice["message"]
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+        found.append((message["content"] or None, calls, choice["finish_reason"]))
+    return found
+
+
+def streamed(text: str, n: int) -> list[Choice]:
+    """The same, of a stream."""
+    found: list[Any] = [[None, [], ""] for _ in range(n)]
+    for line in [line for line in text.split("\n") if line.startswith("data: {")]:
+        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+        place, delta = found[choice["index"]], choice["delta"]
+        place[0] = (place[0] or "") + delta.get("content", "") or None
+        for part in delta.get("tool_calls", []):
+            if "id" in part:
+                place[1].append((part["function"]["name"], ""))
+            else:
+                name, arguments = place[1][part["index"]]
+                place[1][part["index"]] = (name, arguments + part["function"]["arguments"])
+        place[2] = choice["finish_reason"] or place[2]
+    return [(content, calls, finish) for content, calls, finish in found]
+
+
+def check(name: str, arguments: str) -> None:
+    """A call keeps to its tool's schema."""
+    value = json.loads(arguments)
+    if name == "weather":
+        assert set(value) == {"city", "days"}
+        assert len(value["city"]) <= 8
+        assert value["days"] in (1, 3, 7)
+    elif name == "refer":
+        assert set(value) == {"to"}
+        assert len(value["to"]) == 2
+        assert set(value["to"]) <= {0, 1}
+    else:
+        assert (name, value) == ("nothing", {})
+
+
+def asking(model: tuple[Path, Engine], *requests: dict[str, Any]) -> list[list[Choice]]:
+    """The answers to requests, whole and streamed alike."""
+    answers: list[list[Choice]] = []
+
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        for fields in requests:
+            body = {**ASKED, "max_tokens": 400, "n": 4, **fields}
+            whole = await ask("/v1/chat/completions", **body)
+            assert whole.status_code == 200, whole.text
+            said = choices(whole.json())
+            assert streamed((await ask("/v1/chat/completions", stream=True, **body)).text, body["n"]) == said
+            answers.append(said)
+
+    folder, engine = model
+    run(engine, scenario, folder)
+    return answers
+
+
+def test_required_calls_are_sound_whole_and_streamed(model: tuple[Path, Engine]) -> None:
+    answers = asking(model, *({"tool_choice": "required", "seed": 10 * seed} for seed in range(3)))
+    names = set()
+    counts = set()
+    for content, calls, finish in (choice for answer in answers for choice in answer):
+        assert content is None
+        assert finish in ("tool_calls", "length")
+        counts.add(len(calls))
+        for name, arguments in calls if finish == "tool_calls" else calls[:-1]:
+            check(name, arguments)
+            names.add(name)
+    assert names == {"weather", "refer", "nothing"}
+    assert max(counts) > 1
+
+
+def test_a_named_function_is_called_once(model: tuple[Path, Engine]) -> None:
+    named: list[dict[str, Any]] = [
+        {"type": "function", "function": {"name": name}} for name in ("weather", "refer", "nothing")
+    ]
+    for choice, answer in zip(named, asking(model, *({"tool_choice": one, "seed": 1} for one in named)), strict=True):
+        for content, calls, finish in answer:
+            assert (content, finish) == (None, "tool_calls")
+            ((name, arguments),) = calls
+            assert name == choice["function"]["name"]
+            check(name, arguments)
+
+
+def test_one_call_only_unless_they_may_be_parallel(model: tuple[Path, Engine]) -> None:
+    (answer,) = asking(model, {"tool_choice": "required", "parallel_tool_calls": False, "seed": 3, "n": 8})
+    for _, calls, finish in answer:
+        assert (len(calls), finish) == (1, "tool_calls")
+        check(*calls[0])
+
+
+def test_what_the_length_cuts_says_so(model: tuple[Path, Engine]) -> None:
+    tool = {"type": "function", "function": {"name": "weather"}}
+    answers = asking(model, *({"tool_choice": tool, "seed": 4, "max_tokens": most} for most in (1, 3, 12, 16, 20)))
+    for content, calls, finish in (choice for answer in answers for choice in answer):
+        assert content is None
+        assert finish in ("length", "tool_calls")
+        assert len(calls) <= 1
+
+
+def test_where_a_call_may_be_content_keeps_to_its_format(model: tuple[Path, Engine]) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    answers = asking(model, *({"response_format": response_format, "seed": 10 * seed} for seed in range(3)))
+    kinds = set()
+    for content, calls, finish in (choice for answer in answers for choice in answer):
+        kinds.add(bool(calls))
+        if calls:
+            assert content is None or finish == "length"
+            for call in calls:
+                check(*call)
+        elif finish == "stop":
+            assert json.loads(content or "")["a"] in (1, 2)
+    assert False in kinds
+
+
+# Requests
+
+
+def refused(**fields: Any) -> str:
+    grammars: frozenset[Any] = frozenset({"json_schema", "lark"} if fields.pop("has_grammars", True) else ())
+    limits = EngineLimits(8, 16, 512, 2048, VOCAB_SIZE, grammars=grammars)
+    with pytest.raises(BadRequest) as caught:
+        ChatRequest.read(json.dumps({**ASKED, **fields}).encode()).plan(tool_text("hermes"), limits)
+    return caught.value.message
+
+
+def test_what_cannot_be_required_is_refused() -> None:
+    said = refused(tool_choice="required", has_grammars=False)
+    assert said == "tool_choice: this model does not support it; expected 'auto' or 'none'"
+    big = {"type": "object", "properties": {"x" * 70_000: {}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": big}}
+    said = refused(tools=[tool], tool_choice="required")
+    assert said.startswith("tools: expected schemas that come to a grammar of at most 65536 characters, got 70")
+    said = refused(structured_outputs={"grammar": 'start: "a"'})
+    assert said == "structured_outputs.grammar: this model does not support it with tools; leave one of them out"
+    assert LIMITS.grammars == frozenset()
+
+
+def test_a_schema_that_cannot_be_followed_is_a_fault_of_the_tools(model: tuple[Path, Engine]) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "what"}}}}}
+
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        answer = await ask("/v1/chat/completions", **{**ASKED, "tools": [tool], "tool_choice": "required"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "tools"
+        assert answer.json()["error"]["message"].startswith("tools: expected ")
+
+    folder, engine = model
+    run(engine, scenario, folder)

@@ -1,0 +1,278 @@
+"""Tools in conversations: the request's fields, the prompt, and the answers, whole and in pieces."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import BadRequest
+from app.lm.chat import ChatAnswer, ChatRequest
+from app.lm.text.tool_calls import FORMATS, ToolUse
+from app.lm.text_plan import TextPlan
+from app.lm.text_stream import TextPiece, TokenLogprob, Usage
+from tests.app.lm.scripted import LIMITS, Script, ScriptedDispatcher, ScriptedModels, tiny_text
+from tests.app.lm.test_openai_routes import Gateway, serving
+from tests.app.lm.tool_text import CLOCK, WEATHER, tool_text
+
+HELLO: Any = [{"role": "user", "content": "hi"}]
+TOOLS: Any = [WEATHER, CLOCK]
+ARGUMENTS = '{"city": "Köln", "days": 3}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+
+
+def planned(template: str = "hermes", **fields: Any) -> TextPlan:
+    body = {"model": "m", "messages": HELLO, "tools": TOOLS, **fields}
+    return ChatRequest.read(json.dumps(body).encode()).plan(tool_text(template), LIMITS)
+
+
+def prompt(template: str = "hermes", **fields: Any) -> str:
+    (spec,) = planned(template, **fields).specs
+    return tool_text(template).tokenizer.decode(spec.prompt, skip_special_tokens=False)
+
+
+def refused(template: str = "hermes", **fields: Any) -> str:
+    with pytest.raises(BadRequest) as caught:
+        planned(template, **fields)
+    assert caught.value.message.startswith(f"{caught.value.field}: ")
+    return caught.value.message
+
+
+# Requests
+
+
+def test_the_template_gets_the_tools() -> None:
+    said = prompt()
+    assert json.dumps(WEATHER) in said
+    assert '"name": "clock", "parameters": {"type": "object", "properties": {}}' in said
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    assert prompt(tools=[strict, CLOCK]) == said
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tool_choice": "none"}, {"tools": []}, {"tools": None, "tool_choice": "none"}, {"tools": None}]
+)
+def test_without_tools_to_call_the_model_is_told_of_none_and_its_text_is_content(fields: dict[str, Any]) -> None:
+    assert "functions" not in prompt(**fields)
+    assert planned(**fields).tools is None
+    body = {"model": "m", "messages": HELLO, "tools": TOOLS, **fields, "parallel_tool_calls": True}
+    if fields.get("tool_choice") == "none" or not body["tools"]:  # of a model without tools, too
+        assert ChatRequest.read(json.dumps(body).encode()).plan(tiny_text(), LIMITS).tools is None
+
+
+def test_calls_and_their_results_go_back_into_the_template() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "rain"}]},
+    ]
+    assert f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>' in prompt(messages=messages)
+    assert "<|im_start|>tool\nrain" in prompt(messages=messages)
+    assert f'{{"name": "weather", "parameters": {ARGUMENTS}}}' in prompt("llama3", messages=messages)
+    assert "[TOOL_CALLS][{" in prompt("mistral", messages=messages)
+    call["function"] = {"name": "clock", "arguments": ""}
+    assert '"arguments": {}' in prompt(messages=messages)
+
+
+DEEP: Any = {}
+for _ in range(70):
+    DEEP = {"properties": DEEP}
+
+
+def function(**fields: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", **fields}}]
+
+
+def message(**call: Any) -> list[dict[str, Any]]:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}, **call}]
+    return [*HELLO, {"role": "assistant", "tool_calls": calls}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"tools": {}}, "tools: expected an array of tools, got an object"),
+        ({"tools": [1]}, "tools[0]: expected an object with 'type' and 'function', got 1"),
+        ({"tools": [CLOCK, {"type": "custom"}]}, "tools[1].type: expected 'function', the only type of tool this"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function: expected an object with the function's 'name', got "),
+        ({"tools": [{**CLOCK, "x": 1}]}, "tools[0].x: expected one of the fields function, type; leave it out"),
+        ({"tools": function(name="a b")}, "tools[0].function.name: expected 1 to 64 letters, digits, _ and -, got 'a"),
+        ({"tools": function(name="x" * 65)}, "tools[0].function.name: "),
+        ({"tools": function(description=1)}, "tools[0].function.description: expected a string, got 1"),
+        ({"tools": function(strict="yes")}, "tools[0].function.strict: expected true or false, got 'yes'"),
+        ({"tools": function(parameters=[])}, "tools[0].function.parameters: expected a JSON schema of an object, got"),
+        ({"tools": function(parameters={"type": "array"})}, "tools[0].function.parameters.type: expected 'object', "),
+        ({"tools": function(returns={})}, "tools[0].function.returns: expected one of the fields description, name, "),
+        ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name: expected each function once, got 'clock' again"),
+        ({"tools": function() * 129}, "tools: expected at most 128, got 129"),
+        ({"tools": function(description="x" * 300_000)}, "tools: expected at most 262144 bytes as JSON, got 300"),
+        ({"tools": function(parameters=DEEP)}, "tools: expected at most 64 objects and arrays within each other"),
+        ({"tool_choice": "any"}, "tool_choice: expected 'none', 'auto', 'required' or an object that names a function"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type: expected 'function', got 'allowed_tools'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function: expected an object with the function's name, "),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice.function.name: expected one of the functions in tools (clock, weather), got 'f'",
+        ),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice: expected it with tools to choose from; set tools"),
+        ({"messages": message(id=1)}, "messages[1].tool_calls[0].id: expected a string, got 1"),
+        ({"messages": message(type="custom")}, "messages[1].tool_calls[0].type: expected 'function', got 'custom'"),
+        ({"messages": message(function=[])}, "messages[1].tool_calls[0].function: expected an object with 'name' and "),
+        (
+            {"messages": message(function={"name": "f", "arguments": {}})},
+            "messages[1].tool_calls[0].function.arguments: expected a string, got an object",
+        ),
+        (
+            {"messages": message(function={"name": "f", "arguments": "[1]"})},
+            "messages[1].tool_calls[0].function.arguments: expected the JSON text of an object, got '[1]'",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls: expected an array of calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0].tool_calls[0]: expected an object"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content: expected a string or an array"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": message()[1]["tool_calls"]}]},
+            "messages[0].tool_calls: expected it in messages of the role 'assistant' only",
+        ),
+        ({"messages": [{"role": "assistant", "function_call": {}}]}, "messages[0].function_call: this model does not"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(fields: dict[str, Any], expected: str) -> None:
+    assert refused(**fields).startswith(expected)
+
+
+def test_a_model_whose_format_is_not_known_names_the_option() -> None:
+    body = {"model": "m", "messages": HELLO, "tools": TOOLS}
+    with pytest.raises(BadRequest, match=r"tools: .* have the deployment's `options\.tool_parser` name one"):
+        ChatRequest.read(json.dumps(body).encode()).plan(tiny_text(), LIMITS)
+
+
+# Answers
+
+
+PIECES = st.lists(
+    st.sampled_from(["So:\n", CALL, "<tool_call>", "</tool_call>", "\n", "é", '{"name": "clock"}', "🙂", '"', "{}"]),
+    max_size=6,
+).map("".join)
+
+
+def deltas(events: list[bytes]) -> tuple[str, list[dict[str, Any]], list[Any], str | None]:
+    """A choice's content, calls, log probabilities and finish, of its chunks."""
+    content, calls, logprobs, finish = "", list[dict[str, Any]](), [], None
+    for event in events:
+        (choice,) = json.loads(event)["choices"]
+        assert finish is None
+        finish = choice["finish_reason"]
+        content += choice["delta"].get("content", "")
+        logprobs += (choice["logprobs"] or {"content": []})["content"]
+        for part in choice["delta"].get("tool_calls", []):
+            if "id" in part:
+                assert part["index"] == len(calls)
+                calls.append({"id": part["id"], "type": part["type"], "function": part["function"]})
+            else:
+                assert list(part) == ["index", "function"]
+                calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    return content, calls, logprobs, finish
+
+
+@given(PIECES, st.integers(1, 20), st.sampled_from(["stop", "length"]), st.booleans(), st.booleans())
+def test_a_stream_says_the_same_as_a_whole_answer(
+    answer: str, size: int, finish: str, is_certain: bool, logprobs: bool
+) -> None:
+    use = ToolUse(FORMATS["hermes"], frozenset({"weather", "clock"}), is_certain=is_certain)
+    make = partial(ChatAnswer, "m", 1, tiny_text().tokenizer.texts, logprobs=logprobs, tools=use)
+    entry = TokenLogprob(5, -1.0, (), 0)
+    cuts = [
+        TextPiece(answer[at : at + size], [entry] if logprobs else (), finish if at + size >= len(answer) else None)
+        for at in range(0, max(len(answer), 1), size)
+    ]
+    whole = TextPiece(answer, [entry] * len(cuts) if logprobs else (), finish)
+    (choice,) = json.loads(make().whole([whole], Usage(1, 1)))["choices"]
+    form = make()
+    content, calls, entries, ended = deltas([event for cut in cuts for event in form.piece(0, cut)])
+    assert content == (choice["message"]["content"] or "")
+    assert [call["function"] for call in calls] == [one["function"] for one in choice["message"].get("tool_calls", [])]
+    assert ended == choice["finish_reason"] == ("tool_calls" if calls and finish == "stop" else finish)
+    assert entries == (choice["logprobs"] or {"content": []})["content"]
+    assert len({call["id"] for call in calls}) == len(calls)
+
+
+# Over HTTP, with the unmodified client and a scripted model
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Any:
+    tiny = ScriptedDispatcher("tiny", Script(), language_text=lambda: tool_text("hermes"))
+    plain = ScriptedDispatcher("plain", Script())
+    models = ScriptedModels(tiny, plain)
+    with serving(models) as url:
+        gateway = Gateway(url, models, tiny, plain)
+        yield gateway
+        gateway.client.close()
+
+
+def test_a_call(gateway: Gateway) -> None:
+    gateway.says(text=f"Let me see.\n{CALL}")
+    (choice,) = gateway.chat(tools=TOOLS, n=1).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me see."
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
+    gateway.says(text=CALL)
+    assert gateway.chat(tools=TOOLS).choices[0].message.content is None
+
+
+def test_a_stream_of_calls(gateway: Gateway) -> None:
+    gateway.says(text=f"{CALL}\n{CALL}", chunk=1)
+    chunks = gateway.chunks(tools=TOOLS)
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
+    assert [(part.index, part.function and part.function.name) for part in parts] == [
+        (0, "weather"), (0, None), (1, "weather"), (1, None),
+    ]  # fmt: skip
+    assert "".join(part.function.arguments or "" for part in parts if part.function) == ARGUMENTS * 2
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert not "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+
+def test_choices_have_their_own_calls(gateway: Gateway) -> None:
+    gateway.says(text=CALL)
+    answer = gateway.chat(tools=TOOLS, n=3)
+    ids = [call.id for choice in answer.choices for call in choice.message.tool_calls or []]
+    assert len(set(ids)) == 3
+
+
+def test_a_malformed_call_is_content(gateway: Gateway) -> None:
+    text = CALL.replace("3}", "3,}")
+    gateway.says(text=text)
+    (choice,) = gateway.chat(tools=TOOLS).choices
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+    chunks = gateway.chunks(tools=TOOLS)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+
+
+def test_with_none_a_call_is_content(gateway: Gateway) -> None:
+    gateway.says(text=CALL)
+    (choice,) = gateway.chat(tools=TOOLS, tool_choice="none").choices
+    assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
+
+
+def test_the_next_turn(gateway: Gateway) -> None:
+    gateway.says(text=CALL)
+    message = gateway.chat(tools=TOOLS).choices[0].message
+    assert message.tool_calls is not None
+    messages: Any = [*HELLO, message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}]
+    gateway.says(text="It rains.")
+    answer = gateway.client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
+    assert answer.choices[0].message.content == "It rains."
+
+
+def test_a_model_without_tools_names_the_option(gateway: Gateway) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"options\.tool_parser"):
+        gateway.client.chat.completions.create(model="plain", messages=HELLO, tools=TOOLS)
