@@ -152,7 +152,9 @@ def choose(logits: Tensor, samplers: Sequence[Sampler], allowed: Allowed | None 
         scores = logits[indices].float()
         if allowed is not None:
             places = [place for place, row in enumerate(shaped) if row in limited]
-            scores[places] = scores[places].masked_fill(~allowed.tokens, -math.inf)
+            forbidden = torch.zeros_like(scores, dtype=torch.bool)
+            forbidden[places] = ~allowed.tokens
+            scores.masked_fill_(forbidden, -math.inf)
         chosen, sound = _shaped(scores, [samplers[row] for row in shaped])
         tokens[indices] = chosen
         valid[indices] &= sound
