@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from decimal import Decimal
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ _NAMES = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=8) | st.sam
     ["naïve", "a b", 'q"uote', "über", "日本", "x-y", "$id2", "back\\slash", "new\nline"]
 )
 _VALUES = st.none() | st.booleans() | st.integers(-1000, 1000) | st.text(max_size=10)
+_LEAP_SECOND = re.compile(r"(\d\d:\d\d):60(?=[zZ.+-])")
 _PATTERNS = [
     "^[a-z]{2,5}$", r"^\d{3}-\d{4}$", "^(foo|bar){1,3}$", "[0-9]", r"^\w{1,9}@\w{1,9}\.(com|org)$", '^[^"]{1,4}$',
 ]  # fmt: skip
@@ -132,9 +134,13 @@ def random_schemas(count: int) -> list[str]:
 
 
 def is_valid(schema: str, answer: str) -> bool:
-    """Whether an answer is JSON that follows the schema, formats included; numbers are taken exactly, not rounded."""
+    """Whether an answer is JSON that follows the schema, formats included.
+
+    Numbers are taken exactly, not rounded. Any minute may have a leap second, as in RFC 3339's syntax; the validator
+    knows which had one.
+    """
     try:
-        value = json.loads(answer, parse_float=Decimal)
+        value = json.loads(_LEAP_SECOND.sub(r"\1:59", answer), parse_float=Decimal)
     except ValueError:
         return False
     return jsonschema_rs.validator_for(json.loads(schema), validate_formats=True).is_valid(value)

@@ -80,12 +80,13 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] = {}
-    min_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Tokens before which neither an end-of-sequence token nor one of `SequenceRequest.stop_ids` is chosen."""
     seed: Seed | None = None
     """The same seed gives the same tokens, whoever the neighbours are."""
     logprobs: TopLogprobs | None = None
     """How many of the most probable tokens to report with each token; 0 reports the chosen one's only."""
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Tokens before which neither an end-of-sequence token nor one of `SequenceRequest.stop_ids` is chosen, unless no
+    other may follow."""
 
 
 SAMPLING_FIELDS: Final = frozenset(Sampling.__struct_fields__)

@@ -171,12 +171,12 @@ def text_of(events: Sequence[dict[str, Any]], index: int = 0) -> str:
     return "".join(pieces)
 
 
-def worker_of(running: Running, stream: Stream) -> int | None:
-    """The process id of the gateway worker that has the stream's connection; None: it is over."""
+def worker_of(running: Running, port: int) -> int | None:
+    """The process id of the gateway worker that has the connection from a client's port; None: it is over."""
     connections = (
         (worker, one) for worker in running.workers() for one in psutil.Process(worker).net_connections("tcp")
     )
-    return next((worker for worker, one in connections if one.raddr and one.raddr.port == stream.port), None)
+    return next((worker for worker, one in connections if one.raddr and one.raddr.port == port), None)
 
 
 def figures(running: Running, model: str) -> dict[str, Any]:

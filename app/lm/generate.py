@@ -103,7 +103,7 @@ class BackendSampling(SamplingFields, kw_only=True):
     best_of: Literal[1] | None = None
     beam_width: Literal[1] | None = None
     num_return_sequences: Literal[1] | None = None
-    min_length: Literal[0] | None = None
+    min_length: Annotated[int, Meta(ge=0)] | None = None
     use_beam_search: Flag | None = None
     return_log_probs: Flag | None = None
     return_logprobs: Flag | None = None
@@ -124,7 +124,7 @@ _FACTS: Final = {
     "return_num_input_tokens": "prompt_tokens",
     "return_num_output_tokens": "completion_tokens",
 }
-_OTHER_NAMES: Final = {"random_seed": "seed", "stop_words": "stop"}
+_OTHER_NAMES: Final = {"min_length": "min_tokens", "random_seed": "seed", "stop_words": "stop"}
 
 
 class GenerateParameters(BackendSampling, kw_only=True):

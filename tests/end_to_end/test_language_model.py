@@ -170,7 +170,7 @@ class TestSeeds:
             async def ask(seed: int) -> Stream:
                 body = {**seeded(prompts, seed), "stream": True}
                 async with open_stream(running, "/v1/completions", body) as stream:
-                    asked.add(worker_of(running, stream))
+                    asked.add(worker_of(running, stream.port))
                     return await stream.rest()
 
             # Who takes a connection is the system's choice: ask until both workers had some.

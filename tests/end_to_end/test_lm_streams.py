@@ -390,7 +390,7 @@ class TestTwoWorkers:
         async def ask(name: str) -> Stream:
             async with open_stream(two_workers, PATH, streamed("slow", max_tokens=900), request_id=name) as stream:
                 await stream.read(1)
-                had_streams.add(worker_of(two_workers, stream))
+                had_streams.add(worker_of(two_workers, stream.port))
                 answer = await asyncio.to_thread(TestCancelling.cancel, two_workers, name)
                 assert answer.json() == {"request_id": name, "cancelled": 1}
                 return await stream.rest()

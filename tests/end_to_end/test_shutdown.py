@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from tests.running import SERVICES, Running, in_background, leftovers, processes_of, segments_of, serve, wait_for
+from tests.token_streams import worker_of
 
 
 def slow(marker: Path, **server: Any) -> dict[str, Any]:
@@ -165,13 +166,15 @@ def test_a_gateway_worker_that_was_killed_is_replaced(pair: Running) -> None:
     os.kill(before[0], signal.SIGKILL)
     wait_for(lambda: len(set(pair.workers()) | set(before)) == 3 and len(pair.workers()) == 2, 180, "another worker")
     # The other goes on meanwhile, and the new one takes its share of the connections.
-    prefixes = set()
+    answered: set[int | None] = set()
 
     def both_answer() -> bool:
-        answer = sleep(pair, 0.0)
-        assert answer.status_code == 200
-        prefixes.add(answer.headers["x-request-id"].partition("-")[0])
-        return len(prefixes) == 2
+        with httpx.Client(base_url=pair.url) as client:  # a connection of its own
+            answer = client.post("/v2/models/slow/generate", json={"x": [0.0]})
+            assert answer.status_code == 200
+            _, port = answer.extensions["network_stream"].get_extra_info("client_addr")
+            answered.add(worker_of(pair, port))
+        return set(pair.workers()) <= answered
 
     wait_for(both_answer, 20, "both workers to answer")
 

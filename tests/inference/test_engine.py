@@ -14,7 +14,9 @@ from inference.engine import Sampling, SequenceRequest, TokenEvent
     "value",
     [
         SequenceRequest("a", [1, 2], 3),
-        SequenceRequest("a", [], 0, Sampling(0.5, 3, 0.9, 0.1, 1.2, 1.0, -1.0, {5: -3.5}, -9, 4), frozenset([7]), True),
+        SequenceRequest(
+            "a", [], 0, Sampling(0.5, 3, 0.9, 0.1, 1.2, 1.0, -1.0, {5: -3.5}, -9, 4, 2), frozenset([7]), True
+        ),
         TokenEvent("a", 0, 7),
         TokenEvent("a", 5, 7, -0.5, ((7, -0.5), (8, -2.0)), "stop"),
         TokenEvent("a", 5, None, finish="error", error="RuntimeError: on purpose"),
@@ -47,4 +49,4 @@ def test_what_is_out_of_range_or_unknown_is_refused(field: str, value: Any) -> N
 
 
 def test_an_event_is_small() -> None:
-    assert len(msgspec.msgpack.encode(TokenEvent("0123456789", 100, 5000))) <= 20
+    assert len(msgspec.msgpack.encode(TokenEvent("0123456789", 100, 5000))) <= 21

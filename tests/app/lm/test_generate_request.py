@@ -63,7 +63,8 @@ def test_parameters_stand_within_or_beside() -> None:
         ({"text_input": "x", "parameters": {"bad_words": "big words"}}, "parameters.bad_words: expected a word that"),
         ({"text_input": "x", "end_id": 4096}, "end_id: expected a token id up to 4095, or -1, got 4096"),
         ({"text_input": "x", "beam_width": 4}, "beam_width: expected 1, got 4"),
-        ({"text_input": "x", "min_length": 1}, "min_length: expected 0, got 1"),
+        ({"text_input": "x", "min_length": -1}, "min_length: expected at least 0, got -1"),
+        ({"text_input": "x", "min_length": 1, "min_tokens": 1}, "min_length: expected it once, got min_tokens as well"),
         ({"text_input": "x", "return_log_probs": True}, "return_log_probs: this model does not support it"),
         (
             {"text_input": "x", "parameters": {"return_finish_reason": True}},

@@ -100,6 +100,13 @@ def test_an_answer_that_ends_by_itself_follows_its_schema(given: list[tuple[Any,
         assert events[-1].finish == "length" or is_valid(json.dumps(schema), text_of(events))
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_where_nothing_else_may_follow_an_answer_ends_before_its_least_tokens(temperature: float) -> None:
+    events = answer(DIGITS, Sampling(temperature=temperature, seed=1, min_tokens=40))
+    assert events[-1].finish == "stop"
+    assert text_of(events).isdigit()
+
+
 def test_neighbours_change_nothing_on_either_side() -> None:
     free = request("free", PROMPT, 40, Sampling(seed=3))
     held = [
