@@ -54,6 +54,8 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("LD_LIBRARY_PATH", library_path(os.environ))
     with tempfile.TemporaryDirectory(prefix="hw-", ignore_cleanup_errors=True) as name:
         yield Path(name)
+    for segment in Path("/dev/shm").glob(f"pytrtion{os.getpid()}-*"):  # a replica's guardian would sweep it
+        segment.unlink()
 
 
 @pytest.fixture
