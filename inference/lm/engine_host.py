@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import threading
@@ -71,9 +70,8 @@ class EngineHost:
     ) -> None:
         self._engine = engine
         running, waiting = engine.limits.max_sequences, engine.limits.max_waiting
-        self._most_sequences = running + waiting
-        limits = f"`max_sequences` is {running}, `max_waiting` is {waiting}"
-        self._full = f"{running + waiting} sequences run or wait; {limits}"
+        self._most_sequences = most = running + waiting
+        self._full = f"{most} sequences run or wait; `max_sequences` is {running}, `max_waiting` is {waiting}"
         self._device = device
         self._on_broken = on_broken
         self._channel_limits = channel_limits
@@ -148,14 +146,9 @@ class EngineHost:
             while True:
                 if frame is not None:
                     yield self._packed_for(channel, frame)
-                    if frame.closed or control.is_cancelled:
+                    if frame.closed:
                         return
-                try:
-                    with control.awaiting_model():
-                        await channel.news.wait()
-                except asyncio.CancelledError:
-                    if not control.is_cancelled:
-                        raise
+                if not await control.wait(channel.news):
                     return
                 channel.news.clear()
                 with self._changed:

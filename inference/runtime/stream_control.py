@@ -49,6 +49,17 @@ class StreamControl:
         finally:
             self._awaiting = None
 
+    async def wait(self, event: asyncio.Event) -> bool:
+        """Wait for an event; False if the stream is cancelled."""
+        try:
+            if not self.is_cancelled:
+                with self.awaiting_model():
+                    await event.wait()
+        except asyncio.CancelledError:
+            if not self.is_cancelled:
+                raise
+        return not self.is_cancelled
+
     def take(self, frames: int, size_bytes: int) -> None:
         """Note what the reader has taken so far."""
         self.taken_frames, self.taken_bytes = frames, size_bytes
