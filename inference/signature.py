@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -39,13 +39,17 @@ class HeadSpec(msgspec.Struct, frozen=True):
     """Whether the head's failure fails the request; otherwise its outputs are left out."""
 
 
+ToolParser: TypeAlias = Literal["hermes", "llama3", "mistral"]
+"""The formats in which language models write tool calls; `app.lm.text.tool_calls` reads them."""
+
+
 class LanguageModelSpec(msgspec.Struct, frozen=True):
     """What the gateway needs to turn a language model's text into tokens and back."""
 
     folder: str
     """Absolute path of the Hugging Face folder with tokenizer and chat template."""
     limits: EngineLimits
-    tool_parser: Literal["hermes", "llama3", "mistral"] | None = None
+    tool_parser: ToolParser | None = None
     """The format of the model's tool calls; None for that of its chat template."""
 
 

@@ -1,4 +1,4 @@
-"""The request fields that say what form an answer must have, and the grammar that they come to."""
+"""The request fields for structured output, and the grammar that they stand for."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ class ChatAnswer(OpenAIAnswer):
 
     Args:
         tools: how its texts are searched for calls of tools; None if they are all content.
-        *args, **options: see `OpenAIAnswer`.
+
+    The other arguments are those of `OpenAIAnswer`.
     """
 
     id_prefix = "chatcmpl"
@@ -51,14 +52,10 @@ class ChatAnswer(OpenAIAnswer):
         choices: int,
         texts: TokenTexts,
         *,
-        logprobs: bool,
-        includes_usage: bool = False,
-        counts_usage: bool = False,
         tools: ToolUse | None = None,
+        **options: bool,
     ) -> None:
-        super().__init__(
-            model, choices, texts, logprobs=logprobs, includes_usage=includes_usage, counts_usage=counts_usage
-        )
+        super().__init__(model, choices, texts, **options)
         self._tools = tools
         self._finders = [tools.finder() for _ in range(choices)] if tools is not None else []
 

@@ -20,7 +20,7 @@ from app.codecs.faults import at, key_text, shown
 from app.errors import BadRequest, HeadwaterError
 from app.lm.answer_grammar import JsonSchemaFormat, ResponseFormat, Schema
 from app.lm.answers import AnswerForm, Event, shown_tokens
-from app.lm.chat import ChatRequest
+from app.lm.chat import ChatRequest, TemplateVariables
 from app.lm.sampling_fields import StreamFields
 from app.lm.sequence import SequenceSpec
 from app.lm.text_plan import TextPlan
@@ -164,7 +164,7 @@ def _shown_error(error: HeadwaterError) -> dict[str, Any]:
 
 _ROLES: Final = ("developer", "system", "user", "assistant")
 _TEXT_KINDS: Final = ("input_text", "output_text")
-_ONLY_OPENAIS: Final = frozenset({"type", "id", "status", "phase"})
+_NOT_FOR_TEMPLATES: Final = frozenset({"type", "id", "status", "phase"})
 """Fields of a message that say nothing to a chat template."""
 _MAX_LABELS: Final = 16
 _MAX_KEY: Final = 64
@@ -246,9 +246,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
     safety_identifier: _Label | None = None
     prompt_cache_key: _Label | None = None
     service_tier: Literal["auto", "default"] | None = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Meta(description="Further variables of the model's chat template")
-    ] = None
+    chat_template_kwargs: TemplateVariables = None
     access_programs: None = None
     context_management: None = None
     conversation: None = None
@@ -292,8 +290,8 @@ class ResponsesRequest(StreamFields, kw_only=True):
         try:
             plan = chat.plan(text, limits)
         except BadRequest as error:
-            raise _in_our_words(error, fields) from None
-        return plan._replace(specs=[_with_our_field(spec) for spec in plan.specs])
+            raise _renamed(error, fields) from None
+        return plan._replace(specs=[_from_text_format(spec) for spec in plan.specs])
 
     def repeated(self) -> dict[str, Any]:
         """The fields that an answer repeats, with their defaults."""
@@ -370,7 +368,7 @@ def _chat_message(item: object, path: str) -> dict[str, Any]:
     content = item.get("content")
     if isinstance(content, list):
         content = [_chat_part(part, f"{path}.content[{n}]") for n, part in enumerate(content)]
-    return {**{name: value for name, value in item.items() if name not in _ONLY_OPENAIS}, "content": content}
+    return {**{name: value for name, value in item.items() if name not in _NOT_FOR_TEMPLATES}, "content": content}
 
 
 def _chat_part(part: object, path: str) -> dict[str, Any]:
@@ -383,8 +381,8 @@ def _chat_part(part: object, path: str) -> dict[str, Any]:
     return {"type": "text", "text": part.get("text")}
 
 
-def _with_our_field(spec: SequenceSpec) -> SequenceSpec:
-    """The sequence, whose grammar may still be refused by the replica, which names the field."""
+def _from_text_format(spec: SequenceSpec) -> SequenceSpec:
+    """The sequence with `text.format` as its grammar's field, which the replica names if it refuses the grammar."""
     if spec.grammar is None or not spec.grammar.field.startswith("response_format"):
         return spec
     return structs.replace(spec, grammar=structs.replace(spec.grammar, field="text.format"))
@@ -395,7 +393,7 @@ _FIELD: Final = re.compile(r"messages|max_completion_tokens|response_format(\.js
 _FIELDS: Final = {"messages": "input", "max_completion_tokens": "max_output_tokens", "logprobs": "include"}
 
 
-def _in_our_words(error: BadRequest, fields: Sequence[str]) -> BadRequest:
+def _renamed(error: BadRequest, fields: Sequence[str]) -> BadRequest:
     """The error of a chat request, by the names of this one's fields.
 
     Args:

@@ -73,7 +73,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: Flag | None = None
     include_stop_str_in_output: Flag | None = None
     skip_special_tokens: Annotated[bool, Meta(extra_json_schema={"default": True})] | None = None
-    structured_outputs: Annotated[StructuredOutputs | None, Meta(description="The answer's form, as in vLLM")] = None
+    structured_outputs: Annotated[StructuredOutputs | None, Meta(description="Constrains the answer")] = None
 
     @classmethod
     def read(cls: type[_Fields], raw: bytes) -> _Fields:

@@ -85,7 +85,7 @@ class Constraint:
 
 
 class Masks:
-    """Masks of sequences, computed in another thread since it was made."""
+    """Masks of sequences, which another thread is computing."""
 
     def __init__(self, rows: Sequence[int], bits: Future[Tensor], vocab_size: int) -> None:
         self._rows = rows

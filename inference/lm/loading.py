@@ -19,14 +19,13 @@ from inference.lm.model_folder import CONFIG, checked_json, checked_model
 from inference.lm.step_watch import MAX_STEP_S
 from inference.reference import find_folder
 from inference.runtime.loader import import_for, wrong_options
-from inference.signature import LanguageModelSpec, Signature, TensorSpec
+from inference.signature import LanguageModelSpec, Signature, TensorSpec, ToolParser
 
 __all__ = ["LmPlan", "SlotOptions", "lm_signature", "plan_language_model"]
 
 logger = logging.getLogger(__name__)
 
 Count = Annotated[int, Meta(ge=1)]
-ToolParser = Literal["hermes", "llama3", "mistral"]
 StepTime = Annotated[float, Meta(gt=0, le=86_400)]
 
 TOKENIZER: Final = "tokenizer.json"

@@ -86,7 +86,7 @@ class ChatTemplate:
             "documents": None,
             **self._special_tokens,
             **(variables or {}),
-            "messages": [self._as_wanted(message) for message in messages],
+            "messages": [self._for_template(message) for message in messages],
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -99,7 +99,7 @@ class ChatTemplate:
                 reason = f"{type(error).__name__}: {error}"
                 raise _bad_template(f"the model's chat template can't render the conversation: {reason}") from error
 
-    def _as_wanted(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message without nulls, which templates would print, and its reasoning under the names that templates use.
 
         A developer's message is a system's, as OpenAI had it before, for templates that don't know the newer role.

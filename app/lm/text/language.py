@@ -9,7 +9,8 @@ from typing import Any
 from app.codecs.faults import at
 from app.lm.text.chat_template import ChatTemplate
 from app.lm.text.tokenizer import Tokenizer
-from app.lm.text.tool_calls import FormatName, call_format
+from app.lm.text.tool_calls import call_format
+from inference.signature import ToolParser
 
 __all__ = ["LanguageText"]
 
@@ -25,7 +26,7 @@ class LanguageText:
         ConfigError: a file is missing or wrong; the message names it.
     """
 
-    def __init__(self, folder: Path, tool_parser: FormatName | None = None) -> None:
+    def __init__(self, folder: Path, tool_parser: ToolParser | None = None) -> None:
         self.tokenizer = Tokenizer(folder)
         templates = self.tokenizer.chat_templates
         self.template = ChatTemplate(templates, self.tokenizer.special_tokens) if templates else None

@@ -15,14 +15,14 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Generator, Mapping
-from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import orjson
 
-__all__ = ["FORMATS", "CallFinder", "CallFormat", "CallPart", "FormatName", "ToolUse", "call_format"]
+from inference.signature import ToolParser
 
-FormatName: TypeAlias = Literal["hermes", "llama3", "mistral"]
+__all__ = ["FORMATS", "CallFinder", "CallFormat", "CallPart", "ToolUse", "call_format"]
 
 MAX_DEPTH: Final = 128
 """Objects and arrays within each other in a call; one that has more is content."""
@@ -43,7 +43,7 @@ _Reading: TypeAlias = Generator[None, None, _T]
 class CallFormat(NamedTuple):
     """How a model writes calls."""
 
-    name: FormatName
+    name: ToolParser
     opening: str
     """Opens one or more calls wherever it stands; often a special token."""
     marks: tuple[str, ...]
@@ -58,14 +58,14 @@ class CallFormat(NamedTuple):
         return secrets.token_hex(5)[:9] if self.name == "mistral" else f"call_{secrets.token_hex(12)}"
 
 
-FORMATS: Final[Mapping[FormatName, CallFormat]] = {
+FORMATS: Final[Mapping[ToolParser, CallFormat]] = {
     "hermes": CallFormat("hermes", "<tool_call>", ("<tool_call>", "</tool_call>")),
     "llama3": CallFormat("llama3", "<|python_tag|>", ("<|python_tag|>",), is_bare=True),
     "mistral": CallFormat("mistral", "[TOOL_CALLS]", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
 }
 
 
-def call_format(template: str, parser: FormatName | None = None) -> CallFormat | None:
+def call_format(template: str, parser: ToolParser | None = None) -> CallFormat | None:
     """The format that a chat template writes calls in; None if it has none of these.
 
     Args:
@@ -101,7 +101,7 @@ class ToolUse(NamedTuple):
     format: CallFormat
     names: frozenset[str]
     """The functions that may be called; a call of another one is content."""
-    is_certain: bool = False
+    is_constrained: bool = False
     """Whether a grammar lets the model write nothing but sound calls: their arguments need not wait for their end, and
     all other text is the rest of a call that was cut, and left out."""
     only_first: bool = False
@@ -161,26 +161,26 @@ class _Output:
         found, self._found = self._found, []
         return found
 
-    def say(self, text: str) -> None:
-        if self._use.is_certain:
+    def add_content(self, text: str) -> None:
+        if self._use.is_constrained:
             return
-        said = text.rstrip(_SPACE)
-        if said:
-            self._found.append(self._space + said)
+        content = text.rstrip(_SPACE)
+        if content:
+            self._found.append(self._space + content)
             self._space = ""
             self._is_after_call = False
-        self._space += text[len(said) :]
+        self._space += text[len(content) :]
 
     def end(self) -> None:
         if self._space and not self._is_after_call:
             self._found.append(self._space)
 
-    def begin(self, name: str) -> None:
+    def begin_call(self, name: str) -> None:
         self.calls += 1
         self._is_after_call = True
         self._add(name, "")
 
-    def argue(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         if text:
             self._add("", text)
 
@@ -197,7 +197,7 @@ class _Source:
         self.place = 0
         self.is_done = False
 
-    def need(self) -> _Reading[None]:
+    def wait(self) -> _Reading[None]:
         """Wait for more text.
 
         Raises:
@@ -219,7 +219,7 @@ class _Source:
                 return False
             yield
 
-    def takes(self, word: str) -> _Reading[bool]:
+    def accept(self, word: str) -> _Reading[bool]:
         """Whether this word is next, after whitespace; if so, it has been read."""
         yield from self.skip_space()
         while not (is_next := self.text.startswith(word, self.place)):
@@ -229,39 +229,39 @@ class _Source:
         self.place += len(word) * is_next
         return is_next
 
-    def demand(self, *words: str) -> _Reading[None]:
+    def expect(self, *words: str) -> _Reading[None]:
         """Read one of these words.
 
         Raises:
             _NoCall: none of them is next.
         """
         for word in words:
-            if (yield from self.takes(word)):
+            if (yield from self.accept(word)):
                 return
         raise _NoCall
 
-    def read_object(self, tell: Callable[[str], None] | None = None) -> _Reading[str]:
+    def read_object(self, on_part: Callable[[str], None] | None = None) -> _Reading[str]:
         """The text of a JSON object that is next, after whitespace: up to its last bracket, and not checked further.
 
         Args:
-            tell: called with each part of it.
+            on_part: called with each part of it.
 
         Raises:
             _NoCall: there is none, or it has no end.
         """
-        yield from self.demand("{")
-        start = told = self.place - 1
+        yield from self.expect("{")
+        start = passed = self.place - 1
         depth, is_inside = 1, False
         while depth:
             found = (_INSIDE if is_inside else _OUTSIDE).search(self.text, self.place)
             if found is None:
                 self.place = max(self.place, len(self.text))  # it may lie behind a backslash that is last
-                if tell is not None:
-                    tell(self.text[told:])
-                    told = len(self.text)
+                if on_part is not None:
+                    on_part(self.text[passed:])
+                    passed = len(self.text)
                 if self.is_done:
                     self.place = len(self.text)
-                yield from self.need()
+                yield from self.wait()
                 continue
             self.place = found.end()
             if is_inside:
@@ -273,8 +273,8 @@ class _Source:
                 depth += 1 if found[0] in "{[" else -1
                 if depth > MAX_DEPTH:
                     raise _NoCall
-        if tell is not None:
-            tell(self.text[told : self.place])
+        if on_part is not None:
+            on_part(self.text[passed : self.place])
         return self.text[start : self.place]
 
 
@@ -306,15 +306,15 @@ class _Reader:
                     yield from self._call("</tool_call>")
                 elif name == "llama3":
                     yield from self._list(";")
-                elif (yield from source.takes("[")):
+                elif (yield from source.accept("[")):
                     yield from self._list(",")
-                    if (yield from source.takes("]")):
+                    if (yield from source.accept("]")):
                         self._begin = source.place
                 else:
                     yield from self._named_call()
             except _NoCall:
                 pass
-            self._out.say(source.text[self._begin : source.place])
+            self._out.add_content(source.text[self._begin : source.place])
         self._out.end()
 
     def _find_opening(self, is_start: bool) -> _Reading[bool]:
@@ -331,63 +331,63 @@ class _Reader:
         while (found := source.text.find(opening, source.place)) < 0:
             rest = source.text[source.place :]
             held = 0 if source.is_done else _overlap(rest, opening)
-            self._out.say(rest[: len(rest) - held])
+            self._out.add_content(rest[: len(rest) - held])
             source.text, source.place = rest[len(rest) - held :], 0
             if source.is_done:
                 return False
             yield
-        self._out.say(source.text[source.place : found])
+        self._out.add_content(source.text[source.place : found])
         self._begin, source.place = found, found + len(opening)
         return True
 
     def _list(self, separator: str) -> _Reading[None]:
         yield from self._call()
-        while (yield from self._source.takes(separator)):
+        while (yield from self._source.accept(separator)):
             yield from self._call()
 
     def _call(self, closing: str = "") -> _Reading[None]:
         """Read a call in one object."""
         source = self._source
-        if self._use.is_certain:
-            name = yield from self._told_name()
-            yield from self._told_arguments(name)
-            yield from source.takes("}")
+        if self._use.is_constrained:
+            name = yield from self._constrained_name()
+            yield from self._stream_arguments(name)
+            yield from source.accept("}")
             if closing:
-                yield from source.takes(closing)
+                yield from source.accept(closing)
         else:
             try:
                 call = msgspec.json.decode((yield from source.read_object()), type=_Call)
             except (msgspec.MsgspecError, RecursionError):
                 raise _NoCall from None
-            if closing and not (yield from source.takes(closing)):
+            if closing and not (yield from source.accept(closing)):
                 if not (source.is_done and closing.startswith(source.text[source.place :])):
                     raise _NoCall
                 source.place = len(source.text)
-            self._tell(call.name, bytes(call.arguments or call.parameters).decode() or "{}")
+            self._add_call(call.name, bytes(call.arguments or call.parameters).decode() or "{}")
         self._begin = source.place
 
-    def _told_name(self) -> _Reading[str]:
+    def _constrained_name(self) -> _Reading[str]:
         """Read an object up to its arguments, written as a grammar has it."""
         source = self._source
         for word in ("{", '"name"', ":", '"'):
-            yield from source.demand(word)
+            yield from source.expect(word)
         while (end := source.text.find('"', source.place)) < 0:
-            yield from source.need()
+            yield from source.wait()
         name = source.text[source.place : end]
         source.place = end + 1
-        yield from source.demand(",")
-        yield from source.demand('"arguments"', '"parameters"')
-        yield from source.demand(":")
+        yield from source.expect(",")
+        yield from source.expect('"arguments"', '"parameters"')
+        yield from source.expect(":")
         return name
 
-    def _told_arguments(self, name: str) -> _Reading[None]:
-        """Tell of a call while its arguments are being read."""
+    def _stream_arguments(self, name: str) -> _Reading[None]:
+        """Pass a call on while its arguments are being read."""
         source = self._source
         if name not in self._use.names or not (yield from source.skip_space()) or source.text[source.place] != "{":
             raise _NoCall
-        self._out.begin(name)
+        self._out.begin_call(name)
         try:
-            yield from source.read_object(self._out.argue)
+            yield from source.read_object(self._out.add_arguments)
         finally:
             self._begin = source.place
 
@@ -400,19 +400,19 @@ class _Reader:
         while (brace := source.text.find("{", source.place, source.place + _MAX_HEAD)) < 0:
             if len(source.text) >= source.place + _MAX_HEAD:
                 raise _NoCall
-            yield from source.need()
+            yield from source.wait()
         head = _HEAD.fullmatch(source.text, source.place, brace)
         if head is None:
             raise _NoCall
         source.place = brace
-        if self._use.is_certain:
-            yield from self._told_arguments(head[1])
+        if self._use.is_constrained:
+            yield from self._stream_arguments(head[1])
         else:
-            self._tell(head[1], (yield from source.read_object()))
+            self._add_call(head[1], (yield from source.read_object()))
         self._begin = source.place
 
-    def _tell(self, name: str, arguments: str) -> None:
-        """Tell of a call that is complete.
+    def _add_call(self, name: str, arguments: str) -> None:
+        """Add a call that is complete.
 
         Raises:
             _NoCall: there is no such function, or the arguments are no JSON object.
@@ -423,8 +423,8 @@ class _Reader:
             is_sound = False
         if not is_sound:
             raise _NoCall
-        self._out.begin(name)
-        self._out.argue(arguments)
+        self._out.begin_call(name)
+        self._out.add_arguments(arguments)
 
 
 def _overlap(text: str, word: str) -> int:

@@ -182,9 +182,9 @@ def deltas(events: list[bytes]) -> tuple[str, list[dict[str, Any]], list[Any], s
 
 @given(PIECES, st.integers(1, 20), st.sampled_from(["stop", "length"]), st.booleans(), st.booleans())
 def test_a_stream_says_the_same_as_a_whole_answer(
-    answer: str, size: int, finish: str, is_certain: bool, logprobs: bool
+    answer: str, size: int, finish: str, is_constrained: bool, logprobs: bool
 ) -> None:
-    use = ToolUse(FORMATS["hermes"], frozenset({"weather", "clock"}), is_certain=is_certain)
+    use = ToolUse(FORMATS["hermes"], frozenset({"weather", "clock"}), is_constrained=is_constrained)
     make = partial(ChatAnswer, "m", 1, tiny_text().tokenizer.texts, logprobs=logprobs, tools=use)
     entry = TokenLogprob(5, -1.0, (), 0)
     cuts = [

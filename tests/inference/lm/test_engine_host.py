@@ -91,7 +91,7 @@ class Gated:
 
 
 class Worker:
-    """One who opens a channel and reads its frames directly; steps are merged until he reads."""
+    """A worker's channel whose frames are read directly; steps that are not read yet are merged."""
 
     def __init__(self, host: EngineHost, name: str = "c") -> None:
         self.host = host
@@ -264,6 +264,9 @@ def test_steps_past_a_workers_window_are_merged_and_an_acknowledgement_releases_
                         got.extend(decode_frame(raw).events)
                         frames += 1
 
+        async def have_come(count: int) -> None:
+            await until(lambda: frames == count)
+
         async def acknowledge(taken: int) -> None:
             note = structs.replace(channel, parcels=parcels, taken={"c": (taken, 0)})
             assert [one async for one in _answers(host, Post(""), CallNote(channel=note))] == []
@@ -274,7 +277,7 @@ def test_steps_past_a_workers_window_are_merged_and_an_acknowledgement_releases_
         assert [one async for one in _answers(host, Post("c", [Submit(0, "r", [1], 1000)]))] == []
         for step in range(1, STREAM_WINDOW):  # with the first frame, a whole window
             engine.allow(1)
-            await until(lambda step=step: frames == step + 1)  # type: ignore[misc]
+            await have_come(step + 1)
             if step % (PARCEL_WINDOW // 2) == 0:
                 await acknowledge(0)
         engine.allow(500)

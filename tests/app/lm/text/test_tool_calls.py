@@ -112,13 +112,13 @@ ANSWERS = st.lists(st.sampled_from(PARTS), max_size=12).map("".join)
 
 @given(st.sampled_from(list(FORMATS.values())), ANSWERS, st.lists(st.integers(1, 9)), st.booleans(), st.booleans())
 def test_cuts_do_not_matter(
-    format: CallFormat, answer: str, sizes: list[int], is_certain: bool, only_first: bool
+    format: CallFormat, answer: str, sizes: list[int], is_constrained: bool, only_first: bool
 ) -> None:
     pieces, rest = [], answer
     for size in sizes:
         pieces.append(rest[:size])
         rest = rest[size:]
-    options = {"is_certain": is_certain, "only_first": only_first}
+    options = {"is_constrained": is_constrained, "only_first": only_first}
     assert read(format, *pieces, rest, **options) == read(format, answer, **options)
 
 
@@ -150,7 +150,7 @@ def test_content_comes_at_once() -> None:
     ],
 )
 def test_arguments_come_as_they_are_written_where_a_grammar_makes_them_sound(format: CallFormat, answer: str) -> None:
-    finder = CallFinder(ToolUse(format, NAMES, is_certain=True))
+    finder = CallFinder(ToolUse(format, NAMES, is_constrained=True))
     events = [finder.push(one) for one in answer]
     begin = answer.index(ARGUMENTS)
     assert events[begin] == [CallPart(0, "weather", ""), CallPart(0, "", "{")]
@@ -161,7 +161,7 @@ def test_arguments_come_as_they_are_written_where_a_grammar_makes_them_sound(for
 def test_what_the_length_cut_is_a_part_of_a_call_where_a_grammar_made_it() -> None:
     answer = f"<tool_call>{CALL}</tool_call>"
     for end in range(len(answer) + 1):
-        content, calls = read(HERMES, answer[:end], is_certain=True)
+        content, calls = read(HERMES, answer[:end], is_constrained=True)
         assert ("".join(call[1] for call in calls)) == ARGUMENTS[: max(end - answer.index(ARGUMENTS), 0)]
         assert content == ""
 
