@@ -1,4 +1,5 @@
-"""References to a language model's folder: ``lm:PATH``, or ``lm:PACKAGE:PATH`` within an installed package.
+"""References to a language model's folder: ``lm:PATH``, or ``lm:PACKAGE:PATH`` within an installed package; with
+``vllm:`` instead for a model that vLLM computes.
 
 Also finds a file or folder that a configuration names by its path.
 """
@@ -14,9 +15,10 @@ from typing import Final, Literal, NamedTuple
 from inference.environment import problem_of
 from inference.errors import LoadError, Problem
 
-__all__ = ["LmReference", "find_folder", "find_path", "is_language_model", "parse_reference"]
+__all__ = ["LmReference", "find_folder", "find_path", "is_language_model", "is_vllm", "parse_reference"]
 
-_PREFIX: Final = "lm:"
+_VLLM: Final = "vllm:"
+_PREFIXES: Final = ("lm:", _VLLM)
 
 _PACKAGE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
@@ -31,21 +33,28 @@ class LmReference(NamedTuple):
 
 def is_language_model(reference: str) -> bool:
     """Whether a deployment's ``model`` is a language model's folder."""
-    return reference.startswith(_PREFIX)
+    return reference.startswith(_PREFIXES)
+
+
+def is_vllm(reference: str) -> bool:
+    """Whether a deployment's ``model`` is a folder for vLLM."""
+    return reference.startswith(_VLLM)
 
 
 def parse_reference(reference: str) -> LmReference:
-    """Parse ``lm:PATH`` or ``lm:PACKAGE:PATH``. A path with a colon is read as the second form.
+    """Parse ``lm:PATH``, ``lm:PACKAGE:PATH``, or these with ``vllm:``. A path with a colon is read as the second form.
 
     Raises:
         ValueError: the reference has neither form.
     """
-    package, colon, path = reference.removeprefix(_PREFIX).partition(":")
+    kind, _, rest = reference.partition(":")
+    package, colon, path = rest.partition(":")
     if not colon:
         package, path = "", package
     if not path.strip() or (colon and (not _PACKAGE.match(package) or Path(path).is_absolute())):
         raise ValueError(
-            "expected lm:PATH such as lm:models/llama, or lm:PACKAGE:PATH such as lm:inference.zoo:weights/tiny_lm"
+            f"expected {kind}:PATH such as {kind}:models/llama, or {kind}:PACKAGE:PATH such as "
+            f"{kind}:inference.zoo:weights/tiny_lm"
         )
     return LmReference(package, path)
 
@@ -54,7 +63,7 @@ def find_folder(reference: str, search: Sequence[str] = ()) -> Path:
     """The folder that a reference names, as an absolute path.
 
     Args:
-        reference: ``lm:PATH`` or ``lm:PACKAGE:PATH``.
+        reference: as for `parse_reference`.
         search: folders in which a relative path is looked for, after the working folder.
 
     Raises:

@@ -13,7 +13,7 @@ from inference.engine import EngineLimits
 from inference.errors import DeclarationError
 from inference.model import Embedding, Model, Parameter, Tensor
 
-__all__ = ["HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec"]
+__all__ = ["HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec", "VllmSpec"]
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -53,6 +53,19 @@ class LanguageModelSpec(msgspec.Struct, frozen=True):
     """The format of the model's tool calls; None for that of its chat template."""
 
 
+class VllmSpec(msgspec.Struct, frozen=True):
+    """A language model that vLLM computes: the gateway relays requests to vLLM's own HTTP."""
+
+    max_sequences: int
+    """Sequences computed together."""
+    context_length: int
+    """The most tokens of a prompt and its answer together."""
+    cache_tokens: int
+    """Tokens that one replica's key/value cache holds."""
+    version: str
+    """vLLM's."""
+
+
 class Signature(msgspec.Struct, frozen=True):
     """Everything about a model that the gateway needs to check, batch and document requests."""
 
@@ -74,6 +87,8 @@ class Signature(msgspec.Struct, frozen=True):
     """Whether the model answers a request with any number of results rather than one."""
     language_model: LanguageModelSpec | None = None
     """Set for a language model, whose replica speaks `inference.wire.lm`."""
+    vllm: VllmSpec | None = None
+    """Set for a language model that vLLM computes."""
 
     def example_row(self) -> dict[str, Any]:
         """One row by input name, as nested lists: the model's own example, completed with neutral values."""

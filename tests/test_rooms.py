@@ -20,8 +20,10 @@ ROOMS = {
     "app.transport": {"app.codecs"},
     "app.dispatch": {"app.codecs", "app.control", "app.telemetry", "app.transport"},
     "app.lm": {"app.dispatch", "app.codecs", "app.control", "app.telemetry", "app.transport"},
+    "app.vllm": {"app.lm", "app.dispatch", "app.codecs", "app.control", "app.telemetry"},
     "app.gateway": {
         "app.config", "app.control", "app.codecs", "app.security", "app.telemetry", "app.dispatch", "app.lm",
+        "app.vllm",
     },
     "app.supervisor": {"app.config", "app.control", "app.process", "app.security", "app.telemetry"},
     "app.cli": {"app.supervisor", "app.codecs", "app.config", "app.process", "app.security", "app.telemetry"},

@@ -14,9 +14,10 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from app.config import sections
 from app.config.pipeline import Pipeline
 from app.config.sections import Faults, ReplicaBounds, Section
+from app.config.vllm import VllmOptions, option_faults
 from app.errors import ConfigError
 from inference.errors import did_you_mean
-from inference.reference import is_language_model
+from inference.reference import is_language_model, is_vllm
 
 __all__ = [
     "DEFAULT_MEMORY_PART",
@@ -64,10 +65,11 @@ class Deployment(Section):
 
     model: sections.ModelReference | None = None
     """``module:Class`` of an `inference.Model`, ``onnx:PATH`` of an ONNX file, ``lm:PATH`` or ``lm:PACKAGE:PATH`` of a
-    language model's folder. Either this or ``pipeline``."""
+    language model's folder, ``vllm:PATH`` or ``vllm:PACKAGE:PATH`` of one that vLLM computes. Either this or
+    ``pipeline``."""
     pipeline: Pipeline | None = None
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class's constructor, or of a language model's engine."""
+    """Keyword arguments of the class's constructor, or of a language model's engine; for vLLM `VllmOptions`."""
     batching: sections.Batching = Field(default_factory=sections.Batching)
     timeout_s: sections.PositiveSeconds = 30
     """A request's deadline, queueing included; a request may ask for less."""
@@ -102,7 +104,7 @@ class Deployment(Section):
     """How to reload: ``beside`` starts the new replicas while the old ones serve; ``recreate`` starts them after the
     old ones have ended, for memory that holds only one set."""
     python: sections.PythonPath | None = None
-    """The Python interpreter for the replicas, with PyTriton installed; default: Headwater's own."""
+    """The Python interpreter for the replicas, with PyTriton installed, or with vLLM; default: Headwater's own."""
 
     def _faults(self) -> Iterator[str]:
         if (self.model is None) == (self.pipeline is None):
@@ -124,6 +126,10 @@ class Deployment(Section):
                 "max_compute_s: expected none for a language model, whose engine's steps are bounded by "
                 f"`options.max_step_s`, got {self.max_compute_s:g}"
             )
+        if self.is_vllm:
+            if self.python is None:
+                yield "python: expected the interpreter of an environment that has vLLM, such as vllm-env/bin/python"
+            yield from option_faults(self.options)
         if self.max_in_flight < self.instances:
             yield (f"batching.max_in_flight: expected at least instances = {self.instances}, got {self.max_in_flight}")
 
@@ -143,6 +149,18 @@ class Deployment(Section):
     def is_language_model(self) -> bool:
         """Whether it is a language model."""
         return is_language_model(self.model or "")
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether it is a language model that vLLM computes."""
+        return is_vllm(self.model or "")
+
+    @property
+    def checked_options(self) -> dict[str, Any]:
+        """``options``; vLLM's with their defaults."""
+        if not self.is_vllm:
+            return self.options
+        return VllmOptions.model_validate(self.options).model_dump(mode="json")
 
     @property
     def placements(self) -> tuple[str, ...]:

@@ -74,7 +74,7 @@ class Faults(ValueError):
 
 
 def _check_model_reference(value: str) -> str:
-    """Check that a text is ``module:Class``, ``onnx:PATH``, ``lm:PATH`` or ``lm:PACKAGE:PATH``."""
+    """Check that a text is ``module:Class``, ``onnx:PATH``, or a language model's reference."""
     if is_language_model(value):
         parse_reference(value)
     elif value.startswith("onnx:"):
@@ -82,8 +82,8 @@ def _check_model_reference(value: str) -> str:
             raise ValueError("expected a path after onnx:, such as onnx:models/head.onnx")
     elif not _MODEL.match(value):
         raise ValueError(
-            "expected module:Class such as my_package.models:Scale, onnx:PATH such as onnx:head.onnx, or lm:PATH such "
-            "as lm:models/llama"
+            "expected module:Class such as my_package.models:Scale, onnx:PATH such as onnx:head.onnx, lm:PATH such "
+            "as lm:models/llama, or vllm:PATH"
         )
     return value
 

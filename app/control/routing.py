@@ -38,7 +38,7 @@ class ReplicaRoute(msgspec.Struct, frozen=True):
     id: str
     """Unique among all replicas ever started by this supervisor."""
     http_socket: str
-    """Path of its Triton's HTTP socket."""
+    """Path of the HTTP socket of its Triton, or of its vLLM."""
     token: str
     """Triton's access token."""
     grpc_socket: str = ""
@@ -80,6 +80,10 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     """The pipeline of a deployment that is a step."""
     is_language_model: bool = False
     """Known before its signature."""
+    is_vllm: bool = False
+    """Whether it is a language model that vLLM computes."""
+    prefix_affinity: float = 0
+    """See `app.config.vllm.VllmOptions`."""
     retiring: tuple[ReplicaRoute, ...] = ()
     """Replaced replicas: they get no new requests, but finish those that they have."""
     since_s: float = 0

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from app.control.routing import DeploymentRoute, ReplicaRoute
 from app.dispatch.pending import Part
@@ -33,12 +33,20 @@ def connect(name: str, route: ReplicaRoute) -> ReplicaClient | FrameReplicaClien
     return TritonClient(name, route.http_socket, route.token)
 
 
+class Client(Protocol):
+    """A connection to a replica."""
+
+    def close(self) -> None:
+        """End it, and with it all calls."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Replica:
     """A replica and the connection to it."""
 
     route: ReplicaRoute
-    client: ReplicaClient | FrameReplicaClient
+    client: Client
     is_retiring: bool = False
     """Whether others have replaced it: it gets nothing new, and finishes what it has."""
     is_lost: bool = False
@@ -58,6 +66,7 @@ class Replica:
 class ReplicaCalls(Replica):
     """A replica and its calls in flight."""
 
+    client: ReplicaClient | FrameReplicaClient
     calls: int = 0
     rows: int = 0
     batches: dict[int, list[Part]] = field(default_factory=dict)

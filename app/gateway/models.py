@@ -18,6 +18,7 @@ from app.dispatch.protocol import Dispatcher, drain
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, NotFound, Unavailable
 from app.lm.dispatcher import LmDispatcher
 from app.telemetry.recorder import recorder
+from app.vllm.dispatcher import VllmDispatcher
 from inference.signature import Signature
 
 __all__ = ["Models", "ServedModel"]
@@ -109,6 +110,8 @@ class Models:
             self._models.pop(name).dispatcher.close()
 
     def _made(self, route: DeploymentRoute) -> Dispatcher:
+        if route.is_vllm:
+            return VllmDispatcher(route)
         if route.is_language_model:
             return LmDispatcher(route, self._connect)
         if route.is_graph:
@@ -163,10 +166,18 @@ class Models:
             BadRequest: it is something else.
         """
         dispatcher = self.get(name, version).dispatcher
+        if isinstance(dispatcher, VllmDispatcher):
+            raise BadRequest(f"model: `{name}` is computed by vLLM, whose tokenizer is not offered", field="model")
         if not isinstance(dispatcher, LmDispatcher):
             those = self._names(lambda route: route.is_language_model)
             raise BadRequest(f"model: `{name}` is no language model; models that are: {those}", field="model")
         return dispatcher
+
+    def vllm(self, name: str) -> VllmDispatcher | None:
+        """The dispatcher of a language model, if vLLM computes it."""
+        model = self._models.get(name)
+        dispatcher = model.dispatcher if model is not None else None
+        return dispatcher if isinstance(dispatcher, VllmDispatcher) else None
 
     def _names(self, is_one: Callable[[DeploymentRoute], bool]) -> str:
         return ", ".join(f"`{model.route.name}`" for model in self if is_one(model.route)) or "none"
@@ -215,9 +226,9 @@ async def _nowhere(request_id: str) -> int:
     return 0
 
 
-def _kind(route: DeploymentRoute) -> tuple[bool, bool]:
+def _kind(route: DeploymentRoute) -> tuple[bool, bool, bool]:
     """The kind of dispatcher that a deployment needs."""
-    return route.is_language_model, route.is_graph
+    return route.is_language_model, route.is_vllm, route.is_graph
 
 
 def _quoted(text: str) -> str:

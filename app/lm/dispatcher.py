@@ -8,19 +8,19 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
-from app.codecs.tensors import InferRequest
 from app.control.load import Moment
 from app.control.routing import DeploymentRoute, ReplicaRoute, unavailable
 from app.dispatch.pool import Connect, Replica, ReplicaPool, connect
-from app.dispatch.protocol import Dispatcher, Fail
-from app.errors import RETRY_AFTER_LOST_S, BadRequest, HeadwaterError, ReplicaLost, Unavailable
+from app.dispatch.protocol import Fail
+from app.errors import RETRY_AFTER_LOST_S, HeadwaterError, ReplicaLost, Unavailable
 from app.lm.channel import NOTHING, Channel, answers
 from app.lm.request import RequestRun
 from app.lm.sequence import Generation, SequenceSpec
+from app.lm.text_dispatcher import TextDispatcher
 from app.telemetry.instruments import Gauge
 from app.telemetry.recorder import recorder
 from app.telemetry.tracing import add_generation
@@ -65,7 +65,7 @@ class EngineReplica(Replica):
         self.client.close()
 
 
-class LmDispatcher(Dispatcher):
+class LmDispatcher(TextDispatcher):
     """Takes requests for one language model, and has its replicas' engines generate the tokens.
 
     Args:
@@ -204,25 +204,6 @@ class LmDispatcher(Dispatcher):
             *(self._cancel_at(one, request_id) for one in self._pool.connected.values() if not one.is_lost)
         )
         return here + sum(there)
-
-    # Requests with tensors are refused
-
-    def check_whole(self) -> None:
-        self.check_ready()
-        raise self._refusal()
-
-    async def infer(self, request: InferRequest, *, is_step: bool = False) -> NoReturn:
-        raise self._refusal()
-
-    def stream(self, request: InferRequest) -> NoReturn:
-        raise self._refusal()
-
-    def _refusal(self) -> BadRequest:
-        name = self.route.name
-        return BadRequest(
-            f"model `{name}` is a language model and takes no tensors: POST to /v2/models/{name}/generate, "
-            f"/v2/models/{name}/generate_stream or /v1/chat/completions"
-        )
 
     # Replicas
 

@@ -178,7 +178,7 @@ class GenerateRequest(GenerateParameters, kw_only=True):
         Raises:
             BadRequest: a field is wrong, or asks for more than the model can take.
         """
-        given, places = self._merged()
+        given, places = self._places()
         prompt = self.text_input if isinstance(self.text_input, str) else self.text_input[0]
         try:
             sampling, end = _sampling(given, text, limits), _text_end(given, limits)
@@ -195,7 +195,15 @@ class GenerateRequest(GenerateParameters, kw_only=True):
                 raise BadRequest(f"{place}{error.message}", field=f"{place}{error.field}") from None
             raise
 
-    def _merged(self) -> tuple[GenerateParameters, dict[str, str]]:
+    def merged(self) -> GenerateParameters:
+        """The parameters under their own names, wherever they were given.
+
+        Raises:
+            BadRequest: one was given twice, or asks for what isn't supported.
+        """
+        return self._places()[0]
+
+    def _places(self) -> tuple[GenerateParameters, dict[str, str]]:
         """The parameters under their own names, and where each was given: nothing, or a path that ends in a dot."""
         values: dict[str, Any] = {}
         places: dict[str, str] = {}

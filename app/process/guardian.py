@@ -71,8 +71,8 @@ class CallWatch:
         return f"a call has taken longer than max_compute_s = {limit_ns / 1e9:g} s" if is_hanging else None
 
 
-VITAL: Final = ("tritonserver", "triton_python_b")
-"""Begin the names of processes that a replica depends on: Triton and its stubs."""
+VITAL: Final = ("tritonserver", "triton_python_b", "VLLM::")
+"""Begin the names of processes that a replica depends on: Triton and its stubs, vLLM's engine and its workers."""
 BAD_STATES: Final = {"T": "is stopped", "t": "is stopped", "Z": "has ended", "X": "has ended", "": "has ended"}
 """The meaning of states that a process stays in."""
 

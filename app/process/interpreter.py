@@ -22,7 +22,10 @@ from typing import Any, Final
 
 from app.errors import StartError
 
-__all__ = ["Interpreter", "InterpreterError", "find_interpreter", "foreign_environment", "stage_package"]
+__all__ = [
+    "CONFUSING", "Interpreter", "InterpreterError", "ask_interpreter", "find_interpreter", "foreign_environment",
+    "stage_package",
+]  # fmt: skip
 
 OLDEST_PYTHON: Final = (3, 10)
 NEWEST_PYTHON: Final = (3, 12)
@@ -93,8 +96,7 @@ def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> Interprete
             that replicas need.
     """
     absolute = os.path.abspath(path)
-    _check_file(absolute)
-    report = _ask(absolute, environ)
+    report = ask_interpreter(absolute, environ, _QUESTION)
     version = tuple(report["version"])
     if report["implementation"] != "cpython" or not OLDEST_PYTHON <= version[:2] <= NEWEST_PYTHON:
         got = f"{report['implementation']} {'.'.join(map(str, version))}"
@@ -130,10 +132,21 @@ def _check_file(path: str) -> None:
         raise InterpreterError(path, "there is no such file", fix)
 
 
-def _ask(path: str, environ: Mapping[str, str]) -> dict[str, Any]:
+def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dict[str, Any]:
+    """What a short program reports when a Python runs it.
+
+    Args:
+        path: the interpreter, absolute.
+        environ: its environment.
+        question: the program: it leaves a dictionary in ``report``.
+
+    Raises:
+        InterpreterError: the interpreter is missing or doesn't answer.
+    """
+    _check_file(path)
     try:
         process = subprocess.Popen(
-            [path, "-c", _QUESTION],
+            [path, "-c", question + _ANSWER],
             cwd="/",  # a folder without modules that could shadow the standard library
             env=dict(environ),
             stdin=subprocess.DEVNULL,
@@ -170,7 +183,7 @@ def _ask(path: str, environ: Mapping[str, str]) -> dict[str, Any]:
 
 # The libraries are those of `inference.environment.library_path`.
 _QUESTION: Final = f"""
-import json, platform, sys
+import platform, sys
 report = {{"version": list(sys.version_info[:3]), "implementation": platform.python_implementation().lower()}}
 if sys.version_info >= (3, 10):
     import importlib.metadata, importlib.util, sysconfig
@@ -178,5 +191,8 @@ if sys.version_info >= (3, 10):
     libraries = [sysconfig.get_config_var("LIBDIR"), sys.base_prefix + "/lib"]
     report.update(modules=modules, libraries=[folder for folder in libraries if folder])
     report.update(numpy=[found.version for found in importlib.metadata.distributions(name="numpy")])
+"""
+_ANSWER: Final = f"""
+import json, sys
 sys.stdout.write("\\n{_MARK}" + json.dumps(report) + "\\n")
 """

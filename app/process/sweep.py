@@ -2,8 +2,8 @@
 
 Killing a process group frees its memory, but leaves ``/dev/shm/pytrtion<pid>-*`` of Triton's Python backend, anonymous
 ``/dev/shm/psm_*`` of PyTriton's tensor store, an empty ``/tmp/python_env_*``, and the workspace with its copy of
-Triton's binaries. The names of the anonymous segments can only be read from the memory maps of live processes, so the
-guardian records them in a journal while the replica runs.
+Triton's binaries; that of a vLLM leaves anonymous segments and semaphores. The names of the anonymous ones can only be
+read from the memory maps of live processes, so the guardian records them in a journal while the replica runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BACKEND_FOLDERS = Path("/tmp")
 STRAYS_TIMEOUT_S = 5.0
 _JOURNAL = "journal.json"
 _LOCK = "lock"
-_SEGMENT = re.compile(rb"/dev/shm/(psm_[0-9a-z_]+|pytrtion[^ /\n]+)")
+_SEGMENT = re.compile(rb"/dev/shm/(psm_[0-9a-z_]+|sem\.mp-[0-9a-z_]+|pytrtion[^ /\n]+)")
 
 
 class Journal:
@@ -72,7 +72,8 @@ class Journal:
 
 
 def segments_mapped_by(pids: Iterable[int]) -> set[str]:
-    """Names in /dev/shm that these processes have mapped and that belong to PyTriton or its store."""
+    """Names in /dev/shm that these processes have mapped and that belong to PyTriton or its store, or to Python's
+    multiprocessing, which vLLM uses."""
     names: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):  # the process may have ended

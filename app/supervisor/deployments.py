@@ -140,4 +140,6 @@ def config_of(replicas: ReplicaSet, config: Deployment) -> Deployment:
 def _kind(deployment: Deployment) -> object:
     """What can't change while a deployment is served: a graph's steps, or the way in which a model is called."""
     pipeline = deployment.pipeline
-    return pipeline.spec() if pipeline is not None and deployment.is_graph else deployment.is_language_model
+    if pipeline is not None and deployment.is_graph:
+        return pipeline.spec()
+    return deployment.is_language_model, deployment.is_vllm

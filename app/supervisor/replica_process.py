@@ -215,7 +215,7 @@ class ReplicaProcess:
             status_fd=status_fd,
             user_paths=self._user_paths,
             working_dir=os.getcwd(),
-            options=deployment.options,
+            options=deployment.checked_options,
             pipeline=deployment.pipeline.spec() if deployment.pipeline is not None else None,
             max_batch_size=deployment.batching.max_batch_size,
             device=deployment.placements[0],
@@ -235,7 +235,8 @@ class ReplicaProcess:
         if python is None:
             return [sys.executable, "-m", "inference.replica", *replica]
         # Absolute, but not resolved: a virtual environment's Python is known by the link that it is.
-        return [sys.executable, "-m", "app.process.launcher", os.path.abspath(python), *replica, str(status_fd)]
+        program = "app.process.vllm_host" if self._deployment.is_vllm else "app.process.launcher"
+        return [sys.executable, "-m", program, os.path.abspath(python), *replica, str(status_fd)]
 
     def _environment(self) -> dict[str, str]:
         environment = dict(os.environ)

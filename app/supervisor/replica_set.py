@@ -101,6 +101,8 @@ class ReplicaSet(Served):
             shortage=self.shortage,
             part_of=self.part_of,
             is_language_model=self.config.is_language_model,
+            is_vllm=self.config.is_vllm,
+            prefix_affinity=self.config.checked_options["prefix_affinity"] if self.config.is_vllm else 0,
             quarantine_s=self.config.quarantine_s,
             generation=self._generation,
         )

@@ -17,7 +17,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     name: str
     """The deployment's name."""
     model: str
-    """``module:Class``, ``onnx:PATH`` or ``lm:PATH``; empty for a pipeline."""
+    """As the configuration has it; empty for a pipeline."""
     token: str
     """The embedded Triton's access token."""
     status_fd: int
@@ -26,6 +26,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     working_dir: str
     """The working folder of the user's code."""
     options: dict[str, Any] = {}
+    adapters: dict[str, str] = {}
+    """Folders of LoRA adapters for vLLM, by served name."""
     pipeline: PipelineSpec | None = None
     """The steps of a fused pipeline."""
     max_batch_size: int = 1

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from app.errors import CallableFailed, HeadwaterError, openai_error
 from app.gateway.http.exchange import exchange_of
 
-__all__ = ["OPENAI_PATHS", "RETRY_AFTER_S", "Reply", "error_reply", "internal_error", "json_reply"]
+__all__ = ["JSON", "OPENAI_PATHS", "RETRY_AFTER_S", "Reply", "error_reply", "internal_error", "json_reply"]
 
 logger = logging.getLogger("headwater")
 
@@ -21,6 +21,9 @@ RETRY_AFTER_S: Final = 2
 
 OPENAI_PATHS: Final = ("/v1/", "/tokenize", "/detokenize")
 """The beginnings of the paths that answer as OpenAI's API does."""
+
+JSON: Final = (b"content-type", b"application/json")
+"""The header of a JSON body."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -58,7 +61,7 @@ async def _nothing() -> Message:
 
 def json_reply(content: object, status: int = 200, headers: Headers | None = None) -> Reply:
     """A JSON answer."""
-    return Reply(status, [msgspec.json.encode(content)], [(b"content-type", b"application/json"), *(headers or ())])
+    return Reply(status, [msgspec.json.encode(content)], [JSON, *(headers or ())])
 
 
 def error_reply(error: HeadwaterError, path: str) -> Reply:

@@ -18,16 +18,20 @@ from app.gateway.http.bodies import LARGE_BYTES, BodyReader, decoded
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.event_stream import EventStream
 from app.gateway.http.exchange import DisconnectWatch
-from app.gateway.http.replies import Reply
+from app.gateway.http.replies import JSON, Reply
 from app.gateway.models import Models, ServedModel
-from app.gateway.routes.texts import answer_text, open_stream
+from app.gateway.routes.relay import answer_relayed
+from app.gateway.routes.streams import open_stream
+from app.gateway.routes.texts import answer_text
 from app.lm.generate import GenerateRequest
 from app.security.key_check import owned_id
 from app.telemetry.recorder import accept
+from app.vllm.answers import GenerateRelay
+from app.vllm.dispatcher import VllmDispatcher
+from app.vllm.requests import from_generate
 
 __all__ = ["GenerateEndpoint"]
 
-_JSON = (b"content-type", b"application/json")
 _Result = TypeVar("_Result", Answer, HeadAnswer)
 
 
@@ -50,6 +54,8 @@ class GenerateEndpoint(Endpoint):
         path = scope["path_params"]
         model = self._models.get(path["model"], path.get("version"))
         accept(scope, model.route.name, "generate_stream" if self._streams else "generate")
+        if isinstance(model.dispatcher, VllmDispatcher):
+            return await self._relay(scope, receive, model.dispatcher)
         if model.route.is_language_model:
             dispatcher = self._models.language_model(path["model"])
             dispatcher.check_ready()
@@ -77,7 +83,18 @@ class GenerateEndpoint(Endpoint):
         text = await _encoded(answer.outputs, encoder.whole, request, answer)
         serialise_ns = decoded_ns - began_ns + time.perf_counter_ns() - answered_ns
         model.meter.serialise.observe(serialise_ns)
-        return Reply(200, [text], [_JSON])
+        return Reply(200, [text], [JSON])
+
+    async def _relay(self, scope: Scope, receive: Receive, dispatcher: VllmDispatcher) -> ASGIApp:
+        dispatcher.check_ready()
+        raw, _ = await self._reader.read(scope, receive)
+        asked = await decoded(GenerateRequest.read, raw)
+        name = dispatcher.route.name
+        form = asked.answer_form(name, streams=self._streams)
+        request = from_generate(name, asked, streams=self._streams)
+        return await answer_relayed(
+            self._models, scope, receive, dispatcher, request, lambda count: GenerateRelay(form, count)
+        )
 
 
 def _pieces(model: ServedModel, request: InferRequest) -> AbstractAsyncContextManager[AsyncGenerator[HeadAnswer, None]]:

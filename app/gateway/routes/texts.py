@@ -17,8 +17,10 @@ from app.gateway.http.bodies import BodyReader, decoded
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.event_stream import EventStream
 from app.gateway.http.exchange import DisconnectWatch
-from app.gateway.http.replies import Reply, json_reply
+from app.gateway.http.replies import JSON, Reply, json_reply
 from app.gateway.models import Models
+from app.gateway.routes.relay import answer_openai, asked_model
+from app.gateway.routes.streams import open_stream
 from app.lm.answers import AnswerForm, Event
 from app.lm.chat import ChatRequest
 from app.lm.completion import CompletionRequest
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
     from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["CancelEndpoint", "OpenAITextEndpoint", "answer_text", "open_stream"]
+__all__ = ["CancelEndpoint", "OpenAITextEndpoint", "answer_text"]
 
 _OpenAIRequest: TypeAlias = ChatRequest | CompletionRequest | ResponsesRequest
 _Request: TypeAlias = _OpenAIRequest | GenerateRequest
@@ -46,7 +48,6 @@ _ROUTES: Final[dict[type[_OpenAIRequest], Route]] = {
     CompletionRequest: "completions",
     ResponsesRequest: "responses",
 }
-_JSON: Final = (b"content-type", b"application/json")
 _PREFIX: Final = "/v2/requests/"
 _SUFFIX: Final = "/cancel"
 
@@ -121,7 +122,7 @@ async def answer_text(
         finally:
             job.close()
         scope["state"]["note"] = _note(job)
-        return Reply(200, [body], [_JSON])
+        return Reply(200, [body], [JSON])
 
 
 def _planned(request: _Request, text: LanguageText, limits: EngineLimits) -> tuple[TextPlan, list[TextStream]]:
@@ -155,28 +156,6 @@ def _stream(models: Models, scope: Scope, job: TextGeneration, form: AnswerForm)
     return open_stream(models, events(), ending, on_closed)
 
 
-async def open_stream(
-    models: Models,
-    events: AsyncGenerator[Event, None],
-    ending: Callable[[HeadwaterError | None], Sequence[Event]],
-    on_closed: Callable[[], None] = lambda: None,
-) -> EventStream:
-    """Open an answer in pieces; `Models.streams` counts it until it is closed. See `EventStream`."""
-
-    def closed() -> None:
-        models.streams -= 1
-        on_closed()
-
-    models.streams += 1
-    stream = EventStream(events, ending, closed)
-    try:
-        await stream.open()
-    except BaseException:
-        await stream.close()
-        raise
-    return stream
-
-
 def _note(job: TextGeneration) -> str:
     """What the access log says of the request."""
     usage = job.usage
@@ -200,9 +179,13 @@ class OpenAITextEndpoint(Endpoint):
     async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
+        route = _ROUTES[self._kind]
+        relaying = asked_model(self._models, raw)
+        if relaying is not None:
+            return await answer_openai(self._models, scope, receive, relaying, route, raw)
         read: Callable[[bytes], _OpenAIRequest] = self._kind.read
         request = await decoded(read, raw)
-        accept(scope, self._models.get(request.model).route.name, _ROUTES[self._kind])
+        accept(scope, self._models.get(request.model).route.name, route)
         dispatcher = self._models.language_model(request.model)
         return await answer_text(
             self._models, scope, receive, dispatcher, request, request.answer_form, streams=bool(request.stream)

@@ -1,0 +1,360 @@
+"""vLLM's answers on their way to the client: what it computes is counted, what the client didn't ask for is left out.
+
+An answer is whole, or a stream of server-sent events whose last one is ``[DONE]``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Protocol
+
+import msgspec
+import orjson
+
+from app.errors import (
+    RETRY_AFTER_LOST_S,
+    BadRequest,
+    CallableFailed,
+    ContextTooLong,
+    HeadwaterError,
+    NotFound,
+    QueueFull,
+    ReplicaLost,
+    openai_error,
+)
+from app.lm.answers import Event
+from app.lm.generate import GenerateAnswer
+from app.lm.text_stream import TextPiece, Usage
+from app.telemetry.recorder import LanguageModelMeter
+from app.vllm.requests import VllmRequest
+
+__all__ = ["Answer", "ChunkAnswer", "EventReader", "GenerateRelay", "ResponsesAnswer", "TokenCount", "refusal"]
+
+DONE: Final = b"[DONE]"
+LOST: Final = "the replica ended while it had the request"
+_INDEX: Final = re.compile(rb'\[\{"index":(\d+)')
+_TOO_LONG: Final = ("maximum context length", "max_model_len", "maximum model length")
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _ResponseUsage(msgspec.Struct):
+    input_tokens: int = 0
+    output_tokens: int = 0
+    input_tokens_details: _Details | None = None
+
+
+class _Error(msgspec.Struct, frozen=True):
+    message: str = ""
+    param: str | None = None
+    code: int | str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    id: msgspec.Raw = msgspec.Raw(b"null")
+    object: msgspec.Raw = msgspec.Raw(b"null")
+    created: msgspec.Raw = msgspec.Raw(b"0")
+    model: msgspec.Raw = msgspec.Raw(b"null")
+    choices: msgspec.Raw = msgspec.Raw(b"[]")
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+class _TextChoice(msgspec.Struct):
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class _Whole(msgspec.Struct):
+    usage: _Usage | None = None
+    choices: list[_TextChoice] = []
+
+
+class _Response(msgspec.Struct):
+    usage: _ResponseUsage | None = None
+
+
+class _ResponseEvent(msgspec.Struct):
+    response: _Response | None = None
+    error: _Error | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error = _Error()
+
+
+_chunks: Final = msgspec.json.Decoder(_Chunk)
+_wholes: Final = msgspec.json.Decoder(_Whole)
+_texts: Final = msgspec.json.Decoder(list[_TextChoice])
+_responses: Final = msgspec.json.Decoder(_Response)
+_response_events: Final = msgspec.json.Decoder(_ResponseEvent)
+_refusals: Final = msgspec.json.Decoder(_Refusal)
+
+
+def refusal(status: int, body: bytes) -> HeadwaterError:
+    """The error for a request that vLLM refused."""
+    try:
+        error = _refusals.decode(body).error
+    except msgspec.MsgspecError:
+        error = _Error(body[:500].decode(errors="replace"))
+    return _refusal(status, error)
+
+
+def _refusal(status: int, error: _Error) -> HeadwaterError:
+    if status in (429, 503):
+        return QueueFull(f"the replica's queue is full: {error.message}", retry_after_s=RETRY_AFTER_LOST_S)
+    if status == 404:
+        return NotFound(error.message, field="model")
+    if 400 <= status < 500:
+        kind = ContextTooLong if any(word in error.message for word in _TOO_LONG) else BadRequest
+        return kind(error.message, field=error.param)
+    return CallableFailed(f"the engine failed: {error.message[:500]}")
+
+
+def _failure(error: _Error) -> HeadwaterError:
+    """The error for one that came within a stream."""
+    status = error.code if isinstance(error.code, int) else 500
+    return ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S) if status >= 500 else _refusal(status, error)
+
+
+class EventReader:
+    """Cuts a stream of server-sent events, however its bytes come, into events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def take(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """The name (empty: none) and the data of each event that these bytes complete."""
+        *blocks, self._rest = (self._rest + data if self._rest else data).split(b"\n\n")
+        for block in blocks:
+            if block.startswith(b"data: "):
+                yield b"", block[6:]
+            elif block.startswith(b"event: "):
+                name, _, data = block[7:].partition(b"\ndata: ")
+                yield name, data
+
+
+class TokenCount:
+    """Counts a request's tokens as they come, for the metrics and the key's limit.
+
+    Args:
+        meter: the model's.
+        spend: called with each number of tokens used.
+        on_first: called at the first token.
+    """
+
+    def __init__(
+        self,
+        meter: LanguageModelMeter,
+        spend: Callable[[int], None] | None = None,
+        on_first: Callable[[], None] | None = None,
+    ) -> None:
+        self._meter = meter
+        self._spend = spend
+        self._on_first = on_first
+        self._began_ns = time.perf_counter_ns()
+        self._last_ns: dict[int, int] = {}
+        """By choice, the time of its last token."""
+        self._completion: dict[int, int] = {}
+        """By choice, the tokens so far."""
+        self._prompt = self._cached = 0
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens so far."""
+        return Usage(self._prompt, sum(self._completion.values()), self._cached)
+
+    def choice(self, index: int, tokens: int) -> None:
+        """Note that a choice has so many tokens."""
+        had = self._completion.get(index, 0)
+        if tokens <= had:
+            return
+        self._completion[index] = tokens
+        now_ns = time.perf_counter_ns()
+        last_ns = self._last_ns.get(index)
+        if last_ns is not None:
+            self._meter.inter_token.observe_times((now_ns - last_ns) // (tokens - had), tokens - had)
+        elif not self._last_ns:
+            self._meter.first_token.observe(now_ns - self._began_ns)
+            if self._on_first is not None:
+                self._on_first()
+        self._last_ns[index] = now_ns
+        self._add(tokens - had)
+
+    def prompt(self, tokens: int, cached: int = 0) -> None:
+        """Note that the prompts have so many tokens, of which the prefix cache had some."""
+        more, more_cached = tokens - self._prompt, cached - self._cached
+        if more > 0:
+            self._prompt = tokens
+            self._meter.prompt_tokens.add(more)
+            if self._spend is not None:
+                self._spend(more)
+        if more_cached > 0:
+            self._cached = cached
+            self._meter.cached_prompt_tokens.add(more_cached)
+
+    def total(self, prompt: int, completion: int, cached: int) -> None:
+        """Note the numbers at the end, over all choices."""
+        self.prompt(prompt, cached)
+        more = completion - sum(self._completion.values())
+        if more > 0:
+            self._completion[-1] = more
+            self._add(more)
+
+    def end(self) -> None:
+        """Note that the request was answered."""
+        self._meter.sequences.add(len(self._completion))
+
+    def _add(self, tokens: int) -> None:
+        self._meter.generated_tokens.add(tokens)
+        if self._spend is not None:
+            self._spend(tokens)
+
+
+class Answer(Protocol):
+    """The form of an answer in its API."""
+
+    count: TokenCount
+
+    @abstractmethod
+    def whole(self, body: bytes) -> bytes:
+        """The client's answer, given vLLM's."""
+
+    @abstractmethod
+    def events(self, name: bytes, data: bytes) -> Sequence[Event]:
+        """The client's events, given one of vLLM's.
+
+        Raises:
+            HeadwaterError: the event says that the request failed.
+        """
+
+    @abstractmethod
+    def end(self, error: HeadwaterError | None) -> Sequence[Event]:
+        """The events that end the stream."""
+
+
+class ChunkAnswer(Answer):
+    """An answer of ``/v1/chat/completions`` or ``/v1/completions``."""
+
+    def __init__(self, request: VllmRequest, count: TokenCount) -> None:
+        self.count = count
+        self._includes_usage = request.includes_usage
+        self._counts_usage = request.counts_usage
+
+    def whole(self, body: bytes) -> bytes:
+        _count_usage(self.count, _wholes.decode(body).usage)
+        return body
+
+    def events(self, name: bytes, data: bytes) -> Sequence[Event]:
+        chunk = _chunks.decode(data)
+        if chunk.error is not None:
+            raise _failure(chunk.error)
+        choices, usage = bytes(chunk.choices), chunk.usage
+        if b'"finish_reason":"abort"' in choices:
+            raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
+        if choices == b"[]":
+            _count_usage(self.count, usage)
+        elif usage is not None:
+            found = _INDEX.match(choices)
+            self.count.choice(int(found[1]) if found is not None else 0, usage.completion_tokens or 0)
+        shown_usage = b""
+        if choices == b"[]":
+            if not self._includes_usage:
+                return ()
+            shown_usage = b',"usage":' + orjson.dumps(self.count.usage.as_json())
+        elif self._includes_usage:
+            counted = orjson.dumps(self.count.usage.as_json()) if self._counts_usage else b"null"
+            shown_usage = b',"usage":' + counted
+        return (
+            b'{"id":%b,"object":%b,"created":%b,"model":%b,"choices":%b%b}'
+            % (chunk.id, chunk.object, chunk.created, chunk.model, choices, shown_usage),
+        )
+
+    def end(self, error: HeadwaterError | None) -> Sequence[Event]:
+        return [DONE] if error is None else [orjson.dumps(openai_error(error)), DONE]
+
+
+class GenerateRelay(Answer):
+    """An answer of Triton's generate extension, made of one of ``/v1/completions``."""
+
+    def __init__(self, form: GenerateAnswer, count: TokenCount) -> None:
+        self.count = count
+        self._form = form
+
+    def whole(self, body: bytes) -> bytes:
+        found = _wholes.decode(body)
+        _count_usage(self.count, found.usage)
+        (choice,) = found.choices
+        return self._form.whole([TextPiece(choice.text, (), choice.finish_reason)], self.count.usage)
+
+    def events(self, name: bytes, data: bytes) -> Sequence[Event]:
+        chunk = _chunks.decode(data)
+        if chunk.error is not None:
+            raise _failure(chunk.error)
+        choices = _texts.decode(chunk.choices)
+        if not choices:
+            _count_usage(self.count, chunk.usage)
+            return ()
+        (choice,) = choices
+        if choice.finish_reason == "abort":
+            raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
+        if chunk.usage is not None:
+            self.count.choice(0, chunk.usage.completion_tokens or 0)
+        return self._form.piece(0, TextPiece(choice.text, (), choice.finish_reason))
+
+    def end(self, error: HeadwaterError | None) -> Sequence[Event]:
+        return self._form.end(self.count.usage, error)
+
+
+class ResponsesAnswer(Answer):
+    """An answer of ``/v1/responses``, whose streams have an event for each token."""
+
+    def __init__(self, count: TokenCount) -> None:
+        self.count = count
+        self._tokens = 0
+
+    def whole(self, body: bytes) -> bytes:
+        self._count(_responses.decode(body))
+        return body
+
+    def events(self, name: bytes, data: bytes) -> Sequence[Event]:
+        if name.endswith(b".delta"):
+            self._tokens += 1
+            self.count.choice(0, self._tokens)
+        else:
+            event = _response_events.decode(data)
+            if event.error is not None:
+                raise _failure(event.error)
+            if event.response is not None:
+                self._count(event.response)
+        return ((name, data),)
+
+    def end(self, error: HeadwaterError | None) -> Sequence[Event]:
+        if error is None:
+            return ()
+        about = openai_error(error)["error"]
+        assert isinstance(about, dict)
+        return [(b"error", orjson.dumps({"type": "error", **about, "sequence_number": self._tokens}))]
+
+    def _count(self, response: _Response) -> None:
+        usage = response.usage
+        if usage is not None:
+            cached = usage.input_tokens_details.cached_tokens if usage.input_tokens_details is not None else 0
+            self.count.total(usage.input_tokens, usage.output_tokens, cached or 0)
+
+
+def _count_usage(count: TokenCount, usage: _Usage | None) -> None:
+    if usage is not None:
+        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else 0
+        count.total(usage.prompt_tokens, usage.completion_tokens or 0, cached or 0)

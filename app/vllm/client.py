@@ -1,0 +1,210 @@
+"""HTTP to one vLLM, on its unix socket: answers whole or piece by piece, with flow control."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Final, cast
+
+import httptools
+
+from app.errors import ReplicaLost, ReplicaUnreachable
+
+__all__ = ["VllmAnswer", "VllmClient"]
+
+HIGH_BYTES: Final = 256 * 1024
+"""Unread bytes from which on a connection isn't read."""
+LOST: Final = "the replica ended while it had the request"
+
+
+class VllmClient:
+    """Sends requests to one vLLM.
+
+    Args:
+        socket_path: where it listens.
+    """
+
+    def __init__(self, socket_path: str) -> None:
+        self._path = socket_path
+        self._idle: list[VllmAnswer] = []
+        self._all: set[VllmAnswer] = set()
+        self._is_closed = False
+
+    async def connect(self) -> VllmAnswer:
+        """A connection for a request; the caller must close it.
+
+        Raises:
+            ReplicaUnreachable: vLLM has ended.
+        """
+        while self._idle:
+            answer = self._idle.pop()
+            if not answer.is_lost:
+                return answer
+        if not self._is_closed:
+            with contextlib.suppress(OSError):
+                loop = asyncio.get_running_loop()
+                _, answer = await loop.create_unix_connection(lambda: VllmAnswer(self._all, self._idle), self._path)
+                if not self._is_closed:
+                    return answer
+                answer.abort()
+        raise ReplicaUnreachable("the replica ended")
+
+    async def get(self, path: str) -> bytes:
+        """The body of a GET that vLLM answers with 200.
+
+        Raises:
+            ReplicaLost: it doesn't.
+        """
+        answer = await self.connect()
+        try:
+            await answer.send("GET", path)
+            body = await answer.whole()
+        except BaseException:
+            answer.abort()
+            raise
+        answer.close()
+        if answer.status != 200:
+            raise ReplicaLost(f"{path} was answered with {answer.status}")
+        return body
+
+    def close(self) -> None:
+        """End all connections: reading what is under way raises `ReplicaLost`."""
+        self._is_closed = True
+        for answer in list(self._all):
+            answer.abort()
+        self._idle.clear()
+
+
+class VllmAnswer(asyncio.Protocol):
+    """One answer, and its connection, which is used again once the answer is complete and closed."""
+
+    def __init__(self, all: set[VllmAnswer], idle: list[VllmAnswer]) -> None:
+        self._all = all
+        self._idle = idle
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._is_paused = False
+        self._has_head = self._is_complete = False
+        self._waiter: asyncio.Future[None] | None = None
+        self.is_lost = False
+        self.status = 0
+
+    async def send(self, method: str, path: str, body: bytes = b"", headers: str = "") -> None:
+        """Send a request, and wait for the answer's status.
+
+        Args:
+            method: of the request.
+            path: of the request.
+            body: JSON.
+            headers: more of them, each with its line end.
+
+        Raises:
+            ReplicaUnreachable: vLLM didn't get the request.
+            ReplicaLost: it ended before it answered.
+        """
+        if self._transport is None or self.is_lost:
+            raise ReplicaUnreachable("the replica ended")
+        self._parser = httptools.HttpResponseParser(self)
+        self._has_head = self._is_complete = False
+        length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
+        head = f"{method} {path} HTTP/1.1\r\nHost: replica\r\n{length}{headers}\r\n"
+        self._transport.write(head.encode() + body)
+        while not self._has_head:
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """The next bytes of the body; empty at its end.
+
+        Raises:
+            ReplicaLost: vLLM ended before it.
+        """
+        while not self._pieces:
+            if self._is_complete:
+                return b""
+            await self._wait()
+        found = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces = []
+        self._size = 0
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return found
+
+    async def whole(self) -> bytes:
+        """The rest of the body. Raises as `read`."""
+        pieces = []
+        while piece := await self.read():
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        """Leave the answer: what vLLM still computes of it is cancelled."""
+        if self.is_lost:
+            return
+        if not self._is_complete or self._parser is None or not self._parser.should_keep_alive():
+            self.abort()
+            return
+        self._parser = None
+        self._pieces = []
+        self._idle.append(self)
+
+    def abort(self) -> None:
+        """End the connection; a reader gets `ReplicaLost`."""
+        if self._transport is not None:
+            self._transport.abort()
+        self.connection_lost(None)
+
+    async def _wait(self) -> None:
+        if self.is_lost:
+            raise ReplicaLost(LOST)
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._all.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_lost = True
+        self._all.discard(self)
+        self._wake()
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None:  # data that no request asked for
+            self.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.abort()
+        if self._size > HIGH_BYTES and not self._is_paused and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    # httptools
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        self.status = self._parser.get_status_code()
+        self._has_head = True
+        self._wake()
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+        self._size += len(body)
+        self._wake()
+
+    def on_message_complete(self) -> None:
+        self._is_complete = True
+        self._wake()

@@ -1,0 +1,169 @@
+"""A language model that vLLM computes, in a gateway worker: its replicas, and its requests under way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Callable, Collection
+from typing import Final
+
+from app.control.load import Moment
+from app.control.routing import DeploymentRoute, ReplicaRoute, unavailable
+from app.dispatch.pool import ReplicaPool
+from app.dispatch.protocol import Fail
+from app.errors import RETRY_AFTER_LOST_S, Cancelled, HeadwaterError, Unavailable
+from app.lm.text_dispatcher import TextDispatcher
+from app.telemetry.instruments import Gauge
+from app.telemetry.recorder import recorder
+from app.telemetry.tracing import add_generation
+from app.vllm.affinity import PrefixAffinity
+from app.vllm.client import VllmClient
+from app.vllm.relay import Relay, VllmReplica
+from app.vllm.requests import VllmRequest
+from inference.wire.lm import Load
+
+__all__ = ["VllmDispatcher"]
+
+SAMPLE_S: Final = 1.0
+"""How often a replica's metrics are read."""
+_METRIC: Final = re.compile(
+    rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{[^}]*\} ([0-9.eE+-]+)$", re.MULTILINE
+)
+
+
+class VllmDispatcher(TextDispatcher):
+    """Relays requests for one deployment to its replicas.
+
+    Args:
+        route: the deployment.
+        connect: makes a replica's client, given the path of its socket.
+    """
+
+    def __init__(self, route: DeploymentRoute, connect: Callable[[str], VllmClient] = VllmClient) -> None:
+        self._connect = connect
+        self._loop = asyncio.get_running_loop()
+        self._pool = ReplicaPool(route.name, self._open)
+        self._affinity = PrefixAffinity()
+        self._relays: set[Relay] = set()
+        self._loads: dict[str, Load] = {}
+        """By replica, as last sampled."""
+        self._waiting_since_s: float | None = None
+        self.meter = recorder().language_model(route.name)
+        self.route = route
+        self.update(route)
+        self._sampling = self._loop.create_task(self._sample())
+
+    @property
+    def in_flight(self) -> int:
+        """Requests under way."""
+        return len(self._relays)
+
+    @property
+    def load(self) -> Load:
+        """The replicas' load, over all workers, as last sampled."""
+        loads = self._loads.values()
+        return Load(
+            sum(load.active for load in loads),
+            sum(load.waiting for load in loads),
+            sum(load.cache_used for load in loads),
+        )
+
+    def moment(self) -> Moment:
+        now_s = self._loop.time()
+        waiting = self.load.waiting
+        if not waiting:
+            self._waiting_since_s = None
+        elif self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+        requests = len(self._relays)
+        wait_s = 0.0 if self._waiting_since_s is None else now_s - self._waiting_since_s
+        return Moment(requests, requests, min(waiting, requests), wait_s if requests else 0.0)
+
+    def gauges(self) -> dict[Gauge, int]:
+        meter, load = self.meter, self.load
+        now = {meter.active: load.active, meter.waiting: load.waiting, meter.cache_used: load.cache_used}
+        if self.signature is not None and self.signature.vllm is not None:
+            now[meter.cache_limit] = self.signature.vllm.cache_tokens * len(self.route.replicas)
+        return now
+
+    def update(self, route: DeploymentRoute) -> None:
+        super().update(route)
+        self._pool.update(route)
+        self._loads = {id: load for id, load in self._loads.items() if id in self._pool.connected}
+
+    def close(self) -> None:
+        super().close()
+        self._sampling.cancel()
+        self._pool.close()
+
+    def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
+        return [
+            one.fail
+            for one in self._relays
+            if one.is_running and (replicas is None or (one.replica is not None and one.replica.route.id in replicas))
+        ]
+
+    def cancel(self, request_id: str) -> int:
+        """See `Dispatcher.cancel`."""
+        found = [one for one in self._relays if one.request_id == request_id and one.is_running]
+        for one in found:
+            one.fail(Cancelled("the request was cancelled"))
+        return len(found)
+
+    def open(self, request: VllmRequest, request_id: str, cache_scope: str = "") -> Relay:
+        """Begin a request. The caller must close what this returns.
+
+        Args:
+            request: what is asked.
+            request_id: the client's id of the request, for `cancel`.
+            cache_scope: whose the request is: prefixes are shared within a scope.
+
+        Raises:
+            Unavailable: no requests are accepted now.
+        """
+        self.check_ready()
+        relay = Relay(
+            request,
+            request_id,
+            cache_scope,
+            choose=self._choose,
+            on_lost=self._pool.lose,
+            on_left=self._relays.discard,
+            idle_s=self.route.timeout_s,
+            trace=add_generation(self.route.name),
+        )
+        self._relays.add(relay)
+        return relay
+
+    # Replicas
+
+    def _open(self, route: ReplicaRoute) -> VllmReplica:
+        return VllmReplica(route, self._connect(route.http_socket))
+
+    def _choose(self, request: VllmRequest) -> VllmReplica:
+        requests = {one.route.id: one.requests for one in self._pool.eligible()}
+        if not requests:
+            if not self.route.replicas:
+                raise unavailable(self.route)
+            raise Unavailable(f"model `{self.route.name}`: its replica ended", retry_after_s=RETRY_AFTER_LOST_S)
+        factor = self.route.prefix_affinity
+        prompt = request.prompt if factor and len(requests) > 1 else b""
+        return self._pool.connected[self._affinity.choose(prompt, requests, factor)]
+
+    async def _sample(self) -> None:
+        """Read the replicas' metrics again and again, until cancelled."""
+        while True:
+            for id, replica in list(self._pool.connected.items()):
+                with contextlib.suppress(HeadwaterError, asyncio.TimeoutError):
+                    text = await asyncio.wait_for(replica.client.get("/metrics"), SAMPLE_S)
+                    if id in self._pool.connected:
+                        self._loads[id] = self._load(text)
+            await asyncio.sleep(SAMPLE_S)
+
+    def _load(self, text: bytes) -> Load:
+        found = {name: float(value) for name, value in _METRIC.findall(text)}
+        vllm = self.signature.vllm if self.signature is not None else None
+        cache_used = found.get(b"kv_cache_usage_perc", 0.0) * (vllm.cache_tokens if vllm is not None else 0)
+        running, waiting = (int(found.get(name, 0)) for name in (b"num_requests_running", b"num_requests_waiting"))
+        return Load(running, waiting, int(cache_used))

@@ -1,0 +1,185 @@
+"""What clients may ask of vLLM: every field is named here, since vLLM ignores what it doesn't know.
+
+vLLM itself checks the values. Source: OpenAI's API reference, and the extensions of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from app.codecs.faults import at, shown
+from app.lm.generate import GenerateRequest
+from app.telemetry.catalogue import Route
+from inference.errors import did_you_mean
+
+__all__ = ["PATHS", "VllmRequest", "from_generate", "read_request"]
+
+PATHS: Final[dict[Route, str]] = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
+}
+MAX_CHOICES: Final = 128
+MAX_SECONDS: Final = 1_000_000
+
+_SAMPLING: Final = {
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "min_tokens", "ignore_eos", "bad_words", "allowed_token_ids", "logit_bias", "structured_outputs",
+    "truncate_prompt_tokens", "max_tokens", "n", "logprobs", "response_format", "stream_options",
+}  # fmt: skip
+_FIELDS: Final[dict[Route, set[str]]] = {
+    "chat": _SAMPLING | {
+        "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
+        "chat_template_kwargs", "reasoning_effort", "include_reasoning", "add_generation_prompt",
+        "continue_final_message",
+    },
+    "completions": _SAMPLING | {"prompt", "suffix", "echo"},
+    "responses": {
+        "input", "instructions", "max_output_tokens", "temperature", "top_p", "top_k", "top_logprobs", "include",
+        "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation", "structured_outputs",
+    },
+}  # fmt: skip
+_LABELS: Final = {
+    "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "modalities",
+    "verbosity",
+}  # fmt: skip
+"""Fields that change nothing about the answer: taken, and not sent on."""
+_MUST_BE_FALSE: Final = {
+    "store": "nothing is kept between requests",
+    "background": "answers are not kept for later",
+    "previous_response_id": "nothing is kept between requests; send the conversation so far as `input`",
+    "conversation": "nothing is kept between requests; send the conversation so far as `input`",
+}
+_URL_KEYS: Final = frozenset({"url", "image_url", "video_url", "audio_url", "file_url"})
+
+
+class VllmRequest(NamedTuple):
+    """A request as vLLM gets it."""
+
+    route: Route
+    body: dict[str, Any]
+    """Without ``stream``."""
+    streams: bool
+    includes_usage: bool = False
+    """Whether the client asked for the usage at a stream's end."""
+    counts_usage: bool = False
+    """Whether it asked for the usage in every chunk."""
+    timeout_s: float | None = None
+    """How long the request may take in all."""
+
+    def encoded(self, cache_scope: str) -> bytes:
+        """The body in JSON.
+
+        Args:
+            cache_scope: whose the request is: prefixes are shared within a scope.
+        """
+        body: dict[str, Any] = {**self.body, "stream": self.streams}
+        if self.route == "responses":
+            body["store"] = False
+        elif self.streams:
+            body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        if cache_scope:
+            body["cache_salt"] = hashlib.sha256(cache_scope.encode()).hexdigest()
+        return orjson.dumps(body)
+
+    @property
+    def prompt(self) -> bytes:
+        """What the prompt is made of, in the order in which it is computed; requests are compared by its beginning."""
+        told = [self.body.get(name) for name in ("tools", "instructions", "messages", "prompt", "input")]
+        return orjson.dumps([one for one in told if one is not None])
+
+
+def read_request(route: Route, body: dict[str, Any]) -> VllmRequest:
+    """Check the fields of a request.
+
+    Raises:
+        BadRequest: a field is unknown, or asks for what isn't offered; the message names it.
+    """
+    allowed = _FIELDS[route]
+    kept: dict[str, Any] = {}
+    streams, timeout_s = False, None
+    for name, value in body.items():
+        if name in allowed or name == "model":
+            if value is not None:
+                kept[name] = value
+        elif name == "stream":
+            streams = _flag(name, value)
+        elif name == "timeout_s":
+            timeout_s = _seconds(value)
+        elif name in _MUST_BE_FALSE:
+            if value:
+                raise at(name, None, f"expected it absent or false, since {_MUST_BE_FALSE[name]}, got {shown(value)}")
+        elif name not in _LABELS:
+            raise at(name, None, f"unknown field{did_you_mean(name, allowed)}")
+    options = kept.pop("stream_options", None) or {}
+    n = kept.get("n")
+    if n is not None and (type(n) is not int or not 1 <= n <= MAX_CHOICES):
+        raise at("n", None, f"expected 1 to {MAX_CHOICES}, got {shown(n)}")
+    for path, url in chain(_urls("messages", kept.get("messages")), _urls("input", kept.get("input"))):
+        raise at(path, None, f"expected a data: URL, since this server fetches nothing, got {shown(url)}")
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "continuous_usage_stats"}:
+        expected = "expected an object of include_usage and continuous_usage_stats"
+        raise at("stream_options", None, f"{expected}, got {shown(options)}")
+    if options and not streams:
+        raise at("stream_options", None, "expected it only with stream: true; leave it out")
+    includes = _flag("stream_options.include_usage", options.get("include_usage"))
+    counts = _flag("stream_options.continuous_usage_stats", options.get("continuous_usage_stats"))
+    return VllmRequest(route, kept, streams, includes, includes and counts, timeout_s)
+
+
+def from_generate(model: str, request: GenerateRequest, *, streams: bool) -> VllmRequest:
+    """A request of Triton's generate extension as one for completions.
+
+    Raises:
+        BadRequest: a field is wrong.
+    """
+    given = request.merged()
+    asked: dict[str, Any] = {name: getattr(given, name) for name in given.__struct_fields__}
+    timeout_us, end_id = asked["timeout"], asked["end_id"]
+    body = {name: value for name, value in asked.items() if name in _FIELDS["completions"] and value is not None}
+    if isinstance(body.get("bad_words"), str):
+        body["bad_words"] = [body["bad_words"]]
+    if end_id is not None:
+        ids = [*body.get("stop_token_ids", ()), *([end_id] if end_id >= 0 else ())]
+        body |= {"stop_token_ids": ids, "ignore_eos": True}
+    body |= {
+        "model": model,
+        "prompt": request.text_input if isinstance(request.text_input, str) else request.text_input[0],
+        "echo": given.exclude_input_in_output is False,
+    }
+    return VllmRequest("completions", body, streams, timeout_s=timeout_us / 1e6 if timeout_us else None)
+
+
+def _flag(name: str, value: object) -> bool:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise at(name, None, f"expected true or false, got {shown(value)}")
+
+
+def _seconds(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
+        raise at("timeout_s", None, f"expected seconds, above 0 and up to {MAX_SECONDS}, got {shown(value)}")
+    return float(value)
+
+
+def _urls(path: str, value: object) -> Iterator[tuple[str, str]]:
+    """The URLs in messages that are to be fetched, each with its field."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if isinstance(one, str) and key in _URL_KEYS:
+                if not one.startswith("data:"):
+                    yield f"{path}.{key}", one
+            elif isinstance(one, (dict, list)):
+                yield from _urls(f"{path}.{key}", one)
+    elif isinstance(value, list):
+        for place, one in enumerate(value):
+            if isinstance(one, (dict, list)):
+                yield from _urls(f"{path}[{place}]", one)
