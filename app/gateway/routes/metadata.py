@@ -30,7 +30,8 @@ __all__ = ["health_routes", "index_entry", "metadata_routes", "openai_model_rout
 
 
 def health_routes(models: Models) -> APIRouter:
-    """``/v2/health/live``, ``/v2/health/ready``, which vLLM calls ``/health``, and ``/v2/models/{model}/ready``."""
+    """``/v2/health/live``, ``/v2/models/{model}/ready`` and ``/v2/health/ready``, which vLLM calls ``/health``, and
+    Triton's OpenAI frontend ``/health/ready``."""
     router = APIRouter(tags=["health"])
 
     @router.get("/v2/health/live", summary="Whether the gateway answers")
@@ -39,6 +40,7 @@ def health_routes(models: Models) -> APIRouter:
 
     @router.get("/v2/health/ready", summary="Whether every model is ready, but those unloaded")
     @router.get("/health", include_in_schema=False)
+    @router.get("/health/ready", include_in_schema=False)
     async def ready() -> JSONResponse:
         if models.is_draining:
             return _readiness(Unavailable("the server is stopping"))
@@ -287,8 +289,10 @@ def openai_model_routes(models: Models) -> APIRouter:
         ready = [entry(model) for model in models if model.route.state is State.READY]
         return JSONResponse({"object": "list", "data": ready})
 
-    @router.get("/v1/models/{model}", summary="One model")
+    @router.get("/v1/models/{model}", summary="One model that is ready")
     async def one_model(model: str) -> JSONResponse:
-        return JSONResponse(entry(models.get(model)))
+        found = models.get(model)
+        found.dispatcher.check_ready()
+        return JSONResponse(entry(found))
 
     return router
