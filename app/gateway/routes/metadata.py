@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from operator import itemgetter
@@ -279,9 +278,9 @@ def _language_model_statistics(
 def openai_model_routes(models: Models) -> APIRouter:
     """The models that are ready, in OpenAI's form."""
     router = APIRouter(tags=["openai"])
-    created = int(time.time())
 
     def entry(model: ServedModel) -> dict[str, Any]:
+        created = int(model.route.since_s)  # when it became ready, the same on all workers
         return {"id": model.route.name, "object": "model", "created": created, "owned_by": "headwater"}
 
     @router.get("/v1/models", summary="The models that are ready")
