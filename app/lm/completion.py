@@ -76,7 +76,7 @@ class CompletionRequest(StreamFields, kw_only=True):
     prompt: str | Annotated[list[Any], Meta(extra_json_schema=_PROMPTS)]
     logprobs: TopLogprobs | None = None
     echo: Flag | None = None
-    best_of: Annotated[int | None, Meta(description="Only 1 is supported")] = None
+    best_of: Annotated[int | None, Meta(description="Only the same as `n` is supported")] = None
     suffix: Annotated[str, Meta(max_length=0, extra=_NO_SUFFIX)] | None = None
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> CompletionAnswer:
@@ -95,8 +95,9 @@ class CompletionRequest(StreamFields, kw_only=True):
         """
         self.check_stream()
         n = self.n or 1
-        if self.best_of is not None and self.best_of != 1:
-            raise at("best_of", None, f"this model does not support it; expected 1, got {shown(self.best_of)}")
+        if self.best_of is not None and self.best_of != n:
+            reason = f"this model ranks no answers; expected {n}, the same as n, got {shown(self.best_of)}"
+            raise at("best_of", None, f"{reason}; leave it out")
         if self.logprobs is not None and self.echo:
             raise at("logprobs", None, "this model gives none of prompts; leave it out, or echo")
         sampling = self.sampling(limits, logprobs=self.logprobs)

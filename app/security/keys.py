@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}\Z")
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 OPEN: Final[tuple[Scope, ...]] = ()
 """No key is required."""
-_HEALTH: Final = re.compile(r"/(health|v2/health/(live|ready)|v2/models/[^/]+(/versions/[^/]+)?/ready)\Z")
+_HEALTH: Final = re.compile(r"/(health(/ready)?|v2/health/(live|ready)|v2/models/[^/]+(/versions/[^/]+)?/ready)\Z")
 _PAGES: Final = ("/", "/docs")
 """Pages that fetch what they show with the reader's key."""
 _FILES: Final = ("/static/", "/docs/assets/")

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-import inference.zoo
 from benchmarks.environments import Environments
+from tests.app.lm.scripted import FOLDER as TINY_LM
+from tests.app.lm.tool_text import tool_folder
 from tests.running import serve
 
 __all__: list[str] = []
@@ -33,13 +36,7 @@ CLIENTS: Final = Environments(
         "kserve": "kserve",
     },
 )
-CONFIG: Final = {
-    "deployments": {
-        "tiny-lm": {"model": "lm:inference.zoo:weights/tiny_lm"},
-        "text": {"model": "inference.zoo.text:Text", "threads": 1},
-        "scale": {"model": "inference.zoo.scale:Scale"},
-    }
-}
+CONTEXT_LENGTH: Final = 2048
 TIMEOUT_S: Final = 600
 
 
@@ -51,12 +48,28 @@ class Result(NamedTuple):
     """Why, by case."""
 
 
+def configuration(folder: Path) -> dict[str, Any]:
+    """What the server serves: tiny-lm, made in this folder, with a chat template that knows tools and a context that
+    holds their schemas; and other models."""
+    model = tool_folder(folder / "tiny_lm", "hermes")
+    shutil.copy(TINY_LM / "model.safetensors", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT_LENGTH}))
+    return {
+        "deployments": {
+            "tiny-lm": {"model": f"lm:{model}"},
+            "text": {"model": "inference.zoo.text:Text", "threads": 1},
+            "mirror": {"model": "typed:Mirror", "batching": {"max_batch_size": 8}},
+        }
+    }
+
+
 def run(name: str, url: str) -> Result:
     """Run a client's cases."""
     environment = {
         **os.environ,
         "HEADWATER_URL": url,
-        "HEADWATER_TOKENIZER": str(Path(inference.zoo.__file__).parent / "weights" / "tiny_lm"),
+        "HEADWATER_TOKENIZER": str(TINY_LM),
         "NO_PROXY": "127.0.0.1",
     }
     command = [str(CLIENTS.python_of(name)), str(FOLDER / f"{name}_cases.py")]
@@ -77,7 +90,7 @@ def main() -> None:
     CLIENTS.make_missing(names)
     made = [name for name in names if CLIENTS.is_made(name)]
     is_good = len(made) == len(names)
-    with serve(CONFIG) as running:
+    with tempfile.TemporaryDirectory(prefix="hw-") as folder, serve(configuration(Path(folder))) as running:
         for name in made:
             result = run(name, running.url)
             count = len(result.passed) + len(result.failed)

@@ -1,4 +1,4 @@
-"""langchain-openai: chat, completions, embeddings. To be added: tools, structured output."""
+"""langchain-openai: chat, completions, embeddings, tools, structured output."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import asyncio
 from typing import Any
 
 from cases import URL, run
+from langchain_core.messages import ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
+from weather import CONTENT, Weather
 
 ABOUT: Any = {"base_url": f"{URL}/v1", "api_key": "none", "max_retries": 0}
 model = ChatOpenAI(model="tiny-lm", temperature=0, max_tokens=16, **ABOUT)
+calling = ChatOpenAI(model="tiny-lm", temperature=0, max_tokens=200, **ABOUT)
 MESSAGES = [("system", "You write Python."), ("user", "def add(a, b):")]
 
 
@@ -32,6 +35,52 @@ def chat_asynchronously() -> None:
     assert asyncio.run(model.ainvoke(MESSAGES)).content
 
 
+def checked(answer: Any) -> Any:
+    """The one call that an answer consists of."""
+    (call,) = answer.tool_calls
+    assert (call["name"], answer.response_metadata["finish_reason"]) == ("Weather", "tool_calls")
+    assert Weather(**call["args"])
+    assert 0 < answer.usage_metadata["output_tokens"] < 200
+    return call
+
+
+def tools() -> None:
+    for choice in ("Weather", "required", "any", True):
+        bound = calling.bind_tools([Weather], tool_choice=choice, parallel_tool_calls=False)
+        checked(bound.invoke(CONTENT))
+    assert not calling.bind_tools([Weather]).invoke(CONTENT).tool_calls
+
+
+def tools_streamed() -> None:
+    bound = calling.bind_tools([Weather], tool_choice="Weather")
+    chunks = list(bound.stream(CONTENT, stream_usage=True))
+    joined = sum(chunks[1:], chunks[0])
+    assert checked(joined)["args"] == checked(bound.invoke(CONTENT))["args"]
+
+
+def the_result_of_a_call_goes_back() -> None:
+    bound = calling.bind_tools([Weather], tool_choice="Weather")
+    first = bound.invoke(CONTENT)
+    again = bound.invoke([("user", CONTENT), first, ToolMessage("mild", tool_call_id=checked(first)["id"])])
+    checked(again)
+    assert again.usage_metadata["input_tokens"] > first.usage_metadata["input_tokens"] + 20
+
+
+def structured_output() -> None:
+    for method in ("json_schema", "function_calling"):
+        answer = calling.with_structured_output(Weather, method=method, include_raw=True).invoke(CONTENT)
+        assert isinstance(answer["parsed"], Weather), answer
+        assert answer["raw"].usage_metadata["output_tokens"] < 200
+        *_, last = calling.with_structured_output(Weather, method=method).stream(CONTENT)
+        assert last == answer["parsed"]
+
+
+def structured_output_by_a_schema_as_a_dictionary() -> None:
+    for method in ("json_schema", "function_calling"):
+        asked = calling.with_structured_output(Weather.model_json_schema(), method=method, strict=True)
+        assert Weather(**asked.invoke(CONTENT))
+
+
 def completions() -> None:
     assert OpenAI(model="tiny-lm", temperature=0, max_tokens=16, **ABOUT).invoke("import os")
 
@@ -43,4 +92,7 @@ def embeddings_of_texts() -> None:
     assert abs(embeddings.embed_query("one")[0] - one[0]) < 1e-6
 
 
-run(chat, chat_streamed, chat_in_a_batch, chat_asynchronously, completions, embeddings_of_texts)
+run(
+    chat, chat_streamed, chat_in_a_batch, chat_asynchronously, tools, tools_streamed, the_result_of_a_call_goes_back,
+    structured_output, structured_output_by_a_schema_as_a_dictionary, completions, embeddings_of_texts,
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""litellm: chat, completions, embeddings, its error classes. To be added: tools, structured output."""
+"""litellm: chat, completions, embeddings, tools, structured output, its error classes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from typing import Any
 
 import litellm
 from cases import URL, raised, run
+from weather import CONTENT, Weather
 
 ABOUT: Any = {"api_base": f"{URL}/v1", "api_key": "none", "num_retries": 0}
 MESSAGES = [{"role": "user", "content": "def add(a, b):"}]
 CHAT: Any = {"model": "openai/tiny-lm", "messages": MESSAGES, "temperature": 0, "max_tokens": 16, **ABOUT}
+
+ASKED: Any = {**CHAT, "messages": [{"role": "user", "content": CONTENT}], "max_tokens": 200}
+SCHEMA = Weather.model_json_schema()
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
 def chat() -> None:
@@ -26,6 +32,50 @@ def chat_streamed() -> None:
 
 def chat_asynchronously() -> None:
     assert asyncio.run(litellm.acompletion(**CHAT)).choices[0].message.content
+
+
+def checked(answer: Any) -> Any:
+    """The one call that an answer consists of."""
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, call.function.name) == ("tool_calls", "weather")
+    assert Weather.model_validate_json(call.function.arguments)
+    assert 0 < answer.usage.completion_tokens < 200
+    return call
+
+
+def tools() -> None:
+    checked(litellm.completion(tools=TOOLS, tool_choice=NAMED, **ASKED))
+    checked(litellm.completion(tools=TOOLS, tool_choice="required", parallel_tool_calls=False, **ASKED))
+    checked(asyncio.run(litellm.acompletion(tools=TOOLS, tool_choice=NAMED, **ASKED)))
+    assert not litellm.completion(tools=TOOLS, **ASKED).choices[0].message.tool_calls
+
+
+def tools_streamed() -> None:
+    given = {"tools": TOOLS, "tool_choice": NAMED, **ASKED}
+    chunks = list(litellm.completion(stream=True, stream_options={"include_usage": True}, **given))
+    joined = litellm.stream_chunk_builder(chunks, messages=ASKED["messages"])
+    assert checked(joined).function.arguments == checked(litellm.completion(**given)).function.arguments
+
+
+def the_result_of_a_call_goes_back() -> None:
+    first = litellm.completion(tools=TOOLS, tool_choice=NAMED, **ASKED)
+    result = {"role": "tool", "tool_call_id": checked(first).id, "content": "mild"}
+    messages = [*ASKED["messages"], first.choices[0].message, result]
+    again = litellm.completion(tools=TOOLS, tool_choice=NAMED, **{**ASKED, "messages": messages})
+    checked(again)
+    assert again.usage.prompt_tokens > first.usage.prompt_tokens + 20
+
+
+def structured_output() -> None:
+    by_dictionary = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
+    for form in (Weather, by_dictionary):
+        (choice,) = litellm.completion(response_format=form, **ASKED).choices
+        assert choice.finish_reason == "stop"
+        assert Weather.model_validate_json(choice.message.content)
+    whole = choice.message.content
+    chunks = litellm.completion(response_format=by_dictionary, stream=True, **ASKED)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
 
 
 def completions() -> None:
@@ -44,4 +94,7 @@ def a_prompt_that_is_too_long_has_its_own_class() -> None:
     raised(litellm.ContextWindowExceededError, litellm.completion, **{**CHAT, "max_tokens": 10**6})
 
 
-run(chat, chat_streamed, chat_asynchronously, completions, embeddings, a_prompt_that_is_too_long_has_its_own_class)
+run(
+    chat, chat_streamed, chat_asynchronously, tools, tools_streamed, the_result_of_a_call_goes_back, structured_output,
+    completions, embeddings, a_prompt_that_is_too_long_has_its_own_class,
+)  # fmt: skip

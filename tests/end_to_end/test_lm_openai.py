@@ -105,6 +105,8 @@ class TestAnswers:
             text(create(client, path, temperature=1, seed=seed).choices[0]) for seed in (1, 1, 2)
         ]  # fmt: skip
         assert answers[0] == answers[1] != answers[2]
+        unseeded = {"temperature": 1, "max_tokens": 48, "extra_body": {"ignore_eos": True}}
+        assert len({text(create(client, path, **unseeded).choices[0]) for _ in range(3)}) > 1
 
     def test_several_choices(self, client: openai.OpenAI, path: str) -> None:
         sampled: dict[str, Any] = {"temperature": 1, "seed": 7, "extra_body": {"ignore_eos": True}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -208,6 +209,7 @@ class TestModels:
         models = list(client.models.list())
         assert sorted(model.id for model in models) == ["digits", "scale", "text", "tiny-lm"]
         assert {model.object for model in models} == {"model"}
+        assert all(time.time() - 3600 < model.created <= time.time() for model in models)
 
     def test_retrieve(self, client: openai.OpenAI) -> None:
         model = client.models.retrieve("text")

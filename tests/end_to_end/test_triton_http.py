@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -345,13 +344,3 @@ def test_the_documented_commands_of_the_backends_of_language_models(lm: Running)
     first = text.split()[0]
     stopped = tensorrt.replace('"stop_words": ""', f'"stop_words": {json.dumps([first])}')
     assert first not in json.loads(curl(f"{url}/generate", "-d", stopped))["text_output"]
-
-
-KSERVE = os.environ.get("KSERVE_PYTHON")
-"""An interpreter that has the package `kserve`, of which the project's own numpy is too old."""
-
-
-@pytest.mark.skipif(KSERVE is None, reason="the environment variable KSERVE_PYTHON names no interpreter")
-def test_kserves_client(services: Running) -> None:
-    script = Path(__file__).parents[1] / "clients" / "kserve_rest.py"
-    subprocess.run([str(KSERVE), str(script), services.url], check=True, timeout=300)

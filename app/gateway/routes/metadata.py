@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from operator import itemgetter
@@ -30,7 +29,8 @@ __all__ = ["health_routes", "index_entry", "metadata_routes", "openai_model_rout
 
 
 def health_routes(models: Models) -> APIRouter:
-    """``/v2/health/live``, ``/v2/health/ready``, which vLLM calls ``/health``, and ``/v2/models/{model}/ready``."""
+    """``/v2/health/live``, ``/v2/models/{model}/ready`` and ``/v2/health/ready``, which vLLM calls ``/health``, and
+    Triton's OpenAI frontend ``/health/ready``."""
     router = APIRouter(tags=["health"])
 
     @router.get("/v2/health/live", summary="Whether the gateway answers")
@@ -39,6 +39,7 @@ def health_routes(models: Models) -> APIRouter:
 
     @router.get("/v2/health/ready", summary="Whether every model is ready, but those unloaded")
     @router.get("/health", include_in_schema=False)
+    @router.get("/health/ready", include_in_schema=False)
     async def ready() -> JSONResponse:
         if models.is_draining:
             return _readiness(Unavailable("the server is stopping"))
@@ -277,9 +278,9 @@ def _language_model_statistics(
 def openai_model_routes(models: Models) -> APIRouter:
     """The models that are ready, in OpenAI's form."""
     router = APIRouter(tags=["openai"])
-    created = int(time.time())
 
     def entry(model: ServedModel) -> dict[str, Any]:
+        created = int(model.route.since_s)  # when it became ready, the same on all workers
         return {"id": model.route.name, "object": "model", "created": created, "owned_by": "headwater"}
 
     @router.get("/v1/models", summary="The models that are ready")
@@ -287,8 +288,10 @@ def openai_model_routes(models: Models) -> APIRouter:
         ready = [entry(model) for model in models if model.route.state is State.READY]
         return JSONResponse({"object": "list", "data": ready})
 
-    @router.get("/v1/models/{model}", summary="One model")
+    @router.get("/v1/models/{model}", summary="One model that is ready")
     async def one_model(model: str) -> JSONResponse:
-        return JSONResponse(entry(models.get(model)))
+        found = models.get(model)
+        found.dispatcher.check_ready()
+        return JSONResponse(entry(found))
 
     return router

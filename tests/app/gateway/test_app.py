@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,6 +97,39 @@ def test_nobody_commands_with_a_second_host_behind_localhost(hosts: bytes) -> No
     app = create_app(Models(), server, repository_routes(command, OperatorGuard(True), server))
     head, _ = ask(b"POST /v2/repository/models/m/load HTTP/1.1", hosts, app)
     assert (head[:12], commands) == ((b"HTTP/1.1 200", ["load"]) if hosts.count(b"\n") == 1 else (b"HTTP/1.1 400", []))
+
+
+# Bodies
+
+READ_FIRST = [
+    b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/embeddings", b"/tokenize", b"/detokenize",
+]  # fmt: skip
+"""Routes that find the model's name in the body."""
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize(("size", "status"), [(1000, b"400"), (1001, b"413")])
+@pytest.mark.parametrize("path", READ_FIRST)
+def test_a_body_is_read_up_to_the_limit(path: bytes, size: int, status: bytes, is_chunked: bool) -> None:
+    app = create_app(Models(), Server(access_log=False, max_body_bytes=1000))
+    framing, body = b"Content-Length: %d" % size, b"x" * size
+    if is_chunked:
+        framing, body = b"Transfer-Encoding: chunked", b"3e8\r\n%b\r\n1\r\nx\r\n0\r\n\r\n" % (b"x" * 1000)
+        body = body if size > 1000 else body.replace(b"1\r\nx\r\n", b"")
+    head, content = exchange(
+        app,
+        b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n%b\r\nConnection: close\r\n\r\n%b"
+        % (path, framing, body),
+    )
+    assert head.startswith(b"HTTP/1.1 %b " % status), head
+    error = json.loads(content)["error"]
+    assert (error["type"], error["message"][:15]) == ("invalid_request_error", "body: expected ")
+
+
+@pytest.mark.parametrize("length", [b"x", b"", b"-1", b"1 2", b"0x1"])
+def test_a_length_that_is_none_is_refused(length: bytes) -> None:
+    head, _ = ask(b"POST /v1/chat/completions HTTP/1.1", b"Host: x\r\nContent-Length: %b\r\n" % length)
+    assert head.startswith(b"HTTP/1.1 400 ")
 
 
 # HEAD

@@ -12,10 +12,12 @@ import pytest
 from fastapi import FastAPI
 
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
+from app.config.schema import Server
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.graph import GraphDispatcher
 from app.errors import BadRequest, Cancelled, NotFound, Unavailable
+from app.gateway.app import create_app
 from app.gateway.http.bodies import BodyReader
 from app.gateway.models import Models
 from app.gateway.routes.metadata import metadata_routes
@@ -168,6 +170,37 @@ def test_a_model_that_streams_has_no_whole_answer() -> None:
         models.update(RoutingTable((msgspec.structs.replace(PLAIN, signature=streams),)))
         with pytest.raises(BadRequest, match="/v2/models/plain/generate_stream"):
             models.get("plain").codecs()
+
+    run(scenario)
+
+
+def test_openais_routes_know_what_is_ready_and_say_why_another_is_not() -> None:
+    async def scenario(models: Models) -> None:
+        unloaded = msgspec.structs.replace(PLAIN, name="gone", state=State.UNAVAILABLE, reason="unloaded", replicas=())
+        models.update(RoutingTable((msgspec.structs.replace(PLAIN, since_s=1.8e9), unloaded)))
+        server = create_app(models, Server(access_log=False))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://server") as client:
+            told = (await client.get("/v1/models")).json()
+            (entry,) = told["data"]
+            assert (told["object"], entry) == ("list", (await client.get("/v1/models/plain")).json())
+            assert entry == {"id": "plain", "object": "model", "created": 1_800_000_000, "owned_by": "headwater"}
+            refused = await client.get("/v1/models/gone")
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"], "retry-after" in refused.headers) == (503, "unavailable", True)
+            assert "unloaded" in error["message"]
+            assert (await client.get("/v1/models/other")).status_code == 404
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("path", ["/v2/health/ready", "/health", "/health/ready"])
+def test_readiness_under_every_name(path: str) -> None:
+    async def scenario(models: Models) -> None:
+        server = create_app(models, Server(access_log=False))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://server") as client:
+            assert ((await client.get(path)).status_code, (await client.get(path)).json()) == (200, {"ready": True})
+            models.update(RoutingTable((msgspec.structs.replace(PLAIN, state=State.LOADING, replicas=()),)))
+            assert (await client.get(path)).status_code == 503
 
     run(scenario)
 

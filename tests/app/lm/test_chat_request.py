@@ -94,6 +94,12 @@ def test_an_unknown_role_is_refused_and_a_developers_message_is_a_systems() -> N
     assert developer == system
 
 
+def test_a_system_message_may_stand_alone() -> None:
+    (spec,) = planned(messages=[{"role": "system", "content": "Be brief."}]).specs
+    rendered = tiny_text().tokenizer.decode(spec.prompt, skip_special_tokens=False)
+    assert rendered == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_a_prompt_that_is_too_long_has_openais_code() -> None:
     for fields in ({"max_tokens": 1000}, {"messages": [{"role": "user", "content": "word " * 600}]}):
         assert refused(**fields).code == "context_length_exceeded"
@@ -172,7 +178,9 @@ def test_what_can_never_fit_is_refused() -> None:
         ({"stop": [1]}, "stop[0]: expected a string, got an integer"),
         ({"stop_token_ids": [3, 4096]}, "stop_token_ids[1]: expected a token id from 0 to 4095, got 4096"),
         ({"max_tokens": 0}, "max_tokens: expected at least 1, got 0"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens: expected at least 1, got -1"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens: expected the same as max_tokens"),
+        ({"top_logprobs": 0}, 'top_logprobs: expected it with "logprobs": true only'),
         ({"top_logprobs": 1}, 'top_logprobs: expected it with "logprobs": true only'),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs: expected an integer from 0 to 20, got 21"),
         ({"stream_options": {}}, 'stream_options: expected it with "stream": true only'),
@@ -214,6 +222,7 @@ def test_what_can_never_fit_is_refused() -> None:
         ({"best_of": 2}, "best_of: expected one of the fields "),
         ({"chat_template_kwargs": []}, "chat_template_kwargs: expected an object, got an array"),
         ({"messages": []}, "messages: expected at least one message"),
+        ({"messages": [{}]}, "messages[0].role: expected one of developer, system, user, assistant, tool, function, "),
         ({"messages": [{"role": 1}]}, "messages[0].role: expected one of developer, system, user, assistant, tool, "),
         ({"messages": [{"role": "robot", "content": "x"}]}, "tool, function, got 'robot'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type: "),

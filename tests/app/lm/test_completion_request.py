@@ -86,7 +86,8 @@ def test_echo_gives_the_prompt_as_it_was_sent() -> None:
         ("x", {"logprobs": 21}, "logprobs: expected an integer from 0 to 20, got 21"),
         ("x", {"logprobs": True}, "logprobs: expected an integer, got a boolean"),
         ("x", {"logprobs": 1, "echo": True}, "logprobs: this model gives none of prompts; leave it out, or echo"),
-        ("x", {"best_of": 2}, "best_of: this model does not support it; expected 1, got 2"),
+        ("x", {"best_of": 2}, "best_of: this model ranks no answers; expected 1, the same as n, got 2; leave it out"),
+        ("x", {"best_of": 1, "n": 2}, "best_of: this model ranks no answers; expected 2, the same as n, got 1"),
         (
             "x",
             {"suffix": "y"},
@@ -107,5 +108,6 @@ def test_a_cache_smaller_than_the_context_bounds_too() -> None:
         planned([5] * 8, msgspec.structs.replace(LIMITS, cache_tokens=8))
 
 
-def test_best_of_one_is_what_is_done_anyway() -> None:
+def test_the_best_of_as_many_as_asked_for_are_all_of_them() -> None:
     assert planned("x", best_of=1, suffix="", logprobs=0).specs[0].sampling.logprobs == 0
+    assert planned("x", n=2, best_of=2) == planned("x", n=2)

@@ -362,6 +362,78 @@ def test_a_usage_chunk_of_completions(gateway: Gateway) -> None:
     assert all(chunk.usage is None for chunk in chunks)
 
 
+# What chats and completions have in common
+
+
+BOTH = pytest.mark.parametrize(
+    ("path", "asked"),
+    [("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "x"})],
+    ids=["chat", "completion"],
+)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.7},
+        {"top_p": 0.9},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": 0.2},
+        {"logit_bias": {"0": 0}},
+        {"max_tokens": 10},
+        {"min_tokens": 16},
+        {"ignore_eos": True},
+        {"n": 1},
+        {"stop": "."},
+        {"stop": []},
+        {"stop": [".", ","]},
+        {"stream": False},
+    ],
+    ids=str,
+)
+def test_a_field_by_itself_is_taken(gateway: Gateway, path: str, asked: Any, fields: Any) -> None:
+    answer = gateway.post(path, model="tiny", **asked, **fields)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert choice["message"]["content"] if "message" in choice else choice["text"]
+    assert choice["logprobs"] is None
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 2.1),
+        ("temperature", -0.1),
+        ("top_p", 1.1),
+        ("frequency_penalty", 3),
+        ("frequency_penalty", -3),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("ignore_eos", 123),
+        ("model", 123),
+        ("model", None),
+        ("stream_options", {"include_usage": True}),
+    ],
+)
+def test_a_value_that_can_not_be_is_refused(gateway: Gateway, path: str, asked: Any, field: str, value: Any) -> None:
+    answer = gateway.post(path, **{"model": "tiny", **asked, field: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+    assert gateway.tiny.opened == []
+
+
+@BOTH
+def test_a_request_names_its_model_and_has_a_prompt(gateway: Gateway, path: str, asked: Any) -> None:
+    for body, param in (({}, "model"), (asked, "model"), ({"model": "tiny"}, *asked)):
+        answer = gateway.post(path, **body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    answer = gateway.post(path, model="", **asked)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
 # Responses
 
 

@@ -121,6 +121,10 @@ def message(**call: Any) -> list[dict[str, Any]]:
             "tool_choice.function.name: expected one of the functions in tools (clock, weather), got 'f'",
         ),
         ({"tools": [], "tool_choice": "required"}, "tool_choice: expected it with tools to choose from; set tools"),
+        (
+            {"tools": None, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice.function.name: expected one of the functions in tools (none), got 'f'",
+        ),
         ({"messages": message(id=1)}, "messages[1].tool_calls[0].id: expected a string, got 1"),
         ({"messages": message(type="custom")}, "messages[1].tool_calls[0].type: expected 'function', got 'custom'"),
         ({"messages": message(function=[])}, "messages[1].tool_calls[0].function: expected an object with 'name' and "),

@@ -107,6 +107,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("GET", "/docs/assets/x"): (),
     ("GET", "/openapi.json"): ANY,
     ("GET", "/health"): (),
+    ("GET", "/health/ready"): (),
     ("GET", "/v2/health/live"): (),
     ("GET", "/v2/health/ready"): (),
     ("GET", f"{M}/ready"): (),

@@ -203,6 +203,18 @@ def test_what_a_body_may_not_say(action: str, parameters: dict[str, Any], status
     run(scenario)
 
 
+@pytest.mark.parametrize("action", ["load", "unload"])
+@pytest.mark.parametrize(
+    "name", ["", "b", "a/", "a/b", "%2E%2E", "a%2F%2E%2E", "%2Fetc%2Fpasswd", "..%2F..%2Fetc%2Fpasswd", "%20", "%0A%09"]
+)
+def test_what_is_no_model_is_not_found(name: str, action: str) -> None:
+    async def scenario(whole: Whole) -> None:
+        assert (await whole.http.post(f"/v2/repository/models/{name}/{action}")).status_code == 404
+        assert (await whole.state(), len(whole.launched)) == ("READY", 1)
+
+    run(scenario)
+
+
 def test_an_added_model_comes_and_goes_in_the_index() -> None:
     async def scenario(whole: Whole) -> None:
         async def names() -> list[str]:

@@ -138,6 +138,12 @@ def test_a_longer_input_is_cut_only_if_the_request_says_so() -> None:
         ([[1, 2**31]], {}, f"input[0][1]: expected an integer from 0 to 2147483647, got {2**31}"),
         (["x", 1], {}, "input[1]: expected a string, got an integer; this model takes a string or an array of strings"),
         ([True], {}, "input[0]: expected a string, got a boolean; this model takes"),
+        (1.5, {}, "input: expected a string or an array, got a number; this model takes"),
+        (None, {}, "input: expected a string or an array, got null; this model takes"),
+        ("x", {"encoding_format": "hex"}, "encoding_format: expected 'base64' or 'float', got 'hex'"),
+        ("x", {"encoding_format": 0}, "encoding_format: expected a string, got an integer"),
+        ("x", {"model": 123}, "model: expected a string, got an integer"),
+        ("x", {"model": None}, "model: expected a string, got null"),
         ("x", {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens: expected at least -1, got -2"),
         ("x", {"truncate_prompt_tokens": 10}, "truncate_prompt_tokens: parameter 'truncate_prompt_tokens': expected"),
     ],
@@ -147,6 +153,16 @@ def test_what_is_wrong_is_named(given: Any, fields: dict[str, Any], message: str
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(message)
     assert message.startswith(answer.json()["error"]["param"].partition("[")[0])
+
+
+@pytest.mark.parametrize("model", ["", "other"])
+def test_a_model_that_is_not_there_is_none_that_can_not(model: str) -> None:
+    answer = Embedder().ask("x", model=model)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_an_empty_text_has_a_vector_too() -> None:
+    assert Embedder().lengths("") == Embedder().lengths([""]) == [0]
 
 
 @pytest.mark.parametrize(
