@@ -48,6 +48,9 @@ _LARK_LIMITS: Final[dict[str, Any]] = {"max_items_in_row": 200, "step_max_items"
 """An ambiguous grammar takes time quadratic in these."""
 _LIMITS: Final[dict[str, Any]] = {"max_lexer_states": 10_000, "max_grammar_size": 100_000, "verbose_errors": False}
 _EXPECTED: Final = {"json_schema": "a JSON schema", "regex": "a regular expression", "lark": "a grammar"}
+_NOT_FORCING: Final = {"name": "not_forcing", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: ""'}
+"""A grammar that is not used, but whose option holds for those beside it: see `_unforced`."""
+_ESCAPED: Final = re.compile(r"\\u((?!d[89a-f])[0-9a-f]{4})", re.IGNORECASE)
 _JSON: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?://|#).*|%json\s*(?=\{)')
 """A JSON schema in Lark, or something that may contain the same characters: a string, expression or comment."""
 
@@ -121,6 +124,9 @@ class Grammars:
             self._tokenizer = LLTokenizer(tokenizer.read_text(encoding="utf-8"), vocab_size, self._eos_ids)
         except Exception as error:
             raise ReplicaError(f"llguidance can't read {tokenizer}: {text_of(error)}") from error
+        found = [id for id in range(self._tokenizer.vocab_size) if self._tokenizer.is_special_token(id)]
+        self._special = [text for id in found if (text := self._tokenizer.decode_str([id]))]
+        """The texts of the special tokens."""
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
         self._masker = ThreadPoolExecutor(1, thread_name_prefix="mask")
         self._executor = LLExecutor(min(MASK_THREADS, torch.get_num_threads()))
@@ -166,9 +172,10 @@ class Grammars:
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         try:
             limits = _SCHEMA_LIMITS if grammar.kind == "json_schema" else _LARK_LIMITS
-            matcher = LLMatcher(
-                self._tokenizer, _source(grammar), log_level=0, limits=LLParserLimits(**limits, **_LIMITS)
-            )
+            source = _source(grammar)
+            if self._writes_special(grammar.text):
+                source = _unforced(source)
+            matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**limits, **_LIMITS))
             if not matcher.is_error():
                 matcher.compute_bitmask()  # finds what only use shows, and makes the first mask of each sequence cheap
             error = matcher.get_error()
@@ -177,6 +184,11 @@ class Grammars:
         if error:
             raise ValueError(_reason(error))
         return matcher
+
+    def _writes_special(self, text: str) -> bool:
+        """Whether a grammar of this text may spell out a special token, perhaps in escaped characters."""
+        plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text).replace("\\", "")
+        return any(special in plain for special in self._special)
 
     def _bits(self, constraints: Sequence[Constraint]) -> Tensor:
         """The masks, uint8 [rows, bytes], one bit a token; an error is noted in its constraint."""
@@ -219,6 +231,16 @@ def _source(grammar: Grammar) -> str:
     if text.lstrip().startswith("{"):
         raise ValueError("expected a grammar in Lark or GBNF, got JSON")
     return grammar_from("grammar", "".join(_with_options(text)))
+
+
+def _unforced(source: str) -> str:
+    """A grammar that leaves it to the model with which tokens it writes a text that has no alternative.
+
+    The library would tokenize such a text, and take what looks like a special token for that token, which it then
+    refuses because it stands for no text.
+    """
+    grammars = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    return json.dumps({"grammars": [*grammars, _NOT_FORCING]})
 
 
 def _with_options(lark: str) -> Iterator[str]:

@@ -43,6 +43,7 @@ from tests.app.lm.scripted import (
     ids_of,
     tiny_text,
 )
+from tests.app.lm.tool_text import CLOCK
 from tests.running import wait_for
 
 TEXT = Script().text
@@ -626,7 +627,8 @@ def test_tokens_of_a_conversation_are_those_of_its_prompt(gateway: Gateway) -> N
         ("/tokenize", {"model": "tiny", "prompt": "x" * 131_073}, "prompt: this model's maximum context length is 512"),
         ("/tokenize", {"model": "plain", "messages": HELLO}, "messages: this model has no chat template"),
         ("/tokenize", {"model": "tiny", "prompt": "x", "continue_final_message": True}, "continue_final_message: "),
-        ("/tokenize", {"model": "tiny", "prompt": "x", "tools": [{}]}, "tools: this model does not support it"),
+        ("/tokenize", {"model": "tiny", "messages": HELLO, "tools": [{}]}, "tools[0].type: expected 'function', the o"),
+        ("/tokenize", {"model": "tiny", "prompt": "x", "tools": [CLOCK]}, "tools: expected them with messages only; "),
         ("/detokenize", {"model": "tiny", "tokens": [4096]}, "tokens[0]: expected a token id from 0 to 4095, got 4096"),
         ("/detokenize", {"model": "tiny", "tokens": "x"}, "tokens: expected an array, got a string"),
     ],

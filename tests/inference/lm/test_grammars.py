@@ -135,6 +135,38 @@ def test_kinds(kind: GrammarKind, text: str, allowed: Callable[[str], bool]) -> 
     assert allowed(text_of(events))
 
 
+SPELT: dict[str, Any] = {**OBJECT, "properties": {"<|im_end|>": {"enum": [1, 2]}}, "required": ["<|im_end|>"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("json_schema", '{"const": "a<|im_end|>b"}', ['"a<|im_end|>b"']),
+        ("json_schema", '{"const": "\\u003c|endoftext|\\u003e"}', ['"<|endoftext|>"']),
+        ("json_schema", '{"enum": ["<|im_end|>", "<|im_start|>"]}', ['"<|im_end|>"', '"<|im_start|>"']),
+        ("json_schema", '{"type": "string", "pattern": "^<\\\\|im_end\\\\|>$"}', ['"<|im_end|>"']),
+        ("regex", r"a<\|im_end\|>", ["a<|im_end|>"]),
+        ("lark", 'start: "<|im_end|>" "!"', ["<|im_end|>!"]),
+        ("lark", 'root ::= "<|im_end|>" "!"', ["<|im_end|>!"]),
+        ("lark", f'start: "!" %json {json.dumps(SPELT)}', ['!{"<|im_end|>":1}', '!{"<|im_end|>":2}']),
+    ],
+)
+def test_what_looks_like_a_special_token_is_written_in_others(
+    kind: GrammarKind, text: str, expected: list[str]
+) -> None:
+    events = answer(Grammar(kind, text, "form"), Sampling(seed=1, logit_bias=TO_END), max_tokens=100)
+    *written, end = tokens(events)
+    assert (events[-1].finish, end in EOS_IDS) == ("stop", True)
+    assert "".join(TOKENIZER.decode(written, skip_special_tokens=True).split()) in expected
+
+
+def test_a_special_token_may_stand_beside_its_text() -> None:
+    events = answer(Grammar("lark", 'start: "<|im_start|>" <|im_start|> "!"', "form"))
+    special = TOKENIZER.get_vocab()["<|im_start|>"]
+    assert tokens(events).count(special) == 1
+    assert text_of(events) == "<|im_start|><|im_start|>!"
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "reason"),
     [
