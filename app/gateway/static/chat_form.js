@@ -47,8 +47,9 @@ export class ChatForm {
 
   /** The request's fields; null if something is wrong, which its field then says. */
   fields() {
-    const [schema, tools] = [this.schema, this.tools].map(read);
-    if (schema === null || tools === null) return null;
+    const areas = [this.schema, this.tools];
+    const [schema, tools] = areas.map(read);
+    if (areas.some((area) => area.hasAttribute("aria-invalid"))) return null;
     return {
       ...(schema === undefined ? {} : { response_format: { type: "json_schema", json_schema: { name: "answer", schema } } }),
       ...(tools === undefined ? {} : { tools, tool_choice: this.choice.value }),
@@ -65,7 +66,7 @@ function example(text, area, value) {
   return make("button", { type: "button", onclick: use }, text);
 }
 
-/** The value of a field; undefined if it is empty, null if it is no JSON. */
+/** The value of a field, which says so if it is no JSON; undefined if there is none. */
 function read(area) {
   let value;
   let wrong = "";
@@ -75,7 +76,7 @@ function read(area) {
     wrong = `Expected JSON: ${error.message}`;
   }
   fault(area, wrong);
-  return wrong ? null : value;
+  return value;
 }
 
 /** An answer under way: its content and its calls of tools, which are shown as JSON once they are whole. */
