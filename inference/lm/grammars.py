@@ -40,6 +40,13 @@ MOST_COMPILING: Final = 256
 MOST_MULTIPLE: Final = 10_000
 """The greatest common multiple of a schema's `multipleOf`: the library's automaton has as many states."""
 MASK_THREADS: Final = 4
+_INWARDS: Final = {
+    "minimum": math.inf, "exclusiveMinimum": math.inf, "maximum": -math.inf, "exclusiveMaximum": -math.inf,
+}  # fmt: skip
+_BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_LARGEST: Final = 2**63 - 1
+"""As a bound the library takes it for what it is, although no double holds it."""
+_HUGE: Final = 2**1023
 _JSON_OPTIONS: Final[JsonCompileOptions] = {"lenient": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
 """Refuse what can't be followed, and bound the space between elements, because weak models write nothing else."""
 
@@ -227,6 +234,7 @@ def _source(grammar: Grammar) -> str:
         if not isinstance(schema, dict):
             raise ValueError("expected an object")
         _check_multiples(schema)
+        schema = _with_exact_numbers(schema)
         return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
     if text.lstrip().startswith("{"):
         raise ValueError("expected a grammar in Lark or GBNF, got JSON")
@@ -252,7 +260,7 @@ def _with_options(lark: str) -> Iterator[str]:
         if found[0].startswith("%"):
             schema, end = json.JSONDecoder().raw_decode(lark, end)
             _check_multiples(schema)
-            yield json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+            yield json.dumps({**_with_exact_numbers(schema), "x-guidance": _JSON_OPTIONS})
         begin = end
     yield lark[begin:]
 
@@ -278,6 +286,50 @@ def _multiples(schema: object) -> Iterator[Any]:
     elif isinstance(schema, list):
         for value in schema:
             yield from _multiples(value)
+
+
+def _with_exact_numbers(schema: Any) -> Any:
+    """A schema, or a part of one, whose bounds doubles hold, as which the library reads them: those of no double are
+    moved inwards to the next one.
+
+    Raises:
+        ValueError: a constant is an integer that no double holds.
+    """
+    if isinstance(schema, list):
+        return [_with_exact_numbers(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):  # whose keys are no keywords
+            found[key] = {name: _with_exact_numbers(one) for name, one in value.items()}
+            continue
+        if key in ("const", "enum") and (wrong := next(_inexact(value), None)) is not None:
+            raise ValueError(f"{key}: expected integers that doubles hold exactly, got {wrong}; write it as a string")
+        inwards = _INWARDS.get(key)
+        if inwards is not None and next(_inexact(value), _LARGEST) != _LARGEST:
+            found[key] = _inner_double(value, inwards)
+        else:
+            found[key] = _with_exact_numbers(value)
+    return found
+
+
+def _inexact(value: object) -> Iterator[int]:
+    """The integers in a value that no double holds."""
+    if isinstance(value, int) and int(_double(value)) != value:
+        yield value
+    elif isinstance(value, (list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _inexact(one)
+
+
+def _inner_double(bound: int, inwards: float) -> int:
+    nearest = _double(bound)
+    return int(nearest if (nearest < bound) == (inwards < 0) else math.nextafter(nearest, inwards))
+
+
+def _double(value: int) -> float:
+    return float(max(-_HUGE, min(value, _HUGE)))
 
 
 def _reason(error: str) -> str:

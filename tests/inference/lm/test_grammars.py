@@ -122,6 +122,17 @@ def test_neighbours_change_nothing_on_either_side() -> None:
     ("kind", "text", "allowed"),
     [
         ("json_schema", '{"type": ["boolean", "null"]}', lambda text: json.loads(text) in (True, False, None)),
+        (
+            "json_schema",
+            '{"type": "integer", "minimum": 9007199254740993, "maximum": 9007199254740995}',
+            lambda text: text == "9007199254740994",  # the only double within
+        ),
+        (
+            "json_schema",
+            '{"type": "object", "required": ["const"], "additionalProperties": false, "properties": '
+            '{"const": {"type": "integer", "minimum": 9223372036854775807, "maximum": 9223372036854775807}}}',
+            lambda text: json.loads(text) == {"const": 2**63 - 1},
+        ),
         ("regex", "[0-9]{3}", lambda text: len(text) == 3 and text.isdecimal()),
         ("lark", 'start: "yes" | "no"', lambda text: text in ("yes", "no")),
         ("lark", 'root ::= "a" | "b" "c"', lambda text: text in ("a", "bc")),
@@ -180,6 +191,9 @@ def test_a_special_token_may_stand_beside_its_text() -> None:
         ("json_schema", "{", "Expecting property name"),
         ("json_schema", '{"type": "integer", "multipleOf": 99991}', "multipleOf: expected numbers with a common"),
         ("json_schema", '{"anyOf": [{"multipleOf": 9.97}, {"multipleOf": 11}]}', "multipleOf: expected numbers"),
+        ("json_schema", '{"const": 9007199254740993}', "const: expected integers that doubles hold exactly, got 9007"),
+        ("json_schema", '{"items": {"enum": [1, {"a": [9007199254740993]}]}}', "enum: expected integers that doubles"),
+        ("lark", 'start: %json {"const": 9007199254740993}', "const: expected integers that doubles hold exactly"),
         ("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000, "recursion"),
         ("regex", "[", "invalid regex"),
         ("regex", "(?=a)b", "look-around"),
