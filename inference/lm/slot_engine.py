@@ -19,7 +19,7 @@ from inference.lm.admission import Admission
 from inference.lm.grammars import KINDS, Constraint, Grammars, Masks, refusal
 from inference.lm.model_folder import context_length_of
 from inference.lm.prefix_index import BLOCK, NEWEST, Chain, PrefixIndex, chain_of
-from inference.lm.sampling import Choice, Sampler, choose
+from inference.lm.sampling import Choice, Sampler, choose, logprobs_of
 from inference.lm.slot_cache import SlotCache, StepMask
 from inference.lm.transformers_parts import attention_of
 from inference.runtime.device import breaks_device
@@ -36,6 +36,8 @@ KEPT_ROWS: Final = 32
 """The most rows of the cache beyond `max_sequences`, for prefixes."""
 KEPT_TOKENS: Final = 16_384
 """How large the cache may grow only to keep prefixes, unless its size was given."""
+SCORED_LOGITS: Final = 2**24
+"""The most logits of prompts' tokens at once: with 128,000 tokens in the vocabulary, those of 131 tokens."""
 COMPILE_WAIT_S: Final = 0.005
 """How long a step without other work waits for a grammar."""
 
@@ -48,7 +50,7 @@ class _Sequence:
     stops: frozenset[int]
     sampler: Sampler
     chain: Chain
-    """The prompt's."""
+    """The prompt's; empty if it reuses nothing."""
     constraint: Constraint | None = None
     cached: int = 0
     """Tokens in the cache: the computed part of the prompt, and then the answer without its last token."""
@@ -119,6 +121,7 @@ class SlotEngine(Admission):
                 cache_tokens,
                 config.vocab_size,
                 grammars=KINDS if grammars is not None else frozenset(),
+                prompt_logprobs=True,
             )
         )
         self._model = model
@@ -181,7 +184,7 @@ class SlotEngine(Admission):
             wait([self._matchers[one.id][1] for one in self._held], COMPILE_WAIT_S, FIRST_COMPLETED)
         group, start = self._group()
         if group:
-            self._attempt(group, len(self._generating), lambda: self._prefill(group, start), events)
+            self._attempt(group, len(self._generating), lambda: self._prefill(group, start, events), events)
         return events
 
     def close(self) -> None:
@@ -256,7 +259,7 @@ class SlotEngine(Admission):
                 self._held.append(request)
                 continue
             self._matchers.pop(request.id, None)
-            if request.max_tokens == 0:
+            if request.max_tokens == 0 and request.prompt_logprobs is None:
                 self.release(request.id)
                 events.append(TokenEvent(request.id, 0, None, finish="length"))
                 continue
@@ -269,7 +272,9 @@ class SlotEngine(Admission):
                 self.release(request.id)
                 events.append(TokenEvent(request.id, 0, None, finish="error", error=self._report(error)))
                 continue
-            begun.append(_Sequence(request, stops, sampler, self._chain(request.prompt, request), constraint))
+            # The tokens of a copied prefix have no logits.
+            chain = self._chain(request.prompt, request) if request.prompt_logprobs is None else []
+            begun.append(_Sequence(request, stops, sampler, chain, constraint))
         if begun:
             self._prompts += begun
             self._attempt(begun, 0, self._make_room, events)
@@ -348,26 +353,40 @@ class SlotEngine(Admission):
             if group:
                 known, length = min(start, known), max(width, length)
                 shared = sequence.chain[blocks : blocks + 1]
-                if (len(group) + 1) * (length - known) > self._prefill_chunk or (
+                if (len(group) + 1) * (length - known) > self._chunk([*group, sequence]) or (
                     shared and any(one.chain[blocks : blocks + 1] == shared for one in group)
                 ):
                     break
             group.append(sequence)
             start, width = known, length
-            if sequence.cached or width - start > self._prefill_chunk:
+            if sequence.cached or width - start > self._chunk(group):
                 break
         return group, start
 
-    def _prefill(self, group: Sequence[_Sequence], start: int) -> list[Choice]:
+    def _chunk(self, group: Sequence[_Sequence]) -> int:
+        """The most tokens of their prompts in one step."""
+        if all(one.request.prompt_logprobs is None for one in group):
+            return self._prefill_chunk
+        return min(self._prefill_chunk, max(SCORED_LOGITS // self.limits.vocab_size, 1))
+
+    def _prefill(self, group: Sequence[_Sequence], start: int, events: list[TokenEvent]) -> list[Choice]:
         """Compute prompts from this token on; returns the first tokens of those that are complete."""
         if not group[0].cached:
             self._begin(group, start)
-        chunks = [one.request.prompt[start : start + self._prefill_chunk] for one in group]
-        is_last = start + self._prefill_chunk >= len(group[0].request.prompt)
+        end = start + self._chunk(group)
+        chunks = [one.request.prompt[start:end] for one in group]
+        is_last = end >= len(group[0].request.prompt)
         masks = self._begin_masks(group) if is_last else None
         first = len(self._generating)
         self._cache.aim(slice(first, first + len(group)), start)
-        logits = self._forward(chunks, start)
+        scored = {row: one for row, one in enumerate(group) if one.request.prompt_logprobs is not None}
+        kept, logits = self._forward(chunks, start, keeps_all=bool(scored))
+        for row, one in scored.items():
+            following = one.request.prompt[start + 1 : start + 1 + len(chunks[row])]
+            if following:
+                tokens = torch.tensor(following, device=self._device)
+                found = logprobs_of(kept[row, : len(following)], tokens, one.request.prompt_logprobs or 0)
+                events.append(TokenEvent(one.request.id, 0, None, prompt=tuple(found)))
         for one, chunk in zip(group, chunks, strict=True):
             one.cached = start + len(chunk)
         if group[0].cached < len(group[0].request.prompt):
@@ -418,14 +437,17 @@ class SlotEngine(Admission):
     def _chain(self, ids: Sequence[int], request: SequenceRequest) -> Chain:
         return chain_of(ids, request.cache_scope) if self._prefix_cache else []
 
-    def _forward(self, chunks: Sequence[Sequence[int]], start: int) -> Tensor:
-        """Logits [rows, vocab] after each chunk's last token; chunks follow `start` tokens in the cache's window."""
+    def _forward(
+        self, chunks: Sequence[Sequence[int]], start: int, *, keeps_all: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [rows, places, vocab] after the chunks' ends, or all of their tokens, and of them those [rows, vocab]
+        after each chunk's last token; chunks follow `start` tokens in the cache's window."""
         lengths = [len(chunk) for chunk in chunks]
         width = max(lengths)
         # Padded on the right: no token sees a later one, and the padding in the cache is overwritten before it is seen.
         ids = torch.tensor([[*chunk, *[0] * (width - len(chunk))] for chunk in chunks], device=self._device)
         positions = torch.arange(start, start + width, device=self._device).expand(len(chunks), width)
-        ends = sorted(set(lengths))
+        ends = list(range(1, width + 1)) if keeps_all else sorted(set(lengths))
         logits: Tensor = self._model(
             input_ids=ids,
             position_ids=positions,
@@ -433,7 +455,7 @@ class SlotEngine(Admission):
             use_cache=True,
             logits_to_keep=torch.tensor(ends, device=self._device) - 1,
         ).logits
-        return logits[range(len(chunks)), [ends.index(length) for length in lengths]]
+        return logits, logits[range(len(chunks)), [ends.index(length) for length in lengths]]
 
     def _forward_each(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Logits [rows, vocab] after one more token in each of the first rows, each at its own position."""
@@ -470,6 +492,9 @@ class SlotEngine(Admission):
     def _advance(self, sequence: _Sequence, choice: Choice, events: list[TokenEvent]) -> None:
         """Report a sequence's token, and end the sequence if that was the last."""
         request, index = sequence.request, len(sequence.answer)
+        if not request.max_tokens:  # only the prompt's log probabilities are wanted
+            self._end(sequence, "length", events)
+            return
         sequence.answer.append(choice.token)
         if sequence.constraint is not None:
             sequence.constraint.token = choice.token
@@ -484,7 +509,7 @@ class SlotEngine(Admission):
             sequence.has_ended = True
             self.release(request.id)
 
-    def _end(self, sequence: _Sequence, finish: Finish, events: list[TokenEvent], error: str) -> None:
+    def _end(self, sequence: _Sequence, finish: Finish, events: list[TokenEvent], error: str = "") -> None:
         """End a sequence without a token."""
         sequence.has_ended = True
         sequence.cached = 0  # nothing of it is kept
