@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -14,14 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.engine import EngineFull, EngineLimits, Finish, Grammar, SequenceRequest, TokenEvent
-from inference.errors import ReplicaError
 from inference.lm.admission import Admission
+from inference.lm.cached_model import CachedModel
 from inference.lm.grammars import KINDS, Constraint, Grammars, Masks, refusal
 from inference.lm.model_folder import context_length_of
 from inference.lm.prefix_index import BLOCK, NEWEST, Chain, PrefixIndex, chain_of
 from inference.lm.sampling import Choice, Sampler, choose, logprobs_of
-from inference.lm.slot_cache import SlotCache, StepMask
-from inference.lm.transformers_parts import attention_of
+from inference.lm.slot_cache import SlotCache
 from inference.runtime.device import breaks_device
 from inference.runtime.failure_log import FailureLog, text_of
 
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SlotEngine"]
 
-CHECK_LENGTHS: Final = (12, 4)
-"""Prompt lengths of the self-check, in tokens."""
 KEPT_ROWS: Final = 32
 """The most rows of the cache beyond `max_sequences`, for prefixes."""
 KEPT_TOKENS: Final = 16_384
@@ -105,11 +101,7 @@ class SlotEngine(Admission):
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         context_length = context_length_of(config, context_length)
-        attention = attention_of(model.config)
-        if attention not in ("sdpa", "eager"):
-            raise ReplicaError(f"attention: expected sdpa or eager, got {attention}")
-        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-            raise ReplicaError(f"model: expected a causal language model, got {type(model).__name__}")
+        self._model = CachedModel(model, max_sequences)
         self._kept_tokens = KEPT_TOKENS if cache_tokens is None else cache_tokens
         if cache_tokens is None:
             cache_tokens = max_sequences * context_length
@@ -124,7 +116,6 @@ class SlotEngine(Admission):
                 prompt_logprobs=True,
             )
         )
-        self._model = model
         self._device = model.device
         self._eos_ids = eos_ids
         self._grammars = grammars
@@ -135,11 +126,8 @@ class SlotEngine(Admission):
         self._prefill_chunk = prefill_chunk
         self._prefix_cache = prefix_cache
         self._on_broken = on_broken
-        self._mask = StepMask(config, model.dtype, self._device)
-        self._layers: int = config.num_hidden_layers
         self._cache = self._blank_cache()
         self._prefixes = PrefixIndex()
-        self._rows = torch.arange(max(max_sequences, len(CHECK_LENGTHS) + 1), device=self._device)
         self._generating: list[_Sequence] = []
         """The sequences that generate, by cache row."""
         self._prompts: deque[_Sequence] = deque()
@@ -198,54 +186,13 @@ class SlotEngine(Admission):
         self._held.clear()
         self._cache = self._blank_cache()
 
-    @torch.inference_mode()
     def check(self) -> None:
-        """Compare the model's logits with and without the engine's cache, masks and copies of prefixes.
-
-        Call it before the first `submit`.
-
-        Raises:
-            ReplicaError: the logits differ, or the model fails.
-        """
-        prompts = [
-            [(5 * place + row) % self.limits.vocab_size for place in range(length)]
-            for row, length in enumerate(CHECK_LENGTHS)
-        ]
-        prompts.append(prompts[0])  # its beginning is copied
-        # A separate cache, because the engine's may be too small.
-        self._cache = SlotCache(
-            self._layers, max_rows=len(prompts), max_tokens=len(prompts) * max(CHECK_LENGTHS), chunk=max(CHECK_LENGTHS)
-        )
-        try:
-            inputs = [torch.tensor([ids], device=self._device) for ids in prompts]
-            expected = torch.cat([self._model(ids, use_cache=False).logits[:, -1] for ids in inputs])
-            for row, ids in enumerate(prompts):
-                self._cache.fit(row + 1, len(ids))
-                self._cache.aim(slice(row, row + 1), 0)
-                if row < len(CHECK_LENGTHS):
-                    self._forward([ids[:2]], start=0)
-                else:
-                    self._cache.copy(({row: 0}, 2))
-                self._cache.aim(slice(row, row + 1), 2)
-                self._forward([ids[2:-1]], start=2)
-            got = self._forward_each([ids[-1] for ids in prompts], [len(ids) - 1 for ids in prompts])
-        except Exception as error:
-            reason = f"{type(error).__name__}: {text_of(error)}"
-            raise ReplicaError(f"model: fails in the slot engine: {reason}") from error
-        finally:
-            self._cache = self._blank_cache()
-        scale = float(expected.float().std())
-        difference = float((got - expected).abs().max())
-        allowed = (0.01 if self._model.dtype == torch.float32 else 0.2) * scale
-        if not difference <= allowed:
-            raise ReplicaError(
-                f"model: {type(self._model).__name__} gives other logits with the slot engine's cache: they differ by "
-                f"{difference:.2g}, expected at most {allowed:.2g}; the engine does not support its kind of attention"
-            )
+        """As `CachedModel.check`; call it before the first `submit`."""
+        self._model.check()
 
     def _blank_cache(self) -> SlotCache:
         limits = self.limits
-        return SlotCache(self._layers, max_rows=limits.max_sequences, max_tokens=limits.cache_tokens)
+        return SlotCache(self._model.layers, max_rows=limits.max_sequences, max_tokens=limits.cache_tokens)
 
     def _start(self, events: list[TokenEvent]) -> None:
         """Start the newly admitted sequences that don't wait for a grammar."""
@@ -336,7 +283,9 @@ class SlotEngine(Admission):
         """Compute the next token of each sequence that generates."""
         sequences = self._generating
         masks = self._begin_masks(sequences)
-        logits = self._forward_each([one.answer[-1] for one in sequences], [one.cached for one in sequences])
+        positions = [one.cached for one in sequences]
+        self._fit(len(sequences), max(positions) + 1)
+        logits = self._model.forward_each(self._cache, [one.answer[-1] for one in sequences], positions)
         for one in sequences:
             one.cached += 1
         return self._choose(logits, sequences, masks)
@@ -378,9 +327,8 @@ class SlotEngine(Admission):
         is_last = end >= len(group[0].request.prompt)
         masks = self._begin_masks(group) if is_last else None
         first = len(self._generating)
-        self._cache.aim(slice(first, first + len(group)), start)
         scored = {row: one for row, one in enumerate(group) if one.request.prompt_logprobs is not None}
-        kept, logits = self._forward(chunks, start, keeps_all=bool(scored))
+        kept, logits = self._model.forward(self._cache, first, chunks, start, keeps_all=bool(scored))
         for row, one in scored.items():
             following = one.request.prompt[start + 1 : start + 1 + len(chunks[row])]
             if following:
@@ -436,48 +384,6 @@ class SlotEngine(Admission):
 
     def _chain(self, ids: Sequence[int], request: SequenceRequest) -> Chain:
         return chain_of(ids, request.cache_scope) if self._prefix_cache else []
-
-    def _forward(
-        self, chunks: Sequence[Sequence[int]], start: int, *, keeps_all: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Logits [rows, places, vocab] after the chunks' ends, or all of their tokens, and of them those [rows, vocab]
-        after each chunk's last token; chunks follow `start` tokens in the cache's window."""
-        lengths = [len(chunk) for chunk in chunks]
-        width = max(lengths)
-        # Padded on the right: no token sees a later one, and the padding in the cache is overwritten before it is seen.
-        ids = torch.tensor([[*chunk, *[0] * (width - len(chunk))] for chunk in chunks], device=self._device)
-        positions = torch.arange(start, start + width, device=self._device).expand(len(chunks), width)
-        ends = list(range(1, width + 1)) if keeps_all else sorted(set(lengths))
-        logits: Tensor = self._model(
-            input_ids=ids,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=torch.tensor(ends, device=self._device) - 1,
-        ).logits
-        return logits, logits[range(len(chunks)), [ends.index(length) for length in lengths]]
-
-    def _forward_each(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Logits [rows, vocab] after one more token in each of the first rows, each at its own position."""
-        count, longest = len(tokens), max(positions)
-        self._fit(count, longest + 1)
-        ids = torch.tensor(tokens, device=self._device)[:, None]
-        at = torch.tensor(positions, device=self._device)
-        mask = None
-        if min(positions) == longest:
-            self._cache.aim(slice(0, count), longest)
-        else:
-            self._cache.aim_each(self._rows[:count], at, longest=longest)
-            mask = self._mask(at[:, None], longest=longest)
-        logits: Tensor = self._model(
-            input_ids=ids,
-            position_ids=at[:, None],
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-        return logits[:, -1]
 
     def _fit(self, rows: int, length: int) -> None:
         """Grow the cache to at least this many rows and tokens, and to what all sequences that started need by now."""

@@ -247,7 +247,7 @@ def checked_prompt(told: dict[str, Any], prompt: str, engine: SlotEngine, most: 
     """Check a choice's log probabilities of its prompt against a plain pass; the number of its tokens."""
     text = tiny_text()
     ids = text.encode_text(prompt)
-    expected = engine._model(torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(dim=-1)
+    expected = engine._model._model(torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(dim=-1)
     assert told["tokens"][: len(ids)] == [text.tokenizer.texts.shown(token)[0] for token in ids]
     assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
     for place, token in enumerate(ids[1:], 1):
