@@ -111,10 +111,9 @@ class TextStream:
     def _echoed(self, news: Tokens) -> list[TokenLogprob]:
         """The prompt's next tokens."""
         first: list[tuple[float | None, tuple[tuple[int, float], ...]]] = [] if self._told else [(None, ())]
-        begin = self._told
         entries = [
             TokenLogprob(self._prompt[place], logprob, top, self._offsets[place])
-            for place, (logprob, top) in enumerate([*first, *news.prompt], begin)
+            for place, (logprob, top) in enumerate([*first, *news.prompt], self._told)
         ]
         self._told += len(entries)
         return entries
