@@ -170,6 +170,23 @@ class TestEnds:
         assert echoed == PROMPT + plain
         assert joined(create(client, "completions", echo=True, stream=True))[0] == echoed
 
+    def test_a_prompt_alone_has_its_log_probabilities(self, client: openai.OpenAI) -> None:
+        options: Any = {"model": "tiny", "prompt": [PROMPT, "import os"], "echo": True, "logprobs": 1, "max_tokens": 0}
+        whole = client.completions.create(**options).choices
+        told: list[list[float | None]] = [[], []]
+        for chunk in client.completions.create(**options, stream=True):
+            for choice in chunk.choices:
+                if choice.logprobs is not None:
+                    told[choice.index] += choice.logprobs.token_logprobs or []
+        assert [one.text for one in whole] == options["prompt"]
+        for one, streamed in zip(whole, told, strict=True):
+            assert one.logprobs is not None
+            assert one.logprobs.token_logprobs is not None
+            first, *rest = one.logprobs.token_logprobs
+            assert first is None
+            assert rest == pytest.approx(streamed[1:], abs=1e-4)
+            assert all(-30 < logprob < 0 for logprob in rest)
+
     def test_several_prompts(self, client: openai.OpenAI) -> None:
         prompts = [PROMPT, "class A:\n", "import "]
         each = [create(client, "completions", prompt=one) for one in prompts]
