@@ -164,7 +164,7 @@ $(VENV)/.fuzz: $(VENV)/.dev
 # because the build decides that, and pip resolves it when it installs torch. uv repeats in every marker the one system
 # that pyproject.toml has it resolve for; without that a marker says what it should, the Python version.
 LOCK_HEADER := \# Exact pins for Python 3.10 to 3.12 on Linux. Made by `make lock` from pyproject.toml: do not edit.
-DROP_CUDA := /^nvidia-pytriton==/b; /^(nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+|triton)==/d
+DROP_CUDA := /^nvidia-(pytriton|ml-py)==/b; /^(nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+|triton)==/d
 DROP_SYSTEM := s/ and implementation_name == 'cpython' and platform_machine == 'x86_64'// ; \
   s/ and platform_python_implementation != 'PyPy'// ; s/ and sys_platform == 'linux'// ; \
   s/ and python_full_version < '3.13'// ; s/ ; python_full_version < '3.13'$$//

@@ -29,6 +29,7 @@ __all__ = [
     "Grammar",
     "GrammarKind",
     "Penalty",
+    "PromptLogprob",
     "RepetitionPenalty",
     "RequestRejected",
     "RequestTooLong",
@@ -63,6 +64,8 @@ RepetitionPenalty: TypeAlias = Annotated[float, Meta(ge=0.01, le=100)]
 Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0)]
+PromptLogprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
+"""Of a token of a prompt, what `TokenEvent.logprob` and `TokenEvent.top` are of an answer's."""
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -121,6 +124,8 @@ class SequenceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     """Whose it is: what is kept of its prompt and answer is reused only for prompts of the same scope."""
     grammar: Grammar | None = None
     """The sequence ends by itself only where the grammar does; an earlier end is one of `stop_ids`, or ``length``."""
+    prompt_logprobs: TopLogprobs | None = None
+    """As `Sampling.logprobs`, of the prompt: all of it is computed then, also for an answer of no tokens."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -130,7 +135,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     index: int
     """The token's position in the answer, from 0; in an event without a token, the length of the answer."""
     token: int | None
-    """None only in a final event without a token. The token that stopped a sequence is reported like any other."""
+    """None only in a final event without a token, and in one with `prompt`. The token that stopped a sequence is
+    reported like any other."""
     logprob: float | None = None
     """Natural logarithm of the token's probability under the model, before bias, penalties, temperature and filters."""
     top: tuple[tuple[int, float], ...] = ()
@@ -142,6 +148,9 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     cached: int = 0
     """In the event of the first token: the prompt's tokens that were not computed, because an earlier sequence began
     so."""
+    prompt: tuple[PromptLogprob, ...] = ()
+    """The next of the prompt's log probabilities, which begin with those of its second token. Such events have no token
+    and are no end; they come before any other of the sequence, and together are of the whole prompt."""
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
@@ -160,6 +169,8 @@ class EngineLimits(msgspec.Struct, frozen=True):
     """The fields of `Sampling` that the engine supports; a request that sets another must be refused."""
     grammars: frozenset[GrammarKind] = frozenset()
     """The kinds of `Grammar` that the engine supports; a request with another must be refused."""
+    prompt_logprobs: bool = False
+    """Whether the engine supports `SequenceRequest.prompt_logprobs`; if not, it must refuse them."""
 
 
 class Engine(Protocol):

@@ -147,15 +147,15 @@ class OpenAIAnswer(AnswerForm):
         """``logprobs`` of a choice."""
 
 
-def shown_logprob(logprob: float) -> float:
+def shown_logprob(logprob: float | None) -> float | None:
     """A log probability that JSON can hold."""
-    return max(logprob, LEAST_LOGPROB)
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
 def shown_tokens(entries: Sequence[TokenLogprob], texts: TokenTexts) -> list[dict[str, Any]]:
     """Tokens with their log probabilities, as OpenAI shows them beside a message."""
 
-    def shown(token_id: int, logprob: float) -> dict[str, Any]:
+    def shown(token_id: int, logprob: float | None) -> dict[str, Any]:
         token, raw = texts.shown(token_id)
         return {"token": token, "logprob": shown_logprob(logprob), "bytes": list(raw)}
 

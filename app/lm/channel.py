@@ -299,10 +299,10 @@ class Channel:
                 else:
                     meter.inter_token.observe_times(int((now_s - slot.heard_s) * 1e9) // count, count)
                 slot.heard_s = now_s
-                if event.finish is None:
-                    slot.owner.note_tokens(slot, now_s)
             if event.finish is not None:
                 self._finish(slot, event, now_s)
+            elif event.tokens or event.prompt:
+                slot.owner.note_tokens(slot, now_s)
         meter.frames.add()
         meter.generated_tokens.add(tokens)
         self._others = max(0, frame.load.active + frame.load.waiting - len(sequences))
@@ -316,6 +316,8 @@ class Channel:
         if is_whole or slot.count:
             self._rate.note(now_s)
         if is_whole:
+            if slot.has_prompt_logprobs and not slot.count:
+                self._meter.prompt_tokens.add(slot.prompt_tokens)
             slot.finish = event.finish
             slot.owner.end(slot, now_s)
         else:

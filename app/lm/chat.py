@@ -78,7 +78,7 @@ class ChatAnswer(OpenAIAnswer):
     def _events_with_calls(self, place: int, piece: TextPiece, tools: ToolUse) -> list[bytes]:
         finder = self._finders[place]
         begins = []
-        for found in _found(finder, piece):
+        for found in finder.read(piece.text, is_last=piece.finish is not None):
             if isinstance(found, str):
                 begins.append(self._text_heads[place] + orjson.dumps(found))
             else:
@@ -97,7 +97,7 @@ class ChatAnswer(OpenAIAnswer):
         finder = self._finders[place]
         content: list[str] = []
         calls: list[dict[str, Any]] = []
-        for found in _found(finder, text):
+        for found in finder.read(text.text, is_last=text.finish is not None):
             if isinstance(found, str):
                 content.append(found)
             elif found.name:
@@ -112,11 +112,6 @@ class ChatAnswer(OpenAIAnswer):
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {"content": shown_tokens(entries, self._texts), "refusal": None}
-
-
-def _found(finder: CallFinder, piece: TextPiece) -> list[str | CallPart]:
-    found = finder.push(piece.text)
-    return found + finder.finish() if piece.finish is not None else found
 
 
 def _delta(part: CallPart, tools: ToolUse) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from msgspec import Meta
 from app.codecs.faults import at, shown
 from app.lm.answer_grammar import checked_grammar
 from app.lm.answers import OpenAIAnswer, shown_logprob
-from app.lm.sampling_fields import DEFAULT_TOKENS, Flag, StreamFields, checked_ids
+from app.lm.sampling_fields import DEFAULT_TOKENS, StreamFields, checked_ids
+from app.lm.text.detokenizer import offsets_in
 from app.lm.text_plan import Prompt, TextPlan, answer_tokens, plan, text_ids
 from app.lm.text_stream import TextPiece, TokenLogprob
 from inference.engine import EngineLimits, TopLogprobs
@@ -48,9 +49,12 @@ class CompletionAnswer(OpenAIAnswer):
             "text_offset": [entry.offset for entry in entries],
         }
 
-    def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """The most probable tokens and the chosen one; of tokens with the same text, the more probable one."""
-        top: dict[str, float] = {}
+    def _top(self, entry: TokenLogprob) -> dict[str, float | None] | None:
+        """The most probable tokens and the chosen one; of tokens with the same text, the more probable one. None for a
+        prompt's first token."""
+        if entry.logprob is None:
+            return None
+        top: dict[str, float | None] = {}
         for token, logprob in (*entry.top, (entry.token, entry.logprob)):
             top.setdefault(self._token(token), shown_logprob(logprob))
         return top
@@ -63,6 +67,7 @@ _MAX_PROMPTS: Final = 64
 _MAX_SEQUENCES: Final = 256
 """Prompts times choices."""
 
+_ECHO: Final = "The text begins with the prompt, and `logprobs` with those of its tokens"
 _NO_SUFFIX: Final = {"expected": "an empty string, since this model does not support suffixes"}
 _IDS: Final = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _SEVERAL: Final = {"type": "array", "minItems": 1, "maxItems": _MAX_PROMPTS}
@@ -75,7 +80,7 @@ class CompletionRequest(StreamFields, kw_only=True):
 
     prompt: str | Annotated[list[Any], Meta(extra_json_schema=_PROMPTS)]
     logprobs: TopLogprobs | None = None
-    echo: Flag | None = None
+    echo: Annotated[bool | None, Meta(description=_ECHO, extra_json_schema={"default": False})] = None
     best_of: Annotated[int | None, Meta(description="Only the same as `n` is supported")] = None
     suffix: Annotated[str, Meta(max_length=0, extra=_NO_SUFFIX)] | None = None
 
@@ -98,7 +103,8 @@ class CompletionRequest(StreamFields, kw_only=True):
         if self.best_of is not None and self.best_of != n:
             reason = f"this model ranks no answers; expected {n}, the same as n, got {shown(self.best_of)}"
             raise at("best_of", None, f"{reason}; leave it out")
-        if self.logprobs is not None and self.echo:
+        prompt_logprobs = self.logprobs if self.echo else None
+        if prompt_logprobs is not None and not limits.prompt_logprobs:
             raise at("logprobs", None, "this model gives none of prompts; leave it out, or echo")
         sampling = self.sampling(limits, logprobs=self.logprobs)
         end = self.text_end(limits)
@@ -107,7 +113,7 @@ class CompletionRequest(StreamFields, kw_only=True):
         if len(given) * n > _MAX_SEQUENCES:
             raise at("n", None, f"expected at most {_MAX_SEQUENCES} answers in all, got {len(given)} prompts x {n}")
         prompts = [self._prompt(field, one, text, limits) for field, one in given]
-        return plan(prompts, n, sampling, end, limits, self.timeout_s, grammar)
+        return plan(prompts, n, sampling, end, limits, self.timeout_s, grammar, prompt_logprobs)
 
     def _given(self) -> list[tuple[str, str | list[Any]]]:
         """The prompts, each with its path."""
@@ -140,7 +146,8 @@ class CompletionRequest(StreamFields, kw_only=True):
         if self.echo:
             skips = self.skip_special_tokens is not False
             prefix = given if isinstance(given, str) else text.tokenizer.decode(ids, skip_special_tokens=skips)
-        return Prompt(ids, max_tokens, prefix)
+        has_logprobs = self.echo and self.logprobs is not None
+        return Prompt(ids, max_tokens, prefix, offsets_in(prefix, ids, text.tokenizer.texts) if has_logprobs else ())
 
 
 def _kind(value: object) -> str:

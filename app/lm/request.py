@@ -12,6 +12,7 @@ from app.errors import Cancelled, ContractBroken, DeadlineExceeded, HeadwaterErr
 from app.lm.sequence import Generation, SequenceSpec, Tokens
 from app.telemetry.recorder import LanguageModelMeter
 from app.telemetry.tracing import GenerationTrace
+from inference.engine import PromptLogprob
 from inference.wire.lm import SequenceEvent, Submit
 
 __all__ = ["RequestRun", "TokenSlot"]
@@ -35,14 +36,16 @@ class TokenSlot:
     """
 
     __slots__ = (
-        "_cached", "_logprobs", "_logprobs_wanted", "_max_tokens", "_spec", "_tokens", "_tops", "channel", "count",
-        "finish", "heard_s", "is_listed", "is_running", "is_sent", "number", "owner", "place", "prompt_tokens",
+        "_cached", "_logprobs", "_logprobs_wanted", "_max_tokens", "_prompt", "_prompt_left", "_spec", "_tokens",
+        "_tops", "channel", "count", "finish", "has_prompt_logprobs", "heard_s", "is_listed", "is_running", "is_sent",
+        "number", "owner", "place", "prompt_tokens",
     )  # fmt: skip
 
     def __init__(self, owner: RequestRun, place: int, spec: SequenceSpec) -> None:
         self.owner = owner
         self.place = place
         self.prompt_tokens = len(spec.prompt)
+        self.has_prompt_logprobs = spec.prompt_logprobs is not None
         self.channel: SequenceChannel | None = None
         """The channel that it was submitted on, and `number` identifies it there."""
         self.number = -1
@@ -64,6 +67,9 @@ class TokenSlot:
         self._cached = 0
         self._logprobs: list[float] | None = None
         self._tops: list[tuple[tuple[int, float], ...]] | None = None
+        self._prompt: list[PromptLogprob] = []
+        self._prompt_left = self.prompt_tokens - 1 if self.has_prompt_logprobs else 0
+        """How many of the prompt's log probabilities are still to come."""
 
     def submit(self) -> Submit:
         """The message that starts it."""
@@ -72,7 +78,7 @@ class TokenSlot:
         self.is_sent = True
         return Submit(
             self.number, self.owner.request_id, spec.prompt, spec.max_tokens, spec.sampling, spec.stop_ids,
-            spec.ignore_eos, self.owner.cache_scope, spec.grammar,
+            spec.ignore_eos, self.owner.cache_scope, spec.grammar, spec.prompt_logprobs,
         )  # fmt: skip
 
     def forget_spec(self) -> None:
@@ -80,7 +86,7 @@ class TokenSlot:
         self._spec = None
 
     def take(self, event: SequenceEvent) -> None:
-        """Add an event's tokens.
+        """Add an event's tokens, and what it has of the prompt.
 
         Raises:
             ContractBroken: the event doesn't follow the last one; nothing was added.
@@ -89,6 +95,8 @@ class TokenSlot:
             did = "repeated tokens" if event.index < self.count else "left tokens out"
             raise self._broken(f"expected token {self.count}, got {event.index}: the engine {did}")
         tokens = event.tokens
+        if event.prompt or self._prompt_left:
+            self._take_prompt(event)
         if not tokens:
             return
         count = self.count + len(tokens)
@@ -109,14 +117,21 @@ class TokenSlot:
 
     def read(self) -> Tokens:
         """Take all unread tokens."""
-        news = Tokens(self._tokens, self._logprobs, self._tops, self.finish, self._cached)
-        self._tokens, self._logprobs, self._tops, self._cached = [], None, None, 0
+        news = Tokens(self._tokens, self._logprobs, self._tops, self.finish, self._cached, self._prompt)
+        self._tokens, self._logprobs, self._tops, self._cached, self._prompt = [], None, None, 0, []
         return news
 
     def after_end(self, event: SequenceEvent) -> ContractBroken:
         """The error of an event that comes after the sequence's end."""
         got = f"token {event.index}" if event.tokens else f"another end ({event.finish})"
         return self._broken(f"expected nothing after its end at {self.count} tokens, got {got}")
+
+    def _take_prompt(self, event: SequenceEvent) -> None:
+        left = self._prompt_left - len(event.prompt)
+        if left < 0 or (left and (event.tokens or event.finish in ("stop", "length"))):
+            raise self._broken(f"prompt: expected {self._prompt_left} more log probabilities, got {len(event.prompt)}")
+        self._prompt += event.prompt
+        self._prompt_left = left
 
     def _take_logprobs(self, event: SequenceEvent) -> None:
         counts = {"logprobs": len(event.logprobs or ())}

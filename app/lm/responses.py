@@ -1,4 +1,4 @@
-"""Requests and answers of ``POST /v1/responses``.
+"""Requests of ``POST /v1/responses``.
 
 Source: OpenAI's API reference. A request is a chat in other words: it becomes a `ChatRequest`, which makes the plan.
 Nothing is kept on the server, so what needs an earlier answer is refused. The extensions are those of `app.lm.chat`.
@@ -6,166 +6,36 @@ Nothing is kept on the server, so what needs an earlier answer is refused. The e
 
 from __future__ import annotations
 
-import re
-import secrets
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
-import orjson
 from msgspec import Meta, structs, to_builtins
 
 from app.codecs.faults import at, key_text, shown
-from app.errors import BadRequest, HeadwaterError
+from app.errors import BadRequest
 from app.lm.answer_grammar import JsonSchemaFormat, ResponseFormat, Schema
-from app.lm.answers import AnswerForm, Event, shown_tokens
 from app.lm.chat import ChatRequest, TemplateVariables
+from app.lm.responses_answer import ResponsesAnswer
 from app.lm.sampling_fields import StreamFields
 from app.lm.sequence import SequenceSpec
 from app.lm.text_plan import TextPlan
-from app.lm.text_stream import TextPiece, Usage
+from app.lm.tools import CHOICE_SCHEMA, MAX_TOOLS, TOOLS_SCHEMA
 from inference.engine import EngineLimits, Sampling, TopLogprobs
 
 if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
     from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["ResponsesAnswer", "ResponsesRequest"]
+__all__ = ["ResponsesRequest"]
 
 _DEFAULTS: Final = Sampling()
 _LOGPROBS: Final = "message.output_text.logprobs"
-_DELTA: Final = b"response.output_text.delta"
-_DELTA_EVENT: Final = b'{"type":"%b","sequence_number":%%d,%%b,"delta":%%b,"logprobs":[%%b]}' % _DELTA
-
-
-class ResponsesAnswer(AnswerForm):
-    """The answer to a request: one message with one text. Each event of a stream has a name and a number.
-
-    Args:
-        request: what the answer repeats of it.
-        texts: the tokenizer's.
-    """
-
-    def __init__(self, request: ResponsesRequest, texts: TokenTexts) -> None:
-        self._texts = texts
-        self._about = {
-            "id": f"resp_{secrets.token_hex(16)}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": request.model,
-            **request.repeated(),
-        }
-        self._item_id = f"msg_{secrets.token_hex(16)}"
-        self._place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        self._encoded_place = orjson.dumps(self._place)[1:-1]
-        self._number = 0
-        """Of the next event."""
-        self._text: list[str] = []
-        self._logprobs: list[bytes] = []
-        """The tokens', encoded: there may be megabytes of them, which several of the last events repeat."""
-        self._finish: str | None = None
-
-    def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
-        self._take(*texts)
-        return orjson.dumps(self._ended(usage))
-
-    def begin(self) -> list[Event]:
-        return [
-            *self._opened(),
-            self._event("response.output_item.added", output_index=0, item=self._item("in_progress", [])),
-            self._event("response.content_part.added", **self._place, part=self._part()),
-        ]
-
-    def piece(self, place: int, piece: TextPiece) -> list[Event]:
-        logprobs = self._take(piece)
-        if not piece.text and not logprobs:
-            return []
-        event = _DELTA_EVENT % (self._number, self._encoded_place, orjson.dumps(piece.text), b",".join(logprobs))
-        self._number += 1
-        return [(_DELTA, event)]
-
-    def end(self, usage: Usage, error: HeadwaterError | None) -> list[Event]:
-        if error is not None:
-            has_begun = self._number > 0
-            events = [] if has_begun else self._opened()
-            output = [self._item("incomplete", [self._part()])] if has_begun else []
-            failed = self._response("failed", output, usage, error=_shown_error(error))
-            return [*events, self._event("response.failed", response=failed)]
-        response = self._ended(usage)
-        (item,) = response["output"]
-        (part,) = item["content"]
-        return [
-            self._event("response.output_text.done", **self._place, text=part["text"], logprobs=part["logprobs"]),
-            self._event("response.content_part.done", **self._place, part=part),
-            self._event("response.output_item.done", output_index=0, item=item),
-            self._event(f"response.{response['status']}", response=response),
-        ]
-
-    def _take(self, piece: TextPiece) -> list[bytes]:
-        """Add a piece to the text; its tokens, encoded."""
-        self._text.append(piece.text)
-        logprobs = []
-        if piece.logprobs:
-            logprobs = [orjson.dumps(token) for token in shown_tokens(piece.logprobs, self._texts)]
-            self._logprobs += logprobs
-        self._finish = piece.finish
-        return logprobs
-
-    def _opened(self) -> list[Event]:
-        response = self._response("in_progress", [], None)
-        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
-
-    def _event(self, kind: str, **fields: Any) -> Event:
-        event = {"type": kind, "sequence_number": self._number, **fields}
-        self._number += 1
-        return kind.encode(), orjson.dumps(event)
-
-    def _ended(self, usage: Usage) -> dict[str, Any]:
-        status = "completed" if self._finish == "stop" else "incomplete"
-        return self._response(status, [self._item(status, [self._part()])], usage)
-
-    def _response(
-        self, status: str, output: list[dict[str, Any]], usage: Usage | None, *, error: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        return {
-            **self._about,
-            "status": status,
-            "completed_at": int(time.time()) if status == "completed" else None,
-            "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "output": output,
-            "usage": None if usage is None else _shown_usage(usage),
-        }
-
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": content}
-
-    def _part(self) -> dict[str, Any]:
-        logprobs = orjson.Fragment(b"[%b]" % b",".join(self._logprobs))
-        return {"type": "output_text", "text": "".join(self._text), "annotations": [], "logprobs": logprobs}
-
-
-def _shown_usage(usage: Usage) -> dict[str, Any]:
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
-
-
-def _shown_error(error: HeadwaterError) -> dict[str, Any]:
-    """``error`` of an answer that failed: its codes are a list of their own."""
-    code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
-    return {"code": code, "message": error.message, "param": error.field}
-
 
 _ROLES: Final = ("developer", "system", "user", "assistant")
 _TEXT_KINDS: Final = ("input_text", "output_text")
-_NOT_FOR_TEMPLATES: Final = frozenset({"type", "id", "status", "phase"})
-"""Fields of a message that say nothing to a chat template."""
+_NOT_FOR_TEMPLATES: Final = frozenset({"type", "id", "status", "phase", "call_id", "output", "tool_calls"})
+"""Fields of an item that say nothing to a chat template, or stand elsewhere in a chat's message."""
 _MAX_LABELS: Final = 16
 _MAX_KEY: Final = 64
 _MAX_LABEL: Final = 512
@@ -175,22 +45,41 @@ _PART: Final = {
     "required": ["type", "text"],
     "properties": {"type": {"type": "string", "enum": list(_TEXT_KINDS)}, "text": {"type": "string"}},
 }
+_TEXT: Final = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+
+
+def _object(kind: str, required: Sequence[str], **fields: Any) -> dict[str, Any]:
+    properties = {"type": {"type": "string", "enum": [kind]}, **fields}
+    return {"type": "object", "required": required, "properties": properties}
+
+
+_STRING: Final = {"type": "string"}
 _ITEM: Final = {
-    "type": "object",
-    "required": ["role", "content"],
-    "properties": {
-        "type": {"type": "string", "enum": ["message"]},
-        "role": {"type": "string", "enum": list(_ROLES)},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
-    },
-}
+    "anyOf": [
+        _object("message", ["role", "content"], role={"type": "string", "enum": list(_ROLES)}, content=_TEXT),
+        _object(
+            "function_call", ["type", "call_id", "name", "arguments"],
+            call_id=_STRING, name=_STRING, arguments={"type": "string", "description": "An object, as JSON"},
+        ),
+        _object("function_call_output", ["type", "call_id", "output"], call_id=_STRING, output=_TEXT),
+    ]
+}  # fmt: skip
 _LABELS: Final = {
     "maxProperties": _MAX_LABELS,
     "propertyNames": {"maxLength": _MAX_KEY},
     "additionalProperties": {"type": "string", "maxLength": _MAX_LABEL},
 }
 """For the OpenAPI schema, as those above."""
-_NO_TOOLS: Final = {"expected": "an empty array, since this model does not support tools"}
+
+
+def _flat(schema: dict[str, Any]) -> dict[str, Any]:
+    """A chat's schema of a tool, or of a choice, in which the function's fields stand one level deeper."""
+    function = schema["properties"]["function"]
+    return _object("function", ["type", *function["required"]], **function["properties"])
+
+
+_TOOLS: Final = {**TOOLS_SCHEMA, "items": _flat(TOOLS_SCHEMA["items"])}
+_CHOICE: Final = {"anyOf": [CHOICE_SCHEMA["anyOf"][0], _flat(CHOICE_SCHEMA["anyOf"][1])]}
 _Label: TypeAlias = Annotated[str, Meta(max_length=_MAX_LABEL, description="A label, without effect")]
 
 
@@ -238,9 +127,9 @@ class ResponsesRequest(StreamFields, kw_only=True):
     store: Annotated[bool | None, Meta(description="No answer is kept: only false is supported")] = None
     background: Annotated[bool | None, Meta(description="Only false is supported")] = None
     previous_response_id: Annotated[str | None, Meta(description="Not supported: send the items themselves")] = None
-    tools: Annotated[list[Any], Meta(max_length=0, extra=_NO_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: bool | None = None
+    tools: Annotated[Any, Meta(extra_json_schema=_TOOLS)] = None
+    tool_choice: Annotated[Any, Meta(extra_json_schema=_CHOICE)] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one call in an answer")] = None
     metadata: Annotated[dict[str, str] | None, Meta(description="Labels", extra_json_schema=_LABELS)] = None
     user: _Label | None = None
     safety_identifier: _Label | None = None
@@ -262,7 +151,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> ResponsesAnswer:
         """The form of the answer to this request, of which `plan` made the plan."""
-        return ResponsesAnswer(self, texts)
+        return ResponsesAnswer(self._repeated(), texts, plan.tools)
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
         """Check the request, and turn it into tokens. Takes too long for the event loop.
@@ -272,7 +161,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
         """
         self._check_state()
         self._check_metadata()
-        messages, fields = self._conversation()
+        messages, names = self._conversation()
         has_logprobs = _LOGPROBS in (self.include or ())
         if self.top_logprobs and not has_logprobs:
             expected = f'expected it with "include": ["{_LOGPROBS}"] only'
@@ -286,16 +175,23 @@ class ResponsesRequest(StreamFields, kw_only=True):
             top_logprobs=self.top_logprobs if has_logprobs else None,
             response_format=form.chat_format() if form is not None else None,
             chat_template_kwargs=self.chat_template_kwargs,
+            tools=_chat_tools(self.tools),
+            tool_choice=_chat_tool(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
         )
         try:
             plan = chat.plan(text, limits)
         except BadRequest as error:
-            raise _renamed(error, fields) from None
+            raise _renamed(error, names) from None
+        if has_logprobs and plan.tools is not None:
+            expected = "this model does not support log probabilities of an answer that may call tools"
+            raise at("include", None, f'{expected}; leave one of them out, or set "tool_choice": "none"')
         return plan._replace(specs=[_from_text_format(spec) for spec in plan.specs])
 
-    def repeated(self) -> dict[str, Any]:
+    def _repeated(self) -> dict[str, Any]:
         """The fields that an answer repeats, with their defaults."""
         return {
+            "model": self.model,
             "background": False,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
@@ -311,7 +207,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
             "temperature": _DEFAULTS.temperature if self.temperature is None else self.temperature,
             "text": {"format": to_builtins((self.text and self.text.format) or TextFormat(type="text"))},
             "tool_choice": self.tool_choice or "auto",
-            "tools": [],
+            "tools": [{"description": None, "parameters": None, "strict": None, **tool} for tool in self.tools or ()],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": _DEFAULTS.top_p if self.top_p is None else self.top_p,
             "truncation": "disabled",
@@ -339,21 +235,62 @@ class ResponsesRequest(StreamFields, kw_only=True):
             if len(value) > _MAX_LABEL:
                 raise at(path, None, f"expected at most {_MAX_LABEL} characters, got {len(value)}")
 
-    def _conversation(self) -> tuple[list[Any], list[str]]:
-        """The messages of a chat, and the field that each comes from."""
+    def _conversation(self) -> tuple[list[Any], dict[str, str]]:
+        """The messages of a chat, and what their fields are called here."""
         messages: list[Any] = []
-        fields = []
+        names = dict(_NAMES)
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
-            fields.append("instructions")
+            names["messages[0]"] = "instructions"
         if isinstance(self.input, str):
+            names[f"messages[{len(messages)}]"] = "input"
             messages.append({"role": "user", "content": self.input})
-            fields.append("input")
-            return messages, fields
+            return messages, names
         for n, item in enumerate(self.input):
-            fields.append(f"input[{n}]")
-            messages.append(_chat_message(item, fields[-1]))
-        return messages, fields
+            path = f"input[{n}]"
+            kind = item.get("type") if isinstance(item, dict) else None
+            if kind == "function_call":
+                _add_call(item, path, messages, names)
+                continue
+            place = f"messages[{len(messages)}]"
+            names[place] = path
+            if kind == "function_call_output":
+                names |= {f"{place}.tool_call_id": f"{path}.call_id", f"{place}.content": f"{path}.output"}
+                messages.append(_chat_result(item, path))
+            else:
+                messages.append(_chat_message(item, path))
+        return messages, names
+
+
+def _chat_tools(tools: object) -> object:
+    """The tools as a chat has them; what both have in common, the chat checks."""
+    return [_chat_tool(tool) for tool in tools] if isinstance(tools, list) else tools
+
+
+def _chat_tool(tool: object) -> object:
+    """A tool, or the choice of one, as a chat has it."""
+    if not isinstance(tool, dict):
+        return tool
+    return {"type": tool.get("type"), "function": {name: tool[name] for name in tool if name != "type"}}
+
+
+def _add_call(item: dict[str, Any], path: str, messages: list[Any], names: dict[str, str]) -> None:
+    """Add a call to the assistant's message right before it, or to one of its own."""
+    if not messages or messages[-1]["role"] != "assistant":
+        names[f"messages[{len(messages)}]"] = path
+        messages.append({"role": "assistant", "content": None})
+    calls = messages[-1].setdefault("tool_calls", [])
+    place = f"messages[{len(messages) - 1}].tool_calls[{len(calls)}]"
+    names |= {place: path, f"{place}.id": f"{path}.call_id", f"{place}.function": path}
+    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    calls.append({"id": item.get("call_id"), "type": "function", "function": function})
+
+
+def _chat_result(item: dict[str, Any], path: str) -> dict[str, Any]:
+    """What a function returned, as a chat's message."""
+    if not isinstance(item.get("call_id"), str):
+        raise at(f"{path}.call_id", None, f"expected a string, got {shown(item.get('call_id'))}")
+    return {**_rest(item), "role": "tool", "tool_call_id": item["call_id"], "content": _content(item, "output", path)}
 
 
 def _chat_message(item: object, path: str) -> dict[str, Any]:
@@ -361,14 +298,25 @@ def _chat_message(item: object, path: str) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise at(path, None, f"expected a message with 'role' and 'content', got {shown(item)}")
     if item.get("type") not in (None, "message"):
-        expected = "expected 'message', the only kind of item this model takes"
+        expected = "expected 'message', 'function_call' or 'function_call_output', the kinds of items this model takes"
         raise at(f"{path}.type", None, f"{expected}, got {shown(item['type'])}")
     if item.get("role") not in _ROLES:
         raise at(f"{path}.role", None, f"expected one of {', '.join(_ROLES)}, got {shown(item.get('role'))}")
-    content = item.get("content")
+    if item.get("tool_calls") is not None:
+        raise at(f"{path}.tool_calls", None, "expected each call as an item of the type 'function_call'; leave it out")
+    return {**_rest(item), "content": _content(item, "content", path)}
+
+
+def _rest(item: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an item that go to the chat template as they are."""
+    return {name: value for name, value in item.items() if name not in _NOT_FOR_TEMPLATES}
+
+
+def _content(item: dict[str, Any], field: str, path: str) -> object:
+    content = item.get(field)
     if isinstance(content, list):
-        content = [_chat_part(part, f"{path}.content[{n}]") for n, part in enumerate(content)]
-    return {**{name: value for name, value in item.items() if name not in _NOT_FOR_TEMPLATES}, "content": content}
+        return [_chat_part(part, f"{path}.{field}[{n}]") for n, part in enumerate(content)]
+    return content
 
 
 def _chat_part(part: object, path: str) -> dict[str, Any]:
@@ -388,23 +336,28 @@ def _from_text_format(spec: SequenceSpec) -> SequenceSpec:
     return structs.replace(spec, grammar=structs.replace(spec.grammar, field="text.format"))
 
 
-_MESSAGE: Final = re.compile(r"messages\[(\d+)\]")
-_FIELD: Final = re.compile(r"messages|max_completion_tokens|response_format(\.json_schema)?|logprobs")
-_FIELDS: Final = {"messages": "input", "max_completion_tokens": "max_output_tokens", "logprobs": "include"}
+_NAMES: Final = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "logprobs": "include",
+    "tool_choice.function": "tool_choice",
+    **{f"tools[{n}].function": f"tools[{n}]" for n in range(MAX_TOOLS)},
+}
+"""What fields of a chat are called here."""
 
 
-def _renamed(error: BadRequest, fields: Sequence[str]) -> BadRequest:
+def _renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
     """The error of a chat request, by the names of this one's fields.
 
     Args:
         error: the chat's.
-        fields: where each of its messages comes from.
+        names: what the chat's fields, and those in them, are called here.
     """
     path = error.field or ""
-    field = path
-    if found := _MESSAGE.match(path):
-        field = fields[int(found[1])] + path[found.end() :]
-    elif found := _FIELD.match(path):
-        field = _FIELDS.get(found[0], "text.format") + path[found.end() :]
+    outer = [name for name in names if path == name or path.startswith((f"{name}.", f"{name}["))]
+    longest = max(outer, key=len, default="")
+    field = names.get(longest, "") + path[len(longest) :]
     said = error.message.removeprefix(path).replace(" in messages, and an answer", " in input, and an answer", 1)
     return type(error)(field + said, field=field)

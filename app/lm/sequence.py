@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from inference.engine import Grammar, Sampling
+from inference.engine import Grammar, PromptLogprob, Sampling
 
 __all__ = ["Generation", "SequenceSpec", "Tokens"]
 
@@ -21,6 +21,8 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     """Tokens that end the sequence, in addition to the model's own."""
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
+    """As `inference.engine.SequenceRequest.prompt_logprobs`."""
 
 
 class Tokens(msgspec.Struct):
@@ -35,6 +37,9 @@ class Tokens(msgspec.Struct):
     """Set with the sequence's last tokens: ``stop`` (a stop token, the last one here) or ``length``."""
     cached: int = 0
     """With the first tokens: how many of the prompt's tokens the engine's prefix cache had."""
+    prompt: list[PromptLogprob] = []
+    """The next of the prompt's log probabilities, which begin with those of its second token; if the request asked for
+    them. They come before the first token."""
 
 
 class Generation(Protocol):

@@ -33,6 +33,8 @@ class Prompt(NamedTuple):
     """The most tokens of each answer."""
     prefix: str = ""
     """Text to put before each answer."""
+    offsets: Sequence[int] = ()
+    """Where each token's text begins in the prefix; empty unless the answers have the prompt's log probabilities."""
 
 
 class TextPlan(NamedTuple):
@@ -42,6 +44,8 @@ class TextPlan(NamedTuple):
     """The choices of the first prompt, then those of the next, and so on."""
     prefixes: list[str]
     """The text to put before each sequence's."""
+    offsets: list[Sequence[int]]
+    """Each sequence's `Prompt.offsets`."""
     end: TextEnd
     prompt_tokens: int
     """The tokens of all prompts, each prompt counted once."""
@@ -66,8 +70,9 @@ class TextPlan(NamedTuple):
                 kept_ids=kept_ids,
                 logprobs=spec.sampling.logprobs is not None,
                 prefix=prefix,
+                offsets=offsets,
             )
-            for spec, prefix in zip(self.specs, self.prefixes, strict=True)
+            for spec, prefix, offsets in zip(self.specs, self.prefixes, self.offsets, strict=True)
         ]
 
 
@@ -79,6 +84,7 @@ def plan(
     limits: EngineLimits,
     timeout_s: float | None,
     grammar: Grammar | None = None,
+    prompt_logprobs: int | None = None,
 ) -> TextPlan:
     """Make `n` sequences of each prompt, which with a seed have the seeds ``seed``, ``seed + 1`` and so on.
 
@@ -98,12 +104,13 @@ def plan(
     if sampling.seed is not None:
         samplings = [msgspec.structs.replace(sampling, seed=_seed(sampling.seed + i)) for i in range(n)]
     specs = [
-        SequenceSpec(prompt.ids, prompt.max_tokens, each, end.stop_ids, end.ignore_eos, grammar)
+        SequenceSpec(prompt.ids, prompt.max_tokens, each, end.stop_ids, end.ignore_eos, grammar, prompt_logprobs)
         for prompt in prompts
         for each in samplings
     ]
     prefixes = [prompt.prefix for prompt in prompts for _ in range(n)]
-    return TextPlan(specs, prefixes, end, sum(len(prompt.ids) for prompt in prompts), timeout_s, n)
+    offsets = [prompt.offsets for prompt in prompts for _ in range(n)]
+    return TextPlan(specs, prefixes, offsets, end, sum(len(prompt.ids) for prompt in prompts), timeout_s, n)
 
 
 def check_size(field: str, text: str, limits: EngineLimits) -> None:

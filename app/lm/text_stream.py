@@ -17,10 +17,11 @@ __all__ = ["TextGeneration", "TextPiece", "TextStream", "TokenLogprob", "Usage"]
 
 
 class TokenLogprob(NamedTuple):
-    """A token of an answer, with its log probability."""
+    """A token of an answer, or of the prompt before it, with its log probability."""
 
     token: int
-    logprob: float
+    logprob: float | None
+    """None for the prompt's first token."""
     top: tuple[tuple[int, float], ...]
     """The most probable tokens in its place, best first."""
     offset: int
@@ -40,7 +41,8 @@ class TextPiece(NamedTuple):
 class TextStream:
     """The text of one sequence. How its tokens are grouped affects how the text is cut, but not the text or the count.
 
-    A stop token contributes neither text nor log probability, unless stops are included.
+    A stop token contributes neither text nor log probability, unless stops are included. After a prompt with log
+    probabilities it has its own, because clients that want them take an answer of one token for one entry.
 
     Args:
         texts: the tokenizer's.
@@ -52,6 +54,8 @@ class TextStream:
         kept_ids: special tokens that are not left out.
         logprobs: whether pieces have log probabilities.
         prefix: text to put before the answer.
+        offsets: where each token of the prompt begins in `prefix`, which then has log probabilities; empty: it has
+            none.
     """
 
     def __init__(
@@ -66,13 +70,19 @@ class TextStream:
         kept_ids: frozenset[int] = frozenset(),
         logprobs: bool = False,
         prefix: str = "",
+        offsets: Sequence[int] = (),
     ) -> None:
         self._detokenizer = Detokenizer(texts, prompt, skip_special_tokens=skip_special_tokens, kept_ids=kept_ids)
+        self._texts = texts
         self._stops = StopFinder(stops, include_stop=include_stop) if stops else None
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._has_logprobs = logprobs
         self._prefix = prefix
+        self._prompt = prompt if offsets else ()
+        self._offsets = offsets
+        self._told = 0
+        """Tokens of the prompt that pieces have had."""
         self._held: list[TokenLogprob] = []
         """Tokens whose text is held back."""
         self._read = len(prefix)
@@ -91,10 +101,22 @@ class TextStream:
             return TextPiece("")
         is_plain = self._stops is None and not self._has_logprobs
         text = self._take_all(news) if is_plain else self._take_each(news)
-        if self._prefix:
-            text, self._prefix = self._prefix + text, ""
+        echoed = self._echoed(news) if self._offsets else []
+        if self._sent < len(self._prefix):
+            end = self._offsets[self._told] if self._told < len(self._offsets) else len(self._prefix)
+            text = self._prefix[self._sent : end] + text
         self._sent += len(text)
-        return TextPiece(text, self._released() if self._has_logprobs else (), self.finish)
+        return TextPiece(text, [*echoed, *self._released()] if self._has_logprobs else (), self.finish)
+
+    def _echoed(self, news: Tokens) -> list[TokenLogprob]:
+        """The prompt's next tokens."""
+        first: list[tuple[float | None, tuple[tuple[int, float], ...]]] = [] if self._told else [(None, ())]
+        entries = [
+            TokenLogprob(self._prompt[place], logprob, top, self._offsets[place])
+            for place, (logprob, top) in enumerate([*first, *news.prompt], self._told)
+        ]
+        self._told += len(entries)
+        return entries
 
     def _take_all(self, news: Tokens) -> str:
         ids = news.tokens
@@ -112,13 +134,14 @@ class TextStream:
         stop_at = len(news.tokens) - 1 if news.finish == "stop" and not self._include_stop else -1
         for n, token in enumerate(news.tokens):
             self.completion_tokens += 1
-            if n == stop_at:
-                break
-            if self._has_logprobs:
+            before = self._read
+            if n != stop_at:
+                parts.append(self._search(self._detokenizer.push((token,))))
+            if self._has_logprobs and (n != stop_at or self._offsets):
                 assert news.logprobs is not None
                 top = news.tops[n] if news.tops is not None else ()
-                self._held.append(TokenLogprob(token, news.logprobs[n], top, self._read))
-            parts.append(self._search(self._detokenizer.push((token,))))
+                offset = self._texts.begin_of(token, before, self._read)
+                self._held.append(TokenLogprob(token, news.logprobs[n], top, offset))
             if self.finish is not None:
                 return "".join(parts)
         if news.finish is not None:

@@ -13,6 +13,7 @@ from app.lm.chat import Messages, TemplateVariables, checked_variables
 from app.lm.sampling_fields import Flag, checked_ids
 from app.lm.text.messages import checked_messages
 from app.lm.text_plan import check_size
+from app.lm.tools import TOOLS_SCHEMA, checked_tools
 from inference.engine import EngineLimits
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class TokenizeRequest(_ModelFields, kw_only=True):
     continue_final_message: Annotated[bool | None, Meta(description="Only false is supported")] = None
     chat_template: None = None
     mm_processor_kwargs: None = None
-    tools: None = None
+    tools: Annotated[Any, Meta(extra_json_schema=TOOLS_SCHEMA)] = None
 
     def answer(self, text: LanguageText, limits: EngineLimits) -> bytes:
         """The tokens, as JSON. Takes too long for the event loop.
@@ -65,13 +66,16 @@ class TokenizeRequest(_ModelFields, kw_only=True):
             raise at("prompt", None, f"expected either prompt or messages, got {got}")
         if self.continue_final_message:
             raise at("continue_final_message", None, "this model does not support it; expected false, got true")
+        tools = checked_tools(self.tools)
+        if tools and self.messages is None:
+            raise at("tools", None, "expected them with messages only; leave them out")
         field, rendered, has_special = "prompt", self.prompt or "", True
         if self.messages is not None:
             messages = checked_messages(self.messages, limits.context_length)
             prompts = self.add_generation_prompt is not False
             variables = checked_variables(self.chat_template_kwargs)
             field, has_special = "messages", False
-            rendered = text.chat_text(messages, variables, add_generation_prompt=prompts)
+            rendered = text.chat_text(messages, variables, tools or None, add_generation_prompt=prompts)
         check_size(field, rendered, limits)
         add_special = has_special if self.add_special_tokens is None else self.add_special_tokens
         ids = text.tokenizer.encode(rendered, add_special_tokens=add_special, field=field)

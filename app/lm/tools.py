@@ -10,7 +10,7 @@ import orjson
 from app.codecs.faults import at, key_text, shown
 from app.errors import BadRequest
 
-__all__ = ["CHOICE_SCHEMA", "TOOLS_SCHEMA", "ToolChoice", "checked_choice", "checked_tools"]
+__all__ = ["CHOICE_SCHEMA", "MAX_TOOLS", "TOOLS_SCHEMA", "ToolChoice", "checked_choice", "checked_tools"]
 
 MAX_TOOLS: Final = 128
 """As many as in OpenAI's API."""
@@ -33,7 +33,7 @@ _FUNCTION: Final = {
         "strict": {"type": "boolean", "description": "Without effect: calls that are required keep to the schema"},
     },
 }
-TOOLS_SCHEMA: Final = {
+TOOLS_SCHEMA: Final[dict[str, Any]] = {
     "type": "array",
     "maxItems": MAX_TOOLS,
     "items": {
@@ -42,7 +42,7 @@ TOOLS_SCHEMA: Final = {
         "properties": {"type": {"type": "string", "enum": ["function"]}, "function": _FUNCTION},
     },
 }
-CHOICE_SCHEMA: Final = {
+CHOICE_SCHEMA: Final[dict[str, Any]] = {
     "anyOf": [
         {"type": "string", "enum": ["none", "auto", "required"]},
         {
@@ -132,7 +132,7 @@ def checked_choice(choice: object, tools: list[dict[str, Any]]) -> ToolChoice:
 
 def _function(tool: object, path: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
-        raise _wrong(path, "an object with 'type' and 'function'", tool)
+        raise _wrong(path, "an object of the type 'function'", tool)
     if tool.get("type") != "function":
         raise _wrong(f"{path}.type", "'function', the only type of tool this model takes", tool.get("type"))
     _check_fields(tool, {"type", "function"}, path)

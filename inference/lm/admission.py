@@ -118,6 +118,8 @@ class Admission:
         grammar = request.grammar
         if grammar is not None and grammar.kind not in limits.grammars:
             raise RequestRejected(f"{grammar.field}: this engine does not support it")
+        if request.prompt_logprobs is not None and not limits.prompt_logprobs:
+            raise RequestRejected("prompt_logprobs: this engine does not support it")
         for name, ids in ("prompt", request.prompt), ("logit_bias", request.sampling.logit_bias):
             if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
                 raise RequestRejected(

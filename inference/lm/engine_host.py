@@ -419,6 +419,7 @@ def _request(id: str, submit: Submit) -> SequenceRequest:
         submit.ignore_eos,
         submit.cache_scope,
         submit.grammar,
+        submit.prompt_logprobs,
     )
 
 

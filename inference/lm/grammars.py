@@ -40,6 +40,13 @@ MOST_COMPILING: Final = 256
 MOST_MULTIPLE: Final = 10_000
 """The greatest common multiple of a schema's `multipleOf`: the library's automaton has as many states."""
 MASK_THREADS: Final = 4
+_INWARDS: Final = {
+    "minimum": math.inf, "exclusiveMinimum": math.inf, "maximum": -math.inf, "exclusiveMaximum": -math.inf,
+}  # fmt: skip
+_BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_LARGEST: Final = 2**63 - 1
+"""As a bound the library takes it for what it is, although no double holds it."""
+_HUGE: Final = 2**1023
 _JSON_OPTIONS: Final[JsonCompileOptions] = {"lenient": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
 """Refuse what can't be followed, and bound the space between elements, because weak models write nothing else."""
 
@@ -48,6 +55,9 @@ _LARK_LIMITS: Final[dict[str, Any]] = {"max_items_in_row": 200, "step_max_items"
 """An ambiguous grammar takes time quadratic in these."""
 _LIMITS: Final[dict[str, Any]] = {"max_lexer_states": 10_000, "max_grammar_size": 100_000, "verbose_errors": False}
 _EXPECTED: Final = {"json_schema": "a JSON schema", "regex": "a regular expression", "lark": "a grammar"}
+_NOT_FORCING: Final = {"name": "not_forcing", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: ""'}
+"""A grammar that is not used, but whose option holds for those beside it: see `_unforced`."""
+_ESCAPED: Final = re.compile(r"\\u((?!d[89a-f])[0-9a-f]{4})", re.IGNORECASE)
 _JSON: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?://|#).*|%json\s*(?=\{)')
 """A JSON schema in Lark, or something that may contain the same characters: a string, expression or comment."""
 
@@ -121,6 +131,9 @@ class Grammars:
             self._tokenizer = LLTokenizer(tokenizer.read_text(encoding="utf-8"), vocab_size, self._eos_ids)
         except Exception as error:
             raise ReplicaError(f"llguidance can't read {tokenizer}: {text_of(error)}") from error
+        found = [id for id in range(self._tokenizer.vocab_size) if self._tokenizer.is_special_token(id)]
+        self._special = [text for id in found if (text := self._tokenizer.decode_str([id]))]
+        """The texts of the special tokens."""
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
         self._masker = ThreadPoolExecutor(1, thread_name_prefix="mask")
         self._executor = LLExecutor(min(MASK_THREADS, torch.get_num_threads()))
@@ -166,9 +179,10 @@ class Grammars:
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         try:
             limits = _SCHEMA_LIMITS if grammar.kind == "json_schema" else _LARK_LIMITS
-            matcher = LLMatcher(
-                self._tokenizer, _source(grammar), log_level=0, limits=LLParserLimits(**limits, **_LIMITS)
-            )
+            source = _source(grammar)
+            if self._writes_special(grammar.text):
+                source = _unforced(source)
+            matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**limits, **_LIMITS))
             if not matcher.is_error():
                 matcher.compute_bitmask()  # finds what only use shows, and makes the first mask of each sequence cheap
             error = matcher.get_error()
@@ -177,6 +191,11 @@ class Grammars:
         if error:
             raise ValueError(_reason(error))
         return matcher
+
+    def _writes_special(self, text: str) -> bool:
+        """Whether a grammar of this text may spell out a special token, perhaps in escaped characters."""
+        plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text).replace("\\", "")
+        return any(special in plain for special in self._special)
 
     def _bits(self, constraints: Sequence[Constraint]) -> Tensor:
         """The masks, uint8 [rows, bytes], one bit a token; an error is noted in its constraint."""
@@ -215,10 +234,21 @@ def _source(grammar: Grammar) -> str:
         if not isinstance(schema, dict):
             raise ValueError("expected an object")
         _check_multiples(schema)
+        schema = _with_exact_numbers(schema)
         return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
     if text.lstrip().startswith("{"):
         raise ValueError("expected a grammar in Lark or GBNF, got JSON")
     return grammar_from("grammar", "".join(_with_options(text)))
+
+
+def _unforced(source: str) -> str:
+    """A grammar that leaves it to the model with which tokens it writes a text that has no alternative.
+
+    The library would tokenize such a text, and take what looks like a special token for that token, which it then
+    refuses because it stands for no text.
+    """
+    grammars = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    return json.dumps({"grammars": [*grammars, _NOT_FORCING]})
 
 
 def _with_options(lark: str) -> Iterator[str]:
@@ -230,7 +260,7 @@ def _with_options(lark: str) -> Iterator[str]:
         if found[0].startswith("%"):
             schema, end = json.JSONDecoder().raw_decode(lark, end)
             _check_multiples(schema)
-            yield json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+            yield json.dumps({**_with_exact_numbers(schema), "x-guidance": _JSON_OPTIONS})
         begin = end
     yield lark[begin:]
 
@@ -256,6 +286,50 @@ def _multiples(schema: object) -> Iterator[Any]:
     elif isinstance(schema, list):
         for value in schema:
             yield from _multiples(value)
+
+
+def _with_exact_numbers(schema: Any) -> Any:
+    """A schema, or a part of one, whose bounds doubles hold, as which the library reads them: those of no double are
+    moved inwards to the next one.
+
+    Raises:
+        ValueError: a constant is an integer that no double holds.
+    """
+    if isinstance(schema, list):
+        return [_with_exact_numbers(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):  # whose keys are no keywords
+            found[key] = {name: _with_exact_numbers(one) for name, one in value.items()}
+            continue
+        if key in ("const", "enum") and (wrong := next(_inexact(value), None)) is not None:
+            raise ValueError(f"{key}: expected integers that doubles hold exactly, got {wrong}; write it as a string")
+        inwards = _INWARDS.get(key)
+        if inwards is not None and next(_inexact(value), _LARGEST) != _LARGEST:
+            found[key] = _inner_double(value, inwards)
+        else:
+            found[key] = _with_exact_numbers(value)
+    return found
+
+
+def _inexact(value: object) -> Iterator[int]:
+    """The integers in a value that no double holds."""
+    if isinstance(value, int) and int(_double(value)) != value:
+        yield value
+    elif isinstance(value, (list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _inexact(one)
+
+
+def _inner_double(bound: int, inwards: float) -> int:
+    nearest = _double(bound)
+    return int(nearest if (nearest < bound) == (inwards < 0) else math.nextafter(nearest, inwards))
+
+
+def _double(value: int) -> float:
+    return float(max(-_HUGE, min(value, _HUGE)))
 
 
 def _reason(error: str) -> str:

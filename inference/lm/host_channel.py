@@ -70,7 +70,7 @@ class HostChannel:
         self._loop = asyncio.get_running_loop()
         self._events: list[SequenceEvent] = []
         self._tokens = 0
-        """Unsent tokens."""
+        """Unsent tokens, and tokens of prompts with unsent log probabilities."""
 
     def overdue(self, now: float) -> str | None:
         """Why the channel must end now, if it must. Also notes whether the worker blocks the engine."""
@@ -101,6 +101,8 @@ class HostChannel:
         if (
             last is None
             or sequence.taken != self.sent
+            or event.prompt
+            or last.prompt
             or event.index != last.index + len(last.tokens)
             or (
                 token is not None and ((last.logprobs is None) != (logprob is None) or (last.tops is None) == bool(top))
@@ -114,6 +116,7 @@ class HostChannel:
                 None if logprob is None else [logprob],
                 [top] if top else None,
                 cached=event.cached,
+                prompt=event.prompt,
             )
             self._events.append(last)
         elif token is not None:
@@ -122,7 +125,7 @@ class HostChannel:
                 last.logprobs.append(logprob)
             if last.tops is not None:
                 last.tops.append(top)
-        self._tokens += token is not None
+        self._tokens += len(event.prompt) + (token is not None)
         if event.finish is not None:
             if event.finish in _FINISHES:
                 last.finish, last.error = event.finish, event.error

@@ -31,9 +31,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from inference.engine import Sampling
+from inference.engine import PromptLogprob, Sampling
 
-__all__ = ["Allowed", "Choice", "Sampler", "choose", "filtered"]
+__all__ = ["Allowed", "Choice", "Sampler", "choose", "filtered", "logprobs_of"]
 
 NUCLEUS_TRIED: Final = 256
 """How many of the most probable tokens `top_p` considers before it sorts the whole row."""
@@ -276,15 +276,25 @@ def _logprobs(
     rows = [row for row, count in wanted.items() if count is not None]
     if not rows:
         return {}, {}
-    logprobs = logits[rows].float().log_softmax(dim=-1)
-    own = logprobs.gather(1, tokens[rows][:, None])[:, 0].tolist()
-    tops: dict[int, tuple[tuple[int, float], ...]] = {}
-    most = min(max(wanted[row] or 0 for row in rows), logits.shape[-1])
-    if most:
-        values, ids = (tensor.tolist() for tensor in logprobs.topk(most, dim=-1))
-        for place, row in enumerate(rows):
-            tops[row] = tuple(zip(ids[place], values[place], strict=True))[: wanted[row]]
-    return dict(zip(rows, own, strict=True)), tops
+    found = logprobs_of(logits[rows], tokens[rows], max(wanted[row] or 0 for row in rows))
+    own = {row: logprob for row, (logprob, _) in zip(rows, found, strict=True)}
+    return own, {row: top[: wanted[row]] for row, (_, top) in zip(rows, found, strict=True) if top}
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> list[PromptLogprob]:
+    """Each token's log probability, and the most probable ones in its place.
+
+    Args:
+        logits: [tokens, vocab], the model's output before each token.
+        tokens: int64 [tokens].
+        most: how many of the most probable ones.
+    """
+    logprobs = logits.float().log_softmax(dim=-1)
+    own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    if not most:
+        return [(logprob, ()) for logprob in own]
+    values, ids = (tensor.tolist() for tensor in logprobs.topk(min(most, logits.shape[-1]), dim=-1))
+    return [(logprob, tuple(zip(*top, strict=True))) for logprob, *top in zip(own, ids, values, strict=True)]
 
 
 def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -14,14 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.engine import EngineFull, EngineLimits, Finish, Grammar, SequenceRequest, TokenEvent
-from inference.errors import ReplicaError
 from inference.lm.admission import Admission
+from inference.lm.cached_model import CachedModel
 from inference.lm.grammars import KINDS, Constraint, Grammars, Masks, refusal
 from inference.lm.model_folder import context_length_of
 from inference.lm.prefix_index import BLOCK, NEWEST, Chain, PrefixIndex, chain_of
-from inference.lm.sampling import Choice, Sampler, choose
-from inference.lm.slot_cache import SlotCache, StepMask
-from inference.lm.transformers_parts import attention_of
+from inference.lm.sampling import Choice, Sampler, choose, logprobs_of
+from inference.lm.slot_cache import SlotCache
 from inference.runtime.device import breaks_device
 from inference.runtime.failure_log import FailureLog, text_of
 
@@ -30,12 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = ["SlotEngine"]
 
-CHECK_LENGTHS: Final = (12, 4)
-"""Prompt lengths of the self-check, in tokens."""
 KEPT_ROWS: Final = 32
 """The most rows of the cache beyond `max_sequences`, for prefixes."""
 KEPT_TOKENS: Final = 16_384
 """How large the cache may grow only to keep prefixes, unless its size was given."""
+SCORED_LOGITS: Final = 2**24
+"""The most logits of prompts' tokens at once: with 128,000 tokens in the vocabulary, those of 131 tokens."""
 COMPILE_WAIT_S: Final = 0.005
 """How long a step without other work waits for a grammar."""
 
@@ -48,7 +46,7 @@ class _Sequence:
     stops: frozenset[int]
     sampler: Sampler
     chain: Chain
-    """The prompt's."""
+    """The prompt's; empty if it reuses nothing."""
     constraint: Constraint | None = None
     cached: int = 0
     """Tokens in the cache: the computed part of the prompt, and then the answer without its last token."""
@@ -103,11 +101,7 @@ class SlotEngine(Admission):
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         context_length = context_length_of(config, context_length)
-        attention = attention_of(model.config)
-        if attention not in ("sdpa", "eager"):
-            raise ReplicaError(f"attention: expected sdpa or eager, got {attention}")
-        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-            raise ReplicaError(f"model: expected a causal language model, got {type(model).__name__}")
+        self._model = CachedModel(model, max_sequences)
         self._kept_tokens = KEPT_TOKENS if cache_tokens is None else cache_tokens
         if cache_tokens is None:
             cache_tokens = max_sequences * context_length
@@ -119,9 +113,9 @@ class SlotEngine(Admission):
                 cache_tokens,
                 config.vocab_size,
                 grammars=KINDS if grammars is not None else frozenset(),
+                prompt_logprobs=True,
             )
         )
-        self._model = model
         self._device = model.device
         self._eos_ids = eos_ids
         self._grammars = grammars
@@ -132,11 +126,8 @@ class SlotEngine(Admission):
         self._prefill_chunk = prefill_chunk
         self._prefix_cache = prefix_cache
         self._on_broken = on_broken
-        self._mask = StepMask(config, model.dtype, self._device)
-        self._layers: int = config.num_hidden_layers
         self._cache = self._blank_cache()
         self._prefixes = PrefixIndex()
-        self._rows = torch.arange(max(max_sequences, len(CHECK_LENGTHS) + 1), device=self._device)
         self._generating: list[_Sequence] = []
         """The sequences that generate, by cache row."""
         self._prompts: deque[_Sequence] = deque()
@@ -181,7 +172,7 @@ class SlotEngine(Admission):
             wait([self._matchers[one.id][1] for one in self._held], COMPILE_WAIT_S, FIRST_COMPLETED)
         group, start = self._group()
         if group:
-            self._attempt(group, len(self._generating), lambda: self._prefill(group, start), events)
+            self._attempt(group, len(self._generating), lambda: self._prefill(group, start, events), events)
         return events
 
     def close(self) -> None:
@@ -195,54 +186,13 @@ class SlotEngine(Admission):
         self._held.clear()
         self._cache = self._blank_cache()
 
-    @torch.inference_mode()
     def check(self) -> None:
-        """Compare the model's logits with and without the engine's cache, masks and copies of prefixes.
-
-        Call it before the first `submit`.
-
-        Raises:
-            ReplicaError: the logits differ, or the model fails.
-        """
-        prompts = [
-            [(5 * place + row) % self.limits.vocab_size for place in range(length)]
-            for row, length in enumerate(CHECK_LENGTHS)
-        ]
-        prompts.append(prompts[0])  # its beginning is copied
-        # A separate cache, because the engine's may be too small.
-        self._cache = SlotCache(
-            self._layers, max_rows=len(prompts), max_tokens=len(prompts) * max(CHECK_LENGTHS), chunk=max(CHECK_LENGTHS)
-        )
-        try:
-            inputs = [torch.tensor([ids], device=self._device) for ids in prompts]
-            expected = torch.cat([self._model(ids, use_cache=False).logits[:, -1] for ids in inputs])
-            for row, ids in enumerate(prompts):
-                self._cache.fit(row + 1, len(ids))
-                self._cache.aim(slice(row, row + 1), 0)
-                if row < len(CHECK_LENGTHS):
-                    self._forward([ids[:2]], start=0)
-                else:
-                    self._cache.copy(({row: 0}, 2))
-                self._cache.aim(slice(row, row + 1), 2)
-                self._forward([ids[2:-1]], start=2)
-            got = self._forward_each([ids[-1] for ids in prompts], [len(ids) - 1 for ids in prompts])
-        except Exception as error:
-            reason = f"{type(error).__name__}: {text_of(error)}"
-            raise ReplicaError(f"model: fails in the slot engine: {reason}") from error
-        finally:
-            self._cache = self._blank_cache()
-        scale = float(expected.float().std())
-        difference = float((got - expected).abs().max())
-        allowed = (0.01 if self._model.dtype == torch.float32 else 0.2) * scale
-        if not difference <= allowed:
-            raise ReplicaError(
-                f"model: {type(self._model).__name__} gives other logits with the slot engine's cache: they differ by "
-                f"{difference:.2g}, expected at most {allowed:.2g}; the engine does not support its kind of attention"
-            )
+        """As `CachedModel.check`; call it before the first `submit`."""
+        self._model.check()
 
     def _blank_cache(self) -> SlotCache:
         limits = self.limits
-        return SlotCache(self._layers, max_rows=limits.max_sequences, max_tokens=limits.cache_tokens)
+        return SlotCache(self._model.layers, max_rows=limits.max_sequences, max_tokens=limits.cache_tokens)
 
     def _start(self, events: list[TokenEvent]) -> None:
         """Start the newly admitted sequences that don't wait for a grammar."""
@@ -256,7 +206,7 @@ class SlotEngine(Admission):
                 self._held.append(request)
                 continue
             self._matchers.pop(request.id, None)
-            if request.max_tokens == 0:
+            if request.max_tokens == 0 and request.prompt_logprobs is None:
                 self.release(request.id)
                 events.append(TokenEvent(request.id, 0, None, finish="length"))
                 continue
@@ -269,7 +219,9 @@ class SlotEngine(Admission):
                 self.release(request.id)
                 events.append(TokenEvent(request.id, 0, None, finish="error", error=self._report(error)))
                 continue
-            begun.append(_Sequence(request, stops, sampler, self._chain(request.prompt, request), constraint))
+            # The tokens of a copied prefix have no logits.
+            chain = self._chain(request.prompt, request) if request.prompt_logprobs is None else []
+            begun.append(_Sequence(request, stops, sampler, chain, constraint))
         if begun:
             self._prompts += begun
             self._attempt(begun, 0, self._make_room, events)
@@ -331,7 +283,9 @@ class SlotEngine(Admission):
         """Compute the next token of each sequence that generates."""
         sequences = self._generating
         masks = self._begin_masks(sequences)
-        logits = self._forward_each([one.answer[-1] for one in sequences], [one.cached for one in sequences])
+        positions = [one.cached for one in sequences]
+        self._fit(len(sequences), max(positions) + 1)
+        logits = self._model.forward_each(self._cache, [one.answer[-1] for one in sequences], positions)
         for one in sequences:
             one.cached += 1
         return self._choose(logits, sequences, masks)
@@ -348,26 +302,39 @@ class SlotEngine(Admission):
             if group:
                 known, length = min(start, known), max(width, length)
                 shared = sequence.chain[blocks : blocks + 1]
-                if (len(group) + 1) * (length - known) > self._prefill_chunk or (
+                if (len(group) + 1) * (length - known) > self._chunk([*group, sequence]) or (
                     shared and any(one.chain[blocks : blocks + 1] == shared for one in group)
                 ):
                     break
             group.append(sequence)
             start, width = known, length
-            if sequence.cached or width - start > self._prefill_chunk:
+            if sequence.cached or width - start > self._chunk(group):
                 break
         return group, start
 
-    def _prefill(self, group: Sequence[_Sequence], start: int) -> list[Choice]:
+    def _chunk(self, group: Sequence[_Sequence]) -> int:
+        """The most tokens of their prompts in one step."""
+        if all(one.request.prompt_logprobs is None for one in group):
+            return self._prefill_chunk
+        return min(self._prefill_chunk, max(SCORED_LOGITS // self.limits.vocab_size, 1))
+
+    def _prefill(self, group: Sequence[_Sequence], start: int, events: list[TokenEvent]) -> list[Choice]:
         """Compute prompts from this token on; returns the first tokens of those that are complete."""
         if not group[0].cached:
             self._begin(group, start)
-        chunks = [one.request.prompt[start : start + self._prefill_chunk] for one in group]
-        is_last = start + self._prefill_chunk >= len(group[0].request.prompt)
+        end = start + self._chunk(group)
+        chunks = [one.request.prompt[start:end] for one in group]
+        is_last = end >= len(group[0].request.prompt)
         masks = self._begin_masks(group) if is_last else None
         first = len(self._generating)
-        self._cache.aim(slice(first, first + len(group)), start)
-        logits = self._forward(chunks, start)
+        scored = {row: one for row, one in enumerate(group) if one.request.prompt_logprobs is not None}
+        kept, logits = self._model.forward(self._cache, first, chunks, start, keeps_all=bool(scored))
+        for row, one in scored.items():
+            following = one.request.prompt[start + 1 : start + 1 + len(chunks[row])]
+            if following:
+                tokens = torch.tensor(following, device=self._device)
+                found = logprobs_of(kept[row, : len(following)], tokens, one.request.prompt_logprobs or 0)
+                events.append(TokenEvent(one.request.id, 0, None, prompt=tuple(found)))
         for one, chunk in zip(group, chunks, strict=True):
             one.cached = start + len(chunk)
         if group[0].cached < len(group[0].request.prompt):
@@ -418,45 +385,6 @@ class SlotEngine(Admission):
     def _chain(self, ids: Sequence[int], request: SequenceRequest) -> Chain:
         return chain_of(ids, request.cache_scope) if self._prefix_cache else []
 
-    def _forward(self, chunks: Sequence[Sequence[int]], start: int) -> Tensor:
-        """Logits [rows, vocab] after each chunk's last token; chunks follow `start` tokens in the cache's window."""
-        lengths = [len(chunk) for chunk in chunks]
-        width = max(lengths)
-        # Padded on the right: no token sees a later one, and the padding in the cache is overwritten before it is seen.
-        ids = torch.tensor([[*chunk, *[0] * (width - len(chunk))] for chunk in chunks], device=self._device)
-        positions = torch.arange(start, start + width, device=self._device).expand(len(chunks), width)
-        ends = sorted(set(lengths))
-        logits: Tensor = self._model(
-            input_ids=ids,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=torch.tensor(ends, device=self._device) - 1,
-        ).logits
-        return logits[range(len(chunks)), [ends.index(length) for length in lengths]]
-
-    def _forward_each(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Logits [rows, vocab] after one more token in each of the first rows, each at its own position."""
-        count, longest = len(tokens), max(positions)
-        self._fit(count, longest + 1)
-        ids = torch.tensor(tokens, device=self._device)[:, None]
-        at = torch.tensor(positions, device=self._device)
-        mask = None
-        if min(positions) == longest:
-            self._cache.aim(slice(0, count), longest)
-        else:
-            self._cache.aim_each(self._rows[:count], at, longest=longest)
-            mask = self._mask(at[:, None], longest=longest)
-        logits: Tensor = self._model(
-            input_ids=ids,
-            position_ids=at[:, None],
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-        return logits[:, -1]
-
     def _fit(self, rows: int, length: int) -> None:
         """Grow the cache to at least this many rows and tokens, and to what all sequences that started need by now."""
         needed = [one.cached for one in self._generating] + [len(one.request.prompt) for one in self._prompts]
@@ -470,6 +398,9 @@ class SlotEngine(Admission):
     def _advance(self, sequence: _Sequence, choice: Choice, events: list[TokenEvent]) -> None:
         """Report a sequence's token, and end the sequence if that was the last."""
         request, index = sequence.request, len(sequence.answer)
+        if not request.max_tokens:  # only the prompt's log probabilities are wanted
+            self._end(sequence, "length", events)
+            return
         sequence.answer.append(choice.token)
         if sequence.constraint is not None:
             sequence.constraint.token = choice.token
@@ -484,7 +415,7 @@ class SlotEngine(Admission):
             sequence.has_ended = True
             self.release(request.id)
 
-    def _end(self, sequence: _Sequence, finish: Finish, events: list[TokenEvent], error: str) -> None:
+    def _end(self, sequence: _Sequence, finish: Finish, events: list[TokenEvent], error: str = "") -> None:
         """End a sequence without a token."""
         sequence.has_ended = True
         sequence.cached = 0  # nothing of it is kept

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from inference.engine import Grammar, Sampling, TokenId
+from inference.engine import Grammar, PromptLogprob, Sampling, TokenId, TopLogprobs
 
 __all__ = [
     "CONTROL",
@@ -60,6 +60,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     ignore_eos: bool = False
     cache_scope: str = ""
     grammar: Grammar | None = None
+    prompt_logprobs: TopLogprobs | None = None
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
@@ -88,7 +89,7 @@ Message: TypeAlias = Open | Post | CancelRequest
 
 
 class SequenceEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Consecutive tokens of a sequence, or its end, or both."""
+    """Consecutive tokens of a sequence, or its end, or both; or a part of its prompt's log probabilities."""
 
     number: int
     index: int
@@ -102,6 +103,8 @@ class SequenceEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     error: str = ""
     cached: int = 0
     """With the first token: how many of the prompt's tokens the engine's prefix cache had."""
+    prompt: tuple[PromptLogprob, ...] = ()
+    """As `inference.engine.TokenEvent.prompt`."""
 
 
 class Load(msgspec.Struct, array_like=True, gc=False):

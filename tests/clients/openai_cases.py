@@ -164,6 +164,23 @@ def responses_streamed_and_by_a_schema() -> None:
     assert final.output_parsed == answer.output_parsed
 
 
+def responses_with_tools() -> None:
+    given: Any = {**RESPONDED, "tools": [openai.pydantic_function_tool(Weather, name="weather")["function"]]}
+    given["tools"][0]["type"] = "function"
+    named: Any = {"type": "function", "name": "weather"}
+    answer = client.responses.parse(tool_choice=named, **given)
+    (call,) = answer.output
+    assert call.type == "function_call"
+    assert (answer.status, call.status, call.name) == ("completed", "completed", "weather")
+    Weather.model_validate_json(call.arguments)
+    with client.responses.stream(tool_choice=named, **given) as stream:
+        deltas = "".join(event.delta for event in stream if event.type == "response.function_call_arguments.delta")
+    assert deltas == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "mild"}
+    given["input"] = [{"role": "user", "content": CONTENT}, call, result]
+    assert client.responses.create(tool_choice="none", **given).output_text
+
+
 def completions_of_every_form() -> None:
     for prompt in ("import os", ["import os", "def f"], [5, 6], [[5, 6], [7]]):
         answer = client.completions.create(prompt=prompt, **GREEDY)
@@ -209,6 +226,6 @@ run(
     models, chat, chat_streamed_is_chat_whole, chat_with_logprobs, chat_with_fields_that_ask_for_nothing,
     a_named_tool, a_required_tool, parallel_tools, tools_that_may_be_called, tools_streamed,
     the_result_of_a_call_goes_back, chat_by_a_schema, chat_by_a_regular_expression_and_a_choice, responses,
-    responses_streamed_and_by_a_schema, completions_of_every_form, completions_streamed,
+    responses_streamed_and_by_a_schema, responses_with_tools, completions_of_every_form, completions_streamed,
     embeddings_of_texts_and_token_ids, errors, asynchronously,
 )  # fmt: skip

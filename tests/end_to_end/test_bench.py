@@ -55,6 +55,15 @@ def test_the_server_counted_the_same_requests(
         assert run["requests"] == 25
 
 
+def test_answers_that_finish_follow_the_schema(lm: Running, tmp_path: Path) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps({"enum": ["red", "green"]}))
+    run = bench(
+        lm, tmp_path / "bench.json", "--connections", "2", "--model", "tiny", "--mode", "chat", "--schema", str(path)
+    )
+    assert run["parsed"] == run["finished"] == run["answers"]
+
+
 @pytest.mark.parametrize("mode", ["stream", "chat"])
 def test_tokens_are_counted(lm: Running, tmp_path: Path, mode: str) -> None:
     (statistics,) = lm.get("/v2/models/null/stats").json()["model_stats"]

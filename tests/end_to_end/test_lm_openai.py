@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import time
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 import openai
 import pytest
 
+from tests.app.lm.response_events import said, told
 from tests.running import Running
 from tests.services.engines import AFTER, FAILURE
 from tests.token_streams import figures, is_idle, open_stream, run, text_of, whole
@@ -168,6 +170,23 @@ class TestEnds:
         assert echoed == PROMPT + plain
         assert joined(create(client, "completions", echo=True, stream=True))[0] == echoed
 
+    def test_a_prompt_alone_has_its_log_probabilities(self, client: openai.OpenAI) -> None:
+        options: Any = {"model": "tiny", "prompt": [PROMPT, "import os"], "echo": True, "logprobs": 1, "max_tokens": 0}
+        whole = client.completions.create(**options).choices
+        told: list[list[float | None]] = [[], []]
+        for chunk in client.completions.create(**options, stream=True):
+            for choice in chunk.choices:
+                if choice.logprobs is not None:
+                    told[choice.index] += choice.logprobs.token_logprobs or []
+        assert [one.text for one in whole] == options["prompt"]
+        for one, streamed in zip(whole, told, strict=True):
+            assert one.logprobs is not None
+            assert one.logprobs.token_logprobs is not None
+            first, *rest = one.logprobs.token_logprobs
+            assert first is None
+            assert rest == pytest.approx(streamed[1:], abs=1e-4)
+            assert all(-30 < logprob < 0 for logprob in rest)
+
     def test_several_prompts(self, client: openai.OpenAI) -> None:
         prompts = [PROMPT, "class A:\n", "import "]
         each = [create(client, "completions", prompt=one) for one in prompts]
@@ -276,7 +295,7 @@ class TestResponses:
             ({"model": "nope"}, openai.NotFoundError, "model"),
             ({"store": True}, openai.BadRequestError, "store"),
             ({"previous_response_id": "resp_1"}, openai.BadRequestError, "previous_response_id"),
-            ({"tools": [{"type": "web_search"}]}, openai.BadRequestError, "tools"),
+            ({"tools": [{"type": "web_search"}]}, openai.BadRequestError, "tools[0].type"),
             ({"max_output_tokens": 100_000}, openai.BadRequestError, "max_output_tokens"),
         ],
     )
@@ -284,6 +303,70 @@ class TestResponses:
         with pytest.raises(kind) as caught:
             client.responses.create(**{**self.ASKED, **fields}, stream=stream)
         assert (caught.value.type, caught.value.param) == ("invalid_request_error", param)
+
+
+class TestForms:
+    """Tools and structured output: the model never learnt to call, so what holds it to calls are grammars."""
+
+    PARAMETERS: ClassVar[dict[str, Any]] = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 3, 7]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    FUNCTION: ClassVar[dict[str, Any]] = {"name": "weather", "parameters": PARAMETERS}
+    TOOL: ClassVar[dict[str, Any]] = {"type": "function", "function": FUNCTION}
+    NAMED: ClassVar[dict[str, Any]] = {
+        "max_tokens": 200, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}},
+    }  # fmt: skip
+    RESPONSE: ClassVar[dict[str, Any]] = {
+        "model": "tiny", "input": CHAT, "temperature": 0, "max_output_tokens": 200,
+        "tools": [{"type": "function", "strict": True, **FUNCTION}],
+        "tool_choice": {"type": "function", "name": "weather"},
+    }  # fmt: skip
+
+    def check(self, arguments: str) -> None:
+        value = json.loads(arguments)
+        assert set(value) == {"city", "days"}
+        assert len(value["city"]) <= 8
+        assert value["days"] in (1, 3, 7)
+
+    def test_a_named_tool_whole_and_streamed(self, client: openai.OpenAI) -> None:
+        (choice,) = create(client, "chat", **self.NAMED).choices
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "weather"
+        self.check(call.function.arguments)
+        chunks = list(create(client, "chat", stream=True, **self.NAMED))
+        parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
+        assert [part.function.name for part in parts if part.function.name] == ["weather"]
+        assert len(parts) > 4
+        assert "".join(part.function.arguments for part in parts) == call.function.arguments
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+    def test_a_json_schema(self, client: openai.OpenAI) -> None:
+        form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": self.PARAMETERS}}
+        asked: dict[str, Any] = {"max_tokens": 200, "response_format": form}
+        (choice,) = create(client, "chat", **asked).choices
+        assert choice.finish_reason == "stop"
+        self.check(text(choice))
+        assert joined(create(client, "chat", stream=True, **asked)) == (text(choice), ["stop"])
+
+    def test_a_response_with_tools(self, client: openai.OpenAI) -> None:
+        response = client.responses.create(**self.RESPONSE)
+        (call,) = response.output
+        assert (call.type, call.name, call.status, response.status) == (
+            "function_call", "weather", "completed", "completed",
+        )  # fmt: skip
+        self.check(call.arguments)
+        assert (
+            call.arguments == create(client, "chat", **self.NAMED).choices[0].message.tool_calls[0].function.arguments
+        )
+        streamed = told([event.to_dict() for event in client.responses.create(**self.RESPONSE, stream=True)])
+        assert said(streamed) == said(response.to_dict())
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        again = {**self.RESPONSE, "input": [*CHAT, call, output], "tool_choice": "none", "max_output_tokens": 5}
+        assert client.responses.create(**again).usage.output_tokens == 5
 
 
 class TestErrors:
@@ -320,9 +403,9 @@ class TestErrors:
             create(client, "completions").choices[0]
         )
 
-    def test_tools_are_refused(self, client: openai.OpenAI) -> None:
+    def test_tools_are_refused_if_the_model_has_no_format_of_calls(self, client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match="tools"):
-            create(client, "chat", tools=[{"type": "function", "function": {"name": "f"}}])
+            create(client, "chat", model="null", tools=[{"type": "function", "function": {"name": "f"}}])
 
     def test_in_mid_stream(self, client: openai.OpenAI) -> None:
         chunks: list[Any] = []

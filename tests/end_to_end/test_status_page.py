@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 VIEWS = ("status", "playground/digits", "playground/text", "playground/tiny-lm", "playground/scale")
+FIELDS = {"schema": "document.querySelectorAll('#panel textarea')[1]",
+          "tools": "document.querySelectorAll('#panel textarea')[2]"}  # fmt: skip
 LUMINANCE = """(color) => {
     const channels = color.match(/[\\d.]+/g).slice(0, 3).map((one) => one / 255);
     const linear = channels.map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4));
@@ -114,6 +116,24 @@ def test_the_table_and_charts_follow_the_load(page: Page, demo: Running) -> None
         assert page.value(f"{chart}.querySelector('b').innerText") not in ("–", "0")
 
 
+def test_the_share_of_prompts_that_the_prefix_cache_had_is_shown(page: Page, demo: Running) -> None:
+    view(page, demo, "status")
+    cells = "[...document.querySelectorAll('#deployments tr')].find((row) => row.innerText.startsWith('tiny-lm')).cells"
+    page.wait(f"{cells}[8].innerText.endsWith('– cached')")
+    height = page.value(f"{cells}[0].offsetHeight")
+    usages = []
+    for question in ("What is it?", "Who wrote it?"):
+        said = [("system", "You know all the rivers. " * 20), ("user", question)]
+        messages = [{"role": role, "content": text} for role, text in said]
+        body = {"model": "tiny-lm", "messages": messages, "max_tokens": 4}
+        usages.append(demo.client.post(f"{demo.url}/v1/chat/completions", json=body).json()["usage"])
+    cached = [one["prompt_tokens_details"]["cached_tokens"] for one in usages]
+    assert cached[0] < 32 <= cached[1]
+    share = f"{100 * sum(cached) / sum(one['prompt_tokens'] for one in usages):.0f}\u00a0%"
+    page.wait(f"{cells}[8].innerText.endsWith('{share} cached')")
+    assert page.value(f"{cells}[0].offsetHeight") == height  # nothing jumps
+
+
 def test_quantiles_lie_where_the_buckets_say(page: Page, demo: Running) -> None:
     view(page, demo, "status")
     quantiles = page.value(
@@ -196,7 +216,7 @@ def test_tokens_arrive_one_by_one_and_stop_ends_them_in_the_server_too(page: Pag
             const box = document.querySelector(".stream");
             new MutationObserver(() => {
                 window.lengths.push(box.innerText.length);
-                if (window.lengths.length === 5) document.querySelector("#panel button[type=button]").click();
+                if (window.lengths.length === 5) document.querySelector("#panel button.main + button").click();
             }).observe(box, {childList: true});
         })()"""
     )
@@ -233,6 +253,125 @@ def test_a_language_models_error_is_shown(page: Page, demo: Running) -> None:
     page.wait("document.querySelector('.error[role=alert]').innerText.startsWith('400')")
     assert "max_tokens" in page.text(".error[role=alert]")
     page.complaints.clear()  # the browser notes each 4xx
+
+
+def chat(page: Page, demo: Running, tokens: int, *, schema: object = None, tools: object = None) -> None:
+    """Ask the language model as a chat, in a form."""
+    view(page, demo, "playground/tiny-lm")
+    assert not page.value(f"{FIELDS['schema']}.checkVisibility()")
+    page.fill("input[type=number]", str(tokens))
+    choose(page, "Task", "chat")
+    for name, given in (("schema", schema), ("tools", tools)):
+        if given is not None:
+            page.value(f"({FIELDS[name]}.focus(), {FIELDS[name]}.select())")
+            page.write(given if isinstance(given, str) else json.dumps(given))
+    choose(page, "Tool choice", "required")
+    page.click("#panel button.main")
+
+
+def choose(page: Page, label: str, value: str) -> None:
+    """Choose in the list with this label."""
+    page.value(
+        f"""(() => {{
+            const list = [...document.querySelectorAll("label")].find((one) => one.innerText === "{label}").control;
+            list.value = "{value}";
+            list.dispatchEvent(new Event("input", {{bubbles: true}}));
+        }})()"""
+    )
+
+
+def told(page: Page) -> str:
+    """How the last answer ended."""
+    page.wait("/^(Done|Cut|Stopped)/.test(document.querySelector('#panel section [role=status]').innerText)")
+    return page.text("#panel section [role=status]")
+
+
+def test_an_answer_that_follows_a_schema_is_shown_as_json(page: Page, browser: Browser, demo: Running) -> None:
+    properties = {"of": {"const": []}, "text": {"const": 'a, {"b": 1}'}}
+    required = {"required": ["of", "text"], "additionalProperties": False}
+    chat(page, demo, 200, schema={"type": "object", "properties": properties, **required})
+    assert told(page) == "Done: the model ended it."
+    assert page.text(".parsed h3") == "Answer as JSON"
+    shown = page.text(".parsed pre")
+    assert shown.splitlines() == ["{", '  "of": [],', '  "text": "a, {\\"b\\": 1}"', "}"]
+    assert json.loads(page.text(".stream")) == json.loads(shown)
+    pieces = [line.removeprefix("data: ") for line in curl(copied(page, browser)).decode().splitlines() if line]
+    texts = [one["delta"].get("content", "") for piece in pieces[:-1] for one in json.loads(piece)["choices"]]
+    assert json.loads("".join(texts)) == json.loads(shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ('{"a":[1e999,12345678901234567890],"b":{ },"c":[\n]}',
+         ["{", '  "a": [', "    1e999,", "    12345678901234567890", "  ],", '  "b": {},', '  "c": []', "}"]),
+        (' "a: [1, 2]\\\\" ', ['"a: [1, 2]\\\\"']),
+        ("null", ["null"]),
+        ("[[1], {", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_json_is_laid_out_as_it_is_written(page: Page, demo: Running, text: str, lines: list[str] | None) -> None:
+    view(page, demo, "status")
+    found = page.value(f"import('/static/chat_form.js').then(({{laidOut}}) => laidOut({json.dumps(text)}))")
+    assert (found and found.split("\n")) == lines
+
+
+def test_an_answer_cut_before_its_json_is_whole_says_so(page: Page, demo: Running) -> None:
+    chat(page, demo, 3, schema={"const": "a text that is much longer than three tokens"})
+    assert told(page) == "Cut: as many tokens as were asked for, and the JSON is not whole. Allow more tokens."
+    assert page.text(".stream") != ""
+    assert page.text(".parsed") == ""
+
+
+def test_calls_of_tools_are_shown(page: Page, demo: Running) -> None:
+    parameters = {"type": "object", "properties": {"path": {"const": "a.py"}}, "required": ["path"],
+                  "additionalProperties": False}  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
+    chat(page, demo, 400, tools=tools)
+    assert told(page).startswith(("Done: ", "Cut: "))  # it may begin another call
+    assert page.text(".parsed h3") == "Call of find"
+    assert page.text(".parsed pre").splitlines() == ["{", '  "path": "a.py"', "}"]
+    assert page.text(".stream").startswith("find {")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("schema", '{"type": ', "Expected JSON: "),
+        ("schema", "3", "400 Bad Request: response_format.json_schema.schema: "),
+        ("schema", {"type": "object", "not": {}}, "400 Bad Request: response_format.json_schema: "),
+        ("tools", [{"type": "function", "function": {"name": "a b"}}], "400 Bad Request: tools[0].function.name: "),
+    ],
+)
+def test_a_form_that_is_wrong_is_told_at_its_field(
+    page: Page, demo: Running, name: str, given: object, message: str
+) -> None:
+    chat(page, demo, 20, **{name: given})
+    page.wait("document.querySelector('.error[role=alert]').innerText !== ''")
+    control = FIELDS[name]
+    assert page.value(f"{control}.getAttribute('aria-invalid')") == "true"
+    below = f"document.getElementById({control}.getAttribute('aria-describedby'))"
+    assert page.value(f"{below}.innerText").startswith(message)
+    if message == "Expected JSON: ":
+        assert page.value(f"document.activeElement === {control}")
+        assert not any(url.endswith("/completions") for url in page.urls)
+    page.value(f"({control}.value = '', {control}.dispatchEvent(new Event('input', {{bubbles: true}})))")
+    assert page.value(f"{control}.getAttribute('aria-invalid')") is None
+    page.complaints.clear()  # the browser notes each 4xx
+
+
+def test_the_examples_of_forms_are_taken(page: Page, demo: Running) -> None:
+    chat(page, demo, 5)
+    told(page)
+    for name in ("schema", "tools"):
+        page.value(
+            f"[...document.querySelectorAll('#panel button')].find((one) => one.innerText === 'Example {name}').click()"
+        )
+        assert json.loads(page.value(f"{FIELDS[name]}.value"))
+    page.click("#panel button.main")
+    assert told(page).startswith(("Done", "Cut"))
+    assert page.text(".error[role=alert]") == ""
 
 
 def test_a_form_made_of_tensors(page: Page, browser: Browser, demo: Running) -> None:
@@ -313,6 +452,8 @@ def test_a_keyboard_is_enough(page: Page, demo: Running) -> None:
 def test_every_control_has_a_name(page: Page, demo: Running) -> None:
     for name in VIEWS:
         view(page, demo, name)
+        if name == "playground/tiny-lm":
+            choose(page, "Task", "chat")
         tree = page.send("Accessibility.getFullAXTree")["nodes"]
         wanted = {"button", "link", "textbox", "combobox", "spinbutton", "image", "application", "table", "log"}
         unnamed = [
@@ -324,11 +465,15 @@ def test_every_control_has_a_name(page: Page, demo: Running) -> None:
         assert unnamed == [], name
 
 
-def test_a_phones_width_needs_no_sideways_scrolling(page: Page, demo: Running) -> None:
-    page.resize(320, 640)
+@pytest.mark.parametrize("width", [320, 600, 740, 929, 1080])
+def test_no_width_needs_sideways_scrolling(page: Page, demo: Running, width: int) -> None:
+    page.resize(width, 640)
     for name in VIEWS:
         view(page, demo, name)
-        assert page.value("document.documentElement.scrollWidth") == 320, name
+        assert page.value("document.documentElement.scrollWidth") <= width, name
+        if name == "playground/tiny-lm":
+            choose(page, "Task", "chat")
+            assert page.value("document.documentElement.scrollWidth") <= width, name
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -18,7 +18,8 @@ from app.lm.answers import AnswerForm, Event
 from app.lm.chat import ChatAnswer, ChatRequest
 from app.lm.completion import CompletionAnswer, CompletionRequest
 from app.lm.generate import GenerateAnswer, GenerateRequest
-from app.lm.responses import ResponsesAnswer, ResponsesRequest
+from app.lm.responses import ResponsesRequest
+from app.lm.responses_answer import ResponsesAnswer
 from app.lm.sequence import Tokens
 from app.lm.text.token_texts import TokenTexts
 from app.lm.text_plan import TextPlan
@@ -145,7 +146,7 @@ def sse(data: bytes) -> bool:
     elif kind == 2:
         form = GenerateAnswer("m\u2028", draw.text())
     else:
-        form = ResponsesAnswer(ResponsesRequest(model="m", input=""), texts)
+        form = ResponsesAnswer({"model": "m"}, texts)
     places = 2 if kind < 2 else 1
     failure = draw.choice((None, None, BadRequest, CallableFailed, DeadlineExceeded, ReplicaLost))
     error = None if failure is None else failure(draw.text() or "gone")

@@ -49,4 +49,4 @@ def test_what_is_out_of_range_or_unknown_is_refused(field: str, value: Any) -> N
 
 
 def test_an_event_is_small() -> None:
-    assert len(msgspec.msgpack.encode(TokenEvent("0123456789", 100, 5000))) <= 21
+    assert len(msgspec.msgpack.encode(TokenEvent("0123456789", 100, 5000))) <= 22

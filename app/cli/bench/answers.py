@@ -6,6 +6,7 @@ extension.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, Final, NamedTuple
 
@@ -91,14 +92,25 @@ class EventParser:
         return events
 
 
+class _Function(msgspec.Struct):
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int = 0
+    function: _Function | None = None
+
+
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
 
 
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
+    finish_reason: str | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -142,6 +154,28 @@ class TokenReader:
         """The arrival of each event with text or with a result."""
         self.reported_tokens: int | None = None
         """The server's count of tokens."""
+        self._finish_reason: str | None = None
+        self._content: list[str] = []
+        self._arguments: dict[int, list[str]] = {}
+
+    @property
+    def ending(self) -> str:
+        """How an OpenAI answer of one choice ended.
+
+        ``cut``: not by itself; ``calls``: with calls of tools, whose arguments are all JSON objects; ``json``: without
+        calls, and its content is JSON; ``other``: by itself, with anything else.
+        """
+        if self._finish_reason not in ("stop", "tool_calls"):
+            return "cut"
+        texts = list(self._arguments.values()) or [self._content]
+        try:
+            # As floats, numbers may be of any length and size.
+            values = [json.loads("".join(text), parse_int=float) for text in texts]
+        except (ValueError, RecursionError):
+            return "other"
+        if not self._arguments:
+            return "json"
+        return "calls" if all(isinstance(value, dict) for value in values) else "other"
 
     @property
     def tokens(self) -> int:
@@ -175,11 +209,20 @@ class TokenReader:
             self._note(failed_status(None, data, "stream"))
         if event.usage is not None:
             self.reported_tokens = event.usage.completion_tokens
+        has_text = False
         for choice in event.choices:
-            delta = choice.delta
-            if choice.text or (delta is not None and (delta.content or delta.reasoning_content)):
-                self.times_s.append(self._now_s)
-                break
+            self._finish_reason = choice.finish_reason or self._finish_reason
+            has_text = has_text or bool(choice.text)
+            if (delta := choice.delta) is None:
+                continue
+            has_text = has_text or bool(delta.content or delta.reasoning_content or delta.tool_calls)
+            if delta.content:
+                self._content.append(delta.content)
+            for call in delta.tool_calls or ():
+                arguments = call.function.arguments if call.function is not None else None
+                self._arguments.setdefault(call.index, []).append(arguments or "")
+        if has_text:
+            self.times_s.append(self._now_s)
 
     def _generate(self, data: bytes) -> None:
         event = _generate_event.decode(data)

@@ -17,7 +17,7 @@ from app.cli.client import Metadata, Tensor
 from app.errors import CommandError
 from inference.datatypes import DATATYPES, float32_to_bf16, pack_bytes
 
-__all__ = ["Body", "Wishes", "infer_bodies", "read_bodies", "stream_bodies"]
+__all__ = ["Body", "Wishes", "infer_bodies", "read_bodies", "read_schema", "read_tools", "stream_bodies"]
 
 VARIETY: Final = 16
 """Number of different requests, sent in turn."""
@@ -62,6 +62,8 @@ class Wishes:
     prompts: Sequence[str] = ()
     max_tokens: int = 64
     ignores_eos: bool = False
+    chat_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of chat requests."""
 
 
 def infer_bodies(metadata: Metadata, heads: Sequence[str] | None, wishes: Wishes) -> tuple[Body, ...]:
@@ -110,7 +112,9 @@ def stream_bodies(
         limits["ignore_eos"] = True
     contents: list[dict[str, Any]] = []
     if mode == "chat":
-        contents = [{"messages": [{"role": "user", "content": prompt}], **limits} for prompt in prompts]
+        contents = [
+            {"messages": [{"role": "user", "content": prompt}], **limits, **wishes.chat_fields} for prompt in prompts
+        ]
     elif mode == "completions":
         contents = [{"prompt": prompt, **limits} for prompt in prompts]
     elif metadata is not None and any(one.name == "text_input" for one in metadata.inputs):
@@ -130,16 +134,61 @@ def read_bodies(path: Path, mode: str, model: str) -> tuple[Body, ...]:
     Raises:
         CommandError: the file can't be read, or holds something else.
     """
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CommandError(f"--input: {path}: can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CommandError(f"--input: {path}: expected JSON: {error}") from error
+    content = _read_json("--input", path)
     listed = content if isinstance(content, list) else [content]
     if not listed or not all(isinstance(one, dict) for one in listed):
         raise CommandError(f"--input: {path}: expected a request's body as a JSON object, or a list of them")
     return tuple(_json_body(mode, model, one) for one in listed)
+
+
+def read_schema(path: Path) -> dict[str, Any]:
+    """Read a JSON schema from a file, and return the fields of chat requests whose answers follow it.
+
+    Raises:
+        CommandError: the file can't be read, or holds something else.
+    """
+    schema = _read_json("--schema", path)
+    if not isinstance(schema, dict):
+        raise CommandError(f"--schema: {path}: expected a JSON schema as a JSON object")
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "bench", "strict": True, "schema": schema}}
+    }
+
+
+def read_tools(path: Path, choice: str) -> dict[str, Any]:
+    """Read OpenAI's list of tools from a file, and return the fields of chat requests that have them.
+
+    Args:
+        path: the file.
+        choice: ``auto``, ``required``, or the name of one of the functions.
+
+    Raises:
+        CommandError: the file can't be read or holds something else, or no function has this name.
+    """
+    tools = _read_json("--tools", path)
+    try:
+        names = [tool["function"]["name"] for tool in tools]
+    except (TypeError, KeyError):
+        names = []
+    if not names:
+        raise CommandError(
+            f"--tools: {path}: expected a JSON array of tools, such as "
+            '[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
+        )
+    if choice in ("auto", "required"):
+        return {"tools": tools, "tool_choice": choice}
+    if choice not in names:
+        raise CommandError(f"--tool-choice: expected auto, required, or one of {', '.join(names)}, got {choice!r}")
+    return {"tools": tools, "tool_choice": {"type": "function", "function": {"name": choice}}}
+
+
+def _read_json(option: str, path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise CommandError(f"{option}: {path}: can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CommandError(f"{option}: {path}: expected JSON: {error}") from error
 
 
 def _json_body(mode: str, model: str, content: Mapping[str, Any]) -> Body:

@@ -11,10 +11,11 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
-from app.cli.bench.bodies import Wishes
+from app.cli.bench.bodies import Wishes, read_schema, read_tools
 from app.cli.bench.closed_loop import STOPPED
 from app.cli.bench.generator import Generator, generator
 from app.cli.bench.job import Load
@@ -44,12 +45,20 @@ def run(options: argparse.Namespace) -> int:
         if options.rate
         else [Load(connections) for connections in options.connections or (1, 16)]
     )
+    chat_fields: dict[str, Any] = {}
+    constraints: list[str | None] = [None]
+    if options.schema is not None:
+        chat_fields, constraints = read_schema(options.schema), ["schema"]
+    elif options.tools is not None:
+        chat_fields, constraints = read_tools(options.tools, options.tool_choice or "required"), ["tools"]
+    if options.unconstrained:
+        constraints.append("none")
     return bench(Plan(
         options.url.rstrip("/"), options.model, options.mode, loads, options.arrivals, options.max_connections,
         options.seconds, options.warmup, options.repeats, options.timeout, options.processes, options.input,
-        options.heads or (None,),
+        options.heads or (None,), constraints,
         Wishes(options.rows, dict(options.shape), options.binary, options.seed, options.prompt, options.max_tokens,
-               options.ignore_eos),
+               options.ignore_eos, chat_fields),
         options.slo, _key(options.api_key_file), options.json, options.html,
     ))  # fmt: skip
 
@@ -63,10 +72,18 @@ def _check_together(options: argparse.Namespace) -> None:
     if options.input is not None:
         for name, value in (
             ("--heads", options.heads), ("--binary", options.binary), ("--shape", options.shape),
-            ("--prompt", options.prompt), ("--ignore-eos", options.ignore_eos),
+            ("--prompt", options.prompt), ("--ignore-eos", options.ignore_eos), ("--schema", options.schema),
+            ("--tools", options.tools),
         ):  # fmt: skip
             if value:
                 raise CommandError(f"{name}: can't be used with --input, which has the whole request")
+    for name, value in (("--schema", options.schema), ("--tools", options.tools)):
+        if value is not None and options.mode != "chat":
+            raise CommandError(f"{name}: expected --mode chat, got {options.mode}")
+    if options.tool_choice is not None and options.tools is None:
+        raise CommandError("--tool-choice: expected it with --tools")
+    if options.unconstrained and options.schema is None and options.tools is None:
+        raise CommandError("--unconstrained: expected it with --schema or --tools")
     if options.mode in ("chat", "completions") and options.heads:
         raise CommandError(f"--heads: expected --mode infer or stream, got {options.mode}")
     if options.mode != "infer" and options.binary:

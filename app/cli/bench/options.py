@@ -90,6 +90,18 @@ def add_bench_command(commands: Any) -> None:
     bench.add_argument(
         "--ignore-eos", action="store_true", help="generate --max-tokens in any case; not every server supports this"
     )
+    form = bench.add_mutually_exclusive_group()
+    form.add_argument(
+        "--schema", type=Path, metavar="FILE.json", help="a JSON schema that chat answers must follow (response_format)"
+    )
+    form.add_argument("--tools", type=Path, metavar="FILE.json", help="a JSON array of tools that chat answers call")
+    bench.add_argument(
+        "--tool-choice", metavar="CHOICE",
+        help="for --tools: required, auto, or the name of a function; default: required",
+    )  # fmt: skip
+    bench.add_argument(
+        "--unconstrained", action="store_true", help="measure each load without --schema or --tools, too"
+    )
     bench.add_argument(
         "--slo", type=read_limits, default={}, metavar="LIMIT=MS[,LIMIT=MS]",
         help=f"limits: {', '.join(OF_REQUESTS)} for each request, which goodput counts; {', '.join(OF_RUNS)} for a "

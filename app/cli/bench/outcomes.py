@@ -67,6 +67,8 @@ class Outcomes:
     met: int = 0
     """Good answers that met all limits."""
     tokens: int = 0
+    endings: Counter[str] = field(default_factory=Counter)
+    """Of chats: good answers by `TokenReader.ending`."""
     requests_per_s: float = 0.0
     """Good answers per second."""
     met_per_s: float = 0.0
@@ -133,6 +135,7 @@ class Outcomes:
             return
         times, tokens = stream.times_s, stream.tokens
         self.tokens += tokens
+        self.endings[stream.ending] += 1
         if times:
             self.first_token_s.append(times[0] - begin_s)
             self.gaps_s.extend(after - before for before, after in itertools.pairwise(times))
@@ -163,6 +166,7 @@ def merged(parts: Iterable[Outcomes]) -> Outcomes:
             whole.note_fault(fault, count)
         whole.met += part.met
         whole.tokens += part.tokens
+        whole.endings.update(part.endings)
         whole.requests_per_s += part.requests_per_s
         whole.met_per_s += part.met_per_s
         whole.tokens_per_s += part.tokens_per_s

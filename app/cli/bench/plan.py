@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -30,9 +30,17 @@ class Point:
     heads: tuple[str, ...] | None
     """The heads to ask for; None: the request names none, and gets all."""
     target: Target
+    constraint: str | None = None
+    """``schema`` or ``tools``: what constrains the answers; ``none``: the same load without it, for comparison; None:
+    the bench constrains no answers."""
 
     def __str__(self) -> str:
-        return str(self.load) if self.heads is None else f"{self.load}, heads {','.join(self.heads)}"
+        parts = [str(self.load)]
+        if self.heads is not None:
+            parts.append(f"heads {','.join(self.heads)}")
+        if self.constraint is not None:
+            parts.append("unconstrained" if self.constraint == "none" else self.constraint)
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,8 @@ class Plan:
     input: Path | None
     heads: Sequence[tuple[str, ...] | None]
     """Selections of heads, each measured under every load."""
+    constraints: Sequence[str | None]
+    """See `Point.constraint`; each is measured under every load."""
     wishes: Wishes
     slo: dict[str, float]
     """Limits by name, in milliseconds."""
@@ -86,13 +96,22 @@ def points_of(plan: Plan, server: ServerClient, model: str) -> list[Point]:
         raise CommandError(f"--model: expected one of the server's models, {', '.join(known)}, got {model!r}")
     points = []
     for heads in plan.heads:
-        bodies = _bodies(plan, metadata, model, heads)
-        target = Target(plan.url, model, bodies, plan.mode, plan.key, plan.timeout_s)
-        points += [Point(load, heads, target) for load in plan.loads]
+        targets = [
+            Target(plan.url, model, _bodies(plan, metadata, model, heads, one), plan.mode, plan.key, plan.timeout_s)
+            for one in plan.constraints
+        ]
+        # What is compared runs one after the other.
+        points += [
+            Point(load, heads, target, one)
+            for load in plan.loads
+            for one, target in zip(plan.constraints, targets, strict=True)
+        ]
     return points
 
 
-def _bodies(plan: Plan, metadata: Metadata | None, model: str, heads: tuple[str, ...] | None) -> tuple[Body, ...]:
+def _bodies(
+    plan: Plan, metadata: Metadata | None, model: str, heads: tuple[str, ...] | None, constraint: str | None
+) -> tuple[Body, ...]:
     if heads is not None and metadata is not None:
         known = [head.name for head in metadata.heads]
         for head in heads:
@@ -103,7 +122,8 @@ def _bodies(plan: Plan, metadata: Metadata | None, model: str, heads: tuple[str,
         return read_bodies(plan.input, plan.mode, model)
     if plan.mode == "infer" and metadata is not None:
         return infer_bodies(metadata, heads, plan.wishes)
-    return stream_bodies(plan.mode, metadata, model, heads, plan.wishes)
+    wishes = replace(plan.wishes, chat_fields={}) if constraint == "none" else plan.wishes
+    return stream_bodies(plan.mode, metadata, model, heads, wishes)
 
 
 async def check_answers(points: Sequence[Point]) -> None:

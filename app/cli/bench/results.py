@@ -29,6 +29,8 @@ LATE_S: Final = 0.001
 LATE_SHARE: Final = 0.01
 KEPT_UP: Final = 0.95
 _RATES: Final = ("requests_per_s", "goodput_per_s", "tokens_per_s", "error_share")
+_PARSED: Final = {"schema": "json", "tools": "calls"}
+"""By constraint, the `TokenReader.ending` that satisfies it."""
 
 
 @dataclass
@@ -86,12 +88,13 @@ class Results:
         }
 
     def _point(self, point: Point, runs: Sequence[Outcomes]) -> dict[str, Any]:
-        repeats = [self._run(run) for run in runs]
+        repeats = [self._run(point, run) for run in runs]
         errors = sum((run.errors for run in runs), Counter[Fault]())
         connections, rate = (value or None for value in point.load)
         return {
             "load": {"kind": "closed" if connections else "open", "connections": connections, "rate_per_s": rate},
             "heads": list(point.heads) if point.heads is not None else None,
+            "constraint": point.constraint,
             "valid": len(runs) == self.plan.repeats and all(run["valid"] for run in repeats),
             "warnings": self._warnings(point, runs, errors),
             "errors": _errors(errors),
@@ -101,11 +104,23 @@ class Results:
                 for name in OF_REQUESTS
                 for percentile in ("mean", *OF_RUNS.values())
             },
+            "tokens_per_s_ratio": self._ratio(point, runs),
             "limits_met": self._limits_met(repeats),
             "repeats": repeats,
         }
 
-    def _run(self, run: Outcomes) -> dict[str, Any]:
+    def _ratio(self, point: Point, runs: Sequence[Outcomes]) -> dict[str, float] | None:
+        """Tokens/s against the same load without the constraint, in the same repeat; None: it was not measured."""
+        if point.constraint in (None, "none"):
+            return None
+        for other, others in zip(self.points, self.runs, strict=True):
+            if (other.load, other.heads, other.constraint) == (point.load, point.heads, "none"):
+                pairs = zip(runs, others, strict=False)  # a bench that ended early has fewer of one
+                return _spread([one.tokens_per_s / free.tokens_per_s for one, free in pairs if free.tokens_per_s])
+        return None
+
+    def _run(self, point: Point, run: Outcomes) -> dict[str, Any]:
+        ended = run.endings
         return {
             "valid": not run.errors and not run.ended and run.answers > 0,
             "ended_early": run.ended or None,
@@ -119,6 +134,8 @@ class Results:
             "goodput_per_s": run.met_per_s if self.plan.slo else None,
             "tokens": run.tokens,
             "tokens_per_s": run.tokens_per_s if self.plan.mode != "infer" else None,
+            "finished": run.answers - ended["cut"] if point.constraint is not None else None,
+            "parsed": ended[_PARSED[point.constraint]] if point.constraint in _PARSED else None,
             "latency_ms": distribution_ms(run.latencies_s),
             "ttft_ms": distribution_ms(run.first_token_s),
             "itl_ms": distribution_ms(run.gaps_s),

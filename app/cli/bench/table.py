@@ -41,23 +41,32 @@ def table_text(points: Sequence[Point], report: Mapping[str, Any]) -> str:
 
 
 def _tables(points: Sequence[Point], report: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
-    """Heads and rows of the tables: one, and another for streams.
+    """Heads and rows of the tables: one, another for streams, and another for constrained answers.
 
     A ``!`` in a row's first cell marks unreliable figures.
     """
     has_heads = any(point.heads is not None for point in points)
+    is_constrained = any(point.constraint is not None for point in points)
     rates = [("REQUESTS/S", "requests_per_s", True)]
     if report["run"]["limits_ms"]:
         rates.append(("GOODPUT/S", "goodput_per_s", True))
     tables = []
     for figures in ([*rates, *_LATENCY], _STREAM)[: 1 if report["run"]["mode"] == "infer" else 2]:
         with_errors = figures is not _STREAM
-        head = ["LOAD", *["HEADS"] * has_heads, *(name for name, _, _ in figures), *["ERRORS"] * with_errors]
+        head = [
+            "LOAD",
+            *["HEADS"] * has_heads,
+            *["CONSTRAINT"] * is_constrained,
+            *(name for name, _, _ in figures),
+            *["ERRORS"] * with_errors,
+        ]
         rows = []
         for point, found in zip(points, report["points"], strict=True):
             row = [str(point.load) if found["valid"] else f"! {point.load}"]
             if has_heads:
                 row.append("all" if point.heads is None else ",".join(point.heads))
+            if is_constrained:
+                row.append(point.constraint or "none")
             row += [_spread_text(found["summary"][name], with_range) for _, name, with_range in figures]
             if with_errors:
                 failures = sum(one["count"] for one in found["errors"])
@@ -65,7 +74,30 @@ def _tables(points: Sequence[Point], report: Mapping[str, Any]) -> list[tuple[li
                 row.append(f"{failures:,} ({failures / requests:.2%})" if failures else "0")
             rows.append(row)
         tables.append((head, rows))
+    if is_constrained:
+        tables.append((
+            ["LOAD", "CONSTRAINT", "FINISHED", "PARSED", "TOKENS/S RATIO"],
+            [_constrained_row(point, found) for point, found in zip(points, report["points"], strict=True)],
+        ))  # fmt: skip
     return tables
+
+
+def _constrained_row(point: Point, found: Mapping[str, Any]) -> list[str]:
+    """How many of a point's answers finished by themselves, and how many of these parse."""
+    answers, finished, parsed = (
+        sum(run[name] or 0 for run in found["repeats"]) for name in ("answers", "finished", "parsed")
+    )
+    return [
+        str(point.load) if found["valid"] else f"! {point.load}",
+        point.constraint or "none",
+        _share_text(finished, answers),
+        "–" if point.constraint == "none" else _share_text(parsed, finished),
+        _spread_text(found["tokens_per_s_ratio"], True),
+    ]
+
+
+def _share_text(part: int, whole: int) -> str:
+    return f"{part:,} of {whole:,} ({part / whole:.1%})" if whole else "–"
 
 
 def _run_limits(points: Sequence[Point], report: Mapping[str, Any]) -> list[str]:
@@ -144,7 +176,8 @@ def _plots(results: Results, report: Mapping[str, Any]) -> list[Part]:
     over = "connections" if is_closed else "requests/s wanted"
     groups: dict[str, list[dict[str, Any]]] = {}
     for point, found in zip(results.points, report["points"], strict=True):
-        groups.setdefault("" if point.heads is None else f"heads {','.join(point.heads)}", []).append(found)
+        label = str(point).removeprefix(str(point.load)).removeprefix(", ")
+        groups.setdefault(label, []).append(found)
     throughput = _curves(groups, {"requests_per_s": "", "goodput_per_s": "goodput"})
     percentiles = ("p99",) if len(groups) > 1 else ("p50", "p90", "p99")
     latency = _curves(groups, {f"latency_ms_{percentile}": percentile for percentile in percentiles})

@@ -176,9 +176,13 @@ def _openai_operation(
 def _responses_operation(schema: dict[str, Any], example: dict[str, Any]) -> dict[str, Any]:
     counts = object_schema(dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), INTEGER))
     part = object_schema({"type": STRING, "text": STRING})
-    item = object_schema({"id": STRING, "type": STRING, "content": {"type": "array", "items": part}})
-    about = {"id": STRING, "object": STRING, "created_at": INTEGER, "model": STRING}
     status = {"type": "string", "enum": ["completed", "incomplete"]}
+    shared = {"id": STRING, "status": status}
+    message = {"type": {"type": "string", "enum": ["message"]}, "content": {"type": "array", "items": part}}
+    call = {"type": {"type": "string", "enum": ["function_call"]}, **dict.fromkeys(("call_id", "name"), STRING)}
+    call["arguments"] = {"type": "string", "description": "An object, as JSON"}
+    item = {"anyOf": [object_schema({**shared, **message}), object_schema({**shared, **call})]}
+    about = {"id": STRING, "object": STRING, "created_at": INTEGER, "model": STRING}
     answer = object_schema({**about, "status": status, "output": {"type": "array", "items": item}, "usage": counts})
     end = "of which the last is `response.completed`, `response.incomplete` or `response.failed`"
     summary = "Answer, as OpenAI's API for responses does; nothing is kept"

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope
 
 from app.codecs.faults import shown
 from app.errors import HeadwaterError, NotFound
-from app.gateway.http.bodies import BodyReader, decoded
+from app.gateway.http.bodies import LARGE_BYTES, BodyReader, decoded
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.event_stream import EventStream
 from app.gateway.http.exchange import DisconnectWatch
@@ -28,7 +28,7 @@ from app.lm.dispatcher import LmDispatcher
 from app.lm.generate import GenerateRequest
 from app.lm.responses import ResponsesRequest
 from app.lm.text_plan import TextPlan
-from app.lm.text_stream import TextGeneration, TextStream
+from app.lm.text_stream import TextGeneration, TextPiece, TextStream, Usage
 from app.security.key_check import owned_id
 from app.security.limits import KeyLimits
 from app.telemetry.catalogue import Route
@@ -48,6 +48,8 @@ _ROUTES: Final[dict[type[_OpenAIRequest], Route]] = {
     CompletionRequest: "completions",
     ResponsesRequest: "responses",
 }
+LOGPROB_BYTES: Final = 64
+"""About as many bytes as one log probability with its token takes in a chat's answer."""
 _PREFIX: Final = "/v2/requests/"
 _SUFFIX: Final = "/cancel"
 
@@ -118,7 +120,7 @@ async def answer_text(
         if streams:
             return await _stream(models, scope, job, form_of_this)
         try:
-            body = form_of_this.whole(await job.whole(), job.usage)
+            body = await _whole(form_of_this, await job.whole(), job.usage)
         finally:
             job.close()
         scope["state"]["note"] = _note(job)
@@ -128,6 +130,14 @@ async def answer_text(
 def _planned(request: _Request, text: LanguageText, limits: EngineLimits) -> tuple[TextPlan, list[TextStream]]:
     plan = request.plan(text, limits)
     return plan, plan.streams(text.tokenizer.texts)
+
+
+async def _whole(form: AnswerForm, texts: Sequence[TextPiece], usage: Usage) -> bytes:
+    """The whole answer, made in a thread if it is large: only log probabilities make it so."""
+    logprobs = sum(len(text.logprobs) * (1 + len(text.logprobs[-1].top)) for text in texts if text.logprobs)
+    if logprobs * LOGPROB_BYTES < LARGE_BYTES:
+        return form.whole(texts, usage)
+    return await asyncio.to_thread(form.whole, texts, usage)
 
 
 def _stream(models: Models, scope: Scope, job: TextGeneration, form: AnswerForm) -> Awaitable[EventStream]:

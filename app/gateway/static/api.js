@@ -5,11 +5,15 @@ const JSON_HEADERS = { "Content-Type": "application/json" };
 let key = "";
 const onUnauthorized = new Set();
 
-/** An answer that is none: its status, and what the server says of it. Status 0: there was no answer. */
+/**
+ * An answer that is none: its status, what the server says of it, and of which field, if OpenAI's error object names
+ * one. Status 0: there was no answer.
+ */
 export class Failure extends Error {
-  constructor(status, message) {
+  constructor(status, message, param = null) {
     super(message);
     this.status = status;
+    this.param = param;
   }
 }
 
@@ -36,19 +40,18 @@ async function ask(method, path, body, signal) {
   }
   if (answer.ok) return answer;
   if (answer.status === 401) for (const listener of onUnauthorized) listener();
-  throw new Failure(answer.status, await reason(answer));
+  const { message, param } = await reason(answer);
+  throw new Failure(answer.status, `${answer.status} ${answer.statusText}: ${message}`.trim(), param);
 }
 
 async function reason(answer) {
   const text = await answer.text().catch(() => "");
-  let said = text.slice(0, 2000);
   try {
     const { error } = JSON.parse(text);
-    said = typeof error === "string" ? error : error.message;
+    return typeof error === "string" ? { message: error } : { message: error.message, param: error.param };
   } catch {
-    // no error object of ours: a proxy's page, perhaps
+    return { message: text.slice(0, 2000) }; // no error object of ours: a proxy's page, perhaps
   }
-  return `${answer.status} ${answer.statusText}: ${said}`.trim();
 }
 
 // What the server writes, as Triton and Python do, and JSON has no form for; a marked string stands for it.

@@ -32,7 +32,16 @@ let fields = 0;
 /** A label, its control, and a line below that says what is expected or wrong. */
 export function field(text, control, note = "") {
   control.id ||= `field-${++fields}`;
-  const below = make("p", { class: "note", id: `${control.id}-note` }, note);
+  const below = make("p", { class: "note", id: `${control.id}-note`, "data-usual": note }, note);
   control.setAttribute("aria-describedby", below.id);
   return make("div", { class: "field" }, make("label", { for: control.id }, text), control, below);
+}
+
+/** Say below a field's control what is wrong with it; if nothing is, what always stands there, or another note. */
+export function fault(control, message, note) {
+  const below = control.closest(".field").querySelector(".note");
+  if (message) control.setAttribute("aria-invalid", "true");
+  else control.removeAttribute("aria-invalid");
+  below.classList.toggle("error", message !== "");
+  say(below, message || (note ?? below.dataset.usual));
 }

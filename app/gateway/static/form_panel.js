@@ -1,7 +1,7 @@
 // A panel for any other model: a field for each input tensor, as nested JSON lists; shapes and datatypes are checked.
 
 import { Failure, curl, events, parse } from "./api.js";
-import { field, make, say } from "./dom.js";
+import { fault, field, make, say } from "./dom.js";
 import { Exchange } from "./exchange.js";
 import { NO_JSON, elementFault, flatten, jsonText, nest, shapeFault, shapeOf, shapeText } from "./tensors.js";
 
@@ -63,8 +63,8 @@ export class FormPanel {
     const shape = shapeOf(value);
     // One value stands for a tensor of one element in a stream's body.
     const isBare = this.model.streams && !shape.length && expected.length === 1;
-    const fault = (isBare ? "" : shapeFault(shape, expected)) || elementFault(flatten(value), tensor.datatype);
-    if (fault) throw new Error(fault);
+    const wrong = (isBare ? "" : shapeFault(shape, expected)) || elementFault(flatten(value), tensor.datatype);
+    if (wrong) throw new Error(wrong);
     return { value, shape };
   }
 
@@ -82,27 +82,21 @@ export class FormPanel {
       try {
         const { value, shape } = this.#read(one);
         found.push({ one, value, shape });
-        one.area.removeAttribute("aria-invalid");
-        one.note.classList.remove("error");
-        say(one.note, this.model.streams ? "" : `${shape[0]} ${shape[0] === 1 ? "row" : "rows"}, shape [${shape.join(", ")}]`);
+        fault(one.area, "", this.model.streams ? "" : `${shape[0]} ${shape[0] === 1 ? "row" : "rows"}, shape [${shape.join(", ")}]`);
       } catch (error) {
-        isRight = this.#fault(one.area, one.note, `${one.tensor.name}: ${error.message}`);
+        isRight = false;
+        fault(one.area, `${one.tensor.name}: ${error.message}`);
       }
     }
     const rows = found[0]?.shape[0];
     if (isRight && !this.model.streams) {
       for (const { one, shape } of found) {
-        if (shape[0] !== rows) isRight = this.#fault(one.area, one.note, `${one.tensor.name}: expected ${rows} rows, as ${found[0].one.tensor.name} has, got ${shape[0]}`);
+        if (shape[0] === rows) continue;
+        isRight = false;
+        fault(one.area, `${one.tensor.name}: expected ${rows} rows, as ${found[0].one.tensor.name} has, got ${shape[0]}`);
       }
     }
     return isRight ? found : null;
-  }
-
-  #fault(area, note, message) {
-    area.setAttribute("aria-invalid", "true");
-    note.classList.add("error");
-    say(note, message);
-    return false;
   }
 
   #readParameters() {

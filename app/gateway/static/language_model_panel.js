@@ -1,9 +1,11 @@
 // A panel for language models: tokens as they arrive, a stop, the time to the first, tokens a second.
 
 import { Failure, curl, events } from "./api.js";
+import { Answer, ChatForm } from "./chat_form.js";
 import { CurlBox } from "./curl_box.js";
-import { field, make, say } from "./dom.js";
+import { fault, field, make, say } from "./dom.js";
 import { count, duration } from "./numbers.js";
+import { jsonText } from "./tensors.js";
 
 const NEAR_END_PX = 40;
 
@@ -16,16 +18,22 @@ export class LanguageModelPanel {
     this.form = make("select", {}, make("option", { value: "completions" }, "continue the text"), make("option", { value: "chat" }, "answer as a chat"));
     this.tokens = make("input", { type: "number", min: "1", max: "100000", value: "200", class: "small" });
     this.temperature = make("input", { type: "number", min: "0", max: "2", step: "0.1", value: "0.7", class: "small" });
+    this.chat = new ChatForm();
+    this.controls = {
+      prompt: this.prompt, messages: this.prompt, max_tokens: this.tokens, temperature: this.temperature,
+      response_format: this.chat.schema, tools: this.chat.tools, tool_choice: this.chat.choice,
+    };
     this.start = make("button", { type: "submit", class: "main" }, "Generate");
     this.stop = make("button", { type: "button", disabled: true, onclick: () => this.abort?.abort() }, "Stop");
     this.output = make("div", { class: "stream", role: "log", "aria-live": "polite", "aria-label": "Generated text", tabindex: "0" });
+    this.parsed = make("div", { class: "parsed" });
     this.told = make("p", { class: "note", role: "status" }, "\u00a0");
     this.error = make("p", { class: "error", role: "alert" });
     this.figures = {};
     this.curl = new CurlBox();
     const form = make(
       "form",
-      { class: "panel", onsubmit: (event) => this.#generate(event), oninput: () => this.#offer() },
+      { class: "panel", onsubmit: (event) => this.#generate(event), oninput: (event) => this.#changed(event.target) },
       field("Prompt", this.prompt, "Ctrl+Enter sends it, Escape stops."),
       make(
         "div",
@@ -34,6 +42,7 @@ export class LanguageModelPanel {
         field("Tokens, at most", this.tokens),
         field("Temperature", this.temperature),
       ),
+      this.chat.element,
       make("div", { class: "row" }, this.start, this.stop),
     );
     form.addEventListener("keydown", (event) => {
@@ -50,40 +59,66 @@ export class LanguageModelPanel {
         "div",
         { class: "split wide" },
         form,
-        make("section", { class: "panel", "aria-label": "Answer" }, make("dl", { class: "figures" }, ...figures), this.told, this.error, this.output),
+        make("section", { class: "panel", "aria-label": "Answer" }, make("dl", { class: "figures" }, ...figures), this.told, this.error, this.output, this.parsed),
       ),
       this.curl.element,
     );
     this.#offer();
   }
 
+  get #isChat() {
+    return this.form.value === "chat";
+  }
+
+  #changed(control) {
+    if (control.hasAttribute("aria-invalid")) fault(control, "");
+    this.#offer();
+  }
+
+  /** Path and body; null if a field is wrong, which it then says. */
   #request() {
-    const isChat = this.form.value === "chat";
+    const isChat = this.#isChat;
     const text = this.prompt.value;
+    const asked = isChat ? this.chat.fields() : {};
+    if (!asked) return null;
     const body = {
       model: this.model.name,
+      ...asked,
       ...(isChat ? { messages: [{ role: "user", content: text }] } : { prompt: text }),
       max_tokens: Number(this.tokens.value),
       temperature: Number(this.temperature.value),
       stream: true,
       stream_options: { include_usage: true },
     };
-    return [isChat ? "/v1/chat/completions" : "/v1/completions", JSON.stringify(body)];
+    return [isChat ? "/v1/chat/completions" : "/v1/completions", jsonText(body)];
   }
 
   #offer() {
-    this.curl.show(curl(...this.#request(), { streams: true }));
+    this.chat.element.hidden = !this.#isChat;
+    const request = this.#request();
+    if (request) this.curl.show(curl(...request, { streams: true }));
+    return request;
   }
 
   async #generate(event) {
     event.preventDefault();
     if (this.abort) return;
-    const [path, body] = this.#request();
-    this.#offer();
+    for (const control of Object.values(this.controls)) fault(control, "");
+    const request = this.#offer();
+    if (!request) {
+      say(this.error, "Not sent: the fields say what is wrong.");
+      say(this.told, "\u00a0");
+      this.chat.element.querySelector("[aria-invalid]").focus();
+      return;
+    }
+    const [path, body] = request;
+    const isSchema = this.#isChat && this.chat.hasSchema;
     const run = new Run(this.figures);
+    const answer = new Answer();
     this.abort = new AbortController();
     this.start.disabled = true;
     this.stop.disabled = false;
+    this.parsed.replaceChildren();
     this.output.replaceChildren(...(path.includes("chat") ? [] : [make("span", { class: "prompt" }, this.prompt.value)]));
     say(this.error, "");
     say(this.told, "Waiting for the first token …");
@@ -92,21 +127,23 @@ export class LanguageModelPanel {
       for await (const data of events(path, body, this.abort.signal)) {
         if (data === "[DONE]") break;
         const said = JSON.parse(data);
-        if (said.error) throw new Failure(0, said.error.message);
+        if (said.error) throw new Failure(0, said.error.message, said.error.param);
         const [choice] = said.choices;
-        const text = choice?.text ?? choice?.delta?.content ?? "";
+        const text = choice?.text ?? answer.take(choice?.delta ?? {});
         run.take(text, said.usage, choice?.finish_reason);
         if (text) {
           this.#append(text);
           say(this.told, "Generating …");
         }
       }
-      say(this.told, run.reason === "length" ? "Done: as many tokens as were asked for." : "Done: the model ended it.");
+      this.#end(answer.parsed(isSchema), run.reason === "length");
     } catch (error) {
       if (error.name === "AbortError") say(this.told, "Stopped.");
       else if (error instanceof Failure) {
         say(this.error, error.message);
         say(this.told, "\u00a0");
+        const control = this.controls[/^\w*/.exec(error.param ?? "")[0]]; // of response_format.json_schema, for instance
+        if (control) fault(control, error.message);
       } else throw error;
     } finally {
       clearInterval(clock);
@@ -117,6 +154,16 @@ export class LanguageModelPanel {
       this.stop.disabled = true;
       if (hadFocus) this.start.focus();
     }
+  }
+
+  /** Say how the answer ended, and show what is JSON in it. */
+  #end(parsed, isCut) {
+    const whole = parsed.filter(([, text]) => text !== null);
+    if (whole.length === parsed.length) say(this.told, isCut ? "Done: as many tokens as were asked for." : "Done: the model ended it.");
+    else if (isCut) say(this.told, "Cut: as many tokens as were asked for, and the JSON is not whole. Allow more tokens.");
+    else say(this.told, "Done: the model ended it, but this is not JSON.");
+    const parts = whole.map(([title, text]) => [make("h3", {}, title), make("pre", { class: "code", tabindex: "0", "aria-label": title }, text)]);
+    this.parsed.replaceChildren(...parts.flat());
   }
 
   #append(text) {

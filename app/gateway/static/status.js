@@ -79,8 +79,9 @@ function deploymentRow(one, now_s) {
     say(cells[7], count(one.waiting));
     const active = one.language_model?.active_sequences;
     const cached = figures?.cached ?? null;
-    const share = cached === null ? "" : `, ${Math.round(cached * 100)}\u00a0% of prompts cached`;
-    sayBoth(cells[8], count(one.in_flight), active === undefined ? "" : `${active} sequences${share}`);
+    const share = cached === null ? "–" : `${Math.round(cached * 100)}\u00a0%`;
+    // A line that is always there: the table keeps its measures while prompts come and go.
+    sayBoth(cells[8], count(one.in_flight), active === undefined ? "" : `${active} sequences\n${share} cached`);
     say(cells[9], count(byClient(one.outcomes)));
     say(cells[10], count(failures(one.outcomes)));
     const told = Object.entries(one.outcomes).map(([name, value]) => `${name.replaceAll("_", " ")}: ${value}`).join("\n");

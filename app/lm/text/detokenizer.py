@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model do
     from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["Detokenizer"]
+__all__ = ["Detokenizer", "offsets_in"]
 
 _CHARACTER_BYTES: Final = 4
 """The longest character in UTF-8: earlier bytes don't affect what follows."""
@@ -76,6 +76,18 @@ class Detokenizer:
             common += 1
         self._prompt_rest = self._prompt_rest[common:]
         return text[common:]
+
+
+def offsets_in(text: str, ids: Sequence[int], texts: TokenTexts) -> list[int]:
+    """Where each token's own text begins in the text of them all, as `TokenTexts.begin_of`. Special tokens that the
+    text doesn't show have no text."""
+    shown = frozenset(token for token in texts.special_ids.intersection(ids) if texts.shown(token)[0] in text)
+    detokenizer = Detokenizer(texts, kept_ids=shown)
+    offsets, read = [], 0
+    for token in ids:
+        before, read = read, read + len(detokenizer.push((token,)))
+        offsets.append(min(texts.begin_of(token, before, read), len(text)))  # a tokenizer may lengthen a text
+    return offsets
 
 
 class _Text(Protocol):

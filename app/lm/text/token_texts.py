@@ -122,6 +122,18 @@ class TokenTexts:
         except UnicodeDecodeError:
             return "bytes:" + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in raw), raw
 
+    def begin_of(self, token_id: int, before: int, after: int) -> int:
+        """Where a token's own text begins, in characters; for a part of a character, where the character begins.
+
+        Args:
+            token_id: the token.
+            before, after: how many characters a detokenizer has given, before and after it was given the token.
+        """
+        if self.holds_last:
+            return after
+        piece = None if self.family == "bytes" else self.pieces[token_id]
+        return max(before, after - len(piece)) if isinstance(piece, str) else before
+
     def text(self, token_id: int, *, first: bool, last: bool = False) -> str:
         """The text of a token that isn't a byte, at its place in the sequence; empty for unknown ids."""
         token = self._tokenizer.id_to_token(token_id)

@@ -136,6 +136,11 @@ class CallFinder:
         next(self._reading, None)
         return self._out.taken()
 
+    def read(self, text: str, *, is_last: bool) -> list[str | CallPart]:
+        """`push`, and if it is the answer's last text, `finish`."""
+        found = self.push(text)
+        return found + self.finish() if is_last else found
+
     def finish(self) -> list[str | CallPart]:
         """End the answer; returns what was held back."""
         self._source.is_done = True

@@ -15,7 +15,7 @@ from app.lm.answers import AnswerForm, Event
 from app.lm.chat import ChatAnswer
 from app.lm.completion import CompletionAnswer
 from app.lm.generate import GenerateAnswer
-from app.lm.responses import ResponsesAnswer, ResponsesRequest
+from app.lm.responses_answer import ResponsesAnswer
 from app.lm.text_stream import TextPiece, TokenLogprob, Usage
 from tests.app.lm.scripted import ids_of, tiny_text
 
@@ -29,7 +29,7 @@ def forms(**options: Any) -> list[AnswerForm]:
         ChatAnswer(name, 2, TEXTS, logprobs=False, **options),
         CompletionAnswer(name, 2, TEXTS, logprobs=False, **options),
         GenerateAnswer(name, 'an "id"'),
-        ResponsesAnswer(ResponsesRequest(model=name, input="x"), TEXTS),
+        ResponsesAnswer({"model": name}, TEXTS),
     ]
 
 
@@ -40,7 +40,7 @@ def data(event: Event) -> bytes:
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
 def test_any_text_is_sound_json_on_one_line(text: str) -> None:
     for form in forms():
-        event = data(*form.piece(0, TextPiece(text)))
+        event = data(form.piece(0, TextPiece(text))[-1])
         assert b"\n" not in event
         assert b"\r" not in event
         said = json.loads(event)
@@ -104,22 +104,20 @@ def test_errors_end_a_stream_in_each_apis_form() -> None:
 
 
 def test_events_of_a_response_say_their_name_twice_and_are_numbered() -> None:
-    form = ResponsesAnswer(ResponsesRequest(model="m", input="x"), TEXTS)
+    form = ResponsesAnswer({"model": "m"}, TEXTS)
     events = [*form.begin(), *form.piece(0, TextPiece("a")), *form.piece(0, TextPiece("", (), "length"))]
     events += form.end(USAGE, None)
     assert all(isinstance(event, tuple) and json.loads(event[1])["type"].encode() == event[0] for event in events)
     assert [json.loads(data(event))["sequence_number"] for event in events] == list(range(len(events)))
     last = json.loads(data(events[-1]))["response"]
-    whole = json.loads(
-        ResponsesAnswer(ResponsesRequest(model="m", input="x"), TEXTS).whole([TextPiece("a", (), "length")], USAGE)
-    )
+    whole = json.loads(ResponsesAnswer({"model": "m"}, TEXTS).whole([TextPiece("a", (), "length")], USAGE))
     assert last["output"][0].pop("id") != whole["output"][0].pop("id")
     assert {**whole, "id": last["id"], "created_at": last["created_at"]} == last
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_a_response_that_fails_says_so_after_its_beginning(has_begun: bool) -> None:
-    form = ResponsesAnswer(ResponsesRequest(model="m", input="x"), TEXTS)
+    form = ResponsesAnswer({"model": "m"}, TEXTS)
     events = [*form.begin(), *form.piece(0, TextPiece("a"))] if has_begun else []
     events += form.end(USAGE, QueueFull("too many"))
     said = [json.loads(data(event)) for event in events]

@@ -25,7 +25,7 @@ from app.lm.channel import REMEMBERED_ENDS, Channel
 from app.lm.request import RequestRun
 from app.lm.sequence import SequenceSpec, Tokens
 from app.telemetry.recorder import recorder
-from inference.engine import Sampling
+from inference.engine import PromptLogprob, Sampling
 from inference.wire.lm import Ending, Load, Open, Post, SequenceEvent
 from tests.app.lm.stand_in import UNKNOWN, Replica, event, run, settle, spec, until
 from tests.counted import count_from_zero, counts_of
@@ -96,12 +96,15 @@ def test_a_channel_opens_with_its_first_sequence_and_posts_when_it_is_there() ->
 def test_a_submit_carries_all_that_is_asked() -> None:
     async def scenario() -> None:
         line = Line()
-        asked = SequenceSpec([5, 6], 7, Sampling(temperature=0.5, seed=3), frozenset({9}), ignore_eos=True)
+        asked = SequenceSpec(
+            [5, 6], 7, Sampling(temperature=0.5, seed=3), frozenset({9}), ignore_eos=True, prompt_logprobs=2
+        )
         line.ask(spec(), asked, id="mine")
         await settle()
         submit = line.replica.submits[1]
         assert (submit.number, submit.request_id, submit.prompt, submit.max_tokens) == (1, "mine", [5, 6], 7)
         assert (submit.sampling, submit.stop_ids, submit.ignore_eos) == (asked.sampling, asked.stop_ids, True)
+        assert submit.prompt_logprobs == 2
 
     run(scenario)
 
@@ -200,6 +203,73 @@ def test_logprobs_are_handed_on_only_where_they_were_asked_for() -> None:
         (_, plain), (_, told) = await request.news()
         assert (plain.logprobs, plain.tops) == (None, None)
         assert (told.logprobs, told.tops) == ([-1.0], None)
+
+    run(scenario)
+
+
+def scored(max_tokens: int) -> SequenceSpec:
+    return SequenceSpec([5, 6, 7, 8], max_tokens, prompt_logprobs=1)
+
+
+PARTS: list[PromptLogprob] = [(-0.5, ((6, -0.5),)), (-1.5, ((9, -0.25),)), (-2.5, ((1, -0.125),))]
+
+
+def part(begin: int, end: int) -> SequenceEvent:
+    return SequenceEvent(0, 0, [], prompt=tuple(PARTS[begin:end]))
+
+
+def test_what_is_told_of_a_prompt_comes_in_parts_before_the_answer() -> None:
+    async def scenario() -> None:
+        line = Line()
+        request = line.ask(scored(2))
+        await settle()
+        for begin, end in (0, 1), (1, 2):
+            line.replica.say(part(begin, end))
+            ((_, got),) = await request.news()
+            assert (got.prompt, got.tokens, got.finish) == (PARTS[begin:end], [], None)
+        line.replica.say(part(2, 3))
+        line.replica.say(event(0, 0, [1, 2], finish="length"))
+        await settle()
+        ((_, got),) = await request.news()
+        assert (got.prompt, got.tokens, got.finish) == (PARTS[2:], [1, 2], "length")
+        assert await request.news() == []
+        assert counts_of("lm").total("headwater_prompt_tokens") == 4
+
+    run(scenario)
+
+
+def test_a_prompt_alone_is_counted() -> None:
+    async def scenario() -> None:
+        line = Line()
+        request = line.ask(scored(0))
+        await settle()
+        line.replica.say(part(0, 3), event(0, 0, finish="length"))
+        ((_, got),) = await request.news()
+        assert (got.prompt, got.tokens, got.finish) == (PARTS, [], "length")
+        assert await request.news() == []
+        assert counts_of("lm").total("headwater_prompt_tokens") == 4
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("asked", "wrong", "message"),
+    [
+        (scored(1), [event(0, 0, [1])], "expected 3 more log probabilities, got 0"),
+        (scored(0), [part(0, 2), event(0, 0, finish="length")], "expected 1 more log probabilities, got 0"),
+        (scored(1), [part(0, 2), part(0, 2)], "expected 1 more log probabilities, got 2"),
+        (spec(), [part(0, 1)], "expected 0 more log probabilities, got 1"),
+    ],
+)
+def test_a_prompt_is_told_of_once_and_wholly(asked: SequenceSpec, wrong: list[SequenceEvent], message: str) -> None:
+    async def scenario() -> None:
+        line = Line()
+        request = line.ask(asked)
+        await settle()
+        line.replica.say(*wrong)
+        error = await failure(request)
+        assert isinstance(error, ContractBroken)
+        assert error.message == f"sequence 0: prompt: {message}"
 
     run(scenario)
 

@@ -63,6 +63,16 @@ def test_echo_gives_the_prompt_as_it_was_sent() -> None:
     assert planned("a").prefixes == [""]
 
 
+def test_echo_with_logprobs_asks_for_those_of_the_prompts() -> None:
+    limits = msgspec.structs.replace(LIMITS, prompt_logprobs=True)
+    plan = planned([ids_of("a b"), ids_of("c")], limits, echo=True, logprobs=3, n=2, max_tokens=0)
+    assert [(spec.prompt_logprobs, spec.sampling.logprobs) for spec in plan.specs] == [(3, 3)] * 4
+    assert plan.offsets == [[0, 1]] * 2 + [[0]] * 2
+    for fields in {"echo": True}, {"logprobs": 3}, {"logprobs": 3, "echo": False}:
+        plan = planned("a b", limits, **fields)
+        assert (plan.specs[0].prompt_logprobs, plan.offsets) == (None, [()])
+
+
 @pytest.mark.parametrize(
     ("prompt", "fields", "message"),
     [

@@ -8,7 +8,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
@@ -31,9 +31,10 @@ from app.config.schema import Server
 from app.errors import Cancelled, ContractBroken, QueueFull, ReplicaLost, Unavailable
 from app.gateway.app import create_app
 from app.gateway.models import Models
-from app.lm.completion import CompletionRequest
+from app.lm.completion import CompletionAnswer, CompletionRequest
 from app.lm.text.language import LanguageText
 from app.lm.text_plan import TextPlan
+from app.lm.text_stream import TextPiece, Usage
 from inference.engine import EngineLimits
 from tests.app.lm.scripted import (
     EOS,
@@ -43,6 +44,7 @@ from tests.app.lm.scripted import (
     ids_of,
     tiny_text,
 )
+from tests.app.lm.tool_text import CLOCK
 from tests.running import wait_for
 
 TEXT = Script().text
@@ -348,6 +350,29 @@ def test_logprobs_of_a_completion(gateway: Gateway) -> None:
     assert alone.top_logprobs == [{"def": -0.5 - ids_of("def")[0] / 1000}]
 
 
+@pytest.mark.parametrize(("logprobs", "is_apart"), [(None, False), (4, False), (20, True)])
+def test_an_answer_with_many_logprobs_is_made_in_a_thread(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, logprobs: int | None, is_apart: bool
+) -> None:
+    threads = []
+    whole = CompletionAnswer.whole
+
+    def noting(self: CompletionAnswer, texts: Sequence[TextPiece], usage: Usage) -> bytes:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            threads.append("apart")
+        else:
+            threads.append("loop")
+        return whole(self, texts, usage)
+
+    monkeypatch.setattr(CompletionAnswer, "whole", noting)
+    gateway.says(stops=False)
+    answer = gateway.completion(max_tokens=100, n=3, logprobs=logprobs)
+    assert [len(choice.text) > 0 for choice in answer.choices] == [True] * 3
+    assert threads == ["apart" if is_apart else "loop"]
+
+
 def test_nothing_to_generate_echoes(gateway: Gateway) -> None:
     gateway.says(ids=[], stops=False)
     answer = gateway.completion("a b", max_tokens=0, echo=True)
@@ -626,7 +651,8 @@ def test_tokens_of_a_conversation_are_those_of_its_prompt(gateway: Gateway) -> N
         ("/tokenize", {"model": "tiny", "prompt": "x" * 131_073}, "prompt: this model's maximum context length is 512"),
         ("/tokenize", {"model": "plain", "messages": HELLO}, "messages: this model has no chat template"),
         ("/tokenize", {"model": "tiny", "prompt": "x", "continue_final_message": True}, "continue_final_message: "),
-        ("/tokenize", {"model": "tiny", "prompt": "x", "tools": [{}]}, "tools: this model does not support it"),
+        ("/tokenize", {"model": "tiny", "messages": HELLO, "tools": [{}]}, "tools[0].type: expected 'function', the o"),
+        ("/tokenize", {"model": "tiny", "prompt": "x", "tools": [CLOCK]}, "tools: expected them with messages only; "),
         ("/detokenize", {"model": "tiny", "tokens": [4096]}, "tokens[0]: expected a token id from 0 to 4095, got 4096"),
         ("/detokenize", {"model": "tiny", "tokens": "x"}, "tokens: expected an array, got a string"),
     ],

@@ -15,6 +15,7 @@ from app.lm.chat import ChatRequest
 from app.lm.dispatcher import LmDispatcher
 from inference.engine import Engine, EngineLimits
 from inference.lm.loading import plan_language_model
+from tests.app.lm.response_events import said, told
 from tests.app.lm.scripted import LIMITS
 from tests.app.lm.test_routes_with_engine import Ask, run
 from tests.app.lm.tool_text import VOCAB_SIZE, WEATHER, tool_folder, tool_text
@@ -174,6 +175,29 @@ def test_where_a_call_may_be_content_keeps_to_its_format(model: tuple[Path, Engi
         elif finish == "stop":
             assert json.loads(content or "")["a"] in (1, 2)
     assert False in kinds
+
+
+def test_a_response_says_what_the_chat_says(model: tuple[Path, Engine]) -> None:
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        for seed in range(4):
+            fields: dict[str, Any] = {"model": "lm", "tool_choice": "required", "seed": seed}
+            chat = await ask("/v1/chat/completions", **{**ASKED, **fields, "max_tokens": 300})
+            ((content, calls, finish),) = choices(chat.json())
+            body = {**fields, "input": "hi", "tools": flat, "max_output_tokens": 300}
+            whole = await ask("/v1/responses", **body)
+            assert whole.status_code == 200, whole.text
+            items = said(whole.json())
+            assert [item[1:3] for item in items if item[0] == "function_call"] == calls
+            assert (content, calls) != (None, []) or items == [("message", "", "incomplete")]
+            assert (finish == "length") == (whole.json()["status"] == "incomplete")
+            stream = (await ask("/v1/responses", stream=True, **body)).text
+            events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: ")]
+            assert said(told(events)) == items
+
+    folder, engine = model
+    run(engine, scenario, folder)
 
 
 # Requests

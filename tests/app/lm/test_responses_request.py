@@ -15,6 +15,16 @@ from app.lm.text.language import LanguageText
 from app.lm.text_plan import TextPlan
 from inference.engine import SAMPLING_FIELDS, EngineLimits
 from tests.app.lm.scripted import LIMITS, tiny_text
+from tests.app.lm.tool_text import WEATHER, tool_text
+
+FLAT: dict[str, Any] = {"type": "function", **WEATHER["function"]}
+"""A tool as this API has it."""
+ASKED: dict[str, Any] = {"role": "user", "content": "hi"}
+CALLED: dict[str, Any] = {
+    "type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "weather", "status": "completed",
+    "arguments": '{"city": "Oslo"}',
+}  # fmt: skip
+RETURNED: dict[str, Any] = {"type": "function_call_output", "id": None, "call_id": "call_1", "output": "rain"}
 
 
 def planned(limits: EngineLimits = LIMITS, language: LanguageText | None = None, **fields: Any) -> TextPlan:
@@ -85,8 +95,20 @@ def test_what_asks_for_nothing_is_taken() -> None:
         ({"conversation": "conv_1"}, "conversation: this model does not support it; leave it out"),
         ({"prompt": {"id": "p"}}, "prompt: this model does not support it; leave it out"),
         ({"reasoning": {"effort": "high"}}, "reasoning: this model does not support it; leave it out"),
-        ({"tools": [{"type": "web_search"}]}, "tools: expected an empty array, since this model does not support too"),
-        ({"tool_choice": "required"}, "tool_choice: expected 'auto' or 'none', got 'required'"),
+        ({"tools": [FLAT, {"type": "web_search"}]}, "tools[1].type: expected 'function', the only type of tool this m"),
+        ({"tools": [1]}, "tools[0]: expected an object of the type 'function', got 1"),
+        ({"tools": {}}, "tools: expected an array of tools, got an object"),
+        ({"tools": [WEATHER]}, "tools[0].function: expected one of the fields description, name, parameters, strict"),
+        ({"tools": [{**FLAT, "name": "a b"}]}, "tools[0].name: expected 1 to 64 letters, digits, _ and -, got 'a b'"),
+        ({"tools": [{**FLAT, "parameters": {"type": "array"}}]}, "tools[0].parameters.type: expected 'object', got"),
+        ({"tools": [FLAT]}, "tools: this model's chat template has no format of tool calls that is known here; leave"),
+        ({"tool_choice": "required"}, "tool_choice: expected it with tools to choose from; set tools, or leave it out"),
+        ({"tool_choice": "any"}, "tool_choice: expected 'none', 'auto', 'required' or an object that names a function"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type: expected 'function', got 'web_search'"),
+        (
+            {"tools": [FLAT], "tool_choice": {"type": "function", "name": "f"}},
+            "tool_choice.name: expected one of the functions in tools (weather), got 'f'",
+        ),
         ({"truncation": "auto"}, "truncation: expected 'disabled', got 'auto'"),
         ({"text": {"verbosity": "low"}}, "text.verbosity: this model does not support it; leave it out"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}, "text.format: this model does not"),
@@ -108,9 +130,16 @@ def test_what_asks_for_nothing_is_taken() -> None:
         ({"input": ["x"]}, "input[0]: expected a message with 'role' and 'content', got 'x'"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role: expected one of developer, system, user, ass"),
         ({"input": [{"role": "user"}]}, "input[0].content: expected a string or an array of text parts, got null"),
+        ({"input": [{"type": "reasoning"}]}, "input[0].type: expected 'message', 'function_call' or 'function_call_ou"),
+        ({"input": [ASKED, {"type": "function_call"}]}, "input[1].call_id: expected a string, got null"),
+        ({"input": [ASKED, {**CALLED, "name": 1}]}, "input[1].name: expected a string, got 1"),
+        ({"input": [ASKED, {**CALLED, "arguments": "[1]"}]}, "input[1].arguments: expected the JSON text of an object"),
+        ({"input": [RETURNED, {"type": "function_call_output"}]}, "input[1].call_id: expected a string, got null"),
+        ({"input": [{**RETURNED, "output": None}]}, "input[0].output: expected a string or an array of text parts"),
+        ({"input": [{**RETURNED, "output": [{"type": "input_file"}]}]}, "input[0].output[0].type: expected 'input_te"),
         (
-            {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
-            "input[0].type: expected 'message', the only kind of item this model takes, got 'function_call_output'",
+            {"input": [{"role": "assistant", "content": "x", "tool_calls": []}], "instructions": "i"},
+            "input[0].tool_calls: expected each call as an item of the type 'function_call'; leave it out",
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -146,3 +175,74 @@ def test_what_the_engine_or_the_model_lacks_is_named_too() -> None:
     text.tokenizer, text.template = tiny_text().tokenizer, None
     with pytest.raises(BadRequest, match=r"^input: this model has no chat template"):
         planned(language=text)
+
+
+# Tools: the same chat's again
+
+
+def chat_with_tools(messages: list[Any], **fields: Any) -> TextPlan:
+    body = {"model": "m", "messages": messages, "tools": [WEATHER], **fields}
+    return ChatRequest.read(json.dumps(body).encode()).plan(tool_text("hermes"), CONSTRAINED)
+
+
+def with_tools(**fields: Any) -> TextPlan:
+    return planned(CONSTRAINED, tool_text("hermes"), tools=[FLAT], **fields)
+
+
+CONSTRAINED = msgspec.structs.replace(LIMITS, grammars=frozenset({"json_schema", "lark"}))
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none", "required"])
+@pytest.mark.parametrize("parallel", [None, True, False])
+def test_tools_are_those_of_the_chat(choice: str | None, parallel: bool | None) -> None:
+    fields: dict[str, Any] = {"tool_choice": choice, "parallel_tool_calls": parallel}
+    assert with_tools(**fields) == chat_with_tools([ASKED], **fields)
+
+
+def test_a_function_is_named_without_a_level_between() -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    expected = chat_with_tools([ASKED], tool_choice=named)
+    assert with_tools(tool_choice={"type": "function", "name": "weather"}) == expected
+
+
+def test_calls_and_what_they_returned_are_messages() -> None:
+    def call(id: str) -> dict[str, Any]:
+        return {"id": id, "type": "function", "function": {"name": "weather", "arguments": CALLED["arguments"]}}
+
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]}
+    parts = [{"type": "input_text", "text": "rain"}]
+    items = [
+        ASKED,
+        said,
+        CALLED,
+        {**CALLED, "call_id": "call_2"},
+        RETURNED,
+        {**RETURNED, "call_id": "call_2", "output": parts},
+        CALLED,
+        RETURNED,
+    ]
+    results = [{"role": "tool", "tool_call_id": id, "content": "rain"} for id in ("call_1", "call_2")]
+    expected = [
+        ASKED,
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [call("call_1"), call("call_2")]},
+        *results,
+        {"role": "assistant", "content": None, "tool_calls": [call("call_1")]},
+        results[0],
+    ]
+    assert with_tools(input=items) == chat_with_tools(expected)
+
+
+def test_log_probabilities_are_of_messages_only() -> None:
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs"]}
+    with pytest.raises(BadRequest, match=r"^include: this model does not support log probabilities of an answer that"):
+        with_tools(**fields)
+    assert with_tools(**fields, tool_choice="none").specs[0].sampling.logprobs == 0
+
+
+def test_a_form_and_tools() -> None:
+    form = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    assert with_tools(text={"format": form}) == chat_with_tools([ASKED], response_format=response_format)
+    limits = msgspec.structs.replace(LIMITS, grammars=frozenset({"json_schema"}))
+    with pytest.raises(BadRequest, match=r"^text\.format: this model does not support it with tools"):
+        planned(limits, tool_text("hermes"), tools=[FLAT], text={"format": form})

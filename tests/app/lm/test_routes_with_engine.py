@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import torch
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.config.schema import Server
@@ -20,8 +21,10 @@ from app.gateway.http.event_stream import StreamLimits
 from app.gateway.models import Models
 from app.lm.dispatcher import LmDispatcher
 from inference.engine import Engine, EngineLimits, SequenceRequest, TokenEvent
+from inference.lm.causal_lm import load_causal_lm
 from inference.lm.engine_host import EngineHost
 from inference.lm.null_engine import NullEngine
+from inference.lm.slot_engine import SlotEngine
 from inference.signature import LanguageModelSpec
 from tests.app.lm.scripted import FOLDER, tiny_text
 from tests.app.lm.stand_in import SIGNATURE, route_of, until
@@ -229,3 +232,95 @@ def test_a_request_may_have_a_deadline_of_its_own() -> None:
         assert "0.2 s" in answer.json()["error"]
 
     run(NullEngine(LIMITS, step_s=0.001), scenario)
+
+
+def tiny_engine(**options: Any) -> SlotEngine:
+    loaded = load_causal_lm(FOLDER)
+    return SlotEngine(loaded.model, eos_ids=loaded.eos_ids, max_sequences=4, prefill_chunk=16, **options)
+
+
+PROMPTS = ["def größer(a, b):\n    return a > b  # 漢字", "import os\n\nfor name in os.listdir():"]
+
+
+@torch.inference_mode()
+def checked_prompt(told: dict[str, Any], prompt: str, engine: SlotEngine, most: int) -> int:
+    """Check a choice's log probabilities of its prompt against a plain pass; the number of its tokens."""
+    text = tiny_text()
+    ids = text.encode_text(prompt)
+    expected = engine._model._model(torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(dim=-1)
+    assert told["tokens"][: len(ids)] == [text.tokenizer.texts.shown(token)[0] for token in ids]
+    assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+    for place, token in enumerate(ids[1:], 1):
+        logprob, top = told["token_logprobs"][place], told["top_logprobs"][place]
+        assert abs(logprob - float(expected[place - 1, token])) < 1e-4
+        assert top[told["tokens"][place]] == logprob
+        assert abs(max(top.values()) - float(expected[place - 1].max())) < 1e-4
+        assert min(most, 1) <= len(top) <= most + 1
+    return len(ids)
+
+
+def test_prompts_are_scored_as_lm_evaluation_harness_asks_for_it() -> None:
+    engine = tiny_engine()
+
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        asked: dict[str, Any] = {"model": "lm", "echo": True, "logprobs": 5, "temperature": 0}
+        ids = [tiny_text().encode_text(prompt) for prompt in PROMPTS]
+        for max_tokens in 0, 1:
+            for prompt in PROMPTS, ids:
+                answer = (await ask("/v1/completions", prompt=prompt, max_tokens=max_tokens, **asked)).json()
+                for choice, given in zip(answer["choices"], PROMPTS, strict=True):
+                    told = choice["logprobs"]
+                    count = checked_prompt(told, given, engine, 5)
+                    assert {len(entries) for entries in told.values()} == {count + max_tokens}
+                    assert choice["text"].startswith(given)
+                    assert (choice["text"] == given) == (max_tokens == 0)
+                    spans = zip(told["tokens"], told["text_offset"], [*told["text_offset"][1:], None], strict=True)
+                    assert all(
+                        choice["text"][begin:end] == token
+                        for token, begin, end in spans
+                        if not token.startswith("bytes:") and begin != end
+                    )
+                usage = answer["usage"]
+                assert usage["prompt_tokens"] == sum(map(len, ids))
+                assert usage["completion_tokens"] == max_tokens * len(PROMPTS)
+                assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+
+    run(engine, scenario)
+
+
+def test_what_is_streamed_of_a_prompt_is_what_the_whole_answer_has() -> None:
+    engine = tiny_engine()
+
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        asked: dict[str, Any] = {"model": "lm", "echo": True, "logprobs": 2, "temperature": 0, "n": 2}
+        for max_tokens in 0, 1, 9:
+            prompts: dict[str, Any] = {"prompt": PROMPTS, "max_tokens": max_tokens, **asked}
+            whole = (await ask("/v1/completions", **prompts)).json()["choices"]
+            assert [choice["index"] for choice in whole] == [0, 1, 2, 3]
+            streamed = await ask("/v1/completions", stream=True, **prompts)
+            texts: list[str] = [""] * 4
+            told: list[dict[str, Any]] = [{key: [] for key in choice["logprobs"]} for choice in whole]
+            frames = [line for line in streamed.text.splitlines() if line.startswith("data: {")]
+            for frame in frames:
+                (choice,) = json.loads(frame.removeprefix("data: "))["choices"]
+                place = choice["index"]
+                texts[place] += choice["text"]
+                for key, entries in (choice["logprobs"] or {}).items():
+                    told[place][key] += entries
+            assert texts == [choice["text"] for choice in whole]
+            for choice, got in zip(whole, told, strict=True):
+                assert got["tokens"] == choice["logprobs"]["tokens"]
+                assert got["text_offset"] == choice["logprobs"]["text_offset"]
+                checked_prompt(got, PROMPTS[choice["index"] // 2], engine, 2)
+
+    run(engine, scenario)
+
+
+def test_an_engine_that_can_not_score_prompts_says_so() -> None:
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        answer = await ask("/v1/completions", model="lm", prompt="x", echo=True, logprobs=1)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "logprobs"
+        assert answer.json()["error"]["message"].startswith("logprobs: this model gives none of prompts")
+
+    run(NullEngine(LIMITS), scenario)

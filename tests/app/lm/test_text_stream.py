@@ -8,7 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app.lm.sequence import Tokens
-from app.lm.text_stream import TextPiece, TextStream
+from app.lm.text.detokenizer import offsets_in
+from app.lm.text_stream import TextPiece, TextStream, TokenLogprob
+from inference.engine import PromptLogprob
 from tests.app.lm.scripted import EOS, ids_of, tiny_text
 
 TEXTS = tiny_text().tokenizer.texts
@@ -168,3 +170,57 @@ def test_after_the_end_nothing_is_taken() -> None:
     taken = stream.completion_tokens
     assert stream.take(Tokens(ids_of("more"), finish="length")) == TextPiece("")
     assert stream.completion_tokens == taken
+
+
+PROMPT = "a größer 漢字 🙂 <|im_end|>b"
+
+
+def echoing(ids: Sequence[int], text: str) -> TextStream:
+    return TextStream(TEXTS, ids, logprobs=True, prefix=text, offsets=offsets_in(text, ids, TEXTS))
+
+
+def scored(ids: Sequence[int], cuts: Sequence[int]) -> list[Tokens]:
+    """The prompt's log probabilities as they might come."""
+    entries: list[PromptLogprob] = [(-float(place), ((place, -0.5),)) for place in range(1, len(ids))]
+    parts = []
+    for cut in [*cuts, len(entries)]:
+        if entries:
+            parts.append(Tokens([], prompt=entries[:cut]))
+            entries = entries[cut:]
+    return parts
+
+
+@given(CUTS, CUTS)
+def test_a_prompt_s_tokens_come_with_their_text_however_they_are_grouped(cuts: list[int], more: list[int]) -> None:
+    ids, answer = [*ids_of(PROMPT), EOS], ids_of(MIXED)
+    stream = echoing(ids, PROMPT)
+    entries: list[TokenLogprob] = []
+    text = ""
+    pieces = read(stream, [*scored(ids, cuts), *grouped(answer, more, "length", logprobs=True)])
+    for piece in pieces:
+        begin, text = len(text), text + piece.text
+        entries += piece.logprobs
+        assert all(begin <= entry.offset <= len(text) for entry in piece.logprobs)
+    assert text == PROMPT + tiny_text().tokenizer.decode(answer, skip_special_tokens=True)
+    assert [entry.token for entry in entries] == [*ids, *answer]
+    told = entries[: len(ids)]
+    assert [entry.logprob for entry in told] == [None, *(-float(place) for place in range(1, len(ids)))]
+    assert [entry.top for entry in told] == [(), *(((place, -0.5),) for place in range(1, len(ids)))]
+    shown = [TEXTS.shown(entry.token)[0] for entry in told]
+    for entry, following, token in zip(told, entries[1:], shown, strict=False):
+        if not token.startswith("bytes:") and entry.offset < following.offset:
+            assert text[entry.offset : following.offset] == token
+    assert told[-1].offset == len(PROMPT)  # a special token that the text doesn't show
+    assert stream.completion_tokens == len(answer)
+
+
+def test_after_a_prompt_the_token_that_stops_the_answer_is_told_too() -> None:
+    ids = ids_of("a b")
+    pieces = read(echoing(ids, "a b"), [*scored(ids, []), *grouped([EOS], [], "stop", logprobs=True)])
+    assert text_of(pieces) == "a b"
+    assert [entry.token for piece in pieces for entry in piece.logprobs] == [*ids, EOS]
+
+
+def test_a_prompt_of_one_token_has_no_log_probability() -> None:
+    (piece,) = read(echoing(ids_of("a"), "a"), [Tokens([], finish="length")])
+    assert (piece.text, [tuple(entry) for entry in piece.logprobs]) == ("a", [(*ids_of("a"), None, (), 0)])

@@ -98,7 +98,7 @@ def message(**call: Any) -> list[dict[str, Any]]:
     ("fields", "expected"),
     [
         ({"tools": {}}, "tools: expected an array of tools, got an object"),
-        ({"tools": [1]}, "tools[0]: expected an object with 'type' and 'function', got 1"),
+        ({"tools": [1]}, "tools[0]: expected an object of the type 'function', got 1"),
         ({"tools": [CLOCK, {"type": "custom"}]}, "tools[1].type: expected 'function', the only type of tool this"),
         ({"tools": [{"type": "function"}]}, "tools[0].function: expected an object with the function's 'name', got "),
         ({"tools": [{**CLOCK, "x": 1}]}, "tools[0].x: expected one of the fields function, type; leave it out"),
@@ -275,6 +275,13 @@ def test_the_next_turn(gateway: Gateway) -> None:
     gateway.says(text="It rains.")
     answer = gateway.client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
     assert answer.choices[0].message.content == "It rains."
+
+
+def test_tokens_of_a_conversation_with_tools_are_those_of_its_prompt(gateway: Gateway) -> None:
+    gateway.chat(tools=TOOLS)
+    prompt = gateway.tiny.opened[-1][1].specs[0].prompt
+    assert gateway.post("/tokenize", model="tiny", messages=HELLO, tools=TOOLS).json()["tokens"] == prompt
+    assert gateway.post("/tokenize", model="tiny", messages=HELLO, tools=[]).json()["count"] < len(prompt)
 
 
 def test_a_model_without_tools_names_the_option(gateway: Gateway) -> None:

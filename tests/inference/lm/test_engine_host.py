@@ -349,6 +349,17 @@ def test_logprobs_and_tops_travel_if_there_are_any() -> None:
     assert (event.tokens, event.logprobs, event.tops, event.finish) == ([4, 5], [-0.5, -1.0], None, "cancelled")
 
 
+def test_what_is_told_of_a_prompt_is_never_merged_with_tokens() -> None:
+    part = ((-0.5, ((4, -0.5),)),)
+    events = events_of(
+        [(0, None, None, (), None, "", 0, part)], [(0, None, None, (), None, "", 0, part * 2)], [(0, 4, -1.0)],
+        [(1, 5, -2.0, (), "stop")],
+    )  # fmt: skip
+    assert [(one.index, one.prompt, one.tokens, one.logprobs, one.finish) for one in events] == [
+        (0, part, [], None, None), (0, part * 2, [], None, None), (0, (), [4, 5], [-1.0, -2.0], "stop"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("indices", [[0, 1, 1], [0, 2], [0, 1, 0, 1], [5]])
 def test_indices_that_do_not_follow_each_other_are_told_as_they_are(indices: list[int]) -> None:
     steps = [[(index, 100 + place)] for place, index in enumerate(indices)]

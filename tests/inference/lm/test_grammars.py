@@ -122,6 +122,17 @@ def test_neighbours_change_nothing_on_either_side() -> None:
     ("kind", "text", "allowed"),
     [
         ("json_schema", '{"type": ["boolean", "null"]}', lambda text: json.loads(text) in (True, False, None)),
+        (
+            "json_schema",
+            '{"type": "integer", "minimum": 9007199254740993, "maximum": 9007199254740995}',
+            lambda text: text == "9007199254740994",  # the only double within
+        ),
+        (
+            "json_schema",
+            '{"type": "object", "required": ["const"], "additionalProperties": false, "properties": '
+            '{"const": {"type": "integer", "minimum": 9223372036854775807, "maximum": 9223372036854775807}}}',
+            lambda text: json.loads(text) == {"const": 2**63 - 1},
+        ),
         ("regex", "[0-9]{3}", lambda text: len(text) == 3 and text.isdecimal()),
         ("lark", 'start: "yes" | "no"', lambda text: text in ("yes", "no")),
         ("lark", 'root ::= "a" | "b" "c"', lambda text: text in ("a", "bc")),
@@ -133,6 +144,38 @@ def test_kinds(kind: GrammarKind, text: str, allowed: Callable[[str], bool]) -> 
     events = answer(Grammar(kind, text, "form"), Sampling(seed=1, logit_bias=TO_END), max_tokens=100)
     assert events[-1].finish == "stop"
     assert allowed(text_of(events))
+
+
+SPELT: dict[str, Any] = {**OBJECT, "properties": {"<|im_end|>": {"enum": [1, 2]}}, "required": ["<|im_end|>"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("json_schema", '{"const": "a<|im_end|>b"}', ['"a<|im_end|>b"']),
+        ("json_schema", '{"const": "\\u003c|endoftext|\\u003e"}', ['"<|endoftext|>"']),
+        ("json_schema", '{"enum": ["<|im_end|>", "<|im_start|>"]}', ['"<|im_end|>"', '"<|im_start|>"']),
+        ("json_schema", '{"type": "string", "pattern": "^<\\\\|im_end\\\\|>$"}', ['"<|im_end|>"']),
+        ("regex", r"a<\|im_end\|>", ["a<|im_end|>"]),
+        ("lark", 'start: "<|im_end|>" "!"', ["<|im_end|>!"]),
+        ("lark", 'root ::= "<|im_end|>" "!"', ["<|im_end|>!"]),
+        ("lark", f'start: "!" %json {json.dumps(SPELT)}', ['!{"<|im_end|>":1}', '!{"<|im_end|>":2}']),
+    ],
+)
+def test_what_looks_like_a_special_token_is_written_in_others(
+    kind: GrammarKind, text: str, expected: list[str]
+) -> None:
+    events = answer(Grammar(kind, text, "form"), Sampling(seed=1, logit_bias=TO_END), max_tokens=100)
+    *written, end = tokens(events)
+    assert (events[-1].finish, end in EOS_IDS) == ("stop", True)
+    assert "".join(TOKENIZER.decode(written, skip_special_tokens=True).split()) in expected
+
+
+def test_a_special_token_may_stand_beside_its_text() -> None:
+    events = answer(Grammar("lark", 'start: "<|im_start|>" <|im_start|> "!"', "form"))
+    special = TOKENIZER.get_vocab()["<|im_start|>"]
+    assert tokens(events).count(special) == 1
+    assert text_of(events) == "<|im_start|><|im_start|>!"
 
 
 @pytest.mark.parametrize(
@@ -148,6 +191,9 @@ def test_kinds(kind: GrammarKind, text: str, allowed: Callable[[str], bool]) -> 
         ("json_schema", "{", "Expecting property name"),
         ("json_schema", '{"type": "integer", "multipleOf": 99991}', "multipleOf: expected numbers with a common"),
         ("json_schema", '{"anyOf": [{"multipleOf": 9.97}, {"multipleOf": 11}]}', "multipleOf: expected numbers"),
+        ("json_schema", '{"const": 9007199254740993}', "const: expected integers that doubles hold exactly, got 9007"),
+        ("json_schema", '{"items": {"enum": [1, {"a": [9007199254740993]}]}}', "enum: expected integers that doubles"),
+        ("lark", 'start: %json {"const": 9007199254740993}', "const: expected integers that doubles hold exactly"),
         ("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000, "recursion"),
         ("regex", "[", "invalid regex"),
         ("regex", "(?=a)b", "look-around"),

@@ -62,6 +62,42 @@ def test_without_usage_tokens_are_the_events_with_text() -> None:
     assert (reader.tokens, reader.end()) == (2, None)
 
 
+def chat(reason: str | None, **delta: Any) -> dict[str, Any]:
+    return {"choices": [{"delta": delta, "finish_reason": reason}]}
+
+
+def call(index: int, arguments: str | None) -> dict[str, Any]:
+    return {"index": index, "function": {"name": "f", "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("events", "ending"),
+    [
+        ([chat(None, content='{"a": '), chat("stop", content="1}")], "json"),
+        ([chat("stop", content=f" [1{'0' * 5000}, 1e999]")], "json"),
+        ([chat("length", content='{"a": 1}')], "cut"),
+        ([chat(None, content="1")], "cut"),
+        ([chat("stop", content="Once")], "other"),
+        ([chat("stop")], "other"),
+        ([chat("stop", content="[" * 100_000)], "other"),
+        ([chat(None, tool_calls=[call(0, None), call(1, "{}")]), chat("tool_calls", tool_calls=[call(0, "{}")])],
+         "calls"),
+        ([chat(None, content="so:"), chat("stop", tool_calls=[call(0, "{}")])], "calls"),
+        ([chat("tool_calls", tool_calls=[call(0, "{}"), call(1, '{"a"')])], "other"),
+        ([chat("tool_calls", tool_calls=[call(0, "3")])], "other"),
+        ([chat("length", tool_calls=[call(0, "{}")])], "cut"),
+    ],
+)  # fmt: skip
+def test_how_a_chat_ended(events: list[dict[str, Any]], ending: str) -> None:
+    assert read("chat", *events, "[DONE]").ending == ending
+
+
+def test_parts_of_calls_are_events_with_text() -> None:
+    reader = read("chat", chat(None, role="assistant"), chat(None, tool_calls=[call(0, "")]),
+                  chat(None, tool_calls=[call(0, "{}")]), chat("tool_calls"), "[DONE]")  # fmt: skip
+    assert (reader.times_s, reader.end()) == ([1.0, 2.0], None)
+
+
 def test_a_language_model_tells_its_tokens_in_the_last_event_of_generate() -> None:
     reader = read("stream", {"text_output": "a"}, {"text_output": "bc"}, {"final": True, "completion_tokens": 3})
     assert (reader.tokens, reader.times_s, reader.end()) == (3, [0.0, 1.0], None)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.cli.bench.bodies import Wishes, infer_bodies, read_bodies, stream_bodies
+from app.cli.bench.bodies import Wishes, infer_bodies, read_bodies, read_schema, read_tools, stream_bodies
 from app.cli.client import Metadata
 from app.codecs.generate import GenerateDecoder
 from app.codecs.infer_request import RequestDecoder
@@ -84,6 +84,34 @@ def test_language_models_are_asked_in_each_form() -> None:
         "completions": {**shared, **limits, "prompt": "Once"},
         "stream": {"text_input": "Once", "parameters": limits},
     }
+
+
+def test_a_chat_is_asked_for_a_schema_or_tools(tmp_path: Path) -> None:
+    path = tmp_path / "form.json"
+    path.write_text('{"type": "object"}')
+    form = {"type": "json_schema", "json_schema": {"name": "bench", "strict": True, "schema": {"type": "object"}}}
+    assert read_schema(path) == {"response_format": form}
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "auto")]
+    path.write_text(json.dumps(tools))
+    assert read_tools(path, "auto") == {"tools": tools, "tool_choice": "auto"}
+    fields = read_tools(path, "f")
+    assert fields["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    asked = [json.loads(stream_bodies(mode, None, "m", None, Wishes(chat_fields=fields))[0].content)
+             for mode in ("chat", "completions")]  # fmt: skip
+    assert [one.get("tools") for one in asked] == [tools, None]
+    with pytest.raises(CommandError, match=r"--tool-choice: expected auto, required, or one of f, auto, got 'g'"):
+        read_tools(path, "g")
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '{"type": "function"}', '[{"name": "f"}]', "[1]", '[{"function": "f"}]'])
+def test_a_file_without_tools_is_told(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tools.json"
+    path.write_text(text)
+    with pytest.raises(CommandError, match="expected a JSON array of tools, such as"):
+        read_tools(path, "auto")
+    path.write_text("[]")
+    with pytest.raises(CommandError, match=r"--schema: .*: expected a JSON schema as a JSON object"):
+        read_schema(path)
 
 
 def test_a_file_has_one_or_a_list(tmp_path: Path) -> None:

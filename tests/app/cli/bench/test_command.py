@@ -130,6 +130,48 @@ def test_streams_have_token_figures(
     assert repeat["goodput_per_s"] == repeat["requests_per_s"] == pytest.approx(repeat["tokens_per_s"] / 4)
 
 
+def formed(asked: Asked) -> Answer:
+    """JSON of four tokens, every third time cut, to who asks for a form; eight tokens to who doesn't."""
+    body = json.loads(asked.body)
+    reason = "length" if asked.number % 3 == 0 else "stop"
+    delta: dict[str, Any] = {"content": "Once" if "response_format" not in body else '{"a": 1}'}
+    if "tools" in body:
+        delta = {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{}"}}]}
+    tokens = 4 if body.keys() & {"response_format", "tools"} else 8
+    ends = {"choices": [{"delta": {}, "finish_reason": reason}], "usage": {"completion_tokens": tokens}}
+    return Answer(pieces=events({"choices": [{"delta": delta}]}, ends, "[DONE]", gap_s=0.01))
+
+
+@pytest.mark.parametrize(
+    ("option", "content"), [("schema", {"type": "object"}), ("tools", [{"function": {"name": "f"}}])]
+)
+def test_constrained_answers_are_counted_and_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, content: Any
+) -> None:
+    asks, path, page = tmp_path / "form.json", tmp_path / "bench.json", tmp_path / "bench.html"
+    asks.write_text(json.dumps(content))
+    with load_target(formed, LANGUAGE_MODEL) as target:
+        report = ("--unconstrained", "--json", path, "--html", page)
+        assert run(target.url, "--mode", "chat", *QUICK, f"--{option}", asks, *report) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^LOAD +CONSTRAINT +FINISHED +PARSED +TOKENS/S RATIO$", out, re.MULTILINE)
+    assert re.search(rf"^4 connections +{option} +[\d,]+ of [\d,]+ \(6\d.\d%\) +[\d,]+ of [\d,]+ \(100.0%\)", out, re.M)
+    assert re.search(r"^4 connections +none +[\d,]+ of .* – +–$", out, re.MULTILINE)
+    points = measured(path)["points"]
+    assert [(point["load"]["connections"], point["constraint"]) for point in points] == [
+        (1, option), (1, "none"), (4, option), (4, "none"),
+    ]  # fmt: skip
+    for constrained, free in (points[:2], points[2:]):
+        assert free["tokens_per_s_ratio"] is None
+        assert 0.3 < constrained["tokens_per_s_ratio"]["median"] < 0.7
+        for repeat in constrained["repeats"]:
+            assert 0 < repeat["parsed"] == repeat["finished"] < repeat["answers"]
+        assert all(repeat["parsed"] is None and repeat["finished"] > 0 for repeat in free["repeats"])
+    html = page.read_text()
+    assert "TOKENS/S RATIO" in html
+    assert f"{option}" in html
+
+
 def test_a_page_of_streams_has_a_plot_of_each_figure(target: LoadTarget, tmp_path: Path) -> None:
     page = tmp_path / "bench.html"
     assert run(target.url, "--mode", "chat", "--model", "lm", *ONCE, "--html", page) == 0
@@ -239,6 +281,11 @@ def test_a_wrong_key_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "m", "--input", "nowhere.json"), "--input: nowhere.json: can't be read"),
         (("--model", "m", "--input", "a.json", "--binary"), "--binary: can't be used with --input"),
         (("--model", "m", "--mode", "chat", "--heads", "a"), "--heads: expected --mode infer or stream, got chat"),
+        (("--model", "m", "--schema", "a.json"), "--schema: expected --mode chat, got infer"),
+        (("--model", "lm", "--mode", "chat", "--schema", "nowhere.json"), "--schema: nowhere.json: can't be read"),
+        (("--model", "m", "--input", "a.json", "--tools", "b"), "--tools: can't be used with --input"),
+        (("--model", "m", "--tool-choice", "auto"), "--tool-choice: expected it with --tools"),
+        (("--model", "m", "--unconstrained"), "--unconstrained: expected it with --schema or --tools"),
         (("--model", "m", "--slo", "ttft_ms=1"), "--slo: ttft_ms: expected a mode that streams"),
         (("--model", "m", "--json", "/dev/null/a.json"), "--json: /dev/null/a.json: can't be written"),
         (("--model", "m", "--api-key-file", "nowhere"), "--api-key-file: nowhere: can't be read"),
@@ -267,6 +314,7 @@ def test_what_contradicts_the_server_is_told(
         (("--slo", "foo=1"), "--slo: expected one of latency_ms, ttft_ms"),
         (("--shape", "x=a"), "--shape: expected an input and a row's dimensions"),
         (("--heads", "a,,b"), "--heads: expected heads separated by commas"),
+        (("--schema", "a", "--tools", "b"), "not allowed with argument"),
         (("--mode", "other"), "--mode: invalid choice"),
     ],
 )

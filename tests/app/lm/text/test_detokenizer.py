@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from app.lm.text.detokenizer import Detokenizer
+from app.lm.text.detokenizer import Detokenizer, offsets_in
 from app.lm.text.token_texts import TokenTexts
 from tests.app.lm.text.tokenizer_files import FAMILIES, decoder_json
 
@@ -132,3 +132,33 @@ def test_a_long_answer_is_no_more_work_per_token_than_a_short_one(family: str) -
     # With work that grows with the answer, this would take minutes.
     sequence = [id_ % FAMILIES[family].get_vocab_size() for id_ in range(7, 700_000, 7)]
     assert "".join(pieces(family, sequence)) == FAMILIES[family].decode(sequence, skip_special_tokens=True)
+
+
+@every_family
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_each_token_of_a_text_begins_where_the_one_before_it_ends(family: str, data: st.DataObject) -> None:
+    ids, skip = data.draw(ids_of(family)), data.draw(st.booleans())
+    text = FAMILIES[family].decode(ids, skip_special_tokens=skip)
+    offsets = offsets_in(text, ids, TEXTS[family])
+    assert len(offsets) == len(ids)
+    assert offsets == sorted(offsets)
+    assert all(0 <= offset <= len(text) for offset in offsets)
+
+
+@every_family
+def test_words_begin_at_their_offsets(family: str) -> None:
+    tokenizer, texts = FAMILIES[family], TEXTS[family]
+    given = tokenizer.decode(tokenizer.encode("one two 漢 three", add_special_tokens=False).ids)
+    assert "t" in given
+    for special in (True, False):  # special tokens around a text have no text of their own
+        ids = tokenizer.encode(given, add_special_tokens=special).ids
+        offsets = offsets_in(given, ids, texts)
+        for token, begin, end in zip(ids, offsets, [*offsets[1:], len(given)], strict=True):
+            shown, _ = texts.shown(token)
+            if texts.family == "byte_fallback" and isinstance(texts.pieces[token], int):
+                continue  # a run of bytes begins at one place
+            if token in texts.special_ids:
+                assert begin == end or texts.holds_last
+            elif shown and not shown.startswith("bytes:") and begin < end:
+                assert shown.strip() == given[begin:end].strip()

@@ -1,0 +1,187 @@
+"""Tools in responses: the answers, whole and in pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage
+
+from app.errors import ReplicaLost
+from app.lm.responses_answer import ResponsesAnswer
+from app.lm.text.tool_calls import FORMATS, ToolUse
+from app.lm.text_stream import TextPiece, Usage
+from tests.app.lm.response_events import said, told
+from tests.app.lm.scripted import Script, ScriptedDispatcher, ScriptedModels, ids_of, tiny_text
+from tests.app.lm.test_answers import data
+from tests.app.lm.test_openai_routes import Gateway, serving
+from tests.app.lm.test_tools import ARGUMENTS, CALL, PIECES, TOOLS
+from tests.app.lm.tool_text import tool_text
+
+FLAT: Any = [{"type": "function", "strict": False, **tool["function"]} for tool in TOOLS]
+"""The tools as this API has them."""
+NAMES = frozenset({"weather", "clock"})
+USAGE = Usage(1, 1)
+
+
+def events_of(answer: str, cuts: Sequence[int], finish: str, use: ToolUse) -> list[dict[str, Any]]:
+    """The events of an answer that comes in pieces which end there."""
+    form = ResponsesAnswer({"model": "m"}, tiny_text().tokenizer.texts, use)
+    events = form.begin()
+    for begin, end in zip([0, *cuts], [*cuts, len(answer)], strict=True):
+        events += form.piece(0, TextPiece(answer[begin:end], (), finish if end == len(answer) else None))
+    return [json.loads(data(event)) for event in [*events, *form.end(USAGE, None)]]
+
+
+def whole_of(answer: str, finish: str, use: ToolUse) -> Any:
+    form = ResponsesAnswer({"model": "m"}, tiny_text().tokenizer.texts, use)
+    return json.loads(form.whole([TextPiece(answer, (), finish)], USAGE))
+
+
+@given(PIECES, st.integers(1, 20), st.sampled_from(["stop", "length"]), st.booleans(), st.booleans())
+def test_a_stream_says_the_same_as_a_whole_answer(
+    answer: str, size: int, finish: str, is_constrained: bool, only_first: bool
+) -> None:
+    use = ToolUse(FORMATS["hermes"], NAMES, is_constrained=is_constrained, only_first=only_first)
+    response = told(events_of(answer, range(size, len(answer), size), finish, use))
+    whole = whole_of(answer, finish, use)
+    assert said(response) == said(whole)
+    assert {**response, "output": [], "id": "", "created_at": 0, "completed_at": 0} == {
+        **whole, "output": [], "id": "", "created_at": 0, "completed_at": 0,
+    }  # fmt: skip
+    ids = [item["id"] for item in response["output"]]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("answer", "finish", "items"),
+    [
+        (f"So:\n{CALL}", "stop", [("message", "So:", "completed"), ("function_call", ARGUMENTS, "completed")]),
+        (f"{CALL}\n{CALL}", "stop", [("function_call", ARGUMENTS, "completed")] * 2),
+        (f"{CALL} Wait.", "stop", [("function_call", ARGUMENTS, "completed"), ("message", " Wait.", "completed")]),
+        (f"{CALL}\nAnd", "length", [("function_call", ARGUMENTS, "completed"), ("message", "\nAnd", "incomplete")]),
+        (f"{CALL}<tool_c", "length", [("function_call", ARGUMENTS, "completed"), ("message", "<tool_c", "incomplete")]),
+        ("", "stop", [("message", "", "completed")]),
+        ("\n", "length", [("message", "\n", "incomplete")]),
+    ],
+)
+def test_items_come_in_the_texts_order(answer: str, finish: str, items: list[Any]) -> None:
+    found = said(whole_of(answer, finish, ToolUse(FORMATS["hermes"], NAMES)))
+    assert [(item[0], *item[-2:]) for item in found] == items
+    assert {item[1] for item in found if item[0] == "function_call"} <= {"weather"}
+
+
+def test_a_required_call_that_was_cut_is_incomplete_and_one_that_is_whole_is_not() -> None:
+    use = ToolUse(FORMATS["hermes"], NAMES, is_constrained=True)
+    for end in range(len(CALL)):
+        cut = CALL[:end]
+        response = whole_of(cut, "length", use)
+        assert response["status"] == "incomplete"
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+        (item,) = said(response)
+        if item[0] == "message":
+            assert item == ("message", "", "incomplete")
+        else:
+            assert ARGUMENTS.startswith(item[2])
+            assert item[3] == ("completed" if item[2] == ARGUMENTS else "incomplete")
+
+
+# Over HTTP, with the unmodified client and a scripted model
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Any:
+    tiny = ScriptedDispatcher("tiny", Script(), language_text=lambda: tool_text("hermes"))
+    plain = ScriptedDispatcher("plain", Script())
+    models = ScriptedModels(tiny, plain)
+    with serving(models) as url:
+        gateway = Gateway(url, models, tiny, plain)
+        yield gateway
+        gateway.client.close()
+
+
+def test_a_call(gateway: Gateway) -> None:
+    gateway.says(text=f"Let me see.\n{CALL}")
+    response = gateway.client.responses.create(model="tiny", input="hi", tools=FLAT, parallel_tool_calls=False)
+    message, call = response.output
+    assert isinstance(message, ResponseOutputMessage)
+    assert isinstance(call, ResponseFunctionToolCall)
+    assert (call.name, call.arguments, call.status) == ("weather", ARGUMENTS, "completed")
+    assert call.id is not None
+    assert call.id.startswith("fc_")
+    assert call.call_id.startswith("call_")
+    assert (response.output_text, response.status) == ("Let me see.", "completed")
+    assert (response.tool_choice, response.parallel_tool_calls) == ("auto", False)
+    assert [tool.to_dict() for tool in response.tools] == [
+        FLAT[0], {"type": "function", "name": "clock", "description": None, "parameters": None, "strict": False},
+    ]  # fmt: skip
+    Response.model_validate_json(response.to_json())  # the client itself checks nothing
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_a_stream_of_calls(gateway: Gateway, chunk: int) -> None:
+    gateway.says(text=f"Let me see.\n{CALL}\n{CALL}", chunk=chunk)
+    events = list(gateway.client.responses.create(model="tiny", input="hi", tools=FLAT, stream=True))
+    for event in events:
+        type(event).model_validate_json(event.to_json())
+    response = told([event.to_dict() for event in events])
+    whole = gateway.client.responses.create(model="tiny", input="hi", tools=FLAT)
+    assert said(response) == said(whole.to_dict())
+    assert [item[0] for item in said(response)] == ["message", "function_call", "function_call"]
+    assert len({item["call_id"] for item in response["output"][1:]}) == 2
+
+
+def test_the_clients_stream_helper_collects_calls_and_the_next_turn_takes_them(gateway: Gateway) -> None:
+    gateway.says(text=f"Let me see.\n{CALL}", chunk=2)
+    with gateway.client.responses.stream(model="tiny", input="hi", tools=FLAT) as stream:
+        done = [event.arguments for event in stream if event.type == "response.function_call_arguments.done"]
+        final = stream.get_final_response()
+    assert done == [ARGUMENTS]
+    _, call = final.output
+    assert call.type == "function_call"
+    gateway.says(text="It rains.")
+    items: Any = [
+        {"role": "user", "content": "hi"},
+        *final.output,
+        {"type": "function_call_output", "call_id": call.call_id, "output": "rain"},
+    ]
+    answer = gateway.client.responses.create(model="tiny", input=items, tools=FLAT)
+    assert answer.output_text == "It rains."
+    prompt = gateway.tiny.opened[-1][1].specs[0].prompt
+    shown = tool_text("hermes").tokenizer.decode(prompt, skip_special_tokens=False)
+    *_, turn = shown.partition("<|im_start|>assistant\nLet me see.")
+    assert turn.lstrip().startswith(CALL)
+    assert "<|im_start|>tool\nrain" in shown
+
+
+def test_with_none_a_call_is_text(gateway: Gateway) -> None:
+    gateway.says(text=CALL)
+    response = gateway.client.responses.create(model="tiny", input="hi", tools=FLAT, tool_choice="none")
+    assert (response.output_text, response.tool_choice) == (CALL, "none")
+
+
+def test_a_failure_after_a_call_keeps_it(gateway: Gateway) -> None:
+    gateway.says(
+        text=f"{CALL}\nAnd then what", fail_after=len(ids_of(CALL)) + 2, error=ReplicaLost("the replica ended"), chunk=1
+    )
+    *_, last = gateway.client.responses.create(model="tiny", input="hi", tools=FLAT, stream=True)
+    assert last.type == "response.failed"
+    call, *rest = said(last.response.to_dict())
+    assert call == ("function_call", "weather", ARGUMENTS, "completed")
+    assert all(item[2] == "incomplete" for item in rest)
+
+
+def test_other_kinds_of_tools_are_refused_by_name(gateway: Gateway) -> None:
+    for kind in ("web_search", "file_search", "code_interpreter", "mcp", "custom"):
+        tools: Any = [*FLAT, {"type": kind}]
+        with pytest.raises(openai.BadRequestError) as caught:
+            gateway.client.responses.create(model="tiny", input="hi", tools=tools)
+        assert caught.value.param == "tools[2].type"
+        assert "'function', the only type of tool this model takes" in caught.value.message
+    with pytest.raises(openai.BadRequestError, match=r"options\.tool_parser"):
+        gateway.client.responses.create(model="plain", input="hi", tools=FLAT)
