@@ -8,7 +8,7 @@ from typing import Final, cast
 
 import httptools
 
-from app.errors import ReplicaLost, ReplicaUnreachable
+from app.errors import RETRY_AFTER_LOST_S, ReplicaLost, ReplicaUnreachable
 
 __all__ = ["VllmAnswer", "VllmClient"]
 
@@ -50,7 +50,7 @@ class VllmClient:
                 if not self._is_closed:
                     return answer
                 answer.abort()
-        raise ReplicaUnreachable("the replica ended")
+        raise ReplicaUnreachable("the replica ended", retry_after_s=RETRY_AFTER_LOST_S)
 
     async def get(self, path: str) -> bytes:
         """The body of a GET that vLLM answers with 200.
@@ -108,7 +108,7 @@ class VllmAnswer(asyncio.Protocol):
             ReplicaLost: it ended before it answered.
         """
         if self._transport is None or self.is_lost:
-            raise ReplicaUnreachable("the replica ended")
+            raise ReplicaUnreachable("the replica ended", retry_after_s=RETRY_AFTER_LOST_S)
         self._parser = httptools.HttpResponseParser(self)
         self._has_head = self._is_complete = False
         length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
@@ -163,7 +163,7 @@ class VllmAnswer(asyncio.Protocol):
 
     async def _wait(self) -> None:
         if self.is_lost:
-            raise ReplicaLost(LOST)
+            raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter

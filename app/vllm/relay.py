@@ -120,6 +120,8 @@ class Relay:
                     reader = EventReader()
                     while data := await self._read(upstream):
                         for name, event in reader.take(data):
+                            if self._error is not None:  # the event came before the request was failed
+                                raise self._error.again()
                             if event == DONE:
                                 answer.count.end()
                                 return
@@ -185,8 +187,6 @@ class Relay:
         self._heard_s, self._is_waiting = self._loop.time(), True
         data = await upstream.read()
         self._is_waiting = False
-        if self._error is not None:  # it came before the request failed
-            raise ReplicaLost(LOST)
         return data
 
     def _is_sent_again(self, error: HeadwaterError, *, may_be: bool) -> bool:

@@ -17,8 +17,8 @@ from inference.signature import Signature, VllmSpec
 from tests.app.serving import until
 
 __all__ = [
-    "SIGNATURE", "Bench", "Exchange", "StandIn", "benched", "chunk", "completion", "error", "request", "route_of", "run",
-    "says", "stand_ins", "usage",
+    "SIGNATURE", "Bench", "Exchange", "StandIn", "benched", "chunk", "completion", "cuts", "error", "request",
+    "route_of", "run", "says", "stand_ins", "usage",
 ]  # fmt: skip
 
 SIGNATURE = Signature("m", (), (), vllm=VllmSpec(max_sequences=8, context_length=64, cache_tokens=1000, version="0"))
@@ -190,6 +190,8 @@ class Bench:
 
     def __init__(self, replicas: dict[str, StandIn], **fields: Any) -> None:
         self.replicas = replicas
+        self.held: list[Any] = []
+        """What a test must keep until its end."""
         self.dispatcher = VllmDispatcher(route_of(replicas, **fields))
 
     @property
