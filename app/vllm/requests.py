@@ -17,7 +17,7 @@ from app.lm.generate import GenerateRequest
 from app.telemetry.catalogue import Route
 from inference.errors import did_you_mean
 
-__all__ = ["PATHS", "VllmRequest", "from_generate", "read_request"]
+__all__ = ["PATHS", "VllmRequest", "fields_of", "from_generate", "read_request"]
 
 PATHS: Final[dict[Route, str]] = {
     "chat": "/v1/chat/completions",
@@ -102,6 +102,12 @@ class VllmRequest(NamedTuple):
         """What the prompt is made of, in the order in which it is computed; requests are compared by its beginning."""
         told = [self.body.get(name) for name in ("tools", "instructions", "messages", "prompt", "input")]
         return orjson.dumps([one for one in told if one is not None])
+
+
+def fields_of(route: Route) -> list[str]:
+    """The names of all fields that a body may have."""
+    more = {"completions": {"best_of"}, "chat": {"modalities"}}.get(route, set[str]())
+    return sorted(_FIELDS[route] | _LABELS | more | {"model", "stream", "timeout_s", "store"})
 
 
 def read_request(route: Route, body: dict[str, Any]) -> VllmRequest:

@@ -13,7 +13,7 @@ from typing import Any
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.vllm.dispatcher import VllmDispatcher
 from app.vllm.requests import VllmRequest, read_request
-from inference.signature import Signature, VllmSpec
+from inference.signature import VllmSpec, text_signature
 from tests.app.serving import until
 
 __all__ = [
@@ -21,7 +21,9 @@ __all__ = [
     "route_of", "run", "says", "stand_ins", "usage",
 ]  # fmt: skip
 
-SIGNATURE = Signature("m", (), (), vllm=VllmSpec(max_sequences=8, context_length=64, cache_tokens=1000, version="0"))
+SIGNATURE = text_signature(
+    "m", Path("m"), vllm=VllmSpec(max_sequences=8, context_length=64, cache_tokens=1000, version="0")
+)
 
 
 def chunk(
@@ -193,6 +195,11 @@ class Bench:
         self.held: list[Any] = []
         """What a test must keep until its end."""
         self.dispatcher = VllmDispatcher(route_of(replicas, **fields))
+
+    def leave(self) -> None:
+        """Close what is under way."""
+        for relay in list(self.dispatcher._relays):
+            relay.close()
 
     @property
     def replica(self) -> StandIn:

@@ -68,8 +68,7 @@ def test_requests_go_to_the_least_busy_replica() -> None:
             await begun(bench)
             await begun(bench)
             assert counts(bench) == [5, 3]
-            for one in list(bench.dispatcher._relays):
-                one.close()
+            bench.leave()
 
     run(scenario)
 
@@ -82,8 +81,7 @@ def test_requests_with_one_prefix_go_to_one_replica_until_that_is_too_busy() -> 
             for _ in range(4):
                 await begun(bench, prompt="x" * 2000)
             assert sorted(counts(bench)) == [1, 3]
-            for one in list(bench.dispatcher._relays):
-                one.close()
+            bench.leave()
 
     run(scenario)
 
@@ -102,8 +100,7 @@ def test_a_replica_that_is_retired_gets_nothing_new_and_finishes() -> None:
             assert counts(bench) == [1, 2]
             assert len(bench.dispatcher.under_way(["a"])) == 1
             assert len(bench.dispatcher.under_way(None)) == 3
-            for one in list(bench.dispatcher._relays):
-                one.close()
+            bench.leave()
 
     run(scenario)
 
@@ -202,7 +199,6 @@ def test_what_there_is_to_do_is_told_in_requests_of_this_worker_and_since_when_s
             moment = bench.dispatcher.moment()
             assert moment[:3] == (1, 1, 1)
             assert moment[3] > 0
-            for one in list(bench.dispatcher._relays):
-                one.close()
+            bench.leave()
 
     run(scenario)

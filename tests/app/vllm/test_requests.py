@@ -55,7 +55,13 @@ def test_an_unknown_field_is_named(route: Route, name: str, suggested: str) -> N
 
 
 def test_known_fields_go_on_as_they_are() -> None:
-    fields = {"temperature": 0, "tools": [{"type": "function"}], "tool_choice": "auto", "n": 2, "stop": ["a"]}
+    fields: dict[str, Any] = {
+        "temperature": 0,
+        "tools": [{"type": "function"}],
+        "tool_choice": "auto",
+        "n": 2,
+        "stop": ["a"],
+    }
     assert sent("chat", **fields) == {**fields, "stream": False}
 
 
@@ -66,7 +72,7 @@ def test_null_is_no_value() -> None:
 
 
 def test_labels_are_taken_and_not_sent() -> None:
-    labels = {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k"}
+    labels: dict[str, Any] = {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k"}
     assert sent("chat", **labels, modalities=["text"]) == {"stream": False}
 
 
