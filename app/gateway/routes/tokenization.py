@@ -53,7 +53,9 @@ class TokenizationEndpoint(Endpoint):
         return Reply(200, [await asyncio.to_thread(request.answer, text, specification.limits)], [_JSON])
 
     def _only(self) -> str:
-        names = [model.route.name for model in self._models if model.route.is_language_model]
+        names = [
+            model.route.name for model in self._models if model.route.is_language_model and not model.route.is_vllm
+        ]
         if len(names) != 1:
             those = ", ".join(f"`{name}`" for name in names) or "none"
             message = f"model: expected the name of a language model, got none; this server has {those}"

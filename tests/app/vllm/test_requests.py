@@ -1,0 +1,216 @@
+"""What of a request goes to vLLM, and what is refused before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from app.errors import BadRequest
+from app.lm.generate import GenerateRequest
+from app.telemetry.catalogue import Route
+from app.vllm.requests import MAX_SEQUENCES, from_generate, read_request
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
+INPUT: dict[str, Any] = {"model": "m", "input": "x"}
+BODIES: dict[Route, dict[str, Any]] = {"chat": CHAT, "completions": TEXT, "responses": INPUT}
+
+
+def sent(route: Route, scope: str = "", **fields: Any) -> dict[str, Any]:
+    """The body that vLLM gets, without what it always has."""
+    found: dict[str, Any] = orjson.loads(read_request(route, {**BODIES[route], **fields}).encoded(scope))
+    return {name: value for name, value in found.items() if name not in BODIES[route]}
+
+
+def fault(route: Route, **fields: Any) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        read_request(route, {**BODIES[route], **fields})
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "suggested"),
+    [
+        ("chat", "temprature", "`temperature`"),
+        ("completions", "max_token", "`max_tokens`"),
+        ("responses", "max_output_token", "`max_output_tokens`"),
+        ("responses", "messages", ""),
+        ("chat", "prompt_logprobs", ""),
+        ("completions", "prompt_embeds", ""),
+        ("chat", "kv_transfer_params", ""),
+        ("chat", "chat_template", "`chat_template_kwargs`"),
+        ("chat", "cache_salt", ""),
+        ("chat", "priority", ""),
+        ("completions", "return_token_ids", ""),
+        ("chat", "mm_processor_kwargs", ""),
+    ],
+)
+def test_an_unknown_field_is_named(route: Route, name: str, suggested: str) -> None:
+    error = fault(route, **{name: "x"})
+    assert error.field == name
+    assert f"{name}: unknown field" in error.message
+    assert suggested in error.message
+
+
+def test_known_fields_go_on_as_they_are() -> None:
+    fields: dict[str, Any] = {
+        "temperature": 0,
+        "tools": [{"type": "function"}],
+        "tool_choice": "auto",
+        "n": 2,
+        "stop": ["a"],
+    }
+    assert sent("chat", **fields) == {**fields, "stream": False}
+
+
+def test_null_is_no_value() -> None:
+    assert sent("completions", n=None, stop=None, store=None, stream=None, stream_options=None, best_of=None) == {
+        "stream": False
+    }
+
+
+def test_labels_are_taken_and_not_sent() -> None:
+    labels: dict[str, Any] = {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k"}
+    assert sent("chat", **labels, modalities=["text"]) == {"stream": False}
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "word"),
+    [
+        ("responses", {"store": True}, "kept"),
+        ("chat", {"store": True}, "kept"),
+        ("responses", {"background": True}, "later"),
+        ("responses", {"previous_response_id": "resp_1"}, "send the conversation so far"),
+        ("responses", {"conversation": {"id": "c"}}, "send the conversation so far"),
+        ("chat", {"functions": [{}]}, "not offered"),
+        ("chat", {"audio": {"voice": "x"}}, "not offered"),
+        ("chat", {"modalities": ["text", "audio"]}, '["text"]'),
+        ("completions", {"best_of": 3}, "the same as n"),
+        ("completions", {"n": 2, "best_of": 3}, "the same as n"),
+        ("completions", {"n": 0}, "expected 1 to 128, got 0"),
+        ("completions", {"n": 129}, "expected 1 to 128, got 129"),
+        ("completions", {"n": True}, "got true"),
+        ("completions", {"n": "2"}, "got '2'"),
+        ("completions", {"stream": 1}, "true or false"),
+        ("completions", {"timeout_s": 0}, "above 0"),
+        ("completions", {"timeout_s": True}, "above 0"),
+        ("completions", {"timeout_s": 1e9}, "above 0"),
+        ("completions", {"stream_options": {"include_usage": True}}, "only with stream"),
+        ("completions", {"stream": True, "stream_options": 1}, "expected an object"),
+    ],
+)
+def test_what_is_not_offered_is_refused(route: Route, fields: dict[str, Any], word: str) -> None:
+    error = fault(route, **fields)
+    assert error.field == list(fields)[-1]
+    assert word in error.message
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"include_usages": True}, "include_usages"),
+        ({"include_usage": 1}, "include_usage"),
+        ({"continuous_usage_stats": True}, "continuous_usage_stats"),
+        ({"include_obfuscation": True}, "include_obfuscation"),
+    ],
+)
+def test_options_of_streams_are_checked(options: dict[str, Any], field: str) -> None:
+    error = fault("chat", stream=True, stream_options=options)
+    assert error.field == f"stream_options.{field}"
+
+
+def test_streams_are_always_counted_and_the_clients_wish_is_kept() -> None:
+    counted = {"include_usage": True, "continuous_usage_stats": True}
+    for options in (None, {}, {"include_usage": True}, counted):
+        read = read_request("chat", {**CHAT, "stream": True, "stream_options": options})
+        assert orjson.loads(read.encoded(""))["stream_options"] == counted
+        assert read.includes_usage == bool(options)
+        assert read.counts_usage == (options == counted)
+
+
+def test_responses_are_never_stored_and_have_no_stream_options() -> None:
+    assert sent("responses", stream=True) == {"stream": True, "store": False}
+
+
+def test_several_prompts_with_several_answers_are_bounded() -> None:
+    few = {"prompt": ["x"] * (MAX_SEQUENCES // 2), "n": 2}
+    assert read_request("completions", {**TEXT, **few}).body["n"] == 2
+    for prompt in (["x"] * (MAX_SEQUENCES + 1), [[1]] * (MAX_SEQUENCES + 1)):
+        assert fault("completions", prompt=prompt).field == "prompt"
+    assert fault("completions", prompt=["x"] * 3, n=128).field == "prompt"
+    assert read_request("completions", {**TEXT, "prompt": [1] * 10_000, "n": 2})
+
+
+DATA = "data:image/png;base64,AAAA"
+
+
+@pytest.mark.parametrize(
+    ("route", "where", "field"),
+    [
+        ("chat", {"type": "image_url", "image_url": {"url": "URL"}}, "messages[0].content[0].image_url.url"),
+        ("chat", {"type": "image_url", "image_url": "URL"}, "messages[0].content[0].image_url"),
+        ("chat", {"type": "video_url", "video_url": {"url": "URL"}}, "messages[0].content[0].video_url.url"),
+        ("responses", {"type": "input_image", "image_url": "URL"}, "input[0].content[0].image_url"),
+        ("responses", {"type": "input_file", "file_url": "URL"}, "input[0].content[0].file_url"),
+    ],
+)
+def test_nothing_is_fetched(route: Route, where: Any, field: str) -> None:
+    def told(url: str) -> dict[str, Any]:
+        part = orjson.loads(orjson.dumps(where).replace(b"URL", url.encode()))
+        return {"messages" if route == "chat" else "input": [{"role": "user", "content": [part]}]}
+
+    read_request(route, {**BODIES[route], **told(DATA)})
+    for url in ("http://x/y.png", "file:///etc/passwd", "//x"):
+        error = fault(route, **told(url))
+        assert error.field == field
+        assert "data: URL" in error.message
+
+
+def test_prefixes_are_shared_within_a_key_only() -> None:
+    one, two = sent("chat", scope="one")["cache_salt"], sent("chat", scope="two")["cache_salt"]
+    assert one != two
+    assert one == sent("chat", scope="one")["cache_salt"]
+    assert "one" not in one
+    assert "cache_salt" not in sent("chat")
+
+
+def test_a_prompt_is_its_text_in_the_order_in_which_it_is_computed() -> None:
+    chat = read_request("chat", {**CHAT, "tools": [{"a": 1}], "temperature": 0})
+    assert chat.prompt == orjson.dumps([[{"a": 1}], CHAT["messages"]])
+
+
+def generate(**fields: Any) -> dict[str, Any]:
+    asked = GenerateRequest.read(orjson.dumps({"text_input": "x", **fields}))
+    return from_generate("m", asked, streams=False).body
+
+
+def test_a_request_of_the_generate_extension_is_one_for_completions() -> None:
+    assert generate() == {"model": "m", "prompt": "x", "echo": False}
+    found = generate(parameters={"max_tokens": 5, "temperature": 0.5, "stop": ["a"]})
+    assert found == {"model": "m", "prompt": "x", "echo": False, "max_tokens": 5, "temperature": 0.5, "stop": ["a"]}
+    assert generate(text_input=["x"])["prompt"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"bad_words": "a"}, {"bad_words": ["a"]}),
+        ({"bad_words": ["a", "b"]}, {"bad_words": ["a", "b"]}),
+        ({"stop_words": ["a"]}, {"stop": ["a"]}),
+        ({"random_seed": 3}, {"seed": 3}),
+        ({"end_id": 7}, {"stop_token_ids": [7], "ignore_eos": True}),
+        ({"end_id": -1}, {"stop_token_ids": [], "ignore_eos": True}),
+        ({"exclude_input_in_output": False}, {"echo": True}),
+        ({"exclude_input_in_output": True}, {"echo": False}),
+        ({"min_length": 4}, {"min_tokens": 4}),
+    ],
+)
+def test_names_of_tritons_backends_become_vllms(fields: dict[str, Any], told: dict[str, Any]) -> None:
+    assert generate(**fields) == {"model": "m", "prompt": "x", "echo": False, **told}
+
+
+def test_tritons_timeout_is_in_microseconds() -> None:
+    asked = GenerateRequest.read(orjson.dumps({"text_input": "x", "timeout": 2_500_000}))
+    assert from_generate("m", asked, streams=True).timeout_s == 2.5
