@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ from inference.engine import EngineLimits
 from inference.errors import DeclarationError
 from inference.model import Embedding, Model, Parameter, Tensor
 
-__all__ = ["HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec", "VllmSpec"]
+__all__ = ["TEXT_INPUTS", "TEXT_OUTPUTS", "HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec", "VllmSpec"]
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -25,6 +25,12 @@ class TensorSpec(msgspec.Struct, frozen=True):
     optional: bool = False
     labels: tuple[str, ...] = ()
     """The meaning of each position of the last dimension; empty if not declared."""
+
+
+TEXT_INPUTS: Final = (TensorSpec("text_input", "BYTES", (1,)),)
+"""The inputs of a language model, in the names of Triton's generate extension."""
+TEXT_OUTPUTS: Final = (TensorSpec("text_output", "BYTES", (1,)),)
+"""Its outputs."""
 
 
 class HeadSpec(msgspec.Struct, frozen=True):
@@ -89,6 +95,11 @@ class Signature(msgspec.Struct, frozen=True):
     """Set for a language model, whose replica speaks `inference.wire.lm`."""
     vllm: VllmSpec | None = None
     """Set for a language model that vLLM computes."""
+
+    @property
+    def limits(self) -> EngineLimits | VllmSpec | None:
+        """Those of a language model's engine, once known."""
+        return self.vllm if self.language_model is None else self.language_model.limits
 
     def example_row(self) -> dict[str, Any]:
         """One row by input name, as nested lists: the model's own example, completed with neutral values."""

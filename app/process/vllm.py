@@ -14,8 +14,12 @@ from typing import Any, Final, NamedTuple
 
 from app.process.interpreter import CONFUSING, InterpreterError, ask_interpreter
 from inference.errors import LoadError, Problem
+from inference.signature import TEXT_INPUTS, TEXT_OUTPUTS, Signature, VllmSpec
 
-__all__ = ["VllmInstall", "context_length", "find_vllm", "folder_problem", "serve_command", "serve_environment"]
+__all__ = [
+    "VllmInstall", "context_length", "find_vllm", "folder_problem", "serve_command", "serve_environment",
+    "vllm_signature",
+]  # fmt: skip
 
 OURS: Final = frozenset({"kv_cache_gib", "max_step_s", "prefix_affinity"})
 """Options that are no flags of vLLM."""
@@ -86,10 +90,19 @@ def folder_problem(folder: Path, options: Mapping[str, Any], install: VllmInstal
     if wanted is not None and most is not None and wanted > most:
         reason = f"options.max_model_len: expected at most {most}, for which the model was made, got {wanted}"
         return Problem(title, reason, "lower it")
+    template = options.get("chat_template")
+    if template is not None and not Path(template).is_file():
+        return Problem(title, f"options.chat_template: there is no file {template}", "correct the path")
     if not install.is_cpu and not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
         reason = "there is no C++ compiler, with which vLLM compiles at the first request for log probabilities"
         return Problem(title, reason, "install one (on Debian: apt-get install g++)")
     return None
+
+
+def vllm_signature(name: str, folder: Path, vllm: VllmSpec | None) -> Signature:
+    """The signature of a model that vLLM computes; without `VllmSpec`, as far as it is known before a start."""
+    about = f"The language model {folder.name}, computed by vLLM."
+    return Signature(name, TEXT_INPUTS, TEXT_OUTPUTS, description=about, streams=True, vllm=vllm)
 
 
 def serve_command(

@@ -19,7 +19,7 @@ from inference.lm.model_folder import CONFIG, checked_json, checked_model
 from inference.lm.step_watch import MAX_STEP_S
 from inference.reference import find_folder
 from inference.runtime.loader import import_for, wrong_options
-from inference.signature import LanguageModelSpec, Signature, TensorSpec, ToolParser
+from inference.signature import TEXT_INPUTS, TEXT_OUTPUTS, LanguageModelSpec, Signature, ToolParser
 
 __all__ = ["LmPlan", "SlotOptions", "lm_signature", "plan_language_model"]
 
@@ -147,8 +147,8 @@ def lm_signature(
     """A language model's signature for the gateway; without limits, as far as it is known before loading."""
     return Signature(
         name=name,
-        inputs=(TensorSpec("text_input", "BYTES", (1,)),),
-        outputs=(TensorSpec("text_output", "BYTES", (1,)),),
+        inputs=TEXT_INPUTS,
+        outputs=TEXT_OUTPUTS,
         max_batch_size=1,
         description=f"The language model {folder.name}.",
         streams=True,
