@@ -140,7 +140,8 @@ def _look_at_vllm(
         folder = find_folder(deployment.model or "", path)
         problem = folder_problem(folder, deployment.checked_options, install)
     except InterpreterError as error:
-        return python, Problem(title, f"python {error.path}: {error.reason}", error.fix)
+        own = "" if os.path.exists(error.path) else "; `make vllm-env` makes one in .venv-vllm"
+        return python, Problem(title, f"python {error.path}: {error.reason}", f"{error.fix}{own}")
     except LoadError as error:
         problem = error.problem
     if problem is not None:

@@ -337,6 +337,7 @@ def test_everything_wrong_with_vllm_is_told_before_a_start(
     assert "expected a Hugging Face model's folder, and its config.json can't be read" in said["empty"]
     assert "there is no C++ compiler" in said["compiler"]
     assert all(one["fix"] for one in report["problems"])
+    assert report["problems"][2]["fix"].endswith("`make vllm-env` makes one in .venv-vllm")
 
 
 def test_each_model_gets_its_own_environment(run: Run, tmp_path: Path) -> None:
