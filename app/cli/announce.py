@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 from app.codecs.infer_request import example_body
-from inference.signature import Signature
+from inference.engine import EngineLimits
+from inference.signature import Signature, VllmSpec
 
 
 def print_what_is_served(
@@ -26,8 +27,8 @@ def print_what_is_served(
         if signature is None:
             print(f"  {name}: not served: {reason}\n")
             continue
-        if signature.language_model is not None:
-            _announce_language_model(url, signature)
+        if signature.limits is not None:
+            _announce_language_model(url, signature.name, signature.limits)
             continue
         shapes = [", ".join(f"{spec.name} {spec.datatype}{_dims(spec.shape)}" for spec in side)
                   for side in (signature.inputs, signature.outputs)]  # fmt: skip
@@ -54,17 +55,16 @@ def log_what_is_served(url: str, served: list[tuple[str, Signature | None, str]]
     logger.info("serving at %s: %s", url, ", ".join(names) or "nothing yet", extra={"url": url, "models": names})
 
 
-def _announce_language_model(url: str, signature: Signature) -> None:
-    assert signature.language_model is not None
-    limits = signature.language_model.limits
+def _announce_language_model(url: str, name: str, limits: EngineLimits | VllmSpec) -> None:
     sizes = f"{limits.context_length} tokens, {limits.max_sequences} sequences at once"
-    print(f"  {signature.name}: language model, {sizes}")
+    engine = f", computed by vLLM {limits.version}" if isinstance(limits, VllmSpec) else ""
+    print(f"  {name}: language model, {sizes}{engine}")
     question = {"role": "user", "content": "def fibonacci(n):"}
     for path, asked in (
         ("chat/completions", {"messages": [question]}),
         ("completions", {"prompt": "import os\n", "max_tokens": 64}),
     ):
-        row = _curl(f"{url}/v1/{path}", {"model": signature.name, "stream": True, **asked})
+        row = _curl(f"{url}/v1/{path}", {"model": name, "stream": True, **asked})
         print(f"    {row.replace('curl -s', 'curl -sN', 1)}")
     print()
 

@@ -17,6 +17,7 @@ from app.config.schema import PLACEHOLDER, Deployment, InvalidConfig, is_model_r
 from app.errors import ConfigError
 from app.process.interpreter import InterpreterError
 from app.process.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
+from app.process.vllm import find_vllm, folder_problem
 from app.supervisor.preflight import (
     address_problems,
     free_shared_memory_problems,
@@ -25,9 +26,10 @@ from app.supervisor.preflight import (
     security_problems,
     tracing_problems,
 )
-from inference.errors import DeclarationError, Problem
+from inference.errors import DeclarationError, LoadError, Problem
 from inference.pipeline import make_plan
-from inference.signature import Signature
+from inference.reference import find_folder
+from inference.signature import Signature, text_signature
 
 __all__ = ["check", "model_request"]
 
@@ -98,7 +100,13 @@ def _signatures(
     pythons: dict[str, dict[str, Any]] = {}
     groups: dict[tuple[Path | None, frozenset[tuple[str, str]]], list[str]] = {}
     for name, one in deployments.items():
-        groups.setdefault((one.python, frozenset(one.environment.items())), []).append(name)
+        if one.is_vllm:
+            pythons[name], found = _look_at_vllm(name, one, path)
+            if isinstance(found, Signature):
+                signatures[name] = found
+            problems[name] = [found] if isinstance(found, Problem) else []
+        else:
+            groups.setdefault((one.python, frozenset(one.environment.items())), []).append(name)
     for (python, environment), names in groups.items():
         try:
             side = ModelSide(dict(environment), python)
@@ -109,13 +117,36 @@ def _signatures(
             continue
         with side:
             if python is not None:
-                versions, found = side.report()
+                versions, reported = side.report()
                 for name in names:
                     pythons[name] = {"path": side.python, "versions": versions}
                     title, python_is = f"deployment {name}", f"python {side.python}: "
-                    problems[name] = [Problem(title, f"{python_is}{one.title}: {one.reason}", one.fix) for one in found]
+                    problems[name] = [
+                        Problem(title, f"{python_is}{one.title}: {one.reason}", one.fix) for one in reported
+                    ]
             _probe(side, {name: deployments[name] for name in names}, path, signatures, problems)
     return signatures, pythons, [problem for name in deployments for problem in problems[name]]
+
+
+def _look_at_vllm(
+    name: str, deployment: Deployment, path: tuple[str, ...]
+) -> tuple[dict[str, Any], Signature | Problem]:
+    """The Python of a deployment that vLLM computes, and its signature or what would keep it from serving."""
+    title = f"deployment {name}"
+    python: dict[str, Any] = {"path": os.path.abspath(str(deployment.python)), "versions": {}}
+    try:
+        install = find_vllm(str(deployment.python), {**os.environ, **deployment.environment})
+        python["versions"] = {"vllm": install.version}
+        folder = find_folder(deployment.model or "", path)
+        problem = folder_problem(folder, deployment.checked_options, install)
+    except InterpreterError as error:
+        own = "" if os.path.exists(error.path) else "; `make vllm-env` makes one in .venv-vllm"
+        return python, Problem(title, f"python {error.path}: {error.reason}", f"{error.fix}{own}")
+    except LoadError as error:
+        problem = error.problem
+    if problem is not None:
+        return python, Problem(title, f"{problem.title}: {problem.reason}", problem.fix)
+    return python, text_signature(name, folder)
 
 
 def _probe(
@@ -257,6 +288,8 @@ def _print(
 
 def _python(python: Mapping[str, Any]) -> str:
     versions = python["versions"]
+    if "vllm" in versions:
+        return f"python {python['path']}: vllm {versions['vllm']}"
     own = str(versions.get("python") or "can't be used").partition(" (")[0]
     others = [f"{name} {versions[name]}" for name in ("numpy", "pytriton", "torch") if versions.get(name)]
     return f"python {python['path']}: {', '.join([own, *others])}"

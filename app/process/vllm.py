@@ -15,7 +15,9 @@ from typing import Any, Final, NamedTuple
 from app.process.interpreter import CONFUSING, InterpreterError, ask_interpreter
 from inference.errors import LoadError, Problem
 
-__all__ = ["VllmInstall", "context_length", "find_vllm", "folder_problem", "serve_command", "serve_environment"]
+__all__ = [
+    "VllmInstall", "context_length", "find_vllm", "folder_problem", "serve_command", "serve_environment",
+]  # fmt: skip
 
 OURS: Final = frozenset({"kv_cache_gib", "max_step_s", "prefix_affinity"})
 """Options that are no flags of vLLM."""
@@ -86,6 +88,9 @@ def folder_problem(folder: Path, options: Mapping[str, Any], install: VllmInstal
     if wanted is not None and most is not None and wanted > most:
         reason = f"options.max_model_len: expected at most {most}, for which the model was made, got {wanted}"
         return Problem(title, reason, "lower it")
+    template = options.get("chat_template")
+    if template is not None and not Path(template).is_file():
+        return Problem(title, f"options.chat_template: there is no file {template}", "correct the path")
     if not install.is_cpu and not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
         reason = "there is no C++ compiler, with which vLLM compiles at the first request for log probabilities"
         return Problem(title, reason, "install one (on Debian: apt-get install g++)")

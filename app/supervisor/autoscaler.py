@@ -218,9 +218,9 @@ def _demand(one: ReplicaSet, load: DeploymentLoad | None) -> Demand:
     if load is None:
         return Demand()
     parallel = peak_parallel = one.config.instances
-    if one.signature is not None and one.signature.language_model is not None:
+    if one.signature is not None and one.signature.limits is not None:
         # An engine computes so many sequences at once, but each slows the others down.
-        parallel, peak_parallel = one.signature.language_model.limits.max_sequences, 1
+        parallel, peak_parallel = one.signature.limits.max_sequences, 1
     elif one.signature is not None and one.signature.streams:
         parallel = peak_parallel = one.config.max_in_flight
     # Workers count their calls separately, but a replica computes only so many at once.

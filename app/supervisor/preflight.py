@@ -144,10 +144,10 @@ def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> 
 
     Each replica has the Python backend's regions: 4 MiB per instance, and the size of what its calls in flight carry.
     PyTriton's store, if used, has segments of powers of two that are never freed, so those of smaller batches in the
-    warm-up stay beside the largest: twice the largest, for inputs and outputs each.
+    warm-up stay beside the largest: twice the largest, for inputs and outputs each. vLLM has no Triton.
     """
-    region = TRITON_REGION_BYTES * deployment.instances
-    if signature is not None:
+    region = _region_bytes(deployment)
+    if signature is not None and not deployment.is_vllm:
         rows = deployment.batching.max_batch_size
         taken, given = (batch_bytes(side, rows) for side in (signature.inputs, signature.outputs))
         region += deployment.max_in_flight * (taken + given)
@@ -176,7 +176,7 @@ def shared_memory_problems(needed_bytes: int, free_bytes: int, total_bytes: int)
 
 def region_problems(deployments: Iterable[Deployment]) -> list[Problem]:
     """Whether the regions that replicas have at start fit into /dev/shm, with the fewest replicas that there may be."""
-    needed = sum(TRITON_REGION_BYTES * one.instances * one.replicas.min for one in deployments)
+    needed = sum(_region_bytes(one) * one.replicas.min for one in deployments)
     return free_shared_memory_problems(needed)
 
 
@@ -198,6 +198,11 @@ def free_shared_memory_problems(needed_bytes: int) -> list[Problem]:
 def needed_shared_memory_bytes(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> int:
     """What all deployments' replicas need in /dev/shm."""
     return sum(shared_memory_bytes(one, signatures.get(name)) for name, one in deployments.items())
+
+
+def _region_bytes(deployment: Deployment) -> int:
+    """What a replica's Triton takes in /dev/shm when it starts."""
+    return 0 if deployment.is_vllm else TRITON_REGION_BYTES * deployment.instances
 
 
 def _power_of_two(size_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""The answer to a scrape: the server's own series and those of the replicas' Tritons.
+"""The answer to a scrape: the server's own series, and those of each replica's Triton or vLLM.
 
 Imported at the first scrape: the Prometheus client and httpx take 6 MB and a tenth of a second.
 """
@@ -11,38 +11,39 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import httpx
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.process.proc import process_use
 from app.telemetry.catalogue import CATALOGUE, Series
 from app.telemetry.ledger import Totals
 
-__all__ = ["TritonTarget", "TritonText", "ask_tritons", "exposition"]
+__all__ = ["ReplicaTarget", "ReplicaText", "ask_replicas", "exposition"]
 
-_TRITON_PREFIX: Final = "nv_"
-"""Prefix of Triton's own series."""
+_PREFIXES: Final = ("nv_", "vllm:")
+"""Of Triton's own series, and of vLLM's; those of its process and its HTTP server are left out."""
 _ASK_TIMEOUT_S: Final = 1.0
-"""For all Tritons together."""
+"""For all replicas together."""
 _SIZE_LIMIT_BYTES: Final = 1024 * 1024
 
 
-class TritonTarget(NamedTuple):
-    """A replica whose Triton is to be scraped."""
+class ReplicaTarget(NamedTuple):
+    """A replica whose own metrics are to be read."""
 
     deployment: str
     replica: str
-    http_socket: str
-    """Path of its Triton's HTTP socket; the one for metrics lies beside it."""
+    socket: Path
+    """Where it answers ``/metrics``."""
 
 
-class TritonText(NamedTuple):
-    """The metrics of one replica's Triton."""
+class ReplicaText(NamedTuple):
+    """The metrics of one replica."""
 
     deployment: str
     replica: str
@@ -50,18 +51,20 @@ class TritonText(NamedTuple):
     """In Prometheus' text format; None: no answer in time."""
 
 
-def exposition(totals: Totals, tritons: Sequence[TritonText], accept: str) -> tuple[bytes, str]:
+def exposition(totals: Totals, replicas: Sequence[ReplicaText], accept: str) -> tuple[bytes, str]:
     """The answer to a scrape, and its media type.
 
     Args:
         totals: the server's own counts.
-        tritons: the metrics of the replicas' Tritons.
+        replicas: the replicas' own metrics.
         accept: the request's header; it may ask for OpenMetrics.
     """
     registry = CollectorRegistry()
-    registry.register(_Scrape(totals, tritons))
+    registry.register(_Scrape(totals, replicas))
+    encode: Any
     encode, media_type = choose_encoder(accept)
-    return encode(registry), media_type
+    # No name needs escaping, but the library's OpenMetrics would replace the colon in those of vLLM.
+    return encode(registry, escaping=ALLOWUTF8), media_type
 
 
 @dataclass(eq=False)
@@ -69,7 +72,7 @@ class _Scrape:
     """Collects the series of one scrape."""
 
     totals: Totals
-    tritons: Sequence[TritonText]
+    replicas: Sequence[ReplicaText]
 
     def collect(self) -> Iterator[Metric]:
         by_name: dict[str, list[tuple[tuple[str, ...], list[int]]]] = defaultdict(list)
@@ -84,7 +87,7 @@ class _Scrape:
                 yield _histograms(series, records)
             else:
                 yield _family(series, [(labels, numbers[0] * series.scale) for labels, numbers in records])
-        yield from _triton_series(self.tritons)
+        yield from _replica_series(self.replicas)
 
 
 def _family(series: Series, values: Iterable[tuple[Sequence[str], float]]) -> Metric:
@@ -122,13 +125,14 @@ def _processes(pids: Mapping[str, int]) -> dict[str, list[tuple[Sequence[str], f
     return values
 
 
-def _triton_series(tritons: Iterable[TritonText]) -> Iterator[Metric]:
-    """Triton's own series under their own names, with the labels ``deployment`` and ``replica`` added."""
+def _replica_series(replicas: Iterable[ReplicaText]) -> Iterator[Metric]:
+    """The replicas' series under their own names, with the labels ``deployment`` and ``replica`` added."""
     found: dict[str, Metric] = {}
-    for deployment, replica, text in tritons:
+    for deployment, replica, text in replicas:
         with contextlib.suppress(ValueError):  # truncated or malformed: what was parsed before is kept
             for family in text_string_to_metric_families(text or ""):
-                if not family.name.startswith(_TRITON_PREFIX):
+                # When a series of vLLM's began would be a series of its own.
+                if not family.name.startswith(_PREFIXES) or family.name.endswith("_created"):
                     continue
                 # Triton's counters lack the suffix `_total` that the type requires, and the parser adds it.
                 is_plain = family.type == "counter" and f"\n{family.name}_total" not in (text or "")
@@ -140,8 +144,8 @@ def _triton_series(tritons: Iterable[TritonText]) -> Iterator[Metric]:
     yield from found.values()
 
 
-async def ask_tritons(targets: Sequence[TritonTarget], timeout_s: float = _ASK_TIMEOUT_S) -> list[TritonText]:
-    """Scrape all Tritons at once; one that is stopped or ending may not answer in time."""
+async def ask_replicas(targets: Sequence[ReplicaTarget], timeout_s: float = _ASK_TIMEOUT_S) -> list[ReplicaText]:
+    """Ask all replicas at once; one that is stopped or ending may not answer in time."""
     if not targets:
         return []
     clients = await asyncio.to_thread(_clients, targets)
@@ -153,17 +157,17 @@ async def ask_tritons(targets: Sequence[TritonTarget], timeout_s: float = _ASK_T
             task.cancel()
     texts = await asyncio.gather(*tasks, return_exceptions=True)
     return [
-        TritonText(target.deployment, target.replica, text if isinstance(text, str) else None)
+        ReplicaText(target.deployment, target.replica, text if isinstance(text, str) else None)
         for target, text in zip(targets, texts, strict=True)
     ]
 
 
-def _clients(targets: Sequence[TritonTarget]) -> list[httpx.AsyncClient]:
+def _clients(targets: Sequence[ReplicaTarget]) -> list[httpx.AsyncClient]:
     """A client for each target; slow the first time, so not for the event loop."""
     return [
         httpx.AsyncClient(
             base_url="http://replica",
-            transport=httpx.AsyncHTTPTransport(verify=False, uds=str(Path(target.http_socket).with_name("m"))),
+            transport=httpx.AsyncHTTPTransport(verify=False, uds=str(target.socket)),
             trust_env=False,
         )
         for target in targets
@@ -171,7 +175,7 @@ def _clients(targets: Sequence[TritonTarget]) -> list[httpx.AsyncClient]:
 
 
 async def _ask(client: httpx.AsyncClient) -> str:
-    """The metrics of one Triton.
+    """The metrics of one replica.
 
     Raises:
         httpx.HTTPError: it can't be reached, or answers with an error.

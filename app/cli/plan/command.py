@@ -18,6 +18,7 @@ from app.cli.plan.point import grid, takes_instances
 from app.cli.plan.profiles import PROFILES, Budget
 from app.cli.plan.report import plan_json, plan_page, plan_text
 from app.cli.plan.subject import Subject, choose_deployment, make_subject
+from app.cli.plan.vllm import NOT_HELD, plan_vllm
 from app.cli.report.plots import check_plots
 from app.config.schema import load_what
 from app.errors import CommandError
@@ -28,8 +29,6 @@ __all__ = ["exit_status", "run"]
 
 SIZE_S: Final = 10.0
 """Approximate duration of a size without its load, if imports are quick."""
-NOT_HELD: Final = 3
-"""Exit status: everything was run, but figures differ too much from round to round or from what was predicted."""
 CHECKS: Final = 2
 """The maximum number of sizes that are predicted first and run after, besides the profiles."""
 
@@ -49,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
         check_plots()
     config, user_paths = load_what(options.what, flags=config_flags(options))
     name = choose_deployment(config, options.deployment)
+    if config.deployments[name].is_vllm:
+        return plan_vllm(options, config, name, _progress)
     subject = make_subject(
         options.what, config, name, user_paths, cores=len(os.sched_getaffinity(0)), seconds=options.seconds,
         tokens=options.tokens, input=options.input,

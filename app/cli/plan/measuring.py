@@ -18,7 +18,7 @@ from app.cli.plan.point import Point, section_of
 from app.cli.plan.process_memory import ServerMemory, descendants, mark_peaks, measure_server
 from app.cli.plan.server import PlanServer, serve_point
 from app.cli.plan.subject import WARMUP_S, Subject
-from app.config.schema import Deployment
+from app.config.schema import Config, Deployment
 from app.errors import CommandError, StartError
 from app.process.gpu import gpu_processes, gpus_used
 from app.process.machine import size_text
@@ -31,6 +31,7 @@ __all__ = [
     "combined",
     "measure_point",
     "measure_server_under_load",
+    "serving_fields",
     "weigh_deployment",
 ]
 
@@ -123,12 +124,19 @@ def measure_point(subject: Subject, point: Point) -> Measured:
     Raises:
         CommandError: the server doesn't start, or requests fail; the message has the reason.
     """
-    server = subject.config.server.model_dump(mode="json", exclude_unset=True)
-    fields = {f"server.{name}": value for name, value in server.items()}
-    fields["deployments"] = {subject.name: section_of(subject.deployment, point, subject.cores)}
+    section = section_of(subject.deployment, point, subject.cores)
+    fields = serving_fields(subject.config, subject.name, section)
+    return measure_server_under_load(subject, point, subject.what, fields)
+
+
+def serving_fields(config: Config, name: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, by dotted path, with which a configuration serves one deployment only, of this section."""
+    server = config.server.model_dump(mode="json", exclude_unset=True)
+    fields = {f"server.{field}": value for field, value in server.items()}
+    fields["deployments"] = {name: section}
     if not isinstance(fields.get("server.memory_limit"), int):
         fields["server.memory_limit"] = WHOLE_MACHINE
-    return measure_server_under_load(subject, point, subject.what, fields)
+    return fields
 
 
 def measure_server_under_load(subject: Subject, point: Point, what: str, fields: Mapping[str, Any]) -> Measured:

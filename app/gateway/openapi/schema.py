@@ -55,7 +55,7 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
             continue
         if signature.embedding is not None:
             embedders.append(signature.name)
-        if signature.language_model is not None or signature.vllm is not None:
+        if model.route.is_language_model:
             (language_models if signature.vllm is None else vllm_models).append(signature.name)
             operations = text_operations(signature, bodies["GenerateRequest"])
         else:

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 import app
+from app.control.routing import DeploymentRoute, ReplicaRoute
 from app.gateway.models import Models, ServedModel
 from app.gateway.routes.metadata import index_entry
 from app.gateway.sampler import Sampler
@@ -37,7 +38,7 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
     """``/metrics``.
 
     Args:
-        models: the metrics of their replicas' Tritons are added.
+        models: the metrics of their replicas are added.
         folder: where all processes count.
         sampler: of this worker's gauges.
     """
@@ -47,14 +48,14 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
     async def metrics(request: Request) -> Response:
         # In a thread: the first time, it takes a tenth of a second.
         await asyncio.to_thread(importlib.import_module, "app.telemetry.exposition")
-        from app.telemetry.exposition import TritonTarget, ask_tritons, exposition
+        from app.telemetry.exposition import ReplicaTarget, ask_replicas, exposition
 
         targets = [
-            TritonTarget(model.route.name, replica.id, replica.http_socket)
+            ReplicaTarget(model.route.name, replica.id, _metrics_socket(model.route, replica))
             for model in models.with_steps()
             for replica in (*model.route.replicas, *model.route.retiring)
         ]
-        answers = await ask_tritons(targets)
+        answers = await ask_replicas(targets)
         for answer in answers:
             if answer.text is None:
                 recorder().count("headwater_scrape_errors", answer.deployment)
@@ -64,6 +65,11 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
         return Response(body, media_type=media_type)
 
     return router
+
+
+def _metrics_socket(route: DeploymentRoute, replica: ReplicaRoute) -> Path:
+    path = Path(replica.http_socket)
+    return path if route.is_vllm else path.with_name("m")  # Triton's lies beside that for HTTP
 
 
 def status_routes(models: Models, folder: Path | None, sampler: Sampler) -> APIRouter:

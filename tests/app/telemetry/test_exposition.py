@@ -21,7 +21,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.telemetry.catalogue import CATALOGUE, Phase
-from app.telemetry.exposition import TritonTarget, TritonText, ask_tritons, exposition
+from app.telemetry.exposition import ReplicaTarget, ReplicaText, ask_replicas, exposition
 from app.telemetry.ledger import Totals, merged
 from app.telemetry.recorder import Recorder
 from app.telemetry.store import Store
@@ -37,6 +37,27 @@ nv_inference_count{model="m",version="1"} 15
 nv_inference_pending_request_count{model="m",version="1"} 2
 # TYPE other gauge
 other 1
+"""
+
+
+VLLM = """\
+# TYPE python_info gauge
+python_info{implementation="CPython"} 1.0
+# TYPE vllm:num_preemptions_total counter
+vllm:num_preemptions_total{engine="0",model_name="chat"} 3.0
+# TYPE vllm:num_preemptions_created gauge
+vllm:num_preemptions_created{engine="0",model_name="chat"} 1.7e+09
+# TYPE vllm:iteration_tokens_total histogram
+vllm:iteration_tokens_total_bucket{engine="0",le="+Inf",model_name="chat"} 4.0
+vllm:iteration_tokens_total_count{engine="0",model_name="chat"} 4.0
+vllm:iteration_tokens_total_sum{engine="0",model_name="chat"} 12.0
+# TYPE vllm:request_queue_time_seconds histogram
+vllm:request_queue_time_seconds_bucket{engine="0",le="0.3",model_name="chat"} 5.0
+vllm:request_queue_time_seconds_bucket{engine="0",le="+Inf",model_name="chat"} 6.0
+vllm:request_queue_time_seconds_count{engine="0",model_name="chat"} 6.0
+vllm:request_queue_time_seconds_sum{engine="0",model_name="chat"} 1.5
+# TYPE http_requests_total counter
+http_requests_total{handler="/v1/completions"} 6.0
 """
 
 
@@ -61,7 +82,7 @@ def everything() -> Totals:
     return Totals(merged([recorder.store.snapshot().records]), {"supervisor": os.getpid()})
 
 
-def parsed(totals: Totals, replicas: list[TritonText] | None = None, *, accept: str = "") -> dict[str, Metric]:
+def parsed(totals: Totals, replicas: list[ReplicaText] | None = None, *, accept: str = "") -> dict[str, Metric]:
     body, media_type = exposition(totals, replicas or [], accept)
     text = body.decode()
     if accept:
@@ -83,7 +104,7 @@ def value(families: dict[str, Metric], family: str, name: str = "", **labels: st
 
 @pytest.fixture(params=["", OPEN_METRICS], ids=["text", "openmetrics"])
 def families(request: pytest.FixtureRequest) -> dict[str, Metric]:
-    return parsed(everything(), [TritonText("m", "m-1", TRITON)], accept=request.param)
+    return parsed(everything(), [ReplicaText("m", "m-1", TRITON)], accept=request.param)
 
 
 def test_what_was_counted_is_said_in_base_units(families: dict[str, Metric]) -> None:
@@ -139,8 +160,19 @@ def test_tritons_own_series_keep_their_names_and_get_two_labels(families: dict[s
     assert "other" not in families
 
 
+def test_vllms_own_series_do_too() -> None:
+    for accept in ("", OPEN_METRICS):
+        found = parsed(everything(), [ReplicaText("chat", "chat-1", VLLM)], accept=accept)
+        labels = {"engine": "0", "deployment": "chat", "replica": "chat-1"}
+        assert value(found, "vllm:num_preemptions", "vllm:num_preemptions_total", **labels) == 3
+        queued = "vllm:request_queue_time_seconds"
+        assert value(found, queued, f"{queued}_bucket", le="+Inf", **labels) == 6
+        assert value(found, "vllm:iteration_tokens_total", "vllm:iteration_tokens_total_sum", **labels) == 12
+        assert not [name for name in found if name.startswith(("http_", "python_")) or name.endswith("_created")]
+
+
 def test_what_is_no_metrics_text_spoils_nothing_else() -> None:
-    texts = [TritonText("m", "m-1", TRITON), TritonText("m", "m-2", TRITON[:130] + "\n}{ 7")]
+    texts = [ReplicaText("m", "m-1", TRITON), ReplicaText("m", "m-2", TRITON[:130] + "\n}{ 7")]
     found = parsed(everything(), texts)
     assert value(found, "nv_inference_count", replica="m-1") == 15
 
@@ -266,8 +298,8 @@ def test_who_does_not_answer_is_left_out_and_holds_nobody_up() -> None:
         }
         async with tritons(**behaviours) as folder:
             names = [*behaviours, "gone"]
-            targets = [TritonTarget(name, f"{name}-1", str(folder / name / "h")) for name in names]
-            answers = await ask_tritons(targets, timeout_s=0.5)
+            targets = [ReplicaTarget(name, f"{name}-1", folder / name / "m") for name in names]
+            answers = await ask_replicas(targets, timeout_s=0.5)
         assert [answer[:2] for answer in answers] == [target[:2] for target in targets]
         assert {answer.deployment: answer.text for answer in answers if answer.text is not None} == {"well": TRITON}
 
@@ -275,7 +307,7 @@ def test_who_does_not_answer_is_left_out_and_holds_nobody_up() -> None:
 
 
 def test_nobody_to_ask_is_no_wait() -> None:
-    assert asyncio.run(ask_tritons([])) == []
+    assert asyncio.run(ask_replicas([])) == []
 
 
 def test_a_worker_that_is_never_scraped_imports_no_client() -> None:
