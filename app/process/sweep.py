@@ -134,11 +134,11 @@ def process_stats() -> Iterator[tuple[int, ProcessStat]]:
 
 
 def _end_strays(directory: Path) -> None:
-    """Kill what is left of a replica whose guardian was killed with the supervisor: a Triton without a host."""
+    """Kill what is left of a replica whose guardian was killed with the supervisor: a Triton without a host, whose
+    command line has the folder, or processes of a vLLM, which work in it."""
     group = Journal(directory).host_pid
     deadline = time.monotonic() + STRAYS_TIMEOUT_S
-    named = f"{directory}/".encode()
-    while strays := [pid for pid, stat in process_stats() if stat.group == group and named in _command(pid)]:
+    while strays := [pid for pid, stat in process_stats() if stat.group == group and _is_of(pid, directory)]:
         for pid in strays:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -147,11 +147,12 @@ def _end_strays(directory: Path) -> None:
         time.sleep(0.02)
 
 
-def _command(pid: int) -> bytes:
+def _is_of(pid: int, directory: Path) -> bool:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return f"{directory}/".encode() in command or Path(f"/proc/{pid}/cwd").readlink() == directory.resolve()
     except OSError:
-        return b""
+        return False
 
 
 def _backend_folders(directory: Path) -> list[Path]:

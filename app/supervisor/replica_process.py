@@ -240,6 +240,8 @@ class ReplicaProcess:
 
     def _environment(self) -> dict[str, str]:
         environment = dict(os.environ)
+        if self._deployment.is_vllm:  # ours may be meant for another one
+            environment = {name: value for name, value in environment.items() if not name.startswith("VLLM_")}
         environment["PYTHONUNBUFFERED"] = "1"
         environment["TMPDIR"] = str(self.directory / "tmp")
         if self._deployment.threads is not None:
