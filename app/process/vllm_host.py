@@ -33,7 +33,7 @@ from app.process.vllm import (
     serve_command,
     serve_environment,
 )
-from inference.errors import LoadError
+from inference.errors import LoadError, text_for_clients
 from inference.reference import find_folder
 from inference.signature import Signature, VllmSpec
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
@@ -359,16 +359,19 @@ def main() -> None:
     host = Host(spec, directory, int(status_fd))
     try:
         host.run(python)
-    except (InterpreterError, LoadError) as error:
-        is_permanent = getattr(error, "is_permanent", True)
-        host.report(ReplicaStatus("failed", str(error), "its vLLM can't be started", is_permanent=is_permanent))
+    except InterpreterError as error:
+        cause = f"its vLLM can't be started: {error.reason}"
+        host.report(ReplicaStatus("failed", str(error), text_for_clients(cause), is_permanent=error.is_permanent))
+        sys.exit(1)
+    except LoadError as error:
+        host.report(ReplicaStatus("failed", str(error), text_for_clients(error.problem.reason), is_permanent=True))
         sys.exit(1)
     except Failed as error:
         if (directory / READY_FILE).exists() or not error.error:
             # Where vLLM's own words are not found, the last lines of the log go with the reason.
             host.report(ReplicaStatus("ending", str(error)))
         else:
-            cause = "vLLM ended before it was ready"
+            cause = text_for_clients(f"vLLM ended before it was ready: {error.error}")
             host.report(ReplicaStatus("failed", str(error), cause, is_permanent=error.is_permanent))
         sys.exit(1)
 

@@ -189,7 +189,7 @@ def test_a_failed_start_says_vllms_own_error(short: Path, faults: str, text: str
         failed = hosted.statuses("failed")
         assert failed["text"] == f"vLLM's server {text}"
         assert failed.get("is_permanent", False) == is_permanent
-        assert failed["cause"] == "vLLM ended before it was ready"
+        assert failed["cause"] == f"vLLM ended before it was ready: {text.rpartition('ready: ')[2]}"
 
 
 def test_a_failed_start_without_an_error_is_told_with_the_log(short: Path) -> None:
@@ -207,10 +207,11 @@ def test_an_engine_that_ends_in_the_warm_up(short: Path) -> None:
         assert text.endswith("OutOfMemoryError: no memory for the key/value cache")
 
 
-def test_an_interpreter_without_vllm_is_not_tried_again(short: Path) -> None:
+def test_what_can_be_found_without_a_start_is_not_tried_again(short: Path) -> None:
     with hosting(short, max_model_len=513) as hosted:
         failed = hosted.statuses("failed")
         assert "options.max_model_len: expected at most 512" in failed["text"]
+        assert failed["cause"].startswith("options.max_model_len")
         assert failed["is_permanent"]
 
 
@@ -228,7 +229,6 @@ def test_a_worker_that_ends_or_stops(short: Path, number: signal.Signals) -> Non
         hosted.statuses("ready")
         worker = int(hosted.file("worker"))
         began_s = time.monotonic()
-        time.sleep(0)
         os.kill(worker, number)
         wanted = f"its process VLLM::Worker ({worker}) " + ("has ended" if number == signal.SIGKILL else "is stopped")
         assert hosted.statuses("ending")["text"] == wanted
