@@ -45,12 +45,12 @@ GROWTH_BYTES = 24 * 2**20
 
 
 @pytest.fixture(scope="module")
-def running(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose model has a context in which a stream takes longer than any test."""
+def config(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """That of a server whose model has a context in which a stream takes longer than any test."""
     folder = tmp_path_factory.mktemp("model") / "tiny_lm"
     shutil.copytree(TINY_LM, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16_384}))
+    found = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**found, "max_position_embeddings": 16_384}))
     tiny = {
         "model": f"vllm:{folder}",
         "python": vllm_python,
@@ -58,7 +58,13 @@ def running(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
         "drain_timeout_s": DRAIN_S,
         "max_crashes": 100,
     }
-    with serve({"deployments": {"tiny": tiny}}) as running:
+    return {"deployments": {"tiny": tiny}}
+
+
+@pytest.fixture(scope="module")
+def running(config: dict[str, Any]) -> Iterator[Running]:
+    """That server; every test leaves its model ready or about to be."""
+    with serve(config) as running:
         yield running
         if running.popen.poll() is None:
             replica = Replica(running)
@@ -73,11 +79,14 @@ class Replica:
     def __init__(self, running: Running) -> None:
         self.folder = running.replica_folder("tiny")
         self.group = running.replica_pid("tiny")
-        self._client = httpx.Client(transport=httpx.HTTPTransport(uds=str(self.folder / "h")), timeout=30)
-        self._segments: set[str] = set()
+        self.segments: set[str] = set()
+        self.look()
+
+    def look(self) -> None:
+        """Note the segments that its processes have mapped."""
         for pid in self.processes():
             with contextlib.suppress(OSError):
-                self._segments.update(re.findall(r"/dev/shm/([^ \n]+)", Path(f"/proc/{pid}/maps").read_text()))
+                self.segments.update(re.findall(r"/dev/shm/([^ \n]+)", Path(f"/proc/{pid}/maps").read_text()))
 
     def processes(self) -> dict[int, str]:
         """Its host, and vLLM's: name by process id."""
@@ -102,12 +111,13 @@ class Replica:
     def left(self) -> list[str]:
         """What is left of it."""
         found = [f"process {pid}: {name}" for pid, name in self.processes().items()]
-        found += [f"segment {name}" for name in self._segments if Path("/dev/shm", name).exists()]
+        found += [f"segment {name}" for name in self.segments if Path("/dev/shm", name).exists()]
         return found + ([str(self.folder)] if self.folder.exists() else [])
 
     def requests(self) -> int:
         """Those that vLLM has, running and waiting."""
-        text = self._client.get("http://replica/metrics").text
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.folder / "h")), timeout=30) as client:
+            text = client.get("http://replica/metrics").text
         return int(sum(map(float, re.findall(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)", text, re.M))))
 
 
@@ -142,7 +152,7 @@ class Stream:
 
     def error(self) -> str:
         """The explicit error with which it has ended; empty: none."""
-        said = next((one for one in self.events if '"error"' in one), "")
+        said = next((one for one in self.events if one.startswith('{"error"')), "")
         return said if self.status != 200 or self.events[-1] in (said, "[DONE]") else ""
 
 
@@ -268,8 +278,25 @@ def test_a_process_that_dies_under_load(running: Running, what: str, number: sig
     completes(running)
 
 
-def test_nothing_survives_a_supervisor_that_is_killed(running: Running, vllm_python: str) -> None:
+def test_nothing_survives_a_supervisor_that_is_killed(running: Running) -> None:
     replica = await_ready(running)
     with streams(running):
         running.popen.kill()
         wait_for(lambda: replica.left() == [], 30, "the replica to be swept")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_server_that_ends_while_vllm_starts_leaves_nothing(config: dict[str, Any], number: signal.Signals) -> None:
+    with serve(config, ready=False) as running:
+        replica = wait_for(lambda: with_segments(running), READY_WITHIN_S, "its processes to share memory")
+        running.popen.send_signal(number)
+        wait_for(lambda: replica.left() == [], 30, "the replica to be swept")
+
+
+def with_segments(running: Running) -> Replica | None:
+    """The replica, once it has segments."""
+    with contextlib.suppress(LookupError, OSError):
+        replica = Replica(running)
+        if replica.segments:
+            return replica
+    return None
