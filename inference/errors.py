@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -28,7 +29,12 @@ __all__ = [
     "ReplicaError",
     "did_you_mean",
     "is_permanent",
+    "text_for_clients",
 ]
+
+CAUSE_CHARACTERS = 300
+_FOLDERS = re.compile(r"(?<![\w/:.~-])~?/(?:[^\s/:'\"]+/)*(?=[^\s/])")
+"""Matches all but the last part of absolute paths."""
 
 
 class ModelError(Exception):
@@ -100,3 +106,9 @@ def is_permanent(error: ModelError) -> bool:
     if isinstance(error, LoadError):
         return isinstance(error.__cause__, (type(None), ModuleNotFoundError, SyntaxError, DeclarationError))
     return isinstance(error, (DeclarationError, EnvironmentUnfit))
+
+
+def text_for_clients(text: str) -> str:
+    """The first line of an error's text, with paths cut to their last part; at most so long that it can be shown."""
+    first_line = text.partition("\n")[0]
+    return _FOLDERS.sub("", first_line)[:CAUSE_CHARACTERS]

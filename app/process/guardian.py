@@ -41,6 +41,9 @@ START_NICE: Final = 5
 """The lower priority of a replica that is starting, on the scale of `nice`: about a third of the normal share. A start
 on an idle machine loses nothing."""
 CAP_SYS_NICE: Final = 23
+TRACKERS_TIMEOUT_S: Final = 1.25
+"""How long the resource trackers of Python's `multiprocessing` may take to remove what killed processes had."""
+POLL_S: Final = 0.02
 SUSPECT_S: Final = 0.25
 """A member of the group that is in a bad state for this long has ended or is stopped, although Triton still answers
 "ready". A debugger stops a process for less."""
@@ -175,6 +178,9 @@ class Guardian:
         """Inspect the group's processes and calls. Returns a problem that has persisted, if any."""
         # While it starts, Triton runs and ends a stub to inspect the model. The replica itself reports a failed start.
         if not (self._members or (self._directory / READY_FILE).exists()):
+            self._checks += 1
+            if self._checks % FULL_CHECK_EVERY == 1:
+                self._note_segments(_group_states(self._host.pid))
             return None
         now_s = time.monotonic()
         if now_s >= self._next_look_s:
@@ -217,7 +223,17 @@ class Guardian:
             self._journal.note(self._host.pid, segments_mapped_by(pids))
 
     def _end_group(self) -> None:
-        self._note_segments(_group_states(self._host.pid))
+        members = _group_states(self._host.pid)
+        self._note_segments(members)
+        trackers = [pid for pid in members if _is_tracker(pid)]
+        if trackers:
+            # They remove what the others had, also what nobody has noted, and end when the others have ended.
+            for pid in members.keys() - trackers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            deadline = time.monotonic() + TRACKERS_TIMEOUT_S
+            while any(map(_runs, trackers)) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._host.pid, signal.SIGKILL)
         self._host.wait()
@@ -275,6 +291,18 @@ def _describe_exit(returncode: int) -> str:
 def _group_states(group: int) -> dict[int, tuple[str, str]]:
     """Name and state of every process of a group."""
     return {pid: (stat.name, stat.state) for pid, stat in process_stats() if stat.group == group}
+
+
+def _is_tracker(pid: int) -> bool:
+    """Whether a process is a resource tracker of Python's `multiprocessing`."""
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _runs(pid: int) -> bool:
+    stat = process_stat(pid)
+    return stat is not None and stat.state not in "ZX"
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "process_stat",
     "process_stats",
     "segments_mapped_by",
+    "segments_of_group",
     "sweep_replica",
     "sweep_stale",
 ]
@@ -69,6 +70,11 @@ class Journal:
         temporary.write_text(json.dumps({"host_pid": host_pid, "segments": sorted(merged)}))
         temporary.replace(self._path)
         self._is_behind = False
+
+
+def segments_of_group(group: int) -> set[str]:
+    """What `segments_mapped_by` finds of a process group."""
+    return segments_mapped_by(pid for pid, stat in process_stats() if stat.group == group)
 
 
 def segments_mapped_by(pids: Iterable[int]) -> set[str]:
@@ -133,25 +139,32 @@ def process_stats() -> Iterator[tuple[int, ProcessStat]]:
             yield int(entry), stat
 
 
-def _end_strays(directory: Path) -> None:
-    """Kill what is left of a replica whose guardian was killed with the supervisor: a Triton without a host."""
+def _end_strays(directory: Path) -> set[str]:
+    """Kill what is left of a replica whose guardian was killed: a Triton without a host, whose command line has the
+    folder, or processes of a vLLM, which work in it.
+
+    Returns the names of the segments that they had.
+    """
+    segments: set[str] = set()
     group = Journal(directory).host_pid
     deadline = time.monotonic() + STRAYS_TIMEOUT_S
-    named = f"{directory}/".encode()
-    while strays := [pid for pid, stat in process_stats() if stat.group == group and named in _command(pid)]:
+    while strays := [pid for pid, stat in process_stats() if stat.group == group and _is_of(pid, directory)]:
+        segments |= segments_mapped_by(strays)
         for pid in strays:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
-            return
+            break
         time.sleep(0.02)
+    return segments
 
 
-def _command(pid: int) -> bytes:
+def _is_of(pid: int, directory: Path) -> bool:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return f"{directory}/".encode() in command or Path(f"/proc/{pid}/cwd").readlink() == directory.resolve()
     except OSError:
-        return b""
+        return False
 
 
 def _backend_folders(directory: Path) -> list[Path]:
@@ -207,8 +220,7 @@ def sweep_stale(parent: Path | None) -> list[Path]:
             found.append(folder)
             for replica in folder.iterdir():
                 if (replica / _JOURNAL).exists():
-                    _end_strays(replica)
-                    sweep_replica(replica)
+                    sweep_replica(replica, _end_strays(replica))
             shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(lock)

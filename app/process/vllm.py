@@ -16,12 +16,16 @@ from app.process.interpreter import CONFUSING, InterpreterError, ask_interpreter
 from inference.errors import LoadError, Problem
 
 __all__ = [
-    "VllmInstall", "context_length", "find_vllm", "folder_problem", "serve_command", "serve_environment",
+    "VllmInstall", "context_length", "device_problem", "find_vllm", "folder_problem", "serve_command",
+    "serve_environment",
 ]  # fmt: skip
 
 OURS: Final = frozenset({"kv_cache_gib", "max_step_s", "prefix_affinity"})
 """Options that are no flags of vLLM."""
 INSTALL_CPU: Final = "make vllm-env"
+LOG_STATS_S: Final = 86_400
+"""How often vLLM logs its throughput, which it would do every 10 s: the gateway has metrics of it. Switched off, vLLM
+would count nothing."""
 _QUESTION: Final = """
 import importlib.metadata
 report = {}
@@ -97,6 +101,33 @@ def folder_problem(folder: Path, options: Mapping[str, Any], install: VllmInstal
     return None
 
 
+def device_problem(
+    device: str, environ: Mapping[str, str], options: Mapping[str, Any], install: VllmInstall
+) -> Problem | None:
+    """Why a vLLM can't compute on a device; None if it can, as far as is known without a start.
+
+    Args:
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        environ: the replica's; ``CUDA_VISIBLE_DEVICES`` limits the GPUs.
+        options: as for `serve_command`.
+        install: the vLLM.
+    """
+    where = f"{install.python} has a vLLM that computes on {'the CPU' if install.is_cpu else 'GPUs'} only"
+    if device.startswith("cuda") == install.is_cpu and device != "auto":
+        expected = "auto or cpu" if install.is_cpu else "auto, cuda or cuda:N"
+        fix = "change it, or name an interpreter in `python` whose vLLM can"
+        return Problem("device", f"expected {expected}, got {device}: {where}", fix)
+    shown = environ.get("CUDA_VISIBLE_DEVICES")
+    if not device.startswith("cuda") or shown is None:
+        return None
+    if len(_gpus(shown)) <= max(wanted := _wanted(device, options)):
+        reason = f"{device} with options.tensor_parallel_size = {len(wanted)} takes GPU {max(wanted)} of those in "
+        return Problem(
+            "device", f"{reason}CUDA_VISIBLE_DEVICES={shown}, counted from 0", "name more there, or take fewer"
+        )
+    return None
+
+
 def serve_command(
     install: VllmInstall, folder: Path, name: str, socket: Path, options: Mapping[str, Any], adapters: Mapping[str, str]
 ) -> list[str]:
@@ -135,35 +166,46 @@ def serve_command(
 def serve_environment(
     environ: Mapping[str, str], directory: Path, device: str, options: Mapping[str, Any], install: VllmInstall
 ) -> dict[str, str]:
-    """The environment of a vLLM: without variables meant for our Python, or for another vLLM.
+    """The environment of a vLLM: without variables meant for our Python.
 
     Args:
-        environ: the replica's.
+        environ: the replica's. What it says of caches, logging and compilation stays.
         directory: the replica's folder, for sockets.
-        device: where it computes: ``cuda`` and ``cuda:N`` choose GPUs, of which it takes ``tensor_parallel_size``.
+        device: where it computes, in which `device_problem` finds none: ``cuda`` and ``cuda:N`` choose GPUs, of which
+            it takes ``tensor_parallel_size``.
         options: as for `serve_command`.
         install: the vLLM.
     """
-    environment = {
-        name: value for name, value in environ.items() if name not in (*CONFUSING, "PYTHONPATH", "LD_LIBRARY_PATH")
-    }
-    cache = Path(environment.get("VLLM_CACHE_ROOT") or Path.home() / ".cache" / "vllm")
+    environment = {name: value for name, value in environ.items() if name not in (*CONFUSING, "PYTHONPATH")}
+    caches = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = environment.setdefault("VLLM_CACHE_ROOT", str(caches / "vllm"))
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache}/inductor")
+    environment.setdefault("VLLM_LOG_STATS_INTERVAL", str(LOG_STATS_S))
+    environment.setdefault("VLLM_DISABLE_LOG_LOGO", "1")
     environment |= {
-        "VLLM_CACHE_ROOT": str(cache),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "VLLM_RPC_BASE_PATH": str(directory),
+        "VLLM_PROCESS_NAME_PREFIX": "VLLM",  # by which the guardian knows its processes
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     if install.is_cpu:
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": str(options.get("kv_cache_gib") or 1), "TORCH_COMPILE_DISABLE": "1"}
+        environment.setdefault("TORCH_COMPILE_DISABLE", "1")
+        if options.get("kv_cache_gib"):
+            environment["VLLM_CPU_KVCACHE_SPACE"] = str(options["kv_cache_gib"])
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     elif device.startswith("cuda"):
-        environment["CUDA_VISIBLE_DEVICES"] = _visible(environ, device, options.get("tensor_parallel_size", 1))
+        shown = environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = None if shown is None else _gpus(shown)
+        wanted = _wanted(device, options)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(one) if gpus is None else gpus[one] for one in wanted)
     return environment
 
 
-def _visible(environ: Mapping[str, str], device: str, count: int) -> str:
+def _wanted(device: str, options: Mapping[str, Any]) -> range:
+    """The GPUs that a replica takes, counted among those that it may see."""
     first = int(device.partition(":")[2] or 0)
-    shown = [one.strip() for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
-    wanted = range(first, first + count)
-    return ",".join(shown[place] if place < len(shown) else str(place) for place in wanted)
+    return range(first, first + options.get("tensor_parallel_size", 1))
+
+
+def _gpus(shown: str) -> list[str]:
+    return [one.strip() for one in shown.split(",") if one.strip()]

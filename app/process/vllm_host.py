@@ -20,13 +20,20 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Final
 
 import msgspec
 
 from app.process.interpreter import InterpreterError
-from app.process.vllm import VllmInstall, find_vllm, folder_problem, serve_command, serve_environment
-from inference.errors import LoadError
+from app.process.vllm import (
+    VllmInstall,
+    device_problem,
+    find_vllm,
+    folder_problem,
+    serve_command,
+    serve_environment,
+)
+from inference.errors import LoadError, text_for_clients
 from inference.reference import find_folder
 from inference.signature import VllmSpec, text_signature
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
@@ -38,46 +45,102 @@ READY_FILE: Final = "ready"
 SOCKET: Final = "h"
 """The name of vLLM's socket in the replica's folder."""
 POLL_S: Final = 0.25
-ASK_TIMEOUT_S: Final = 5.0
+ASK_TIMEOUT_S: Final = 4.0
 WARMUP_TIMEOUT_S: Final = 300.0
 """The first request for log probabilities may compile."""
 END_TIMEOUT_S: Final = 5.0
 """How long vLLM may take to end after SIGTERM; the guardian then kills the group."""
-LOOKS: Final = 4
+LOOKS: Final = 8
 """How often progress is looked at in the time that a step may take."""
-_METRIC: Final = re.compile(rb"^vllm:([a-z_]+)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
+MISSED: Final = 6
+"""So many looks in a row without progress mean that the engine hangs: between 6 and 7 intervals after the last."""
+EXIT_S: Final = 2.0
+"""How long a server whose engine has failed may take to end, and what it wrote to be read."""
+RECENT_S: Final = 30.0
+"""An error that vLLM wrote before this is not why it ends."""
+USAGE_ERROR: Final = 2
+"""The exit status of a program that refuses its arguments."""
+ERROR_CHARACTERS: Final = 500
+_METRIC: Final = re.compile(rb"^vllm:([a-z_]+)(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
+_COUNTED: Final = frozenset(
+    {
+        b"generation_tokens_total", b"prompt_tokens_total", b"kv_cache_usage_perc", b"num_requests_running",
+        b"num_requests_waiting",
+    }
+)  # fmt: skip
+"""What the engine reports after each step. The cache fills while a long prompt is read, of which no token is counted
+before its end."""
 _BLOCKS: Final = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
+_PREFIX: Final = re.compile(r"\(\w+ pid=\d+\) (?:[A-Z]+ \S+ \S+ \[[^\]]*\] )?")
+"""Of a line of vLLM's processes, the server's own traceback excepted."""
+_ERROR: Final = re.compile(r"(?:\S+: error: |(?:\w+\.)*(?=\w*(?:Error|Exception)(?:: |$)))(.+)")
+"""A traceback's last line, or what `argparse` says."""
+_REFUSED: Final = ("ValidationError", "ValueError", "KeyError")
+"""The server's own errors over its arguments and the model's folder."""
 
 
 class Progress:
-    """Whether an engine makes progress: by the tokens that it has counted, and by probes while nothing is counted.
+    """Whether an engine makes progress: what it counts changes from one look to the next. When nothing has changed, a
+    probe is sent before the next look, so that an engine that works has something to count.
 
-    Args:
-        max_step_s: how long it may make none, with a request under way.
+    Looks are counted, rather than time, so that a pause of the whole machine is no reason to end a replica.
     """
 
-    def __init__(self, max_step_s: float) -> None:
-        self._max_step_s = max_step_s
-        self._tokens = -1.0
-        self._since_s: float | None = None
-        """Since when a probe has gone unanswered and nothing was counted."""
+    def __init__(self) -> None:
+        self.missed = 0
+        """Looks since the last progress."""
+        self._counted: tuple[float, ...] | None = None
 
-    def look(self, tokens: float | None, *, is_probed: bool, now_s: float) -> bool:
-        """Note what was found. Returns whether the engine hangs.
+    def look(self, counted: tuple[float, ...]) -> bool:
+        """Note what has been counted so far. Returns whether the engine hangs."""
+        self.missed = self.missed + 1 if counted == self._counted else 0
+        self._counted = counted
+        return self.missed >= MISSED
 
-        Args:
-            tokens: those counted so far, of prompts and answers; None: vLLM didn't say.
-            is_probed: whether a probe is under way.
-            now_s: a monotonic time.
-        """
-        if tokens is not None and tokens != self._tokens:
-            self._tokens = tokens
-            self._since_s = None
-        elif tokens is not None and not is_probed:
-            self._since_s = None
-        elif self._since_s is None:
-            self._since_s = now_s
-        return self._since_s is not None and now_s - self._since_s >= self._max_step_s
+
+class Output:
+    """What vLLM writes: passed on to the log, and searched for the error that ended it.
+
+    Args:
+        stream: read in a thread to its end.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._error = ""
+        self._noted_s = 0.0
+        self._is_servers = False
+        """Whether the error is the server's own, not one of its engine's processes."""
+        self._details = 0
+        """How many of the next lines belong to the error."""
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def error(self) -> str:
+        """The error just written, on one line: class and message; empty: there is none."""
+        self._thread.join(EXIT_S)  # processes that haven't ended hold the stream open
+        return self._error[:ERROR_CHARACTERS] if time.monotonic() - self._noted_s < RECENT_S else ""
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the server refused what it was to serve, which another start would not change."""
+        return self._is_servers and self._error.startswith(_REFUSED)
+
+    def _read(self) -> None:
+        for line in self._stream:
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+            self._search(line.decode(errors="replace").rstrip())
+
+    def _search(self, line: str) -> None:
+        prefix = _PREFIX.match(line)
+        text = line[prefix.end() :] if prefix is not None else line
+        if (found := _ERROR.match(text)) is not None and "root cause" not in text:  # that refers to an earlier error
+            self._error, self._noted_s, self._is_servers = found[1], time.monotonic(), prefix is None
+            self._details = 2 if "validation error" in text else 0
+        elif self._details:
+            self._details -= 1
+            self._error += "" if text.strip().startswith("For further information") else f": {text.strip()}"
 
 
 class _Connection(http.client.HTTPConnection):
@@ -94,7 +157,13 @@ class _Connection(http.client.HTTPConnection):
 
 
 class Failed(Exception):
-    """vLLM can't serve."""
+    """vLLM can't serve, or go on."""
+
+    def __init__(self, reason: str, error: str = "", *, is_permanent: bool = False) -> None:
+        super().__init__(f"{reason}: {error}" if error else reason)
+        self.error = error
+        """vLLM's own."""
+        self.is_permanent = is_permanent
 
 
 class Host:
@@ -112,7 +181,12 @@ class Host:
         self._status_fd = status_fd
         self._stop = threading.Event()
         self._probe: threading.Thread | None = None
+        self._answered = 0
+        """Probes that were answered."""
+        self._counted: tuple[float, ...] = ()
+        """What the engine has counted, as far as is known."""
         self._server: subprocess.Popen[bytes]
+        self._output: Output
 
     def report(self, status: ReplicaStatus) -> None:
         """Write a status line."""
@@ -132,14 +206,18 @@ class Host:
         self.report(ReplicaStatus("progress", "looking for vLLM"))
         install = find_vllm(python, os.environ)
         folder = find_folder(spec.model, [spec.working_dir, *spec.user_paths])
-        problem = folder_problem(folder, spec.options, install)
+        problem = device_problem(spec.device, os.environ, spec.options, install)
+        problem = problem or folder_problem(folder, spec.options, install)
         if problem is not None:
             raise LoadError(problem)
         self._start(install, folder)
         self._await_health()
         self.report(ReplicaStatus("progress", "warming up"))
-        self._warm_up()
-        signature = text_signature(spec.name, folder, vllm=self._capacity(install))
+        try:
+            self._warm_up()
+            signature = text_signature(spec.name, folder, vllm=self._capacity(install))
+        except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
+            raise self._failed(f"a request before it was ready failed: {type(error).__name__}: {error}") from None
         device = "cpu" if install.is_cpu else (spec.device if spec.device.startswith("cuda") else "cuda")
         (self._directory / READY_FILE).touch()
         facts = {"device": device, "vllm": install.version}
@@ -162,7 +240,11 @@ class Host:
             cwd=self._directory,
             env=serve_environment(os.environ, self._directory, spec.device, spec.options, install),
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
+        assert self._server.stdout is not None
+        self._output = Output(self._server.stdout)
         self.report(ReplicaStatus("progress", f"starting vLLM {install.version}"))
 
     def _await_health(self) -> None:
@@ -175,10 +257,12 @@ class Host:
             time.sleep(POLL_S)
 
     def _warm_up(self) -> None:
-        for more in ({}, {"logprobs": 1}):
+        requests: list[dict[str, object]] = [{}, {"logprobs": 1}] if self._spec.options["max_logprobs"] else [{}]
+        for more in requests:
             status, answer = self._generate(WARMUP_TIMEOUT_S, max_tokens=2, **more)
             if status != 200:
-                raise Failed(f"the warm-up request was answered with {status}: {answer[:500].decode(errors='replace')}")
+                text = answer[:ERROR_CHARACTERS].decode(errors="replace")
+                raise self._failed(f"a request before it was ready was answered with {status}: {text}")
 
     def _generate(self, timeout_s: float, **fields: object) -> tuple[int, bytes]:
         body = {"model": self._spec.name, "prompt": "Hello", "temperature": 0, **fields}
@@ -203,46 +287,54 @@ class Host:
             Failed: it has ended, or makes no progress.
         """
         max_step_s = self._spec.options["max_step_s"]
-        progress = Progress(max_step_s * (LOOKS - 1) / LOOKS)
+        interval_s = max_step_s / LOOKS
+        progress = Progress()
         next_s = 0.0
-        while not self._stop.wait(POLL_S):
+        while not self._stop.wait(min(POLL_S, interval_s)):
             self._check_alive("although nobody ended it")
             now_s = time.monotonic()
             if now_s < next_s:
                 continue
-            next_s = now_s + max_step_s / LOOKS
-            if progress.look(self._tokens(), is_probed=self._is_probing(), now_s=now_s):
-                raise Failed(f"its engine has made no progress for options.max_step_s = {max_step_s:g} s")
-            if not self._is_probing():
+            next_s = now_s + interval_s
+            self._count(interval_s)
+            if progress.look((self._answered, *self._counted)):
+                raise Failed(f"its engine has made no progress within options.max_step_s = {max_step_s:g} s")
+            if progress.missed and (self._probe is None or not self._probe.is_alive()):
                 self._probe = threading.Thread(target=self._send_probe, daemon=True)
                 self._probe.start()
 
-    def _is_probing(self) -> bool:
-        return self._probe is not None and self._probe.is_alive()
-
     def _send_probe(self) -> None:
+        # A full queue refuses it, which is no sign of progress.
         with contextlib.suppress(OSError, http.client.HTTPException):
-            self._generate(self._spec.options["max_step_s"] * 2, max_tokens=1)
+            if self._generate(self._spec.options["max_step_s"], max_tokens=1)[0] == 200:
+                self._answered += 1
 
-    def _tokens(self) -> float | None:
-        """The tokens that the engine has counted so far; None if vLLM doesn't answer."""
-        try:
-            text = self._ask("GET", "/metrics")[1]
-        except (OSError, http.client.HTTPException):
-            return None
-        counted = {b"generation_tokens_total", b"prompt_tokens_total"}
-        return sum(float(value) for name, value in _METRIC.findall(text) if name in counted)
+    def _count(self, timeout_s: float) -> None:
+        """Look what the engine has counted; without an answer, the last one stays."""
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            text = self._ask("GET", "/metrics", timeout_s=min(ASK_TIMEOUT_S, timeout_s))[1]
+            self._counted = tuple(float(value) for name, value in _METRIC.findall(text) if name in _COUNTED)
 
     def _check_alive(self, when: str) -> None:
         status = self._server.poll()
         if status is not None:
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-            raise Failed(f"vLLM's server {how} {when}")
+            error = self._output.error()
+            is_permanent = status == USAGE_ERROR or self._output.is_refusal
+            raise Failed(f"vLLM's server {how} {when}", error, is_permanent=is_permanent)
+
+    def _failed(self, reason: str) -> Failed:
+        """The error for a vLLM that fails a request, or ends because its engine has failed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._server.wait(EXIT_S)
+        return Failed(reason, self._output.error())
 
     def _end(self) -> None:
         self._server.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs if streams are under way
+        try:
             self._server.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # as it does while it has requests
+            print(f"vLLM has not ended {END_TIMEOUT_S:g} s after SIGTERM; its processes are killed", flush=True)
 
     def _ask(
         self, method: str, path: str, body: str | None = None, *, timeout_s: float = ASK_TIMEOUT_S
@@ -267,13 +359,20 @@ def main() -> None:
     host = Host(spec, directory, int(status_fd))
     try:
         host.run(python)
-    except (InterpreterError, LoadError) as error:
-        is_permanent = getattr(error, "is_permanent", True)
-        host.report(ReplicaStatus("failed", str(error), "its vLLM can't be started", is_permanent=is_permanent))
+    except InterpreterError as error:
+        cause = f"its vLLM can't be started: {error.reason}"
+        host.report(ReplicaStatus("failed", str(error), text_for_clients(cause), is_permanent=error.is_permanent))
+        sys.exit(1)
+    except LoadError as error:
+        host.report(ReplicaStatus("failed", str(error), text_for_clients(error.problem.reason), is_permanent=True))
         sys.exit(1)
     except Failed as error:
-        event: Any = "ending" if (directory / READY_FILE).exists() else "failed"
-        host.report(ReplicaStatus(event, str(error)))
+        if (directory / READY_FILE).exists() or not error.error:
+            # Where vLLM's own words are not found, the last lines of the log go with the reason.
+            host.report(ReplicaStatus("ending", str(error)))
+        else:
+            cause = text_for_clients(f"vLLM ended before it was ready: {error.error}")
+            host.report(ReplicaStatus("failed", str(error), cause, is_permanent=error.is_permanent))
         sys.exit(1)
 
 

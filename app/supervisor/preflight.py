@@ -45,6 +45,8 @@ UNIX_PATH_BYTES = 107
 INSTANCE_NAME_BYTES = len("/headwater--xxxxxxxx")
 REPLICA_SOCKET_BYTES = len("/r99999/w/_0_99-server.sock")
 """The longest path of a replica's socket, which is PyTriton's, without the deployment's name."""
+VLLM_SOCKET_BYTES = len("/r99999/xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx")
+"""The longest path of a socket of vLLM's processes."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -85,7 +87,7 @@ def address_problems(host: str, port: int) -> list[Problem]:
     return []
 
 
-def runtime_dir_problems(server: Server, deployments: Iterable[str]) -> list[Problem]:
+def runtime_dir_problems(server: Server, deployments: Mapping[str, Deployment]) -> list[Problem]:
     """Whether the runtime folder can hold sockets, workspaces and temporary files."""
     title = "server.runtime_dir"
     # The supervisor makes it if it is missing; a relative path starts in the folder in which Headwater is started.
@@ -105,13 +107,20 @@ def runtime_dir_problems(server: Server, deployments: Iterable[str]) -> list[Pro
     if any(character.isspace() for character in str(root)):
         reason = f"{str(root)!r} has white space, at which PyTriton splits Triton's arguments"
         problems.append(Problem(title, reason, another))
-    name = max((len(name) for name in deployments), default=0)
-    length = len(os.fsencode(root)) + INSTANCE_NAME_BYTES + len(str(os.getuid())) + name + REPLICA_SOCKET_BYTES
+    socket_bytes = max((_socket_bytes(name, one) for name, one in deployments.items()), default=REPLICA_SOCKET_BYTES)
+    length = len(os.fsencode(root)) + INSTANCE_NAME_BYTES + len(str(os.getuid())) + socket_bytes
     if length > UNIX_PATH_BYTES:
         reason = f"the path of a replica's socket would have {length} bytes; a unix socket's has {UNIX_PATH_BYTES}"
-        fix = f"{another}, {length - UNIX_PATH_BYTES} bytes shorter than {root}; or shorten the deployment's name"
+        fix = f"{another}, {length - UNIX_PATH_BYTES} bytes shorter than {root}"
+        if socket_bytes != VLLM_SOCKET_BYTES:
+            fix += "; or shorten the deployment's name"
         problems.append(Problem(title, reason, fix))
     return problems
+
+
+def _socket_bytes(name: str, deployment: Deployment) -> int:
+    """The longest path of a socket in a replica's folder, the folder included."""
+    return VLLM_SOCKET_BYTES if deployment.is_vllm else len(name) + REPLICA_SOCKET_BYTES
 
 
 def security_problems(config: Config) -> list[Problem]:

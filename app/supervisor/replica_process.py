@@ -19,7 +19,7 @@ import msgspec
 
 from app.config.schema import Deployment
 from app.control.routing import LAST_LINES, ReplicaRoute
-from app.process.sweep import Journal, sweep_replica
+from app.process.sweep import Journal, segments_of_group, sweep_replica
 from app.supervisor.replica_log import ReplicaLog
 from app.telemetry.logs import REPLICA_LOGGER
 from inference.environment import library_path
@@ -157,7 +157,9 @@ class ReplicaProcess:
             # The guardian has not swept. The group is killed first, since it holds our pipes open.
             await self.ending.wait()
             host_pid = Journal(self.directory).host_pid
+            segments: set[str] = set()
             if host_pid:
+                segments = segments_of_group(host_pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(host_pid, signal.SIGKILL)
             # A process that the callable started in a session of its own may hold the pipes open for ever.
@@ -165,7 +167,7 @@ class ReplicaProcess:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            self.leftovers = sweep_replica(self.directory)
+            self.leftovers = sweep_replica(self.directory, segments)
         else:
             await asyncio.gather(*self._tasks)
         self._log.flush()
@@ -240,6 +242,8 @@ class ReplicaProcess:
 
     def _environment(self) -> dict[str, str]:
         environment = dict(os.environ)
+        if self._deployment.is_vllm:  # ours may be meant for another one
+            environment = {name: value for name, value in environment.items() if not name.startswith("VLLM_")}
         environment["PYTHONUNBUFFERED"] = "1"
         environment["TMPDIR"] = str(self.directory / "tmp")
         if self._deployment.threads is not None:

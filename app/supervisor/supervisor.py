@@ -137,7 +137,7 @@ class Supervisor:
         # Without these checks some problems would show late; a socket's path that is too long, only in a call.
         for problem in (
             *preflight.security_problems(self._config),
-            *preflight.runtime_dir_problems(self._config.server, self._sets),
+            *preflight.runtime_dir_problems(self._config.server, self._config.all_deployments()),
             *preflight.tracing_problems(self._config.server),
         ):
             raise StartError(str(problem))

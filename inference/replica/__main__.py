@@ -11,7 +11,6 @@ import ctypes
 import faulthandler
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -24,7 +23,7 @@ import msgspec
 
 from inference import tuning
 from inference.environment import package_versions, require
-from inference.errors import LoadError, ModelError, is_permanent
+from inference.errors import LoadError, ModelError, is_permanent, text_for_clients
 from inference.runtime.watchdog import WATCHDOG_FILE, WatchCall, Watchdog
 from inference.tuning import keep_freed_memory
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
@@ -35,10 +34,6 @@ __all__ = ["failure_of", "main"]
 PR_SET_PDEATHSIG = 1
 READY_FILE = "ready"
 LARGE_EXAMPLE_BYTES = 64 * 1024
-CAUSE_CHARACTERS = 300
-
-_FOLDERS = re.compile(r"(?<![\w/:.~-])~?/(?:[^\s/:'\"]+/)*(?=[^\s/])")
-"""Matches all but the last part of absolute paths."""
 
 
 def main() -> None:
@@ -137,17 +132,12 @@ def failure_of(error: Exception) -> ReplicaStatus:
         cause = error.problem.reason if error.__cause__ is None else _cause(error.__cause__)
     else:
         cause = text
-    return ReplicaStatus("failed", text, cause=_for_clients(cause), is_permanent=is_permanent(error))
+    return ReplicaStatus("failed", text, cause=text_for_clients(cause), is_permanent=is_permanent(error))
 
 
 def _cause(error: BaseException) -> str:
     text = str(error)
-    return _for_clients(f"{type(error).__name__}: {text}" if text else type(error).__name__)
-
-
-def _for_clients(text: str) -> str:
-    first_line = text.partition("\n")[0]
-    return _FOLDERS.sub("", first_line)[:CAUSE_CHARACTERS]
+    return text_for_clients(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
 def _end_soon(reason: str) -> None:

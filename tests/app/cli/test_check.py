@@ -371,32 +371,36 @@ def test_a_host_that_is_no_address() -> None:
 
 
 def test_a_runtime_dir_is_left_as_it_was(tmp_path: Path) -> None:
-    assert runtime_dir_problems(Server(), ["double"]) == []
-    runtime_dir_problems(Server(runtime_dir=tmp_path / "new" / "er"), ["double"])
+    assert runtime_dir_problems(Server(), {"double": deployment()}) == []
+    runtime_dir_problems(Server(runtime_dir=tmp_path / "new" / "er"), {"double": deployment()})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_runtime_dir_that_can_not_be_written() -> None:
-    (problem,) = runtime_dir_problems(Server(runtime_dir=Path("/proc/headwater")), ["double"])
+    (problem,) = runtime_dir_problems(Server(runtime_dir=Path("/proc/headwater")), {"double": deployment()})
     assert "can't write in /proc" in problem.reason
 
 
 def test_a_runtime_dir_that_is_a_file() -> None:
-    (problem,) = runtime_dir_problems(Server(runtime_dir=Path("/dev/null")), ["double"])
+    (problem,) = runtime_dir_problems(Server(runtime_dir=Path("/dev/null")), {"double": deployment()})
     assert "can't write in /dev/null: Not a directory" in problem.reason
 
 
 def test_a_runtime_dir_with_white_space() -> None:
-    (problem,) = runtime_dir_problems(Server(runtime_dir=Path("/tmp/two words")), ["double"])
+    (problem,) = runtime_dir_problems(Server(runtime_dir=Path("/tmp/two words")), {"double": deployment()})
     assert "white space" in problem.reason
 
 
 def test_a_runtime_dir_too_long_for_sockets() -> None:
     long = Path("/tmp") / ("x" * 40)
-    assert runtime_dir_problems(Server(runtime_dir=long), []) == []
-    (problem,) = runtime_dir_problems(Server(runtime_dir=long), ["a-rather-long-name"])
+    assert runtime_dir_problems(Server(runtime_dir=long), {}) == []
+    (problem,) = runtime_dir_problems(Server(runtime_dir=long), {"a-rather-long-name": deployment()})
     assert "a unix socket's has 107" in problem.reason
     assert "bytes shorter than" in problem.fix
+    assert "or shorten the deployment's name" in problem.fix
+    (problem,) = runtime_dir_problems(Server(runtime_dir=long), {"m": deployment(model="vllm:m", python="/python")})
+    assert "a unix socket's has 107" in problem.reason
+    assert "name" not in problem.fix
 
 
 def test_a_runtime_dir_mounted_noexec(tmp_path: Path) -> None:
@@ -405,7 +409,7 @@ def test_a_runtime_dir_mounted_noexec(tmp_path: Path) -> None:
     code = (
         "import json, pathlib, sys, app.cli.check, app.config.schema\n"
         "server = app.config.schema.Server(runtime_dir=pathlib.Path(sys.argv[1]))\n"
-        "print(json.dumps([problem.reason for problem in app.supervisor.preflight.runtime_dir_problems(server, [])]))"
+        "print(json.dumps([problem.reason for problem in app.supervisor.preflight.runtime_dir_problems(server, {})]))"
     )
     command = [sys.executable, "-c", code, str(place)]
     ended = in_namespace(f"mount -t tmpfs -o noexec none {place}", command, tmp_path)

@@ -62,6 +62,17 @@ while True:
     except ChildProcessError:
         time.sleep(600)
 """
+HAS_SEGMENT = """
+import os, pathlib, subprocess, sys, time
+from multiprocessing import resource_tracker, shared_memory
+segment = shared_memory.SharedMemory(create=True, size=10)
+segment.close()
+if sys.argv[2] == "held":
+    held = resource_tracker._resource_tracker._fd
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], pass_fds=[held], start_new_session=True)
+pathlib.Path(sys.argv[1]).write_text(segment.name)
+time.sleep(600)
+"""
 HAS_CHILDREN = """
 import subprocess, sys, time, pathlib
 group = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -335,3 +346,18 @@ def test_a_journal_that_cannot_be_written_ends_nothing_that_serves_and_what_it_l
         ending, ended = guarded.statuses()
         assert (ending["text"], ended["leftovers"]) == ("stopped", [])
         assert not segment.exists()
+
+
+@pytest.mark.parametrize("held", ["", "held"])
+def test_a_segment_that_nobody_has_mapped_goes_with_the_resource_tracker(tmp_path: Path, held: str) -> None:
+    name = tmp_path / "name"
+    with guarding(tmp_path, HAS_SEGMENT, str(name), held) as guarded:
+        segment = Path("/dev/shm", wait_for(lambda: name.exists() and name.read_text()))
+        assert segment.exists()
+        began_s = time.monotonic()
+        os.kill(guarded.host(), signal.SIGKILL)
+        assert guarded.statuses()[-1]["leftovers"] == []
+        assert time.monotonic() - began_s < 10
+    if held:  # by a process of another session, for which no tracker waits for ever
+        segment.unlink()
+    assert not segment.exists()

@@ -1,0 +1,287 @@
+"""vLLM's host under a real guardian, and a server with it, around a program that stands in for vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from app.config.vllm import VllmOptions
+from app.process.vllm_host import LOOKS, MISSED, Progress
+from inference.wire.handshake import ReplicaSpec
+from tests.running import processes_of, wait_for
+from tests.stand_in_vllm import environment
+
+MAX_STEP_S = 1.0
+LATE_S = 2.0
+"""More than the machine takes to schedule what is due."""
+
+
+class TestProgress:
+    """`Progress`."""
+
+    @pytest.mark.parametrize(
+        ("looks", "hangs_at"),
+        [
+            ([1, 2, 3, 4, 5, 6, 7, 8, 9], None),
+            ([1] * 6, None),
+            ([1] * 7, 6),
+            ([1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2], None),
+            ([1, 2, 2, 2, 2, 2, 2, 2], 7),
+            ([5, 4, 5, 4, 5, 4, 5, 4], None),
+        ],
+    )
+    def test_counts_looks_without_a_change(self, looks: list[int], hangs_at: int | None) -> None:
+        progress = Progress()
+        found = [progress.look((float(one),)) for one in looks]
+        assert (found.index(True) if True in found else None) == hangs_at
+
+    @pytest.mark.parametrize("freeze", range(100))
+    def test_a_frozen_engine_is_noticed_within_the_bound(self, freeze: int) -> None:
+        # Time in hundredths of an interval; the engine counts until it freezes.
+        progress = Progress()
+        ended = next(look for look in range(20) if progress.look((float(min(look * 100, 300 + freeze)),))) * 100
+        assert MISSED * 100 <= ended - (300 + freeze) + 100 <= LOOKS * 100
+        assert ended - (300 + freeze) < LOOKS * 100
+
+
+class Hosted:
+    """A host under a guardian, and the test's ends of its pipes."""
+
+    def __init__(self, folder: Path, faults: str, environ: dict[str, str], options: dict[str, Any]) -> None:
+        self.directory = folder / "r1"
+        self.directory.mkdir()
+        self.log = folder / "log"
+        self._status, status_write = os.pipe()
+        command_read, self._command = os.pipe()
+        model = folder / "model"
+        model.mkdir()
+        (model / "config.json").write_text('{"max_position_embeddings": 512}')
+        spec = ReplicaSpec(
+            name="m", model=f"vllm:{model}", token="", status_fd=status_write, user_paths=(), working_dir=str(folder),
+            options=VllmOptions.model_validate(options).model_dump(mode="json"),
+        )  # fmt: skip
+        (self.directory / "spec.json").write_bytes(msgspec.json.encode(spec))
+        python = environment(folder / "env")
+        with self.log.open("w") as log:
+            self.guardian = subprocess.Popen(
+                [
+                    sys.executable, "-m", "app.process.guardian", "m", str(self.directory), str(status_write),
+                    str(command_read), "--", sys.executable, "-m", "app.process.vllm_host", str(python), "m",
+                    str(self.directory), str(status_write),
+                ],
+                pass_fds=(status_write, command_read),
+                start_new_session=True,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "STAND_IN": faults, **environ},
+            )  # fmt: skip
+        os.close(status_write)
+        os.close(command_read)
+        self._rest = b""
+        self.seen: list[dict[str, Any]] = []
+
+    def statuses(self, until: str, timeout_s: float = 20.0) -> dict[str, Any]:
+        """Read status lines up to one with this event, and return that."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            *lines, self._rest = self._rest.split(b"\n")
+            for number, line in enumerate(lines):
+                self.seen.append(json.loads(line))
+                if self.seen[-1]["event"] == until:
+                    self._rest = b"\n".join([*lines[number + 1 :], self._rest])
+                    return self.seen[-1]
+            assert select.select([self._status], [], [], max(0.0, deadline - time.monotonic()))[0], self.log.read_text()
+            more = os.read(self._status, 65536)
+            assert more, (self.seen, self.log.read_text())
+            self._rest += more
+
+    def file(self, name: str) -> str:
+        """What the program wrote to a file in its folder."""
+        path = self.directory / name
+        return str(wait_for(lambda: path.exists() and path.read_text(), what=name))
+
+    def set(self, name: str, text: str = "") -> None:
+        """Let it go wrong."""
+        (self.directory / name).write_text(text)
+
+    def stop(self) -> None:
+        """Ask for an orderly end."""
+        os.write(self._command, b"stop\n")
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        with contextlib.suppress(OSError):
+            os.close(self._command)
+        self.guardian.wait(20)
+        os.close(self._status)
+
+
+@contextlib.contextmanager
+def hosting(
+    tmp_path: Path, faults: str = "", environ: dict[str, str] | None = None, **options: Any
+) -> Iterator[Hosted]:
+    hosted = Hosted(tmp_path, faults, environ or {}, {"max_step_s": MAX_STEP_S, **options})
+    segment = hosted.directory / "segment"
+    worker = hosted.directory / "worker"
+    name = pid = ""
+    try:
+        try:
+            yield hosted
+        finally:
+            with contextlib.suppress(OSError):
+                name, pid = segment.read_text(), worker.read_text()
+            hosted.close()
+    finally:
+        assert not hosted.directory.exists()
+        assert processes_of(hosted.directory) == {}
+        assert not (pid and Path(f"/proc/{pid}").exists())
+        assert not (name and Path(f"/dev/shm/{name}").exists())
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose path is short enough for sockets."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="hw-") as name:
+        yield Path(name)
+
+
+def test_a_vllm_becomes_ready_and_ends_in_order(short: Path) -> None:
+    with hosting(short, environ={"VLLM_ATTENTION_BACKEND": "X"}, max_num_seqs=7) as hosted:
+        ready = hosted.statuses("ready")
+        expected = {"max_sequences": 7, "context_length": 512, "cache_tokens": 1024, "version": "0.32.0+cpu"}
+        assert ready["signature"]["vllm"] == expected
+        assert ready["facts"] == {"device": "cpu", "vllm": "0.32.0+cpu"}
+        texts = [one["text"] for one in hosted.seen if one["event"] == "progress"]
+        assert texts == ["looking for vLLM", "starting vLLM 0.32.0+cpu", "warming up"]
+        seen = json.loads(hosted.file("seen.json"))
+        assert seen["arguments"]["uds"] == str(hosted.directory / "h")
+        assert seen["environment"]["VLLM_ATTENTION_BACKEND"] == "X"
+        hosted.stop()
+        assert hosted.statuses("ending")["text"] == "stopped"
+        assert hosted.statuses("ended")["leftovers"] == []
+        assert [one for one in hosted.seen if one["event"] == "unloaded"]
+
+
+@pytest.mark.parametrize(
+    ("faults", "text", "is_permanent"),
+    [
+        ("refuses-arguments", "exited with status 2 before it was ready: argument --dtype: invalid choice: 'x'", True),
+        ("raises", "exited with status 1 before it was ready: KeyError: 'invalid tool call parser: x'", True),
+        ("engine-raises", "exited with status 1 before it was ready: OutOfMemoryError: no memory", False),
+    ],
+)
+def test_a_failed_start_says_vllms_own_error(short: Path, faults: str, text: str, is_permanent: bool) -> None:
+    with hosting(short, faults) as hosted:
+        failed = hosted.statuses("failed")
+        assert failed["text"] == f"vLLM's server {text}"
+        assert failed.get("is_permanent", False) == is_permanent
+        assert failed["cause"] == f"vLLM ended before it was ready: {text.rpartition('ready: ')[2]}"
+
+
+def test_a_failed_start_without_an_error_is_told_with_the_log(short: Path) -> None:
+    with hosting(short, "ends-silently") as hosted:
+        assert hosted.statuses("ending")["text"] == "vLLM's server exited with status 3 before it was ready"
+        hosted.statuses("ended")
+        assert "failed" not in {one["event"] for one in hosted.seen}
+        assert "the last thing that it said" in hosted.log.read_text()
+
+
+def test_an_engine_that_ends_in_the_warm_up(short: Path) -> None:
+    with hosting(short, "dies-in-warm-up") as hosted:
+        text = hosted.statuses("failed")["text"]
+        assert text.startswith("a request before it was ready failed: ")
+        assert text.endswith("OutOfMemoryError: no memory for the key/value cache")
+
+
+def test_what_can_be_found_without_a_start_is_not_tried_again(short: Path) -> None:
+    with hosting(short, max_model_len=513) as hosted:
+        failed = hosted.statuses("failed")
+        assert "options.max_model_len: expected at most 512" in failed["text"]
+        assert failed["cause"].startswith("options.max_model_len")
+        assert failed["is_permanent"]
+
+
+def test_an_exit_that_nobody_asked_for_is_a_crash(short: Path) -> None:
+    with hosting(short) as hosted:
+        hosted.statuses("ready")
+        hosted.set("exit")
+        assert hosted.statuses("ending")["text"] == "vLLM's server exited with status 0 although nobody ended it"
+        assert hosted.statuses("ended")["exit_status"] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_ends_or_stops(short: Path, number: signal.Signals) -> None:
+    with hosting(short) as hosted:
+        hosted.statuses("ready")
+        worker = int(hosted.file("worker"))
+        began_s = time.monotonic()
+        os.kill(worker, number)
+        wanted = f"its process VLLM::Worker ({worker}) " + ("has ended" if number == signal.SIGKILL else "is stopped")
+        assert hosted.statuses("ending")["text"] == wanted
+        assert time.monotonic() - began_s < LATE_S
+
+
+@pytest.mark.parametrize("text", ["", "metrics"])
+def test_an_engine_that_hangs_is_noticed_within_max_step_s(short: Path, text: str) -> None:
+    with hosting(short) as hosted:
+        hosted.statuses("ready")
+        hosted.set("freeze", text)
+        began_s = time.monotonic()
+        wanted = "its engine has made no progress within options.max_step_s = 1 s"
+        assert hosted.statuses("ending")["text"] == wanted
+        took_s = time.monotonic() - began_s
+        assert MAX_STEP_S * (MISSED - 1) / LOOKS <= took_s < MAX_STEP_S + LATE_S
+
+
+def test_a_server_that_is_stopped_is_noticed(short: Path) -> None:
+    with hosting(short) as hosted:
+        hosted.statuses("ready")
+        server = next(pid for pid, command in processes_of(hosted.directory / "h").items() if "api_server" in command)
+        os.kill(server, signal.SIGSTOP)
+        assert "no progress within options.max_step_s" in hosted.statuses("ending")["text"]
+
+
+def test_a_full_queue_does_not_hide_a_hang(short: Path) -> None:
+    with hosting(short) as hosted:
+        hosted.statuses("ready")
+        hosted.set("full")
+        assert "no progress within options.max_step_s" in hosted.statuses("ending")["text"]
+
+
+def test_an_engine_that_reads_a_long_prompt_is_left_alone(short: Path) -> None:
+    with hosting(short) as hosted:
+        hosted.statuses("ready")
+        hosted.set("prefill")
+        with pytest.raises(AssertionError):
+            hosted.statuses("ending", timeout_s=3 * MAX_STEP_S)
+
+
+def test_an_idle_engine_is_left_alone(short: Path) -> None:
+    with hosting(short) as hosted:
+        hosted.statuses("ready")
+        with pytest.raises(AssertionError):
+            hosted.statuses("ending", timeout_s=3 * MAX_STEP_S)
+
+
+def test_a_server_that_ignores_sigterm_is_killed(short: Path) -> None:
+    with hosting(short, "ignores-sigterm") as hosted:
+        hosted.statuses("ready")
+        began_s = time.monotonic()
+        hosted.stop()
+        assert hosted.statuses("ending")["text"] == "stopped"
+        assert 4 < time.monotonic() - began_s < 5 + LATE_S
+        assert "vLLM has not ended 5 s after SIGTERM" in hosted.log.read_text()
