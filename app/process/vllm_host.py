@@ -14,18 +14,19 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from app.process.adapters import Adapter, find_adapters, lora_rank
 from app.process.interpreter import InterpreterError
-from app.process.vllm import VllmInstall, find_vllm, folder_problem, serve_command, serve_environment
+from app.process.vllm import VllmInstall, ask_vllm, find_vllm, folder_problem, serve_command, serve_environment
 from inference.errors import LoadError
 from inference.reference import find_folder
 from inference.signature import Signature, VllmSpec
@@ -80,19 +81,6 @@ class Progress:
         return self._since_s is not None and now_s - self._since_s >= self._max_step_s
 
 
-class _Connection(http.client.HTTPConnection):
-    """HTTP on a unix socket."""
-
-    def __init__(self, path: Path, timeout_s: float) -> None:
-        super().__init__("replica", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
-
-
 class Failed(Exception):
     """vLLM can't serve."""
 
@@ -131,15 +119,17 @@ class Host:
         spec = self._spec
         self.report(ReplicaStatus("progress", "looking for vLLM"))
         install = find_vllm(python, os.environ)
-        folder = find_folder(spec.model, [spec.working_dir, *spec.user_paths])
+        search = [spec.working_dir, *spec.user_paths]
+        folder = find_folder(spec.model, search)
         problem = folder_problem(folder, spec.options, install)
         if problem is not None:
             raise LoadError(problem)
-        self._start(install, folder)
+        adapters = find_adapters(spec.adapters, search)
+        self._start(install, folder, adapters)
         self._await_health()
         self.report(ReplicaStatus("progress", "warming up"))
         self._warm_up()
-        signature = Signature(spec.name, (), (), vllm=self._capacity(install))
+        signature = Signature(spec.name, (), (), vllm=self._capacity(install, lora_rank(spec.options, adapters)))
         device = "cpu" if install.is_cpu else (spec.device if spec.device.startswith("cuda") else "cuda")
         (self._directory / READY_FILE).touch()
         facts = {"device": device, "vllm": install.version}
@@ -153,12 +143,12 @@ class Host:
             os._exit(0)
         self._stop.set()
 
-    def _start(self, install: VllmInstall, folder: Path) -> None:
+    def _start(self, install: VllmInstall, folder: Path, adapters: Mapping[str, Adapter]) -> None:
         spec = self._spec
         path = self._directory / SOCKET
         path.unlink(missing_ok=True)
         self._server = subprocess.Popen(
-            serve_command(install, folder, spec.name, path, spec.options, spec.adapters),
+            serve_command(install, folder, spec.name, path, spec.options, adapters),
             cwd=self._directory,
             env=serve_environment(os.environ, self._directory, spec.device, spec.options, install),
             stdin=subprocess.DEVNULL,
@@ -184,7 +174,7 @@ class Host:
         body = {"model": self._spec.name, "prompt": "Hello", "temperature": 0, **fields}
         return self._ask("POST", "/v1/completions", json.dumps(body), timeout_s=timeout_s)
 
-    def _capacity(self, install: VllmInstall) -> VllmSpec:
+    def _capacity(self, install: VllmInstall, max_lora_rank: int) -> VllmSpec:
         models = json.loads(self._ask("GET", "/v1/models")[1])
         found = _BLOCKS.search(self._ask("GET", "/metrics")[1])
         labels = dict(re.findall(rb'([a-z_]+)="(\d+)"', found[1])) if found is not None else {}
@@ -194,6 +184,7 @@ class Host:
             context_length=models["data"][0]["max_model_len"],
             cache_tokens=blocks * size,
             version=install.version,
+            max_lora_rank=max_lora_rank,
         )
 
     def _watch(self) -> None:
@@ -247,13 +238,7 @@ class Host:
     def _ask(
         self, method: str, path: str, body: str | None = None, *, timeout_s: float = ASK_TIMEOUT_S
     ) -> tuple[int, bytes]:
-        connection = _Connection(self._directory / SOCKET, timeout_s)
-        try:
-            connection.request(method, path, body, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
+        return ask_vllm(self._directory / SOCKET, method, path, body, timeout_s)
 
 
 def main() -> None:

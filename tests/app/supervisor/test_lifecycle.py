@@ -62,6 +62,7 @@ class Replica:
         self.config: Deployment | None = None
         """What it was started with."""
         self.device = "auto"
+        self.adapters: dict[str, str] = {}
 
     def get_ready(self) -> None:
         self.ready.set_result(True)
