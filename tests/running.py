@@ -32,6 +32,7 @@ __all__ = [
     "Running",
     "Shared",
     "in_background",
+    "leaves_nothing",
     "leftovers",
     "processes_of",
     "resident_bytes",
@@ -294,7 +295,7 @@ class Shared:
     def server(self, name: str, config: dict[str, Any]) -> Running:
         """The server of that name, which is started when it is first asked for."""
         if name not in self._servers:
-            self._servers[name] = self._ends.enter_context(_leaves_nothing(config))
+            self._servers[name] = self._ends.enter_context(leaves_nothing(config))
         return self._servers[name]
 
     def stop(self) -> None:
@@ -307,7 +308,8 @@ SHARED = Shared()
 
 
 @contextlib.contextmanager
-def _leaves_nothing(config: dict[str, Any]) -> Iterator[Running]:
+def leaves_nothing(config: dict[str, Any]) -> Iterator[Running]:
+    """Run a server until the block ends; stopped, it must leave nothing."""
     with serve(config) as running:
         yield running
         segments = segments_of(running.folder)
