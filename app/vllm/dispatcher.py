@@ -155,7 +155,7 @@ class VllmDispatcher(TextDispatcher):
                 raise unavailable(self.route)
             raise Unavailable(f"model `{self.route.name}`: its replica ended", retry_after_s=RETRY_AFTER_LOST_S)
         factor = self.route.prefix_affinity
-        prompt = request.prompt if factor and len(requests) > 1 else b""
+        prompt = request.model.encode() + request.prompt if factor and len(requests) > 1 else b""
         return self._pool.connected[self._affinity.choose(prompt, requests, factor)]
 
     async def _sample(self) -> None:

@@ -91,13 +91,12 @@ class VllmRequest(NamedTuple):
     @property
     def model(self) -> str:
         """The deployment's name, or an adapter's."""
-        name: str = self.body["model"]
-        return name
+        return str(self.body.get("model", ""))
 
     @property
     def prompt(self) -> bytes:
         """What the prompt is made of, in the order in which it is computed; requests are compared by its beginning."""
-        told = [self.body.get(name) for name in ("model", "tools", "instructions", "messages", "prompt", "input")]
+        told = [self.body.get(name) for name in ("tools", "instructions", "messages", "prompt", "input")]
         return orjson.dumps([one for one in told if one is not None])
 
 
