@@ -75,10 +75,7 @@ class Lifecycle:
             (one,) = sets
             counts = {"ready": len(one.ready), "wanted": one.wanted, "min": one.bounds.min, "max": one.bounds.max}
             content["replicas"] = counts
-        if retired is not None and retired.leftovers:
-            content["error"] = f"model `{name}`: {command.action}: this remains: {retired.leftovers[0]}"
-            logger.error("%s", content["error"])
-        return CommandAnswer(command.id, 500 if "error" in content else 200, content)
+        return _answered(command, content, retired)
 
     async def _answer_on_adapter(self, command: Command, base: str) -> CommandAnswer:
         """Carry out a command on a LoRA adapter of a deployment."""
@@ -99,10 +96,8 @@ class Lifecycle:
         except HeadwaterError as error:
             return CommandAnswer(command.id, error.status, {"error": error.message})
         state = self._deployments.sets[base].state if action == "load" else State.UNAVAILABLE
-        took_s = round(time.monotonic() - began, 3)
-        return CommandAnswer(
-            command.id, 200, {"name": name, "state": state.value, "took_s": took_s, **retired.report()}
-        )
+        content = {"name": name, "state": state.value, "took_s": round(time.monotonic() - began, 3), **retired.report()}
+        return _answered(command, content, retired)
 
     def _find(self, name: str, *, is_scale: bool = False) -> tuple[list[ReplicaSet], GraphState | None]:
         """A model's replica sets, and the pipeline if it is one.
@@ -311,6 +306,14 @@ class Lifecycle:
         while late := [replica for replica in one.ready.values() if replica.adapters != adapters]:
             fits = (fit(replica, adapters, self._host.search, one.config.load_timeout_s) for replica in late)
             _raise_first(await asyncio.gather(*fits, return_exceptions=True))
+
+
+def _answered(command: Command, content: dict[str, Any], retired: Retired | None) -> CommandAnswer:
+    """The answer to a command that was carried out, unless something remains of what was to end."""
+    if retired is not None and retired.leftovers:
+        content["error"] = f"model `{command.model}`: {command.action}: this remains: {retired.leftovers[0]}"
+        logger.error("%s", content["error"])
+    return CommandAnswer(command.id, 500 if "error" in content else 200, content)
 
 
 def _raise_first(outcomes: list[Any], addition: str = "") -> None:

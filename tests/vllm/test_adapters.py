@@ -24,7 +24,7 @@ pytestmark = pytest.mark.vllm
 CONFIG = json.loads((TINY_LM / "config.json").read_text())
 RANK, ALPHA = 8, 16
 PROMPT = "import os\n\n\ndef read(path):\n"
-LONG = PROMPT * 25
+LONG = PROMPT * 40
 """Several blocks of the prefix cache."""
 NAMES = ("first", "second")
 
@@ -189,14 +189,20 @@ def test_one_that_does_not_fit_is_refused_and_the_others_answer_on(adapted: Runn
     assert (said(adapted, "first"), said(adapted, "tiny")) == (before, merged_answer(None, PROMPT))
 
 
+def cached_tokens(running: Running, model: str) -> int:
+    return int(ask(running, model, LONG)["usage"]["prompt_tokens_details"]["cached_tokens"] or 0)
+
+
 def test_other_weights_under_the_same_name_take_nothing_from_the_prefix_cache(adapted: Running, adapters: Path) -> None:
     kept = adapters / "kept"
     shutil.copytree(adapters / "first", kept)
     try:
         assert said(adapted, "first", LONG) == merged_answer(kept, LONG)
+        assert cached_tokens(adapted, "first") > 0
         assert command(adapted, "unload", "first")[0] == 200
         write_adapter(adapters / "first", 7)
         assert command(adapted, "load", "first")[0] == 200
+        assert cached_tokens(adapted, "first") == 0
         assert said(adapted, "first", LONG) == merged_answer(adapters / "first", LONG) != merged_answer(kept, LONG)
     finally:
         command(adapted, "unload", "first")

@@ -47,11 +47,12 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
     paths = schema["paths"]
     bodies, components = body_schemas()
     embedders = []
-    language_models = []
+    language_models: list[str] = []
     for model in models:
         signature = model.route.signature
         if signature is None:
             continue
+        language_models += model.route.adapters
         if signature.embedding is not None:
             embedders.append(signature.name)
         if signature.language_model is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -214,6 +215,8 @@ def test_adapters_are_models_with_a_parent() -> None:
             for path in ("", "/config"):
                 assert (await client.get(f"/v2/models/first{path}")).json()["name"] == "first"
             assert (await client.get("/v2/models/first/ready")).json() == {"name": "first", "ready": True}
+            paths = (await client.get("/openapi.json")).json()["paths"]
+            assert '"first", "second"' in json.dumps(paths["/v1/completions"])
             index = (await client.get("/v2/repository/index")).json()
             assert [(one["name"], one.get("adapters")) for one in index] == [
                 ("plain", None), ("base", ["first", "second"]),
