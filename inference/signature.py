@@ -65,6 +65,8 @@ class VllmSpec(msgspec.Struct, frozen=True):
     """Tokens that one replica's key/value cache holds."""
     version: str
     """vLLM's."""
+    max_lora_rank: int = 0
+    """The highest rank of a LoRA adapter that can be loaded; 0: none can."""
 
 
 class Signature(msgspec.Struct, frozen=True):

@@ -17,8 +17,8 @@ MAX_CONFIG_BYTES: Final = 256 * 1024
 MAX_DEPTH: Final = 32
 MAX_MESSAGE_CHARACTERS: Final = 2000
 """Bounds an error's message, which names every invalid field that the client sent."""
-CODE_FIELDS: Final = frozenset({"model", "pipeline", "options", "environment", "python"})
-"""Fields of a deployment that choose code or its arguments: anyone who sets them can run any code."""
+CODE_FIELDS: Final = frozenset({"model", "pipeline", "options", "adapters", "environment", "python"})
+"""Fields of a deployment that choose code, its arguments or weights: anyone who sets them decides what is run."""
 
 
 def parse_overlay(text: object) -> dict[str, Any]:

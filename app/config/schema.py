@@ -70,6 +70,8 @@ class Deployment(Section):
     pipeline: Pipeline | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class's constructor, or of a language model's engine; for vLLM `VllmOptions`."""
+    adapters: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
+    """For vLLM: folders of LoRA adapters of the model, by the names that they are served under."""
     batching: sections.Batching = Field(default_factory=sections.Batching)
     timeout_s: sections.PositiveSeconds = 30
     """A request's deadline, queueing included; a request may ask for less."""
@@ -130,6 +132,8 @@ class Deployment(Section):
             if self.python is None:
                 yield "python: expected the interpreter of an environment that has vLLM, such as vllm-env/bin/python"
             yield from option_faults(self.options)
+        elif self.adapters:
+            yield f"adapters: expected none, since only vLLM serves LoRA adapters (model: vllm:PATH), got {self._shown}"
         if self.max_in_flight < self.instances:
             yield (f"batching.max_in_flight: expected at least instances = {self.instances}, got {self.max_in_flight}")
 
@@ -139,6 +143,10 @@ class Deployment(Section):
         if "max_in_flight" in self.batching.model_fields_set:
             return self.batching.max_in_flight
         return max(self.batching.max_in_flight, self.instances + 1)
+
+    @property
+    def _shown(self) -> str:
+        return ", ".join(f"`{name}`" for name in self.adapters)
 
     @property
     def is_graph(self) -> bool:
@@ -240,12 +248,24 @@ class Config(Section):
     @field_validator("deployments")
     @classmethod
     def _check_names(cls, value: dict[str, Deployment]) -> dict[str, Deployment]:
-        for name in value:
-            if not _NAME.match(name):
-                raise ValueError(
-                    f"deployment name {name!r}: expected letters, digits, '_', '.' or '-', at most 100 characters"
-                )
+        for name, deployment in value.items():
+            for kind, one in (("deployment", name), *(("adapter", adapter) for adapter in deployment.adapters)):
+                if not _NAME.match(one):
+                    raise ValueError(
+                        f"{kind} name {one!r}: expected letters, digits, '_', '.' or '-', at most 100 characters"
+                    )
         return value
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Config:
+        taken = dict.fromkeys((*self.deployments, *self.all_deployments()), "another deployment")
+        for name, deployment in self.deployments.items():
+            for adapter in deployment.adapters:
+                if adapter in taken:
+                    text = f"deployments.{name}.adapters: `{adapter}` is the name of {taken[adapter]}; rename one"
+                    raise Faults([text], [name])
+                taken[adapter] = f"another adapter, of `{name}`"
+        return self
 
     @model_validator(mode="after")
     def _check_steps(self) -> Config:

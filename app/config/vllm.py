@@ -54,6 +54,11 @@ class VllmOptions(Section):
     """The most alternatives that a request may ask for at each token."""
     generation_config: Literal["auto", "vllm"] = "vllm"
     """``auto``: sampling defaults come from the folder's ``generation_config.json``; ``vllm``: from OpenAI's API."""
+    max_loras: Annotated[int, Field(ge=1, le=256)] | None = None
+    """The most LoRA adapters whose requests are computed together; default: as many as ``adapters`` has at the start.
+    Set it where there are none at the start, to load some later."""
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] | None = None
+    """The highest rank of an adapter; default: the lowest of these that fits those at the start."""
     chat_template: Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(Path.absolute)] | None = None
     """The file with the chat template; default: the model's."""
     tool_call_parser: _Word | None = None

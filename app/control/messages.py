@@ -42,6 +42,8 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """After this, the worker ends the remaining requests."""
     replicas: list[str] | None = None
     """Only requests that these replicas have; None: all requests."""
+    adapters: list[str] = []
+    """Only requests for these adapters, if any are named."""
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):

@@ -82,6 +82,8 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     """Known before its signature."""
     is_vllm: bool = False
     """Whether it is a language model that vLLM computes."""
+    adapters: dict[str, int] = {}
+    """The LoRA adapters that it serves, each with how often it was loaded into replicas that served."""
     prefix_affinity: float = 0
     """See `app.config.vllm.VllmOptions`."""
     retiring: tuple[ReplicaRoute, ...] = ()

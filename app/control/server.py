@@ -15,7 +15,7 @@ import itertools
 import logging
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -83,12 +83,14 @@ class ControlServer:
         for worker in self._workers:
             worker.writer.write(line)
 
-    async def drain(self, model: str, timeout_s: float, replicas: list[str] | None = None) -> Drained:
+    async def drain(
+        self, model: str, timeout_s: float, replicas: list[str] | None = None, adapters: Sequence[str] = ()
+    ) -> Drained:
         """Wait until nothing of a deployment is in flight in any worker; see `Drain`.
 
         A worker that ends has nothing in flight, and one that connects later has accepted nothing.
         """
-        order = Drain(next(self._numbers), model, timeout_s, replicas)
+        order = Drain(next(self._numbers), model, timeout_s, replicas, list(adapters))
         answers, late = await self._ask(set(self._workers), order, timeout_s + DRAIN_GRACE_S)
         if late:
             logger.error("%s: %d gateway workers did not report in time that they have drained", model, late)

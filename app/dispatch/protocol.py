@@ -204,14 +204,12 @@ class TensorDispatcher(Dispatcher, Generic[R]):
             self._end(run)
 
 
-async def drain(
-    dispatcher: Dispatcher, replicas: Collection[str] | None, timeout_s: float, error: HeadwaterError
-) -> Drained:
-    """Wait until the requests in flight are answered; after ``timeout_s`` end the rest with this error."""
+async def drain(under_way: Callable[[], list[Fail]], timeout_s: float, error: HeadwaterError) -> Drained:
+    """Wait until requests in flight are answered; after ``timeout_s`` end the rest with this error."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
-    before = len(dispatcher.under_way(replicas))
-    while (left := dispatcher.under_way(replicas)) and loop.time() < deadline_s:  # noqa: ASYNC110 - only at an unload
+    before = len(under_way())
+    while (left := under_way()) and loop.time() < deadline_s:  # noqa: ASYNC110 - only at an unload
         await asyncio.sleep(POLL_S)
     for fail in left:
         fail(error.again())

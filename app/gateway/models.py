@@ -14,7 +14,7 @@ from app.dispatch.admission import QueueBudget
 from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.graph import GraphDispatcher
 from app.dispatch.pool import Connect, connect
-from app.dispatch.protocol import Dispatcher, drain
+from app.dispatch.protocol import Dispatcher, Fail, drain
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, NotFound, Unavailable
 from app.lm.dispatcher import LmDispatcher
 from app.telemetry.recorder import recorder
@@ -28,10 +28,13 @@ VERSION = "1"
 
 
 class ServedModel:
-    """One deployment: its dispatcher, and the codecs for its signature."""
+    """One deployment: its dispatcher, and the codecs for its signature. Or one of its adapters, which has another name,
+    and shares the rest.
+    """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, adapter: str = "") -> None:
         self.dispatcher = dispatcher
+        self.name = adapter or dispatcher.route.name
         self.meter = recorder().deployment(dispatcher.route.name)
         self._whole: tuple[Signature, tuple[RequestDecoder, ResponseEncoder]] | None = None
         self._generate: tuple[Signature, tuple[GenerateDecoder, GenerateEncoder]] | None = None
@@ -78,6 +81,7 @@ class Models:
         self._connect = connect
         self._budget = budget or QueueBudget()
         self._models: dict[str, ServedModel] = {}
+        self._adapters: dict[str, ServedModel] = {}
         self.on_quarantined: Callable[[str, bytes], None] = lambda model, fingerprint: None
         """Called with the model and the fingerprint of a request that took two replicas down."""
         self.cancel_elsewhere: Callable[[str], Awaitable[int]] = _nowhere
@@ -87,7 +91,7 @@ class Models:
         """Answers that are being written piece by piece; some of them are in flight, too."""
 
     def __iter__(self) -> Iterator[ServedModel]:
-        """The deployments that the configuration names, in its order."""
+        """The deployments that the configuration names, in its order, without adapters."""
         return (model for model in self._models.values() if model.route.part_of is None)
 
     def with_steps(self) -> Iterator[ServedModel]:
@@ -108,6 +112,11 @@ class Models:
             model.dispatcher.is_draining = table.draining
         for name in self._models.keys() - {route.name for route in table.deployments}:
             self._models.pop(name).dispatcher.close()
+        self._adapters = {
+            name: ServedModel(model.dispatcher, name)
+            for model in self._models.values()
+            for name in model.route.adapters
+        }
 
     def _made(self, route: DeploymentRoute) -> Dispatcher:
         if route.is_vllm:
@@ -136,7 +145,7 @@ class Models:
         Raises:
             NotFound: no deployment has this name and version.
         """
-        model = self._models.get(name)
+        model = self._models.get(name) or self._adapters.get(name)
         if model is None:
             known = self._names(lambda route: True)
             raise NotFound(f"model {_quoted(name)}: unknown; this server has {known}", field="model")
@@ -175,12 +184,13 @@ class Models:
 
     def vllm(self, name: str) -> VllmDispatcher | None:
         """The dispatcher of a language model, if vLLM computes it."""
-        model = self._models.get(name)
+        model = self._models.get(name) or self._adapters.get(name)
         dispatcher = model.dispatcher if model is not None else None
         return dispatcher if isinstance(dispatcher, VllmDispatcher) else None
 
     def _names(self, is_one: Callable[[DeploymentRoute], bool]) -> str:
-        return ", ".join(f"`{model.route.name}`" for model in self if is_one(model.route)) or "none"
+        found = (name for one in self if is_one(one.route) for name in (one.name, *one.route.adapters))
+        return ", ".join(f"`{name}`" for name in found) or "none"
 
     async def drain(self, order: Drain) -> Drained:
         """Wait until a deployment has nothing in flight in this worker; at the timeout end the rest."""
@@ -188,12 +198,21 @@ class Models:
         if model is None:
             return Drained()
         what = "it is being unloaded" if order.replicas is None else "the replica that had the request was replaced"
+        if order.adapters:
+            what = "the adapter is being unloaded"
         error = Unavailable(
             f"model `{order.model}`: {what}, and the request was not done within the drain_timeout_s that was left "
             f"({order.timeout_s:g} s)",
             retry_after_s=RETRY_AFTER_LOST_S,
         )
-        return await drain(model.dispatcher, order.replicas, order.timeout_s, error)
+        dispatcher = model.dispatcher
+
+        def under_way() -> list[Fail]:
+            if order.adapters and isinstance(dispatcher, VllmDispatcher):
+                return dispatcher.under_way_for(order.adapters)
+            return dispatcher.under_way(order.replicas)
+
+        return await drain(under_way, order.timeout_s, error)
 
     async def cancel_request(self, request_id: str) -> int:
         """Cancel the sequences and streams that have a request's id, in all workers. Returns their number."""

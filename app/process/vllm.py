@@ -5,23 +5,26 @@ Source: the flags and variables of vLLM 0.32, and what docs/design.md says of th
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from app.process.adapters import Adapter, lora_rank
 from app.process.interpreter import CONFUSING, InterpreterError, ask_interpreter
 from inference.errors import LoadError, Problem
 
 __all__ = [
-    "VllmInstall", "context_length", "device_problem", "find_vllm", "folder_problem", "serve_command",
+    "VllmInstall", "ask_vllm", "context_length", "device_problem", "find_vllm", "folder_problem", "serve_command",
     "serve_environment",
 ]  # fmt: skip
 
-OURS: Final = frozenset({"kv_cache_gib", "max_step_s", "prefix_affinity"})
-"""Options that are no flags of vLLM."""
+OURS: Final = frozenset({"kv_cache_gib", "max_step_s", "prefix_affinity", "max_loras", "max_lora_rank"})
+"""Options that are no flags of vLLM, or depend on the adapters."""
 INSTALL_CPU: Final = "make vllm-env"
 LOG_STATS_S: Final = 86_400
 """How often vLLM logs its throughput, which it would do every 10 s: the gateway has metrics of it. Switched off, vLLM
@@ -128,8 +131,41 @@ def device_problem(
     return None
 
 
+class _Connection(http.client.HTTPConnection):
+    """HTTP on a unix socket."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("replica", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+def ask_vllm(path: Path, method: str, url: str, body: str | None, timeout_s: float) -> tuple[int, bytes]:
+    """Status and body of vLLM's answer to a request on its unix socket.
+
+    Raises:
+        OSError, http.client.HTTPException: it didn't answer.
+    """
+    connection = _Connection(path, timeout_s)
+    try:
+        connection.request(method, url, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
 def serve_command(
-    install: VllmInstall, folder: Path, name: str, socket: Path, options: Mapping[str, Any], adapters: Mapping[str, str]
+    install: VllmInstall,
+    folder: Path,
+    name: str,
+    socket: Path,
+    options: Mapping[str, Any],
+    adapters: Mapping[str, Adapter],
 ) -> list[str]:
     """The command line of a vLLM that serves a folder on a unix socket.
 
@@ -139,7 +175,10 @@ def serve_command(
         name: the deployment's.
         socket: where it listens; a stale socket must be removed first.
         options: as `app.config.vllm.VllmOptions` checked them.
-        adapters: folders of LoRA adapters, by served name.
+        adapters: LoRA adapters that it serves from the start, by served name.
+
+    Raises:
+        LoadError: as `lora_rank`.
     """
     flags: list[str] = []
     for option, value in options.items():
@@ -152,9 +191,14 @@ def serve_command(
             flags.append(f"--{flag}={value}")
     if options.get("tool_call_parser"):
         flags.append("--enable-auto-tool-choice")
+    rank = lora_rank(options, adapters)
+    if rank:
+        at_once = options.get("max_loras") or len(adapters)
+        flags += ["--enable-lora", f"--max-loras={at_once}", f"--max-lora-rank={rank}"]
     if adapters:
-        flags += ["--enable-lora", f"--max-loras={len(adapters)}", "--lora-modules"]
-        flags += [f"{one}={path}" for one, path in adapters.items()]
+        # In JSON, since the form name=path takes no comma.
+        modules = [json.dumps({"name": one, "path": str(adapter.folder)}) for one, adapter in adapters.items()]
+        flags += ["--lora-modules", *modules]
     return [
         # Not the `vllm` command, which asks for metadata that the CPU build doesn't have.
         install.python, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}", f"--served-model-name={name}",
@@ -186,6 +230,7 @@ def serve_environment(
         "VLLM_RPC_BASE_PATH": str(directory),
         "VLLM_PROCESS_NAME_PREFIX": "VLLM",  # by which the guardian knows its processes
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # only the supervisor reaches these routes
         "HF_HUB_OFFLINE": "1",
     }
     if install.is_cpu:

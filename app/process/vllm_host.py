@@ -14,19 +14,21 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Final
 
 import msgspec
 
+from app.process.adapters import Adapter, find_adapters, lora_rank
 from app.process.interpreter import InterpreterError
 from app.process.vllm import (
     VllmInstall,
+    ask_vllm,
     device_problem,
     find_vllm,
     folder_problem,
@@ -143,19 +145,6 @@ class Output:
             self._error += "" if text.strip().startswith("For further information") else f": {text.strip()}"
 
 
-class _Connection(http.client.HTTPConnection):
-    """HTTP on a unix socket."""
-
-    def __init__(self, path: Path, timeout_s: float) -> None:
-        super().__init__("replica", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
-
-
 class Failed(Exception):
     """vLLM can't serve, or go on."""
 
@@ -205,19 +194,22 @@ class Host:
         spec = self._spec
         self.report(ReplicaStatus("progress", "looking for vLLM"))
         install = find_vllm(python, os.environ)
-        folder = find_folder(spec.model, [spec.working_dir, *spec.user_paths])
+        search = [spec.working_dir, *spec.user_paths]
+        folder = find_folder(spec.model, search)
         problem = device_problem(spec.device, os.environ, spec.options, install)
         problem = problem or folder_problem(folder, spec.options, install)
         if problem is not None:
             raise LoadError(problem)
-        self._start(install, folder)
+        adapters = find_adapters(spec.adapters, search)
+        self._start(install, folder, adapters)
         self._await_health()
         self.report(ReplicaStatus("progress", "warming up"))
         try:
             self._warm_up()
-            signature = text_signature(spec.name, folder, vllm=self._capacity(install))
+            vllm = self._capacity(install, lora_rank(spec.options, adapters))
         except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
             raise self._failed(f"a request before it was ready failed: {type(error).__name__}: {error}") from None
+        signature = text_signature(spec.name, folder, vllm=vllm)
         device = "cpu" if install.is_cpu else (spec.device if spec.device.startswith("cuda") else "cuda")
         (self._directory / READY_FILE).touch()
         facts = {"device": device, "vllm": install.version}
@@ -231,12 +223,12 @@ class Host:
             os._exit(0)
         self._stop.set()
 
-    def _start(self, install: VllmInstall, folder: Path) -> None:
+    def _start(self, install: VllmInstall, folder: Path, adapters: Mapping[str, Adapter]) -> None:
         spec = self._spec
         path = self._directory / SOCKET
         path.unlink(missing_ok=True)
         self._server = subprocess.Popen(
-            serve_command(install, folder, spec.name, path, spec.options, spec.adapters),
+            serve_command(install, folder, spec.name, path, spec.options, adapters),
             cwd=self._directory,
             env=serve_environment(os.environ, self._directory, spec.device, spec.options, install),
             stdin=subprocess.DEVNULL,
@@ -268,7 +260,7 @@ class Host:
         body = {"model": self._spec.name, "prompt": "Hello", "temperature": 0, **fields}
         return self._ask("POST", "/v1/completions", json.dumps(body), timeout_s=timeout_s)
 
-    def _capacity(self, install: VllmInstall) -> VllmSpec:
+    def _capacity(self, install: VllmInstall, max_lora_rank: int) -> VllmSpec:
         models = json.loads(self._ask("GET", "/v1/models")[1])
         found = _BLOCKS.search(self._ask("GET", "/metrics")[1])
         labels = dict(re.findall(rb'([a-z_]+)="(\d+)"', found[1])) if found is not None else {}
@@ -278,6 +270,7 @@ class Host:
             context_length=models["data"][0]["max_model_len"],
             cache_tokens=blocks * size,
             version=install.version,
+            max_lora_rank=max_lora_rank,
         )
 
     def _watch(self) -> None:
@@ -339,13 +332,7 @@ class Host:
     def _ask(
         self, method: str, path: str, body: str | None = None, *, timeout_s: float = ASK_TIMEOUT_S
     ) -> tuple[int, bytes]:
-        connection = _Connection(self._directory / SOCKET, timeout_s)
-        try:
-            connection.request(method, path, body, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
+        return ask_vllm(self._directory / SOCKET, method, path, body, timeout_s)
 
 
 def main() -> None:

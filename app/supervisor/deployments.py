@@ -34,6 +34,27 @@ class Deployments:
         """Whether a load added the deployment, which the server's own configuration lacks."""
         return name not in self._first.deployments
 
+    def base_of(self, adapter: str) -> str | None:
+        """The deployment that has an adapter of this name, loaded, or in the server's own configuration."""
+        for config in (self.config, self._first):
+            for name, deployment in config.deployments.items():
+                if adapter in deployment.adapters and name in self.sets:
+                    return name
+        return None
+
+    def with_adapter(self, name: str, adapter: str) -> Deployment:
+        """A deployment with one of the adapters that the server's own configuration names."""
+        now = self.config.deployments[name]
+        return now.model_copy(
+            update={"adapters": {**now.adapters, adapter: self._first.deployments[name].adapters[adapter]}}
+        )
+
+    def without_adapter(self, name: str, adapter: str) -> Deployment:
+        """A deployment without one of its adapters."""
+        now = self.config.deployments[name]
+        left = {one: folder for one, folder in now.adapters.items() if one != adapter}
+        return now.model_copy(update={"adapters": left})
+
     def own_sets(self, name: str) -> list[ReplicaSet]:
         """A deployment's one replica set, or those of a pipeline's own steps."""
         if name in self.graphs:

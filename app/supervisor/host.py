@@ -55,7 +55,7 @@ class Host:
         self,
         memory: ReplicaMemory,
         user_paths: tuple[str, ...],
-        drain: Callable[[str, float, list[str] | None], Awaitable[Drained]],
+        drain: Callable[..., Awaitable[Drained]],
         on_change: Callable[[], None],
     ) -> None:
         self.memory = memory
@@ -77,6 +77,11 @@ class Host:
         self._stopped: set[int] = set()
         """Children that were stopped at the last look."""
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def search(self) -> list[str]:
+        """The folders in which a relative path of the configuration is looked for."""
+        return [os.getcwd(), *self._user_paths]
 
     @property
     def is_stopping(self) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from app.config.schema import Deployment
@@ -14,11 +14,14 @@ from app.config.sections import ReplicaBounds
 from app.control.messages import Command, CommandAnswer, Drained
 from app.control.routing import State
 from app.errors import CallableFailed, Conflict, HeadwaterError, NotFound
+from app.process.adapters import find_adapters
+from app.supervisor.adapters import changed_adapters, fit
 from app.supervisor.deployments import Deployments, config_of
 from app.supervisor.graph_state import GraphState
 from app.supervisor.host import Host
 from app.supervisor.replica_set import ReplicaSet
 from app.supervisor.starter import Retired, stop_or_kill
+from inference.errors import LoadError
 
 __all__ = ["Lifecycle"]
 
@@ -39,6 +42,9 @@ class Lifecycle:
         actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
         name = command.model
         config = command.arguments.get("config")
+        base = self._deployments.base_of(name) if self._is_free(name) else None
+        if base is not None:
+            return await self._answer_on_adapter(command, base)
         began = time.monotonic()
         try:
             # An unknown name may be loaded with a configuration of its own.
@@ -69,10 +75,29 @@ class Lifecycle:
             (one,) = sets
             counts = {"ready": len(one.ready), "wanted": one.wanted, "min": one.bounds.min, "max": one.bounds.max}
             content["replicas"] = counts
-        if retired is not None and retired.leftovers:
-            content["error"] = f"model `{name}`: {command.action}: this remains: {retired.leftovers[0]}"
-            logger.error("%s", content["error"])
-        return CommandAnswer(command.id, 500 if "error" in content else 200, content)
+        return _answered(command, content, retired)
+
+    async def _answer_on_adapter(self, command: Command, base: str) -> CommandAnswer:
+        """Carry out a command on a LoRA adapter of a deployment."""
+        name, action = command.model, command.action
+        began = time.monotonic()
+        try:
+            is_there = name in self._deployments.config.deployments[base].adapters
+            if action not in ("load", "unload") or command.arguments:
+                expected = f"expected load or unload, without a configuration; or reload of `{base}`, with one"
+                raise Conflict(f"model `{name}`: it is a LoRA adapter of `{base}`: {expected}")
+            if is_there is (action == "load"):
+                raise Conflict(f"model `{name}`: the LoRA adapter is {'already' if is_there else 'not'} loaded")
+            sets, graph = self._find(base)
+            with self._alone(action, base, sets):
+                logger.info("%s: %s of the adapter `%s`, at an operator's request", base, action, name)
+                change = self._deployments.with_adapter if action == "load" else self._deployments.without_adapter
+                retired = await self._reload(base, sets, graph, change(base, name))
+        except HeadwaterError as error:
+            return CommandAnswer(command.id, error.status, {"error": error.message})
+        state = self._deployments.sets[base].state if action == "load" else State.UNAVAILABLE
+        content = {"name": name, "state": state.value, "took_s": round(time.monotonic() - began, 3), **retired.report()}
+        return _answered(command, content, retired)
 
     def _find(self, name: str, *, is_scale: bool = False) -> tuple[list[ReplicaSet], GraphState | None]:
         """A model's replica sets, and the pipeline if it is one.
@@ -210,6 +235,8 @@ class Lifecycle:
     ) -> Retired:
         if not (graph.is_loaded if graph is not None else sets[0].is_loaded):
             raise Conflict(f"model `{name}` is not loaded; expected load")
+        if config is not None and graph is None and (retired := await self._adapt(name, sets[0], config)) is not None:
+            return retired
         wanted = config or self._deployments.config.deployments[name]
         if wanted.strategy == "recreate":
             retired = await self._end(sets, graph)
@@ -240,6 +267,53 @@ class Lifecycle:
         self._host.on_change()
         retiring = (one.retire(slots) for one, slots in zip(sets, old, strict=True))
         return sum(await asyncio.gather(*retiring), Retired())
+
+    async def _adapt(self, name: str, one: ReplicaSet, config: Deployment) -> Retired | None:
+        """Load and unload adapters in replicas that serve; None if more is to change, or the replicas can't do it."""
+        changed = changed_adapters(one.config, config)
+        signature = one.signature
+        if changed is None or signature is None or signature.vllm is None:
+            return None
+        added, removed = changed
+        try:
+            found = await asyncio.to_thread(find_adapters, added, self._host.search)
+        except LoadError as error:
+            raise CallableFailed(str(error)) from error
+        if added and not (one.ready and all(a.rank <= signature.vllm.max_lora_rank for a in found.values())):
+            return None
+        before = one.config.adapters
+        try:
+            await self._fit(one, {**before, **added})
+        except CallableFailed as error:
+            with contextlib.suppress(CallableFailed):
+                await self._fit(one, before)
+            raise error.again(f"{error.message}; what served before goes on serving") from error
+        one.adapter_loads.update(added.keys())
+        self._deployments.adopt(name, config)
+        self._host.on_change()
+        retired = Retired()
+        if removed:
+            retired.drained = await self._host.drain(name, config.drain_timeout_s, None, removed)
+            try:
+                await self._fit(one, config.adapters)
+            except CallableFailed as error:  # nothing reaches the adapter any more
+                retired.warnings.append(error.message)
+        return retired
+
+    async def _fit(self, one: ReplicaSet, adapters: Mapping[str, str]) -> None:
+        """Have all replicas that serve load and unload adapters; raises as `fit`. Afterwards nothing was awaited since
+        all of them had these."""
+        while late := [replica for replica in one.ready.values() if replica.adapters != adapters]:
+            fits = (fit(replica, adapters, self._host.search, one.config.load_timeout_s) for replica in late)
+            _raise_first(await asyncio.gather(*fits, return_exceptions=True))
+
+
+def _answered(command: Command, content: dict[str, Any], retired: Retired | None) -> CommandAnswer:
+    """The answer to a command that was carried out, unless something remains of what was to end."""
+    if retired is not None and retired.leftovers:
+        content["error"] = f"model `{command.model}`: {command.action}: this remains: {retired.leftovers[0]}"
+        logger.error("%s", content["error"])
+    return CommandAnswer(command.id, 500 if "error" in content else 200, content)
 
 
 def _raise_first(outcomes: list[Any], addition: str = "") -> None:

@@ -67,6 +67,8 @@ class ReplicaProcess:
         self.device = deployment.placements[0]
         """The device that it was placed on; see `facts` for what ``auto`` became."""
         self.directory = directory
+        self.adapters = deployment.adapters
+        """The LoRA adapters that it has once it is ready; see `app.supervisor.adapters.fit`."""
         self.token = secrets.token_urlsafe(24)
         self.signature: Signature | None = None
         self.facts: dict[str, str] = {}
@@ -218,6 +220,7 @@ class ReplicaProcess:
             user_paths=self._user_paths,
             working_dir=os.getcwd(),
             options=deployment.checked_options,
+            adapters=deployment.adapters,
             pipeline=deployment.pipeline.spec() if deployment.pipeline is not None else None,
             max_batch_size=deployment.batching.max_batch_size,
             device=deployment.placements[0],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Final
 
@@ -62,6 +63,8 @@ class ReplicaSet(Served):
         """When replicas that served were lost recently."""
         self._generation = 0
         """Counts loads and reloads."""
+        self.adapter_loads: Counter[str] = Counter()
+        """How often each adapter was loaded into replicas that served."""
 
     @property
     def ready(self) -> dict[str, ReplicaProcess]:
@@ -103,6 +106,7 @@ class ReplicaSet(Served):
             is_language_model=self.config.is_language_model,
             is_vllm=self.config.is_vllm,
             prefix_affinity=self.config.checked_options["prefix_affinity"] if self.config.is_vllm else 0,
+            adapters={name: self.adapter_loads[name] for name in self.config.adapters},
             quarantine_s=self.config.quarantine_s,
             generation=self._generation,
         )

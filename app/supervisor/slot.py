@@ -8,7 +8,8 @@ import time
 from typing import Final, Protocol
 
 from app.config.schema import Deployment
-from app.errors import MemoryBudgetExceeded
+from app.errors import CallableFailed, MemoryBudgetExceeded
+from app.supervisor.adapters import fit
 from app.supervisor.host import Backoff, Host
 from app.supervisor.replica_memory import Place
 from app.supervisor.replica_process import ReplicaProcess
@@ -116,10 +117,22 @@ class Slot:
             logger.error("%s: a replica can't be started: %s", owner.name, error)
             owner.note_trouble(f"a replica can't be started: {error}", f"a replica can't be started: {error.strerror}")
             return
-        if await owner.starter.await_ready(replica, place, config) and self.is_kept:
+        if await owner.starter.await_ready(replica, place, config) and await self._fit(replica) and self.is_kept:
             self._failed_starts = 0
             self.serves = True
             owner.note_ready(self, replica)
+
+    async def _fit(self, replica: ReplicaProcess) -> bool:
+        """Give a replica the present adapters, which may have changed since its start. Returns whether it has them."""
+        owner = self._owner
+        try:
+            while replica.adapters != owner.config.adapters:
+                await fit(replica, owner.config.adapters, owner.host.search, owner.config.load_timeout_s)
+        except CallableFailed as error:
+            replica.reason = error.message
+            replica.kill()
+            return False
+        return True
 
     async def _see_end(self, replica: ReplicaProcess) -> None:
         """Wait until a replica has ended, and notify the owner."""

@@ -104,6 +104,10 @@ class VllmDispatcher(TextDispatcher):
             if one.is_running and (replicas is None or (one.replica is not None and one.replica.route.id in replicas))
         ]
 
+    def under_way_for(self, adapters: Collection[str]) -> list[Fail]:
+        """What ends each request under way for one of these adapters."""
+        return [one.fail for one in self._relays if one.is_running and one.model in adapters]
+
     def cancel(self, request_id: str) -> int:
         """See `Dispatcher.cancel`."""
         found = [one for one in self._relays if one.request_id == request_id and one.is_running]
@@ -123,6 +127,9 @@ class VllmDispatcher(TextDispatcher):
             Unavailable: no requests are accepted now.
         """
         self.check_ready()
+        loads = self.route.adapters.get(request.model)
+        if loads:  # else what the cache has of an adapter that had the name before would be taken
+            cache_scope = f"{cache_scope}\n{loads}"
         relay = Relay(
             request,
             request_id,
@@ -149,7 +156,7 @@ class VllmDispatcher(TextDispatcher):
                 raise unavailable(self.route)
             raise Unavailable(f"model `{self.route.name}`: its replica ended", retry_after_s=RETRY_AFTER_LOST_S)
         factor = self.route.prefix_affinity
-        prompt = request.prompt if factor and len(requests) > 1 else b""
+        prompt = request.model.encode() + request.prompt if factor and len(requests) > 1 else b""
         return self._pool.connected[self._affinity.choose(prompt, requests, factor)]
 
     async def _sample(self) -> None:

@@ -62,6 +62,7 @@ class Relay:
         trace: GenerationTrace | None,
     ) -> None:
         self.request_id = request_id
+        self.model = request.model
         self.trace = trace
         self.replica: VllmReplica | None = None
         """The one that has the request."""

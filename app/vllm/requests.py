@@ -98,6 +98,11 @@ class VllmRequest(NamedTuple):
         return orjson.dumps(body)
 
     @property
+    def model(self) -> str:
+        """The deployment's name, or an adapter's."""
+        return str(self.body.get("model", ""))
+
+    @property
     def prompt(self) -> bytes:
         """What the prompt is made of, in the order in which it is computed; requests are compared by its beginning."""
         told = [self.body.get(name) for name in ("tools", "instructions", "messages", "prompt", "input")]

@@ -27,7 +27,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     """The working folder of the user's code."""
     options: dict[str, Any] = {}
     adapters: dict[str, str] = {}
-    """Folders of LoRA adapters for vLLM, by served name."""
+    """Folders of LoRA adapters for vLLM, by served name, as the configuration has them."""
     pipeline: PipelineSpec | None = None
     """The steps of a fused pipeline."""
     max_batch_size: int = 1

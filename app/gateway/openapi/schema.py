@@ -53,6 +53,7 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
         signature = model.route.signature
         if signature is None:
             continue
+        vllm_models += model.route.adapters
         if signature.embedding is not None:
             embedders.append(signature.name)
         if model.route.is_language_model:

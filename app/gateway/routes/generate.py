@@ -55,7 +55,7 @@ class GenerateEndpoint(Endpoint):
         model = self._models.get(path["model"], path.get("version"))
         accept(scope, model.route.name, "generate_stream" if self._streams else "generate")
         if isinstance(model.dispatcher, VllmDispatcher):
-            return await self._relay(scope, receive, model.dispatcher)
+            return await self._relay(scope, receive, model.dispatcher, model.name)
         if model.route.is_language_model:
             dispatcher = self._models.language_model(path["model"])
             dispatcher.check_ready()
@@ -85,11 +85,10 @@ class GenerateEndpoint(Endpoint):
         model.meter.serialise.observe(serialise_ns)
         return Reply(200, [text], [JSON])
 
-    async def _relay(self, scope: Scope, receive: Receive, dispatcher: VllmDispatcher) -> ASGIApp:
+    async def _relay(self, scope: Scope, receive: Receive, dispatcher: VllmDispatcher, name: str) -> ASGIApp:
         dispatcher.check_ready()
         raw, _ = await self._reader.read(scope, receive)
         asked = await decoded(GenerateRequest.read, raw)
-        name = dispatcher.route.name
         form = asked.answer_form(name, streams=self._streams)
         request = from_generate(name, asked, streams=self._streams)
         return await answer_relayed(

@@ -103,7 +103,7 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     @router.get("/v2/models/{model}", summary="The model's inputs and outputs")
     @router.get("/v2/models/{model}/versions/{version}", include_in_schema=False)
     async def metadata(model: str, version: str | None = None) -> JSONResponse:
-        return JSONResponse(_metadata(models.get(model, version).dispatcher.check_ready()))
+        return JSONResponse(_metadata(models.get(model, version)))
 
     @router.get("/v2/models/{model}/config", summary="The model's configuration, in Triton's form")
     @router.get("/v2/models/{model}/versions/{version}/config", include_in_schema=False)
@@ -148,18 +148,22 @@ def index_entry(model: ServedModel) -> dict[str, Any]:
         wanted = 0 if route.is_set_aside else route.wanted
         entry["replicas"] = {"ready": len(route.replicas), "wanted": wanted, "min": route.least, "max": route.most}
         entry["devices"] = sorted({replica.device for replica in route.replicas})
+        if route.adapters:
+            entry["adapters"] = list(route.adapters)
         if route.shortage:
             entry["shortage"] = route.shortage
     return entry
 
 
-def _metadata(signature: Signature) -> dict[str, Any]:
+def _metadata(model: ServedModel) -> dict[str, Any]:
+    signature = model.dispatcher.check_ready()
+
     def tensor(spec: TensorSpec) -> dict[str, Any]:
         labels = {"labels": list(spec.labels)} if spec.labels else {}
         return {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.shape], **labels}
 
     return {
-        "name": signature.name,
+        "name": model.name,
         "versions": [VERSION],
         "platform": _backend(signature),
         "inputs": [tensor(spec) for spec in signature.inputs],
@@ -180,7 +184,7 @@ def _config(model: ServedModel) -> dict[str, Any]:
         return {"name": spec.name, "data_type": DATATYPES[spec.datatype].config, "dims": list(spec.shape)}
 
     return {
-        "name": signature.name,
+        "name": model.name,
         "platform": "",
         "backend": _backend(signature),
         "max_batch_size": signature.max_batch_size,
@@ -284,11 +288,13 @@ def openai_model_routes(models: Models) -> APIRouter:
 
     def entry(model: ServedModel) -> dict[str, Any]:
         created = int(model.route.since_s)  # when it became ready, the same on all workers
-        return {"id": model.route.name, "object": "model", "created": created, "owned_by": "headwater"}
+        about = {"id": model.name, "object": "model", "created": created, "owned_by": "headwater"}
+        return about if model.name == model.route.name else {**about, "parent": model.route.name}  # as vLLM
 
     @router.get("/v1/models", summary="The models that are ready")
     async def list_models() -> JSONResponse:
-        ready = [entry(model) for model in models if model.route.state is State.READY]
+        named = (one for model in models for one in (model, *map(models.get, model.route.adapters)))
+        ready = [entry(model) for model in named if model.route.state is State.READY]
         return JSONResponse({"object": "list", "data": ready})
 
     @router.get("/v1/models/{model}", summary="One model that is ready")

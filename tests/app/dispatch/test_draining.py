@@ -54,7 +54,7 @@ def test_while_it_drains_what_waits_and_what_runs_is_answered_and_nothing_new_is
         tasks.append(bench.ask())  # waits in the queue
         await settle()
         bench.tell(state=State.DRAINING, reason="it is being unloaded")
-        draining = asyncio.create_task(drain(bench.dispatcher, None, 10, LATE))
+        draining = asyncio.create_task(drain(lambda: bench.dispatcher.under_way(None), 10, LATE))
         with pytest.raises(Unavailable, match="`m` is DRAINING: it is being unloaded"):
             await bench.ask()
         (replica,) = bench.replicas.values()
@@ -75,7 +75,7 @@ def test_what_takes_too_long_is_ended_whether_it_runs_or_waits() -> None:
         await settle()
         tasks.append(bench.ask())
         await settle()
-        assert await drain(bench.dispatcher, None, 0.01, LATE) == Drained(0, 2)
+        assert await drain(lambda: bench.dispatcher.under_way(None), 0.01, LATE) == Drained(0, 2)
         for task in tasks:
             with pytest.raises(Unavailable, match="it took too long"):
                 await task
@@ -91,7 +91,7 @@ def test_replicas_that_retire_finish_what_they_have_and_get_nothing_new() -> Non
         await settle()
         old = bench.route.replicas
         bench.tell(replicas=(ReplicaRoute("m-new", "", ""),), retiring=old)
-        draining = asyncio.create_task(drain(bench.dispatcher, ["m-0"], 10, LATE))
+        draining = asyncio.create_task(drain(lambda: bench.dispatcher.under_way(["m-0"]), 10, LATE))
         others = [bench.ask() for _ in range(3)]
         await settle()
         assert [len(bench.replicas[id].calls) for id in ("m-0", "m-new")] == [1, 1]
@@ -113,7 +113,7 @@ def test_only_what_the_retiring_replicas_have_is_ended() -> None:
         bench.tell(replicas=(ReplicaRoute("m-new", "", ""),), retiring=bench.route.replicas)
         other = bench.ask()
         await settle()
-        assert await drain(bench.dispatcher, ["m-0"], 0.01, LATE) == Drained(0, 1)
+        assert await drain(lambda: bench.dispatcher.under_way(["m-0"]), 0.01, LATE) == Drained(0, 1)
         with pytest.raises(Unavailable, match="it took too long"):
             await first
         bench.replicas["m-new"].calls[0].answer()
@@ -174,7 +174,7 @@ def test_a_language_models_sequences_run_to_their_end_while_it_drains() -> None:
         bench.dispatcher.update(msgspec.structs.replace(bench.dispatcher.route, state=State.DRAINING))
         with pytest.raises(Unavailable, match="DRAINING"):
             bench.dispatcher.open("q", [lm.spec()])
-        draining = asyncio.create_task(drain(bench.dispatcher, None, 10, LATE))
+        draining = asyncio.create_task(drain(lambda: bench.dispatcher.under_way(None), 10, LATE))
         bench.replica.say(lm.event(0, 0, [1]))
         await generation.news()
         assert not draining.done()
@@ -194,7 +194,7 @@ def test_a_stream_of_tokens_that_takes_too_long_ends_with_the_error_behind_its_t
         await lm.settle()
         bench.replica.say(lm.event(0, 0, [1]))
         await generation.news()
-        assert await drain(bench.dispatcher, None, 0.01, LATE) == Drained(0, 1)
+        assert await drain(lambda: bench.dispatcher.under_way(None), 0.01, LATE) == Drained(0, 1)
         with pytest.raises(Unavailable, match="it took too long"):
             await generation.news()
 
@@ -214,7 +214,7 @@ def test_a_language_models_retiring_replica_keeps_its_streams_and_gets_no_other(
         dispatcher.open("three", [lm.spec()])
         await lm.settle()
         assert (len(a.submits), len(b.submits)) == (1, 2)
-        draining = asyncio.create_task(drain(dispatcher, ["a"], 10, LATE))
+        draining = asyncio.create_task(drain(lambda: dispatcher.under_way(["a"]), 10, LATE))
         await lm.settle()
         assert not draining.done()
         a.say(lm.event(0, 0, [1], finish="stop"))

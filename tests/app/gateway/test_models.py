@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from app.lm.dispatcher import LmDispatcher
 from app.telemetry.recorder import recorder, use
 from app.telemetry.store import Store
 from inference.pipeline import PipelineSpec, StepSpec, make_plan
-from inference.signature import Signature, TensorSpec
+from inference.signature import Signature, TensorSpec, VllmSpec
 from inference.wire.frame import StepCount
 from inference.wire.lm import Load
 from tests.app.lm.stand_in import Replica, event, route_of, spec
@@ -189,6 +190,41 @@ def test_openais_routes_know_what_is_ready_and_say_why_another_is_not() -> None:
             assert (refused.status_code, error["code"], "retry-after" in refused.headers) == (503, "unavailable", True)
             assert "unloaded" in error["message"]
             assert (await client.get("/v1/models/other")).status_code == 404
+
+    run(scenario)
+
+
+def test_adapters_are_models_with_a_parent() -> None:
+    async def scenario(models: Models) -> None:
+        spec = VllmSpec(max_sequences=8, context_length=64, cache_tokens=1000, version="0", max_lora_rank=8)
+        base = DeploymentRoute("base", State.READY, "", Signature("base", (), (), vllm=spec), is_language_model=True,
+                               is_vllm=True, since_s=1.8e9, replicas=(ReplicaRoute("r", "", ""),),
+                               adapters={"first": 0, "second": 2})  # fmt: skip
+        models.update(RoutingTable((PLAIN, base)))
+        assert models.vllm("second") is models.vllm("base") is models.get("first").dispatcher
+        assert (models.get("first").name, models.get("first").route.name) == ("first", "base")
+        with pytest.raises(NotFound, match=r"this server has `plain`, `base`, `first`, `second`$"):
+            models.get("third")
+        server = create_app(models, Server(access_log=False))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://server") as client:
+            listed = (await client.get("/v1/models")).json()["data"]
+            assert [(one["id"], one.get("parent")) for one in listed] == [
+                ("plain", None), ("base", None), ("first", "base"), ("second", "base"),
+            ]  # fmt: skip
+            assert (await client.get("/v1/models/second")).json() == listed[-1]
+            for path in ("", "/config"):
+                assert (await client.get(f"/v2/models/first{path}")).json()["name"] == "first"
+            assert (await client.get("/v2/models/first/ready")).json() == {"name": "first", "ready": True}
+            paths = (await client.get("/openapi.json")).json()["paths"]
+            assert '"first", "second"' in json.dumps(paths["/v1/completions"])
+            index = (await client.get("/v2/repository/index")).json()
+            assert [(one["name"], one.get("adapters")) for one in index] == [
+                ("plain", None), ("base", ["first", "second"]),
+            ]  # fmt: skip
+        models.update(RoutingTable((PLAIN, msgspec.structs.replace(base, adapters={"second": 2}))))
+        assert models.vllm("first") is None
+        with pytest.raises(NotFound):
+            models.get("first")
 
     run(scenario)
 

@@ -180,8 +180,8 @@ def test_gpus_that_are_not_visible(device: str, count: int, shown: str) -> None:
 # Command line and environment
 
 
-def flags(install: VllmInstall = CPU, adapters: dict[str, str] | None = None, **chosen: Any) -> list[str]:
-    command = serve_command(install, Path("/m"), "name", DIRECTORY / "h", options(**chosen), adapters or {})
+def flags(install: VllmInstall = CPU, **chosen: Any) -> list[str]:
+    command = serve_command(install, Path("/m"), "name", DIRECTORY / "h", options(**chosen), {})
     assert command[:3] == ["/env/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
     return command[3:]
 
@@ -207,12 +207,6 @@ def test_a_parser_of_tool_calls_lets_the_model_choose_tools() -> None:
 def test_a_value_can_not_become_another_flag(tmp_path: Path) -> None:
     template = tmp_path / "--host=0.0.0.0"
     assert f"--chat-template={template}" in flags(chat_template=str(template))
-
-
-def test_adapters() -> None:
-    assert flags(adapters={"a": "/a", "b": "/b"})[-5:] == [
-        "--enable-lora", "--max-loras=2", "--lora-modules", "a=/a", "b=/b",
-    ]  # fmt: skip
 
 
 def test_variables_that_are_meant_for_our_python_are_dropped() -> None:

@@ -62,6 +62,8 @@ class Replica:
         self.config: Deployment | None = None
         """What it was started with."""
         self.device = "auto"
+        self.adapters: dict[str, str] = {}
+        self.socket = ""
 
     def get_ready(self) -> None:
         self.ready.set_result(True)
@@ -88,7 +90,7 @@ class Replica:
         return self.reason
 
     def route(self) -> ReplicaRoute:
-        return ReplicaRoute(self.id, "", "")
+        return ReplicaRoute(self.id, self.socket, "")
 
 
 class Supervisor(Host):
