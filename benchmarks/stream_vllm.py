@@ -7,6 +7,7 @@ on its own socket in turn; and by a vLLM, whose tokens a second through the gate
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,13 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.fanout_report import Ratio
-from benchmarks.fanout_servers import Server, command_of, headwater, tree
+from benchmarks.fanout_servers import ROOT, Server, command_of, headwater, tree
 from benchmarks.stream_load import Answer, Ask, Job, LoadGenerator
 from benchmarks.stream_rates import completion, port_of
-from benchmarks.stream_texts import AnswerWrong
+from benchmarks.stream_texts import AnswerWrong, prompts
 from benchmarks.vllm_stand_in import interpreter
 
-__all__ = ["COUNTS", "against_vllm", "relay_cost", "socket_of", "worker_cpu_s"]
+__all__ = ["COUNTS", "against_vllm", "relay_cost", "socket_of", "vllm_python", "worker_cpu_s"]
 
 COUNTS: Final = (1, 16, 64)
 EVENTS_PER_S: Final = 50
@@ -31,11 +32,11 @@ MODEL: Final = "vllm:inference.zoo:weights/tiny_lm"
 
 
 def relay_cost(load: LoadGenerator, seconds: float, repeats: int) -> tuple[dict[str, Any], list[Ratio]]:
-    """The relay's own cost, from a stand-in whose streams get an event every 20 ms, all together or evenly spread."""
+    """The relay's own cost, from a stand-in whose streams get an event every 20 ms, step by step or evenly spread."""
     found: dict[str, Any] = {}
     ratios = []
     tokens = max(2, round(seconds * EVENTS_PER_S))
-    for pacing in ("burst", "spread"):
+    for pacing in ("steps", "spread"):
         with _stand_in(pacing) as server:
             addresses: dict[str, int | str] = {"gateway": port_of(server), "alone": socket_of(server)}
             for streams in COUNTS:
@@ -73,10 +74,11 @@ def against_vllm(load: LoadGenerator, python: Path, tokens: int, repeats: int) -
             rates: dict[str, list[float]] = {name: [] for name in addresses}
             firsts: dict[str, list[float]] = {name: [] for name in addresses}
             cpu_us: list[float] = []
+            an_event: list[float] = []
             for number in range(-1, repeats):  # the first is to warm up
                 for name in sorted(addresses, reverse=bool(number % 2)):
                     before = worker_cpu_s(server)
-                    asks = [Ask(completion("tiny", [1, 2, 3 + row], tokens)) for row in range(streams)]
+                    asks = [Ask(completion("tiny", ids, tokens)) for ids in prompts(streams)]
                     answers = load.run(Job(addresses[name], asks))
                     spent_s = worker_cpu_s(server) - before
                     _check(answers, tokens)
@@ -87,16 +89,24 @@ def against_vllm(load: LoadGenerator, python: Path, tokens: int, repeats: int) -
                     firsts[name].append(statistics.median(one.first - one.sent for one in answers) * 1e3)
                     if name == "gateway":
                         cpu_us.append(spent_s * 1e6 / (streams * tokens))
+                        an_event.append(streams * tokens / sum(one.events for one in answers))
             told = f"{streams} streams, vLLM"
             found.update({f"tokens/s {name}, {told}": values for name, values in rates.items()})
             found.update({f"TTFT ms {name}, {told}": values for name, values in firsts.items()})
             found[f"CPU us/token, {told}"] = cpu_us
+            found[f"tokens an event, {told}"] = an_event
             pairs = zip(rates["gateway"], rates["alone"], strict=True)
             goal = OF_VLLM_AT_LEAST if streams == 64 else None
             ratios.append(Ratio(f"tokens/s, gateway / alone, {told}", [a / b for a, b in pairs], at_least=goal))
             added = [a - b for a, b in zip(firsts["gateway"], firsts["alone"], strict=True)]
             ratios.append(Ratio(f"TTFT p50 ms added, {told}", added))
     return found, ratios
+
+
+def vllm_python() -> Path | None:
+    """The interpreter with a vLLM: HEADWATER_VLLM_PYTHON, or that of ``make vllm-env``; None: there is none."""
+    path = Path(os.environ.get("HEADWATER_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
+    return path if path.exists() else None
 
 
 def socket_of(server: Server, number: int = 0) -> str:

@@ -21,6 +21,8 @@ __all__ = ["interpreter"]
 
 RATE = "STAND_IN_EVENTS_PER_S"
 PACING = "STAND_IN_PACING"
+SERVER_S = 45e-6
+"""Between events of one step: what vLLM's server computes for each, measured on the machine of docs/benchmarks.md."""
 _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 _METRICS = (
     b'vllm:cache_config_info{block_size="16",num_gpu_blocks="4096"} 1.0\n'
@@ -37,9 +39,7 @@ _LAST = (
     b'"system_fingerprint":"vllm-0.32.0-f7167081"}\n\n'
     b"data: [DONE]\n\n"
 )
-_HEAD = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"  # fmt: skip
-)
+_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 def interpreter(folder: Path, events_per_s: float, pacing: str) -> Path:
@@ -48,7 +48,8 @@ def interpreter(folder: Path, events_per_s: float, pacing: str) -> Path:
     Args:
         folder: where it is made.
         events_per_s: of each stream.
-        pacing: ``burst``: the events of all streams leave together, as those of an engine's step; ``spread``: evenly.
+        pacing: ``steps``: the events of all streams leave one after the other, `SERVER_S` apart, as those of an
+            engine's step do; ``spread``: evenly in time.
     """
     package = folder / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
@@ -116,7 +117,7 @@ class _Engine(threading.Thread):
         due_s = time.perf_counter()
         while True:
             streams = list(self._streams)
-            gap_s = self._step_s / len(streams) if streams and self._is_spread else 0.0
+            gap_s = self._step_s / len(streams) if streams and self._is_spread else SERVER_S
             for place, stream in enumerate(streams):
                 self._sleep_until(due_s + place * gap_s)
                 if stream.step():
@@ -126,9 +127,9 @@ class _Engine(threading.Thread):
             self._sleep_until(due_s)
 
     def _sleep_until(self, when_s: float) -> None:
-        left_s = when_s - time.perf_counter()
-        if left_s > 0:
-            time.sleep(left_s)
+        while (left_s := when_s - time.perf_counter()) > 0:
+            if left_s > SERVER_S:  # otherwise compute, as vLLM's server does
+                time.sleep(left_s)
 
 
 def _serve(connection: socket.socket, engine: _Engine) -> None:
