@@ -1,6 +1,6 @@
 """Token streams: what the engine, the way to the client, and the clients' manners cost.
 
-``python -m benchmarks.stream [--only a,b,c,d,e] [--repeats N] [--json FILE] [--smoke] ...``
+``python -m benchmarks.stream [--only a,b,c,d,e,f,g] [--repeats N] [--json FILE] [--smoke] ...``
 
 - **a**: the engine's step against the bare batched forward of the same model, at 1, 8 and 32 sequences; beside them
   transformers' ``generate`` on a static batch and its continuous batching (`benchmarks.lm_engine`; random weights);
@@ -11,7 +11,11 @@
   against PyTriton alone giving 64 clients one decoupled response a token (`benchmarks.stream_pytriton`);
 - **d**: time to the first token at an HTTP client of an idle server, less that of the engine alone;
 - **e**: a client of 16 sequences that stops reading, from an engine that takes 5 ms a step and computes nothing: what
-  its 16 neighbours get in the meantime, and by how much the gateway worker grows; against the same client reading on.
+  its 16 neighbours get in the meantime, and by how much the gateway worker grows; against the same client reading on;
+- **f**: what relaying vLLM's streams costs: the gateway worker's CPU a token and the delay added, at 1, 16 and 64
+  streams of a stand-in that sends 50 events a second to each (`benchmarks.vllm_stand_in`);
+- **g**: the same streams of a vLLM: tokens a second through the gateway and on its own socket. Left out where no
+  interpreter has one (`make vllm-env`, or HEADWATER_VLLM_PYTHON).
 
 Server, load generator (`benchmarks.stream_load`) and engine are processes on this machine; contenders take turns, and
 ratios are taken within a turn. Every answer is verified: its number of tokens, and its text, which must be the
@@ -38,8 +42,9 @@ from benchmarks.stream_engine import MODEL, EngineAlone
 from benchmarks.stream_latency import PACE_S, first_token, stalled_reader
 from benchmarks.stream_load import LoadGenerator
 from benchmarks.stream_rates import STEP_S, STREAMS, against_pytriton, against_the_engine
+from benchmarks.stream_vllm import against_vllm, relay_cost, vllm_python
 
-PARTS = ("a", "b", "c", "d", "e")
+PARTS = ("a", "b", "c", "d", "e", "f", "g")
 SEQUENCES = (1, 8, 32)
 OF_THE_BARE_AT_LEAST = 0.85
 SLOT_ENGINE = "slot engine"
@@ -52,7 +57,7 @@ def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description="Token streams: engine, way to the client, clients.")
     parser.add_argument("--only", default=",".join(PARTS), help="the parts to run, such as b,c")
-    parser.add_argument("--repeats", type=int, default=5, help="of a, b and c")
+    parser.add_argument("--repeats", type=int, default=5, help="of a, b, c, f and g")
     parser.add_argument("--size", default="12", help="of a's model: millions of parameters (5, 12 or 1100)")
     parser.add_argument("--sequences", default=",".join(map(str, SEQUENCES)), help="in a; default: %(default)s")
     parser.add_argument("--decoded", type=int, default=64, help="tokens a sequence in a")
@@ -67,10 +72,13 @@ def main() -> None:
         default=max(1, (os.cpu_count() or 2) - 1),
         help="of the shipped model's engine, alone and served; default: a core is left for the way to the client",
     )
+    parser.add_argument("--relay-s", type=float, default=6, help="how long f's streams last")
+    parser.add_argument("--vllm-tokens", type=int, default=256, help="a stream in g")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
     options = parse_with_smoke(
-        parser, repeats=1, size="5", sequences="2", decoded=4, tokens=16, null_tokens=100, pairs=1, stall_s=1, stalls=1
-    )
+        parser, repeats=1, size="5", sequences="2", decoded=4, tokens=16, null_tokens=100, pairs=1, stall_s=1, stalls=1,
+        relay_s=0.2, vllm_tokens=8,
+    )  # fmt: skip
     wanted = [part for part in options.only.split(",") if part]
     if unknown := set(wanted) - set(PARTS):
         parser.error(f"--only: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
@@ -103,7 +111,19 @@ def _run(wanted: list[str], options: argparse.Namespace, raw: dict[str, Any]) ->
         raw[name] = {**measured, "ratios": {ratio.name: list(ratio.values) for ratio in ratios}}
 
     part("a", f"the engine alone, {options.decoded} tokens a sequence, {options.repeats} repeats", lambda: _a(options))
-    if not set(wanted) - {"a"}:
+    if "f" in wanted or "g" in wanted:
+        with LoadGenerator() as load:
+            told = f"vLLM's streams, {options.repeats} repeats"
+            part("f", f"{told} of {options.relay_s:g} s", lambda: relay_cost(load, options.relay_s, options.repeats))
+            python = vllm_python()
+            if python is None or options.smoke:
+                print(
+                    "\n(g) left out: " + ("a smoke run starts no vLLM" if options.smoke else "no vLLM; make vllm-env")
+                )
+            else:
+                title = f"{told} of {options.vllm_tokens} tokens"
+                part("g", title, lambda: against_vllm(load, python, options.vllm_tokens, options.repeats))
+    if not set(wanted) - {"a", "f", "g"}:
         return failed
     with contextlib.ExitStack() as stack:
         try:
@@ -113,7 +133,7 @@ def _run(wanted: list[str], options: argparse.Namespace, raw: dict[str, Any]) ->
             engine = stack.enter_context(EngineAlone(options.threads, STREAMS))
         except RuntimeError as error:
             print(f"FAILED: {error}")
-            return failed + [name for name in wanted if name != "a"]
+            return failed + [name for name in wanted if name not in "afg"]
         told = f"{STREAMS} streams, {options.repeats} repeats"
         part(
             "b",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import socket
 import sys
 import time
@@ -21,6 +22,7 @@ from benchmarks.stream_child import Child, give_back
 __all__ = ["Answer", "Ask", "Job", "LoadGenerator", "raw_body"]
 
 _LAST_CHUNK = b"0\r\n\r\n"
+_STAMP = re.compile(rb'"text":"(\d+) ",')
 
 
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -37,11 +39,14 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
 class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     """Streams to ask for, at the same time; their connections are all there before the first is asked for."""
 
-    port: int
+    address: int | str
+    """A port, or the path of a unix socket."""
     asks: list[Ask]
     one_by_one: bool = False
     """Whether each waits for the one before it."""
     with_gaps: bool = False
+    with_delays: bool = False
+    """Whether the texts are the times at which they were sent (`benchmarks.vllm_stand_in`)."""
     timeout_s: float = 300
     """For each of them, or for all at once."""
 
@@ -65,6 +70,8 @@ class Answer(msgspec.Struct):
     """Of all that came."""
     gaps_s: list[float] = []
     """Between what arrived; what arrived together counts as one."""
+    delays_s: list[float] = []
+    """If asked for: from when each event was sent to when it arrived."""
     error: str = ""
 
 
@@ -134,7 +141,7 @@ class _Stream(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
 
-    def answer(self, start: float, with_gaps: bool) -> Answer:
+    def answer(self, start: float, job: Job) -> Answer:
         """What came, parsed."""
         head, _, rest = b"".join(self._reads).partition(b"\r\n\r\n")
         answer = Answer(sent=self._sent - start, ended=(self._times[-1] - start) if self._times else 0)
@@ -156,7 +163,14 @@ class _Stream(asyncio.Protocol):
             if _has_text(seen):
                 answer.first = when - start
                 break
-        if with_gaps:
+        if job.with_delays:
+            times = [
+                (int(stamp), when)
+                for read, when in zip(self._reads, self._times, strict=True)
+                for stamp in _STAMP.findall(read)
+            ]
+            answer.delays_s = [when - stamp / 1e9 for stamp, when in times]
+        if job.with_gaps:
             # The first few reads are the head and the first event.
             answer.gaps_s = [after - before for before, after in zip(self._times[2:-1], self._times[3:], strict=False)]
         return answer
@@ -231,13 +245,13 @@ def _read_events(body: bytes, answer: Answer) -> None:
 
 
 async def _run(job: Job) -> list[Answer]:
-    streams = [] if job.one_by_one else [await _connected(ask, job.port) for ask in job.asks]
+    streams = [] if job.one_by_one else [await _connected(ask, job.address) for ask in job.asks]
     gc.disable()
     start = time.perf_counter()
     try:
         if job.one_by_one:
             for ask in job.asks:  # a server ends connections on which nothing is asked for long
-                streams.append(await _connected(ask, job.port))
+                streams.append(await _connected(ask, job.address))
                 streams[-1].send()
                 await asyncio.wait([streams[-1].ended], timeout=job.timeout_s)
         else:
@@ -248,16 +262,16 @@ async def _run(job: Job) -> list[Answer]:
         gc.enable()
         for stream in streams:
             stream.close()  # one that hasn't ended by now has no last chunk, and its answer says so
-    return [stream.answer(start, job.with_gaps) for stream in streams]
+    return [stream.answer(start, job) for stream in streams]
 
 
-async def _connected(ask: Ask, port: int) -> _Stream:
+async def _connected(ask: Ask, address: int | str) -> _Stream:
     loop = asyncio.get_running_loop()
-    plug = socket.socket()
+    plug = socket.socket(socket.AF_INET if isinstance(address, int) else socket.AF_UNIX)
     if ask.receive_bytes:
         plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, ask.receive_bytes)
     plug.setblocking(False)
-    await loop.sock_connect(plug, ("127.0.0.1", port))
+    await loop.sock_connect(plug, ("127.0.0.1", address) if isinstance(address, int) else address)
     _, stream = await loop.create_connection(lambda: _Stream(ask), sock=plug)
     return stream
 

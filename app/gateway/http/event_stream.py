@@ -15,6 +15,7 @@ from sse_starlette.sse import SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
 from app.errors import ClientGone, HeadwaterError
+from app.gateway.http.exchange import Exchange, exchange_of
 from app.gateway.http.replies import internal_error
 from app.lm.answers import Event
 from app.telemetry.recorder import note_error
@@ -100,7 +101,7 @@ class EventStream:
         state.setdefault("note", "streamed")
         limits: StreamLimits = state.get("stream_limits", StreamLimits())
         response = EventSourceResponse(
-            self._frames(state),
+            self._frames(state, exchange_of(scope)),
             ping=limits.ping_s,
             sep="\n",
             ping_message_factory=_Ping,
@@ -121,14 +122,17 @@ class EventStream:
         finally:
             await self.close()
 
-    async def _frames(self, state: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+    async def _frames(self, state: dict[str, Any], exchange: Exchange | None) -> AsyncGenerator[bytes, None]:
         error: HeadwaterError | None = None
         try:
             event = await (self._compute() if self._first is None else self._first)
             self._first = None
             while event is not None:
-                yield _frame(event)
-                del event  # the next one may be long in coming
+                frame = _frame(event)
+                # What the client has room for needs none of sse-starlette's timers, which cost as much as the write.
+                if exchange is None or not exchange.write(frame):
+                    yield frame
+                del event, frame  # the next one may be long in coming
                 event = await anext(self._events, None)
         except HeadwaterError as raised:
             error = raised

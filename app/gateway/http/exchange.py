@@ -147,6 +147,19 @@ class Exchange:
         cycle.on_response()
         return True
 
+    def write(self, piece: bytes) -> bool:
+        """Write a piece of an answer that ``send`` has begun.
+
+        Returns:
+            False: the client has not read the previous pieces yet; ``send`` waits for that.
+        """
+        cycle = self._cycle
+        if cycle.flow.write_paused or not cycle.chunked_encoding or cycle.response_complete:
+            return False
+        if not cycle.disconnected:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return True
+
 
 def exchange_of(scope: Mapping[str, Any]) -> Exchange | None:
     """The exchange of a request; None under another server."""
