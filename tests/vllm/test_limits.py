@@ -58,15 +58,15 @@ def test_a_client_that_goes_away_frees_its_sequence(vllm_server: Running) -> Non
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_deadline_ends_the_request(vllm_server: Running, streams: bool) -> None:
-    body = {**LONG, "timeout_s": 0.5}
+    body = {**LONG, "timeout_s": 1, "n": 4, "temperature": 1}
     if streams:
         stream = run(whole(vllm_server, body))
-        assert stream.error is not None
-        assert stream.error["code"] == "timeout"
+        # On a busy machine nothing may have come in that time: then the answer has the status.
+        assert stream.status == 504 or (stream.error is not None and stream.error["code"] == "timeout")
     else:
         answer = vllm_server.client.post(f"{vllm_server.url}/v1/completions", json={**body, "stream": False})
         assert answer.status_code == 504
-        assert "0.5 s" in answer.json()["error"]["message"]
+        assert "1 s" in answer.json()["error"]["message"]
     wait_for(lambda: is_idle(vllm_server, "tiny"), 10, "its sequence to be freed")
 
 
