@@ -31,7 +31,7 @@ class VllmOptions(Section):
     max_num_batched_tokens: PositiveInt | None = None
     """Tokens computed in one step; default: vLLM's."""
     max_num_queued_reqs: Annotated[int, Field(ge=1, le=100_000)] = 1024
-    """Requests that may wait in one replica; more are refused with 429."""
+    """Sequences that one replica has, computed and waiting; requests beyond that are refused with 429."""
     gpu_memory_utilization: _Fraction | None = None
     """The fraction of a GPU's memory that one replica takes; default: vLLM's, 0.92."""
     kv_cache_gib: Annotated[int, Field(ge=1, le=4096)] | None = None

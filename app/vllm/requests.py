@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
-import orjson
+import msgspec
 
 from app.codecs.faults import at, key_text, shown
+from app.errors import BadRequest
 from app.lm.generate import GenerateRequest
 from app.telemetry.catalogue import Route
 from inference.errors import did_you_mean
@@ -87,6 +88,9 @@ class VllmRequest(NamedTuple):
 
         Args:
             cache_scope: whose the request is: prefixes are shared within a scope.
+
+        Raises:
+            BadRequest: the body is nested too deeply.
         """
         body: dict[str, Any] = {**self.body, "stream": self.streams}
         if self.route == "responses":
@@ -95,7 +99,10 @@ class VllmRequest(NamedTuple):
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         if cache_scope:
             body["cache_salt"] = hashlib.sha256(cache_scope.encode()).hexdigest()
-        return orjson.dumps(body)
+        try:
+            return msgspec.json.encode(body)
+        except RecursionError:
+            raise BadRequest("expected a body of less depth") from None
 
     @property
     def model(self) -> str:
@@ -106,7 +113,7 @@ class VllmRequest(NamedTuple):
     def prompt(self) -> bytes:
         """What the prompt is made of, in the order in which it is computed; requests are compared by its beginning."""
         told = [self.body.get(name) for name in ("tools", "instructions", "messages", "prompt", "input")]
-        return orjson.dumps([one for one in told if one is not None])
+        return msgspec.json.encode([one for one in told if one is not None])
 
 
 def fields_of(route: Route) -> list[str]:
@@ -212,14 +219,15 @@ def _seconds(value: object) -> float | None:
 
 def _urls(path: str, value: object) -> Iterator[tuple[str, str]]:
     """The URLs in messages that are to be fetched, each with its field."""
-    if isinstance(value, dict):
-        for key, one in value.items():
-            if isinstance(one, str) and key in _URL_KEYS:
-                if not one.startswith("data:"):
-                    yield f"{path}.{key}", one
-            elif isinstance(one, (dict, list)):
-                yield from _urls(f"{path}.{key}", one)
-    elif isinstance(value, list):
-        for place, one in enumerate(value):
-            if isinstance(one, (dict, list)):
-                yield from _urls(f"{path}[{place}]", one)
+    left = [(path, value)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, dict):
+            for key, one in value.items():
+                if isinstance(one, str) and key in _URL_KEYS:
+                    if not one.startswith("data:"):
+                        yield f"{path}.{key}", one
+                elif isinstance(one, (dict, list)):
+                    left.append((f"{path}.{key_text(key)}", one))
+        elif isinstance(value, list):
+            left += [(f"{path}[{place}]", one) for place, one in enumerate(value) if isinstance(one, (dict, list))]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import stat
+from collections.abc import Awaitable
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from tests.running import Running, processes_of, wait_for
-from tests.token_streams import figures, is_idle, open_stream, run, text_of, whole
+from tests.token_streams import figures, is_idle, open_stream, run, whole
 from tests.vllm.conftest import AT_ONCE
 
 pytestmark = pytest.mark.vllm
@@ -28,14 +29,18 @@ def idle(vllm_server: Running) -> None:
 
 
 def test_more_requests_than_fit_are_refused_with_429(vllm_server: Running) -> None:
+    def ask(body: dict[str, Any]) -> Awaitable[httpx.Response]:
+        return asyncio.to_thread(vllm_server.client.post, f"{vllm_server.url}/v1/completions", json=body)
+
     async def scenario() -> None:
         held = [open_stream(vllm_server, "/v1/completions", LONG) for _ in range(AT_ONCE)]
         streams = await asyncio.gather(*(one.__aenter__() for one in held))
         assert [stream.status for stream in streams] == [200] * AT_ONCE
-        async with open_stream(vllm_server, "/v1/completions", LONG) as refused:
-            assert refused.status == 429
-            assert int(refused.headers["retry-after"]) >= 1
-            assert "queue is full" in json.loads(refused.body)["error"]["message"]
+        while (refused := await ask({**LONG, "stream": False, "timeout_s": 1})).status_code == 504:
+            pass  # those before it are not there yet
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "queue is full" in refused.json()["error"]["message"]
         for one in held:
             await one.__aexit__(None, None, None)
 
@@ -53,16 +58,15 @@ def test_a_client_that_goes_away_frees_its_sequence(vllm_server: Running) -> Non
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_deadline_ends_the_request(vllm_server: Running, streams: bool) -> None:
-    body = {**LONG, "timeout_s": 0.5}
+    body = {**LONG, "timeout_s": 1, "n": 4, "temperature": 1}
     if streams:
         stream = run(whole(vllm_server, body))
-        assert stream.error is not None
-        assert stream.error["code"] == "timeout"
-        assert text_of(stream.events)
+        # On a busy machine nothing may have come in that time: then the answer has the status.
+        assert stream.status == 504 or (stream.error is not None and stream.error["code"] == "timeout")
     else:
         answer = vllm_server.client.post(f"{vllm_server.url}/v1/completions", json={**body, "stream": False})
         assert answer.status_code == 504
-        assert "0.5 s" in answer.json()["error"]["message"]
+        assert "1 s" in answer.json()["error"]["message"]
     wait_for(lambda: is_idle(vllm_server, "tiny"), 10, "its sequence to be freed")
 
 
@@ -86,10 +90,12 @@ def test_a_client_that_reads_nothing_is_cut_off_and_costs_its_neighbours_nothing
         more = {"logprobs": 20, "n": 4, "temperature": 1}
         async with open_stream(vllm_server, "/v1/completions", {**LONG, **more}) as unread:
             unread.pause()
-            neighbour = await whole(vllm_server, {**LONG, "max_tokens": 200})
+            told = {"include_usage": True}
+            neighbour = await whole(vllm_server, {**LONG, "max_tokens": 200, "stream_options": told})
             assert neighbour.error is None
             assert neighbour.is_done
-            assert len(neighbour.events) >= 200
+            assert neighbour.usage is not None
+            assert neighbour.usage["completion_tokens"] == 200
             await asyncio.to_thread(
                 wait_for, lambda: "cut off" in vllm_server.log.read_text(), 60, "the client to be cut off"
             )

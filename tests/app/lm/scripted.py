@@ -196,6 +196,9 @@ class ScriptedModels:
             raise NotFound(f"model {name!r}: unknown", field="model")
         return self._dispatchers[name]
 
+    def vllm(self, name: str) -> None:
+        return None
+
     async def cancel_request(self, request_id: str) -> int:
         return sum([await dispatcher.cancel_request(request_id) for dispatcher in self._dispatchers.values()])
 

@@ -168,6 +168,23 @@ def test_nothing_is_fetched(route: Route, where: Any, field: str) -> None:
         assert "data: URL" in error.message
 
 
+def test_what_a_body_can_have_can_be_sent() -> None:
+    """Numbers beyond 64 bits, and deep nesting."""
+    assert sent("chat", seed=2**70)["seed"] == 2**70
+    deep: Any = []
+    for _ in range(400):
+        deep = [{"a": deep}]
+    assert sent("chat", tools=deep)["tools"] == deep
+    read = read_request("chat", {**CHAT, "messages": deep})
+    assert b"[]" in read.encoded("")
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(BadRequest, match="depth"):
+        read_request("chat", {**CHAT, "tools": deep}).encoded("")
+    while deep:  # Python would free it recursively
+        deep = deep[0] if isinstance(deep, list) else deep["a"]
+
+
 def test_prefixes_are_shared_within_a_key_only() -> None:
     one, two = sent("chat", scope="one")["cache_salt"], sent("chat", scope="two")["cache_salt"]
     assert one != two
