@@ -31,6 +31,8 @@ BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "seed": ([0, 2**31], [-1, 2**31 + 1]),
     "max_logprobs": ([0, 100], [-1, 101]),
     "generation_config": (["auto", "vllm"], ["/etc/passwd"]),
+    "max_loras": ([1, 256, None], [0, 257]),
+    "max_lora_rank": ([8, 512, None], [1, 9]),
     "chat_template": (["templates/chat.jinja", None], [5]),
     "tool_call_parser": (["hermes", "llama3_json", None], ["../plugin.py", "x" * 65]),
     "reasoning_parser": (["deepseek_r1", None], ["a/b"]),

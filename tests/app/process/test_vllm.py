@@ -228,6 +228,7 @@ def test_variables_that_are_set() -> None:
         "VLLM_RPC_BASE_PATH": "/run/r1",
         "VLLM_PROCESS_NAME_PREFIX": "VLLM",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "HF_HUB_OFFLINE": "1",
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
