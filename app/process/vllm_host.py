@@ -289,7 +289,7 @@ class Host:
             if now_s < next_s:
                 continue
             next_s = now_s + interval_s
-            self._count(interval_s)
+            self._count(interval_s / 2)
             if progress.look((self._answered, *self._counted)):
                 raise Failed(f"its engine has made no progress within options.max_step_s = {max_step_s:g} s")
             if progress.missed and (self._probe is None or not self._probe.is_alive()):
