@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Final, Literal, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ from inference.engine import EngineLimits
 from inference.errors import DeclarationError
 from inference.model import Embedding, Model, Parameter, Tensor
 
-__all__ = ["TEXT_INPUTS", "TEXT_OUTPUTS", "HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec", "VllmSpec"]
+__all__ = ["HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec", "VllmSpec", "text_signature"]
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -25,12 +26,6 @@ class TensorSpec(msgspec.Struct, frozen=True):
     optional: bool = False
     labels: tuple[str, ...] = ()
     """The meaning of each position of the last dimension; empty if not declared."""
-
-
-TEXT_INPUTS: Final = (TensorSpec("text_input", "BYTES", (1,)),)
-"""The inputs of a language model, in the names of Triton's generate extension."""
-TEXT_OUTPUTS: Final = (TensorSpec("text_output", "BYTES", (1,)),)
-"""Its outputs."""
 
 
 class HeadSpec(msgspec.Struct, frozen=True):
@@ -198,3 +193,19 @@ def _embedding(
                 f"{where}, dimensions: expected an int parameter per row, got {declared.dimensions!r}"
             )
     return declared
+
+
+def text_signature(
+    name: str, folder: Path, language_model: LanguageModelSpec | None = None, vllm: VllmSpec | None = None
+) -> Signature:
+    """A language model's signature, of a Hugging Face folder: text in, text out."""
+    return Signature(
+        name=name,
+        inputs=(TensorSpec("text_input", "BYTES", (1,)),),
+        outputs=(TensorSpec("text_output", "BYTES", (1,)),),
+        max_batch_size=1,
+        description=f"The language model {folder.name}.",
+        streams=True,
+        language_model=language_model,
+        vllm=vllm,
+    )

@@ -17,7 +17,7 @@ from app.config.schema import PLACEHOLDER, Deployment, InvalidConfig, is_model_r
 from app.errors import ConfigError
 from app.process.interpreter import InterpreterError
 from app.process.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
-from app.process.vllm import find_vllm, folder_problem, vllm_signature
+from app.process.vllm import find_vllm, folder_problem
 from app.supervisor.preflight import (
     address_problems,
     free_shared_memory_problems,
@@ -29,7 +29,7 @@ from app.supervisor.preflight import (
 from inference.errors import DeclarationError, LoadError, Problem
 from inference.pipeline import make_plan
 from inference.reference import find_folder
-from inference.signature import Signature
+from inference.signature import Signature, text_signature
 
 __all__ = ["check", "model_request"]
 
@@ -146,7 +146,7 @@ def _look_at_vllm(
         problem = error.problem
     if problem is not None:
         return python, Problem(title, f"{problem.title}: {problem.reason}", problem.fix)
-    return python, vllm_signature(name, folder, None)
+    return python, text_signature(name, folder)
 
 
 def _probe(

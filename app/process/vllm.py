@@ -14,12 +14,8 @@ from typing import Any, Final, NamedTuple
 
 from app.process.interpreter import CONFUSING, InterpreterError, ask_interpreter
 from inference.errors import LoadError, Problem
-from inference.signature import TEXT_INPUTS, TEXT_OUTPUTS, Signature, VllmSpec
 
-__all__ = [
-    "VllmInstall", "context_length", "find_vllm", "folder_problem", "serve_command", "serve_environment",
-    "vllm_signature",
-]  # fmt: skip
+__all__ = ["VllmInstall", "context_length", "find_vllm", "folder_problem", "serve_command", "serve_environment"]
 
 OURS: Final = frozenset({"kv_cache_gib", "max_step_s", "prefix_affinity"})
 """Options that are no flags of vLLM."""
@@ -97,12 +93,6 @@ def folder_problem(folder: Path, options: Mapping[str, Any], install: VllmInstal
         reason = "there is no C++ compiler, with which vLLM compiles at the first request for log probabilities"
         return Problem(title, reason, "install one (on Debian: apt-get install g++)")
     return None
-
-
-def vllm_signature(name: str, folder: Path, vllm: VllmSpec | None) -> Signature:
-    """The signature of a model that vLLM computes; without `VllmSpec`, as far as it is known before a start."""
-    about = f"The language model {folder.name}, computed by vLLM."
-    return Signature(name, TEXT_INPUTS, TEXT_OUTPUTS, description=about, streams=True, vllm=vllm)
 
 
 def serve_command(

@@ -25,17 +25,10 @@ from typing import Any, Final
 import msgspec
 
 from app.process.interpreter import InterpreterError
-from app.process.vllm import (
-    VllmInstall,
-    find_vllm,
-    folder_problem,
-    serve_command,
-    serve_environment,
-    vllm_signature,
-)
+from app.process.vllm import VllmInstall, find_vllm, folder_problem, serve_command, serve_environment
 from inference.errors import LoadError
 from inference.reference import find_folder
-from inference.signature import VllmSpec
+from inference.signature import VllmSpec, text_signature
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
 
 __all__ = ["Progress", "main"]
@@ -146,7 +139,7 @@ class Host:
         self._await_health()
         self.report(ReplicaStatus("progress", "warming up"))
         self._warm_up()
-        signature = vllm_signature(spec.name, folder, self._capacity(install))
+        signature = text_signature(spec.name, folder, vllm=self._capacity(install))
         device = "cpu" if install.is_cpu else (spec.device if spec.device.startswith("cuda") else "cuda")
         (self._directory / READY_FILE).touch()
         facts = {"device": device, "vllm": install.version}

@@ -19,7 +19,7 @@ from inference.lm.model_folder import CONFIG, checked_json, checked_model
 from inference.lm.step_watch import MAX_STEP_S
 from inference.reference import find_folder
 from inference.runtime.loader import import_for, wrong_options
-from inference.signature import TEXT_INPUTS, TEXT_OUTPUTS, LanguageModelSpec, Signature, ToolParser
+from inference.signature import LanguageModelSpec, Signature, ToolParser, text_signature
 
 __all__ = ["LmPlan", "SlotOptions", "lm_signature", "plan_language_model"]
 
@@ -145,15 +145,8 @@ def lm_signature(
     name: str, folder: Path, limits: EngineLimits | None, tool_parser: ToolParser | None = None
 ) -> Signature:
     """A language model's signature for the gateway; without limits, as far as it is known before loading."""
-    return Signature(
-        name=name,
-        inputs=TEXT_INPUTS,
-        outputs=TEXT_OUTPUTS,
-        max_batch_size=1,
-        description=f"The language model {folder.name}.",
-        streams=True,
-        language_model=None if limits is None else LanguageModelSpec(str(folder), limits, tool_parser),
-    )
+    language_model = None if limits is None else LanguageModelSpec(str(folder), limits, tool_parser)
+    return text_signature(name, folder, language_model)
 
 
 def _slot_engine(folder: Path, options: SlotOptions, device: str, on_broken: Callable[[str], None]) -> Engine:

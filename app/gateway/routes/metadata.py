@@ -161,11 +161,15 @@ def _metadata(signature: Signature) -> dict[str, Any]:
     return {
         "name": signature.name,
         "versions": [VERSION],
-        "platform": "python",
+        "platform": _backend(signature),
         "inputs": [tensor(spec) for spec in signature.inputs],
         "outputs": [tensor(spec) for spec in signature.outputs],
         **({"heads": msgspec.to_builtins(signature.heads)} if signature.heads else {}),
     }
+
+
+def _backend(signature: Signature) -> str:
+    return "python" if signature.vllm is None else "vllm"
 
 
 def _config(model: ServedModel) -> dict[str, Any]:
@@ -178,7 +182,7 @@ def _config(model: ServedModel) -> dict[str, Any]:
     return {
         "name": signature.name,
         "platform": "",
-        "backend": "python",
+        "backend": _backend(signature),
         "max_batch_size": signature.max_batch_size,
         "input": [
             {**tensor(spec), "format": "FORMAT_NONE", "allow_ragged_batch": False, "optional": spec.optional}
@@ -268,9 +272,14 @@ def _language_model_statistics(
         },
         "cache_used": counts.total("headwater_cache_used_tokens"),
     }
-    if signature is not None and (limits := signature.limits) is not None:  # of one replica
+    if signature is not None and signature.language_model is not None:
+        limits = signature.language_model.limits  # of one replica
         names = ("max_sequences", "max_waiting", "context_length", "cache_tokens")
-        statistics["limits"] = {name: getattr(limits, name) for name in names if hasattr(limits, name)}
+        statistics["limits"] = {name: getattr(limits, name) for name in names}
+    elif signature is not None and signature.vllm is not None:
+        limits_of_vllm = msgspec.structs.asdict(signature.vllm)
+        del limits_of_vllm["version"]
+        statistics["limits"] = limits_of_vllm
     return statistics
 
 

@@ -19,7 +19,6 @@ import yaml
 from app.cli.check import check
 from app.cli.main import main
 from app.config.schema import Deployment, Server
-from app.process.vllm import vllm_signature
 from app.supervisor.preflight import (
     MIB,
     address_problems,
@@ -30,7 +29,7 @@ from app.supervisor.preflight import (
     shared_memory_warnings,
 )
 from inference.errors import Problem
-from inference.signature import HeadSpec, Signature, TensorSpec
+from inference.signature import HeadSpec, Signature, TensorSpec, text_signature
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "inference" / "zoo" / "weights" / "tiny_lm"
@@ -452,7 +451,7 @@ def test_shared_memory_grows_with_batch_calls_in_flight_and_replicas() -> None:
 
 def test_vllm_takes_nothing_of_triton_in_shared_memory() -> None:
     one = deployment(model=TINY, python="python", replicas=3)
-    assert shared_memory_bytes(one, None) == shared_memory_bytes(one, vllm_signature("chat", FOLDER, None)) == 0
+    assert shared_memory_bytes(one, None) == shared_memory_bytes(one, text_signature("chat", FOLDER)) == 0
     assert region_problems([one] * 100_000) == []
 
 

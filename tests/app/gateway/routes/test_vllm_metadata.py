@@ -17,12 +17,11 @@ from app.gateway.app import create_app
 from app.gateway.models import Models
 from app.gateway.routes.status import metrics_routes, status_routes
 from app.gateway.sampler import Sampler
-from app.process.vllm import vllm_signature
 from app.telemetry.ledger import Ledger
-from inference.signature import VllmSpec
+from inference.signature import VllmSpec, text_signature
 
 SPEC = VllmSpec(max_sequences=8, context_length=512, cache_tokens=1000, version="0.32.0")
-SIGNATURE = vllm_signature("chat", Path("models/llama"), SPEC)
+SIGNATURE = text_signature("chat", Path("models/llama"), vllm=SPEC)
 METRICS = b"""\
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="chat"} 3.0
