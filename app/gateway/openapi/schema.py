@@ -47,22 +47,21 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
     paths = schema["paths"]
     bodies, components = body_schemas()
     embedders = []
-    language_models: list[str] = []
-    vllm_models: list[str] = []
+    language_models = []
     for model in models:
         signature = model.route.signature
         if signature is None:
             continue
         if signature.embedding is not None:
             embedders.append(signature.name)
-        if signature.language_model is not None or signature.vllm is not None:
-            (language_models if signature.vllm is None else vllm_models).append(signature.name)
+        if model.route.is_language_model:
+            language_models.append(signature.name)
             operations = text_operations(signature, bodies["GenerateRequest"])
         else:
             operations = tensor_operations(signature)
         for route, operation in operations.items():
             paths[f"/v2/models/{signature.name}/{route}"] = {"post": operation}
-    for path, operation in shared_paths(embedders, language_models, vllm_models, bodies).items():
+    for path, operation in shared_paths(embedders, language_models, bodies).items():
         paths[path] = {"post": operation}
     for path, by_method in paths.items():
         kind = "OpenAIError" if path.startswith(OPENAI_PATHS) else "Error"

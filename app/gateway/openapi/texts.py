@@ -24,8 +24,6 @@ from app.lm.completion import CompletionRequest
 from app.lm.generate import GenerateRequest
 from app.lm.responses import ResponsesRequest
 from app.lm.tokenization import DetokenizeRequest, TokenizeRequest
-from app.telemetry.catalogue import Route
-from app.vllm.requests import fields_of
 from inference.engine import Sampling
 from inference.signature import Signature
 
@@ -75,24 +73,16 @@ def of_models(schema: dict[str, Any], models: list[str]) -> dict[str, Any]:
 
 
 def shared_paths(
-    embedders: list[str], language_models: list[str], vllm_models: list[str], schemas: dict[str, dict[str, Any]]
+    embedders: list[str], language_models: list[str], schemas: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """The operations that several models share, by path.
 
     Args:
         embedders: names of the models with embeddings.
-        language_models: names of the language models of our engines.
-        vllm_models: names of those that vLLM computes.
+        language_models: names of the language models.
         schemas: of the bodies, by the structs' names.
     """
-
-    def of_both(kind: str, route: Route, asked: str) -> dict[str, Any]:
-        found = [of_models(schemas[kind], language_models)] if language_models else []
-        found += [_vllm_body(route, asked, vllm_models)] if vllm_models else []
-        return found[0] if len(found) == 1 else {"anyOf": found}
-
     paths = {}
-    text_models = [*language_models, *vllm_models]
     if embedders:
         texts = ["The harbour lay still.", "Boats slept in the port."]
         paths["/v1/embeddings"] = operation(
@@ -105,41 +95,26 @@ def shared_paths(
             },
             response("One embedding a text, in order", {JSON: {"type": "object"}}),
         )
-    if text_models:
+    if language_models:
         messages = [{"role": "user", "content": "Write a Python function that adds two numbers."}]
         paths["/v1/chat/completions"] = _openai_operation(
             "chat_completions",
             "Chat, as OpenAI's API has it",
-            of_both("ChatRequest", "chat", "messages"),
-            {"model": text_models[0], "messages": messages, "max_completion_tokens": 64},
+            of_models(schemas["ChatRequest"], language_models),
+            {"model": language_models[0], "messages": messages, "max_completion_tokens": 64},
             {"message": object_schema({"role": STRING, "content": STRING})},
         )
         paths["/v1/completions"] = _openai_operation(
             "completions",
             "Continue texts, as OpenAI's API does",
-            of_both("CompletionRequest", "completions", "prompt"),
-            {"model": text_models[0], "prompt": _PROMPT, "max_tokens": 64},
+            of_models(schemas["CompletionRequest"], language_models),
+            {"model": language_models[0], "prompt": _PROMPT, "max_tokens": 64},
             {"text": STRING},
         )
         paths["/v1/responses"] = _responses_operation(
-            of_both("ResponsesRequest", "responses", "input"),
-            {"model": text_models[0], "input": messages[0]["content"], "max_output_tokens": 64},
+            of_models(schemas["ResponsesRequest"], language_models),
+            {"model": language_models[0], "input": messages[0]["content"], "max_output_tokens": 64},
         )
-        paths["/v2/requests/{request_id}/cancel"] = {
-            "tags": ["inference"],
-            "summary": "Cancel a stream, or a request to a language model",
-            "description": "Whoever knows a request's id, its `X-Request-Id`, can end it; it is answered with status "
-            "409.",
-            "operationId": "cancel_request",
-            "parameters": [{"name": "request_id", "in": "path", "required": True, "schema": STRING}],
-            "responses": {
-                "200": response(
-                    "How many sequences and streams were cancelled",
-                    {JSON: object_schema({"request_id": STRING, "cancelled": {"type": "integer", "minimum": 1}})},
-                )
-            },
-        }
-    if language_models:
         strings = {"type": ["array", "null"], "items": {"type": ["string", "null"]}}
         tokens = {"type": "array", "items": INTEGER}
         paths["/tokenize"] = operation(
@@ -169,18 +144,21 @@ def shared_paths(
             },
             response("The text", {JSON: object_schema({"prompt": STRING})}),
         )
+        paths["/v2/requests/{request_id}/cancel"] = {
+            "tags": ["inference"],
+            "summary": "Cancel a stream, or a request to a language model",
+            "description": "Whoever knows a request's id, its `X-Request-Id`, can end it; it is answered with status "
+            "409.",
+            "operationId": "cancel_request",
+            "parameters": [{"name": "request_id", "in": "path", "required": True, "schema": STRING}],
+            "responses": {
+                "200": response(
+                    "How many sequences and streams were cancelled",
+                    {JSON: object_schema({"request_id": STRING, "cancelled": {"type": "integer", "minimum": 1}})},
+                )
+            },
+        }
     return paths
-
-
-def _vllm_body(route: Route, asked: str, models: list[str]) -> dict[str, Any]:
-    """The fields that may be asked of vLLM, which checks their values."""
-    return {
-        "type": "object",
-        "description": "For a model that vLLM computes: the fields are those of its API",
-        "properties": {name: {} for name in fields_of(route)} | {"model": {"type": "string", "enum": models}},
-        "required": ["model", asked],
-        "additionalProperties": False,
-    }
 
 
 def _openai_operation(
