@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from app.config.schema import FORMER_FIELDS, Deployment, read_config
+from app.config.schema import FORMER_FIELDS, Deployment, load_config, read_config
 from app.config.vllm import FORBIDDEN, VllmOptions, option_faults
 from app.errors import ConfigError
 
+ROOT = Path(__file__).parents[3]
 MODEL = "vllm:models/llama"
 PYTHON = "vllm-env/bin/python"
 BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
@@ -134,8 +136,15 @@ def test_no_option_has_the_name_of_a_former_field() -> None:
     assert not FORMER_FIELDS.keys() & VllmOptions.model_fields.keys()
 
 
+def test_the_shipped_configuration_and_the_documented_one_are_right() -> None:
+    shipped = load_config(ROOT / "configs" / "vllm.yaml", environment={}, flags={})
+    assert all(one.is_vllm for one in shipped.deployments.values())
+    (documented, *_) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "vllm.md").read_text(), re.S)
+    read_config(yaml.safe_load(documented), source="docs/vllm.md", environment={}, flags={})
+
+
 def test_every_option_is_documented() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    text = (ROOT / "docs" / "vllm.md").read_text()
     told = set(re.findall(r"^\| `(\w+)`", text, re.M))
     assert VllmOptions.model_fields.keys() <= told
     assert all(f"`{name}`" in text for name in FORBIDDEN)

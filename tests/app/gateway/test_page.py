@@ -155,7 +155,7 @@ OUTCOMES = {
     "unavailable": 1,
     "lost": 0,
 }
-STATUS: Any = {
+STATUS: dict[str, Any] = {
     "version": "0", "now_s": 1e9, "draining": False, "scope": "server", "bounds": {"seconds": [1, 2], "rows": [1, 2]},
     "deployments": [{
         "name": "m", "version": "1", "state": "READY", "reason": "", "since": "", "kind": "model", "part_of": None,
@@ -213,7 +213,7 @@ def test_the_page_goes_on_after_a_failure_of_its_own_and_tells_clients_errors_fr
 
 @pytest.mark.skipif(chromium() is None, reason="no Chromium; on Debian: apt-get install chromium-headless-shell")
 def test_a_language_model_shows_how_full_its_cache_is() -> None:
-    (plain,) = STATUS["deployments"]
+    plain: dict[str, Any] = STATUS["deployments"][0]
     text = dict.fromkeys(("prompt_tokens", "cached_prompt_tokens", "generated_tokens", "waiting_sequences"), 0)
     text |= {"active_sequences": 3, "cache_used_tokens": 120, "cache_limit_tokens": 1000}
     times = {"first_token": HISTOGRAM, "inter_token": HISTOGRAM}

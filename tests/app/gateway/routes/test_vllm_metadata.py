@@ -1,0 +1,112 @@
+"""A deployment that vLLM computes is a language model wherever the server tells of its models."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.cli.announce import print_what_is_served
+from app.config.schema import Server
+from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from app.gateway.app import create_app
+from app.gateway.models import Models
+from app.gateway.routes.status import metrics_routes, status_routes
+from app.gateway.sampler import Sampler
+from app.telemetry.ledger import Ledger
+from inference.signature import VllmSpec, text_signature
+
+SPEC = VllmSpec(max_sequences=8, context_length=512, cache_tokens=1000, version="0.32.0")
+SIGNATURE = text_signature("chat", Path("models/llama"), vllm=SPEC)
+METRICS = b"""\
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="chat"} 3.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="chat"} 2.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="chat"} 0.25
+# TYPE vllm:num_preemptions_total counter
+vllm:num_preemptions_total{engine="0",model_name="chat"} 4.0
+"""
+
+
+async def answer_metrics(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """What a vLLM says of itself."""
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET /metrics ")
+    writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(METRICS), METRICS))
+    writer.close()
+
+
+def run(scenario: Callable[[httpx.AsyncClient, Models], Awaitable[None]]) -> None:
+    """Ask a gateway with one vLLM."""
+
+    async def serve(folder: Path) -> None:
+        async with await asyncio.start_unix_server(answer_metrics, folder / "h"):
+            models = Models()
+            replica = ReplicaRoute("chat-1", str(folder / "h"), "", device="cpu")
+            route = DeploymentRoute(
+                "chat", State.READY, "", SIGNATURE, (replica,), is_language_model=True, is_vllm=True
+            )  # fmt: skip
+            models.update(RoutingTable((route,)))
+            sampler = Sampler(models)
+            Ledger(folder / "metrics")
+            routers = metrics_routes(models, folder / "metrics", sampler), status_routes(models, None, sampler)
+            app = create_app(models, Server(access_log=False), *routers)
+            try:
+                async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+                    await scenario(client, models)
+            finally:
+                models.update(RoutingTable(()))
+
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is too long for a socket's path
+        asyncio.run(asyncio.wait_for(serve(Path(folder)), 30))
+
+
+def test_metadata_and_statistics_are_those_of_a_language_model() -> None:
+    async def scenario(client: httpx.AsyncClient, models: Models) -> None:
+        metadata = (await client.get("/v2/models/chat")).json()
+        assert [one["name"] for one in metadata["inputs"] + metadata["outputs"]] == ["text_input", "text_output"]
+        (told,) = (await client.get("/v2/models/chat/stats")).json()["model_stats"]
+        assert told["language_model"]["limits"] == {"max_sequences": 8, "context_length": 512, "cache_tokens": 1000}
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        assert {path for path in paths if "chat" in path} == {
+            "/v1/chat/completions", "/v2/models/chat/generate", "/v2/models/chat/generate_stream",
+        }  # fmt: skip
+
+    run(scenario)
+
+
+def test_the_status_page_gets_how_full_the_cache_is() -> None:
+    async def scenario(client: httpx.AsyncClient, models: Models) -> None:
+        while True:  # until the worker has asked vLLM
+            (chat,) = (await client.get("/v2/status")).json()["deployments"]
+            found = chat["language_model"]
+            if found["active_sequences"]:
+                break
+            await asyncio.sleep(0.01)
+        assert chat["kind"] == "language model"
+        assert (found["active_sequences"], found["waiting_sequences"]) == (3, 2)
+        assert (found["cache_used_tokens"], found["cache_limit_tokens"]) == (250, 1000)
+
+    run(scenario)
+
+
+def test_a_scrape_passes_its_own_series_through() -> None:
+    async def scenario(client: httpx.AsyncClient, models: Models) -> None:
+        text = (await client.get("/metrics")).text
+        labels = 'deployment="chat",engine="0",model_name="chat",replica="chat-1"'
+        assert f"vllm:num_preemptions_total{{{labels}}} 4.0" in text
+        assert 'headwater_scrape_errors_total{deployment="chat"}' not in text
+
+    run(scenario)
+
+
+def test_it_is_announced_with_what_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
+    print_what_is_served("http://here", [("chat", SIGNATURE, "")])
+    said = capsys.readouterr().out
+    assert "chat: language model, 512 tokens, 8 sequences at once, computed by vLLM 0.32.0" in said
+    assert "http://here/v1/chat/completions" in said
