@@ -25,6 +25,8 @@ __all__ = [
 
 OURS: Final = frozenset({"kv_cache_gib", "max_step_s", "prefix_affinity", "max_loras", "max_lora_rank"})
 """Options that are no flags of vLLM, or depend on the adapters."""
+KEPT_ADAPTERS: Final = 32
+"""Adapters that vLLM keeps in memory at least. Another is read from its folder again, and if that is gone vLLM ends."""
 INSTALL_CPU: Final = "make vllm-env"
 LOG_STATS_S: Final = 86_400
 """How often vLLM logs its throughput, which it would do every 10 s: the gateway has metrics of it. Switched off, vLLM
@@ -194,7 +196,8 @@ def serve_command(
     rank = lora_rank(options, adapters)
     if rank:
         at_once = options.get("max_loras") or len(adapters)
-        flags += ["--enable-lora", f"--max-loras={at_once}", f"--max-lora-rank={rank}"]
+        kept = max(at_once, KEPT_ADAPTERS)
+        flags += ["--enable-lora", f"--max-loras={at_once}", f"--max-cpu-loras={kept}", f"--max-lora-rank={rank}"]
     if adapters:
         # In JSON, since the form name=path takes no comma.
         modules = [json.dumps({"name": one, "path": str(adapter.folder)}) for one, adapter in adapters.items()]

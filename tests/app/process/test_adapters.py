@@ -80,8 +80,9 @@ def test_the_rank_is_the_lowest_of_vllms_that_fits_all() -> None:
 
 def test_vllm_gets_what_it_needs_to_serve_them() -> None:
     assert flags({}) == []
-    assert flags({}, max_loras=3) == ["--enable-lora", "--max-loras=3", "--max-lora-rank=8"]
+    assert flags({}, max_loras=3) == ["--enable-lora", "--max-loras=3", "--max-cpu-loras=32", "--max-lora-rank=8"]
     two = {"x": Adapter(Path("/a,b=c"), 8), "y": Adapter(Path("/d"), 12)}
     modules = ['{"name": "x", "path": "/a,b=c"}', '{"name": "y", "path": "/d"}']
-    assert flags(two) == ["--enable-lora", "--max-loras=2", "--max-lora-rank=16", "--lora-modules", *modules]
+    assert flags(two)[1:] == ["--max-loras=2", "--max-cpu-loras=32", "--max-lora-rank=16", "--lora-modules", *modules]
     assert "--max-loras=1" in flags(two, max_loras=1)
+    assert "--max-cpu-loras=40" in flags(two, max_loras=40)
