@@ -17,7 +17,7 @@ from typing import Any
 
 from inference.environment import library_path
 
-__all__ = ["free_port", "gateway", "running", "stop"]
+__all__ = ["START_TIMEOUT_S", "free_port", "gateway", "running", "stop"]
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0

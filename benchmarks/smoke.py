@@ -34,6 +34,7 @@ BENCHMARKS: Final[tuple[str, ...]] = (
     "peers",
     "lm_engine",
     "prefix_cache",
+    "vllm_affinity",
     "grammars",
     "zero_shot",
     "profiles",

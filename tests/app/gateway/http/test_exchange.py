@@ -38,6 +38,9 @@ class Application:
             self.kept.append(exchange)
             await self._wait(scope, receive)
             return
+        if path in ("/pieces", "/unread-pieces"):
+            await self._stream(exchange, send, 50 if path == "/unread-pieces" else 2)
+            return
         body = exchange.take_body()
         if body is None:
             self.events.append("in pieces")
@@ -54,6 +57,18 @@ class Application:
             await asyncio.sleep(0.01)
         self.kept.append(exchange)
         self.events.append(path)
+
+    async def _stream(self, exchange: Exchange, send: Send, pieces: int) -> None:
+        assert not exchange.write(b"too early")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for number in range(pieces):
+            piece = b"%d" % number + bytes(LARGE // 10 if pieces > 2 else 0)
+            if not exchange.write(piece):
+                self.events.append("unread")
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        assert not exchange.write(b"too late")
+        self.events.append("streamed")
 
     async def _wait(self, scope: Scope, receive: Receive) -> None:
         try:
@@ -185,6 +200,35 @@ def test_one_that_leaves_after_a_large_body_does_too(application: Application, r
         await until(lambda: application.events[-1] == "gone")
 
     run(scenario)
+
+
+def test_pieces_are_chunks_of_the_answer_that_send_began(application: Application, run: Callable[..., None]) -> None:
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        for _ in range(2):
+            writer.write(post(b"/pieces", b""))
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            assert b"transfer-encoding: chunked" in head
+            assert await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 10) == b"1\r\n0\r\n1\r\n1\r\n0\r\n\r\n"
+        writer.close()
+
+    run(scenario)
+    assert application.events == ["streamed", "streamed"]
+
+
+def test_pieces_wait_for_a_client_that_does_not_read(application: Application, run: Callable[..., None]) -> None:
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(post(b"/unread-pieces", b"", b"Connection: close\r\n"))
+        await until(lambda: "unread" in application.events)
+        assert "streamed" not in application.events
+        body = await until_closed(reader)
+        assert body.count(b"\0") == 5 * LARGE
+        assert body.endswith(b"\r\n0\r\n\r\n")
+        writer.close()
+
+    run(scenario)
+    assert application.events[-1] == "streamed"
 
 
 def test_a_client_that_reads_late_is_waited_for(application: Application, run: Callable[..., None]) -> None:
