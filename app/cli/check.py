@@ -15,9 +15,10 @@ import msgspec
 from app.config.pipeline import Pipeline
 from app.config.schema import PLACEHOLDER, Deployment, InvalidConfig, is_model_reference, load_what, read_config
 from app.errors import ConfigError
+from app.process.adapters import find_adapters, lora_rank
 from app.process.interpreter import InterpreterError
 from app.process.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
-from app.process.vllm import find_vllm, folder_problem
+from app.process.vllm import device_problem, find_vllm, folder_problem
 from app.supervisor.preflight import (
     address_problems,
     free_shared_memory_problems,
@@ -138,7 +139,11 @@ def _look_at_vllm(
         install = find_vllm(str(deployment.python), {**os.environ, **deployment.environment})
         python["versions"] = {"vllm": install.version}
         folder = find_folder(deployment.model or "", path)
-        problem = folder_problem(folder, deployment.checked_options, install)
+        options = deployment.checked_options
+        lora_rank(options, find_adapters(deployment.adapters, path))
+        environ = {**os.environ, **deployment.environment}
+        problems = (device_problem(device, environ, options, install) for device in deployment.placements)
+        problem = next(filter(None, problems), None) or folder_problem(folder, options, install)
     except InterpreterError as error:
         own = "" if os.path.exists(error.path) else "; `make vllm-env` makes one in .venv-vllm"
         return python, Problem(title, f"python {error.path}: {error.reason}", f"{error.fix}{own}")

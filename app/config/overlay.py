@@ -17,7 +17,7 @@ MAX_CONFIG_BYTES: Final = 256 * 1024
 MAX_DEPTH: Final = 32
 MAX_MESSAGE_CHARACTERS: Final = 2000
 """Bounds an error's message, which names every invalid field that the client sent."""
-CODE_FIELDS: Final = frozenset({"model", "pipeline", "options", "adapters", "environment", "python"})
+CODE_FIELDS: Final = frozenset({"model", "pipeline", "options", "environment", "python"})
 """Fields of a deployment that choose code, its arguments or weights: anyone who sets them decides what is run."""
 
 

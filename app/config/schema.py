@@ -70,8 +70,6 @@ class Deployment(Section):
     pipeline: Pipeline | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class's constructor, or of a language model's engine; for vLLM `VllmOptions`."""
-    adapters: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
-    """For vLLM: folders of LoRA adapters of the model, by the names that they are served under."""
     batching: sections.Batching = Field(default_factory=sections.Batching)
     timeout_s: sections.PositiveSeconds = 30
     """A request's deadline, queueing included; a request may ask for less."""
@@ -132,8 +130,6 @@ class Deployment(Section):
             if self.python is None:
                 yield "python: expected the interpreter of an environment that has vLLM, such as vllm-env/bin/python"
             yield from option_faults(self.options)
-        elif self.adapters:
-            yield f"adapters: expected none, since only vLLM serves LoRA adapters (model: vllm:PATH), got {self._shown}"
         if self.max_in_flight < self.instances:
             yield (f"batching.max_in_flight: expected at least instances = {self.instances}, got {self.max_in_flight}")
 
@@ -143,10 +139,6 @@ class Deployment(Section):
         if "max_in_flight" in self.batching.model_fields_set:
             return self.batching.max_in_flight
         return max(self.batching.max_in_flight, self.instances + 1)
-
-    @property
-    def _shown(self) -> str:
-        return ", ".join(f"`{name}`" for name in self.adapters)
 
     @property
     def is_graph(self) -> bool:
@@ -162,6 +154,15 @@ class Deployment(Section):
     def is_vllm(self) -> bool:
         """Whether it is a language model that vLLM computes."""
         return is_vllm(self.model or "")
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Folders of LoRA adapters for vLLM, by the names that they are served under."""
+        return dict(self.options.get("adapters") or {}) if self.is_vllm else {}
+
+    def with_adapters(self, adapters: Mapping[str, str]) -> Deployment:
+        """The same with other adapters."""
+        return self.model_copy(update={"options": {**self.options, "adapters": dict(adapters)}})
 
     @property
     def checked_options(self) -> dict[str, Any]:
@@ -262,7 +263,9 @@ class Config(Section):
         for name, deployment in self.deployments.items():
             for adapter in deployment.adapters:
                 if adapter in taken:
-                    text = f"deployments.{name}.adapters: `{adapter}` is the name of {taken[adapter]}; rename one"
+                    text = (
+                        f"deployments.{name}.options.adapters: `{adapter}` is the name of {taken[adapter]}; rename one"
+                    )
                     raise Faults([text], [name])
                 taken[adapter] = f"another adapter, of `{name}`"
         return self

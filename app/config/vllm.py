@@ -54,6 +54,8 @@ class VllmOptions(Section):
     """The most alternatives that a request may ask for at each token."""
     generation_config: Literal["auto", "vllm"] = "vllm"
     """``auto``: sampling defaults come from the folder's ``generation_config.json``; ``vllm``: from OpenAI's API."""
+    adapters: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
+    """Folders of LoRA adapters of the model, by the names that they are served under."""
     max_loras: Annotated[int, Field(ge=1, le=256)] | None = None
     """The most LoRA adapters whose requests are computed together; default: as many as ``adapters`` has at the start.
     Set it where there are none at the start, to load some later."""

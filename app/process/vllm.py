@@ -23,7 +23,7 @@ __all__ = [
     "serve_environment",
 ]  # fmt: skip
 
-OURS: Final = frozenset({"kv_cache_gib", "max_step_s", "prefix_affinity", "max_loras", "max_lora_rank"})
+OURS: Final = frozenset({"kv_cache_gib", "max_step_s", "prefix_affinity", "adapters", "max_loras", "max_lora_rank"})
 """Options that are no flags of vLLM, or depend on the adapters."""
 KEPT_ADAPTERS: Final = 32
 """Adapters that vLLM keeps in memory at least. Another is read from its folder again, and if that is gone vLLM ends."""

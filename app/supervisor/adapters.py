@@ -21,7 +21,7 @@ __all__ = ["changed_adapters", "fit"]
 def changed_adapters(before: Deployment, wanted: Deployment) -> tuple[dict[str, str], list[str]] | None:
     """The adapters to load and those to unload, by name; None if there are none, or if anything else changes, be it an
     adapter's folder."""
-    is_more = before.model_copy(update={"adapters": wanted.adapters}) != wanted
+    is_more = before.with_adapters({}) != wanted.with_adapters({})
     if is_more or any(wanted.adapters.get(name, folder) != folder for name, folder in before.adapters.items()):
         return None
     added = {name: folder for name, folder in wanted.adapters.items() if name not in before.adapters}

@@ -45,15 +45,12 @@ class Deployments:
     def with_adapter(self, name: str, adapter: str) -> Deployment:
         """A deployment with one of the adapters that the server's own configuration names."""
         now = self.config.deployments[name]
-        return now.model_copy(
-            update={"adapters": {**now.adapters, adapter: self._first.deployments[name].adapters[adapter]}}
-        )
+        return now.with_adapters({**now.adapters, adapter: self._first.deployments[name].adapters[adapter]})
 
     def without_adapter(self, name: str, adapter: str) -> Deployment:
         """A deployment without one of its adapters."""
         now = self.config.deployments[name]
-        left = {one: folder for one, folder in now.adapters.items() if one != adapter}
-        return now.model_copy(update={"adapters": left})
+        return now.with_adapters({one: folder for one, folder in now.adapters.items() if one != adapter})
 
     def own_sets(self, name: str) -> list[ReplicaSet]:
         """A deployment's one replica set, or those of a pipeline's own steps."""

@@ -80,8 +80,7 @@ def adapted(vllm_python: str, adapters: Path) -> Iterator[Running]:
     tiny = {
         "model": "vllm:inference.zoo:weights/tiny_lm",
         "python": vllm_python,
-        "options": {"dtype": "float32"},
-        "adapters": {name: str(adapters / name) for name in NAMES},
+        "options": {"dtype": "float32", "adapters": {name: str(adapters / name) for name in NAMES}},
     }
     with serve({"deployments": {"tiny": tiny}, "server": {"allow_load": "any"}}) as running:
         yield running
@@ -170,7 +169,9 @@ def test_what_is_in_flight_on_an_unloaded_adapter_is_finished_first(adapted: Run
 
 def test_another_adapter_comes_with_a_reload_that_restarts_nothing(adapted: Running, adapters: Path) -> None:
     pid = adapted.replica_pid("tiny")
-    status, told = command(adapted, "reload", "tiny", {"adapters": {"third": str(adapters / "third"), "second": None}})
+    status, told = command(
+        adapted, "reload", "tiny", {"options": {"adapters": {"third": str(adapters / "third"), "second": None}}}
+    )
     assert (status, told["state"]) == (200, "READY"), told
     assert listed(adapted) == ["tiny", "first", "third"]
     assert said(adapted, "third") == merged_answer(adapters / "third", PROMPT)
@@ -182,7 +183,7 @@ def test_another_adapter_comes_with_a_reload_that_restarts_nothing(adapted: Runn
 def test_one_that_does_not_fit_is_refused_and_the_others_answer_on(adapted: Running, adapters: Path) -> None:
     before = said(adapted, "first")
     for path, text in ((adapters / "wide", "did not load adapter `more`"), (adapters, "adapter_config.json can't be")):
-        status, told = command(adapted, "reload", "tiny", {"adapters": {"more": str(path)}})
+        status, told = command(adapted, "reload", "tiny", {"options": {"adapters": {"more": str(path)}}})
         assert status == 500
         assert text in told["error"]
     assert listed(adapted) == ["tiny", *NAMES]
@@ -212,7 +213,7 @@ def test_other_weights_under_the_same_name_take_nothing_from_the_prefix_cache(ad
 
 
 def test_a_killed_replica_comes_back_with_the_present_adapters(adapted: Running, adapters: Path) -> None:
-    third = {"adapters": {"third": str(adapters / "third"), "first": None}}
+    third = {"options": {"adapters": {"third": str(adapters / "third"), "first": None}}}
     assert command(adapted, "reload", "tiny", third)[0] == 200
     expected = {name: said(adapted, name) for name in ("tiny", "second", "third")}
     folder = adapted.replica_folder("tiny")

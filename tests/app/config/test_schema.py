@@ -26,7 +26,7 @@ VLLM: dict[str, Any] = {"model": "vllm:m", "python": "python"}
 
 def adapted(adapters: dict[str, str], **others: object) -> dict[str, Any]:
     """A configuration with these adapters."""
-    return {"deployments": {"a": {**VLLM, "adapters": adapters}, **others}}
+    return {"deployments": {"a": {**VLLM, "options": {"adapters": adapters}}, **others}}
 
 
 def weighing(weights: object) -> dict[str, Any]:
@@ -78,17 +78,16 @@ def test_weights_of_priorities_can_be_set_from_outside() -> None:
         ({"deployments": {"a": {"model": "m:M", "batch": {}}}}, "`deployments.a.batch`: unknown field"),
         ({"deployments": {"a": {"model": "m:M", "device": "gpu"}}}, "`deployments.a.device`: expected auto, cpu"),
         ({"deployments": {"a": {"model": "m:M", "timeout_s": 0}}}, "`deployments.a.timeout_s`: "),
-        (
-            {"deployments": {"a": {"model": "lm:m", "adapters": {"b": "x"}}}},
-            "`deployments.a`: adapters: expected none, since only vLLM serves LoRA adapters (model: vllm:PATH), got",
-        ),
         (adapted({"b c": "x"}), "adapter name 'b c': expected letters"),
-        (adapted({"b": ""}), "`deployments.a.adapters.b`: "),
-        (adapted({"a": "x"}), "deployments.a.adapters: `a` is the name of another deployment; rename one"),
-        (adapted({"b": "x"}, b=VLLM), "deployments.a.adapters: `b` is the name of another deployment; rename one"),
+        (adapted({"b": ""}), "`deployments.a`: options.adapters.b: "),
+        (adapted({"a": "x"}), "deployments.a.options.adapters: `a` is the name of another deployment; rename one"),
         (
-            adapted({"b": "x"}, c={**VLLM, "adapters": {"b": "x"}}),
-            "deployments.c.adapters: `b` is the name of another adapter, of `a`; rename one",
+            adapted({"b": "x"}, b=VLLM),
+            "deployments.a.options.adapters: `b` is the name of another deployment; rename one",
+        ),
+        (
+            adapted({"b": "x"}, c={**VLLM, "options": {"adapters": {"b": "x"}}}),
+            "deployments.c.options.adapters: `b` is the name of another adapter, of `a`; rename one",
         ),
         (weighing({}), "`deployments.a.batching.priority_weights`: dictionary should have at least 1 item"),
         (weighing({0: 1}), "`deployments.a.batching.priority_weights.0`: "),
@@ -385,10 +384,10 @@ def sections_in(annotation: Any) -> list[type[Section]]:
     return [kind for one in get_args(annotation) for kind in sections_in(one)]
 
 
-def test_there_are_at_most_sixty_fields() -> None:
+def test_there_are_fewer_than_sixty_fields() -> None:
     """So many a reader of the reference can take in: what no operator will ever set is a constant."""
     fields = list(fields_in(Config, set()))
-    assert len(fields) <= 60, fields
+    assert len(fields) < 60, fields
 
 
 def test_all_that_is_wrong_with_a_deployment_as_a_whole_is_named_at_once() -> None:

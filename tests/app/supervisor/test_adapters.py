@@ -31,7 +31,13 @@ class Served(Supervisor):
             (folder / name).mkdir()
             (folder / name / "adapter_config.json").write_text(json.dumps({"r": rank}))
             (folder / name / "adapter_model.safetensors").touch()
-        base = {"model": "vllm:m", "python": "python", "drain_timeout_s": 7, "adapters": self.paths("x", "y"), **fields}
+        base = {
+            "model": "vllm:m",
+            "python": "python",
+            "drain_timeout_s": 7,
+            "options": {"adapters": self.paths("x", "y")},
+            **fields,
+        }
         super().__init__({"base": base}, allow_load)
         self.vllms = vllms
         self.asked: list[tuple[str, str, str]] = []
@@ -130,7 +136,7 @@ def test_other_commands_are_the_base_models(tmp_path: Path) -> None:
 
 def test_a_configuration_with_other_adapters_restarts_nothing(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
-        answer = await served.do("reload", "base", {"adapters": {**served.paths("z"), "x": None}})
+        answer = await served.do("reload", "base", {"options": {"adapters": {**served.paths("z"), "x": None}}})
         assert (answer.status, answer.content["state"]) == (200, "READY")
         assert sorted(served.asked[:2]) == [("base-0", "load", "z"), ("base-1", "load", "z")]
         assert sorted(served.asked[2:]) == [("base-0", "unload", "x"), ("base-1", "unload", "x")]
@@ -146,10 +152,10 @@ def test_a_configuration_with_other_adapters_restarts_nothing(tmp_path: Path) ->
 def test_what_replicas_that_serve_cannot_do_takes_other_replicas(tmp_path: Path, change: str) -> None:
     async def scenario(served: Served) -> None:
         configs: dict[str, dict[str, Any]] = {
-            "none": {"adapters": {}},
-            "more": {"timeout_s": 3, "adapters": served.paths("z")},
-            "folder": {"adapters": {"x": str(tmp_path / "z")}},
-            "rank": {"adapters": served.paths("high")},
+            "none": {"options": {"adapters": {}}},
+            "more": {"timeout_s": 3, "options": {"adapters": served.paths("z")}},
+            "folder": {"options": {"adapters": {"x": str(tmp_path / "z")}}},
+            "rank": {"options": {"adapters": served.paths("high")}},
         }
         assert (await served.do("reload", "base", configs[change])).status == 200
         assert served.asked == []
@@ -162,7 +168,7 @@ def test_what_replicas_that_serve_cannot_do_takes_other_replicas(tmp_path: Path,
 def test_if_one_replica_refuses_all_have_what_they_had(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         served.does = lambda action, adapter: adapter != "z"
-        wanted = {"adapters": served.paths("high", "z")}
+        wanted = {"options": {"adapters": served.paths("high", "z")}}
         served.places.joinpath("high", "adapter_config.json").write_text('{"r": 16}')
         status, text = await served.told("reload", "base", wanted)
         assert (status, "did not load adapter `z`: it doesn't fit; what served before goes on" in text) == (500, True)
@@ -172,9 +178,9 @@ def test_if_one_replica_refuses_all_have_what_they_had(tmp_path: Path) -> None:
         assert served.served == {"x": 0, "y": 0}
         served.vllms["base-1"].close()
         served.does = lambda action, adapter: True
-        status, text = await served.told("reload", "base", {"adapters": served.paths("z")})
+        status, text = await served.told("reload", "base", {"options": {"adapters": served.paths("z")}})
         assert (status, "replica base-1 did not load adapter `z`" in text) == (500, True)
-        status, text = await served.told("reload", "base", {"adapters": {"no": str(tmp_path / "no")}})
+        status, text = await served.told("reload", "base", {"options": {"adapters": {"no": str(tmp_path / "no")}}})
         assert (status, text.startswith("adapters.no: there is no folder")) == (500, True)
         assert served.launched[0].adapters == served.paths("x", "y")
         assert served.served == {"x": 0, "y": 0}
@@ -187,7 +193,9 @@ def test_a_replica_that_was_starting_gets_the_present_ones_before_it_serves(tmp_
         served.auto_ready = False
         served.launched[1].end("killed")
         await until(lambda: len(served.launched) == 3)
-        assert (await served.do("reload", "base", {"adapters": {**served.paths("z"), "x": None}})).status == 200
+        assert (
+            await served.do("reload", "base", {"options": {"adapters": {**served.paths("z"), "x": None}}})
+        ).status == 200
         assert [one[0] for one in served.asked] == ["base-0", "base-0"]
         served.launched[2].get_ready()
         await until(lambda: len(served.sets["base"].ready) == 2)
