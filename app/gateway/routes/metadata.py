@@ -276,14 +276,9 @@ def _language_model_statistics(
         },
         "cache_used": counts.total("headwater_cache_used_tokens"),
     }
-    if signature is not None and signature.language_model is not None:
-        limits = signature.language_model.limits  # of one replica
+    if signature is not None and (limits := signature.limits) is not None:  # of one replica
         names = ("max_sequences", "max_waiting", "context_length", "cache_tokens")
-        statistics["limits"] = {name: getattr(limits, name) for name in names}
-    elif signature is not None and signature.vllm is not None:
-        limits_of_vllm = msgspec.structs.asdict(signature.vllm)
-        del limits_of_vllm["version"]
-        statistics["limits"] = limits_of_vllm
+        statistics["limits"] = {name: getattr(limits, name) for name in names if hasattr(limits, name)}
     return statistics
 
 
