@@ -162,7 +162,7 @@ def streams(running: Running) -> Iterator[list[Stream]]:
     found = [Stream(running) for _ in range(2 * AT_ONCE)]
     try:
         wait_for(lambda: sum(len(one.events) > 3 for one in found) >= AT_ONCE, 60, "the streams to run")
-        wait_for(lambda: all(one.status for one in found), 10, "the status of those that wait")
+        wait_for(lambda: all(one.status for one in found), 60, "the status of those that wait")
         yield found
     finally:
         for one in found:
