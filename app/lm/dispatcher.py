@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
-from app.control.load import Moment
 from app.control.routing import DeploymentRoute, ReplicaRoute, unavailable
 from app.dispatch.pool import Connect, Replica, ReplicaPool, connect
 from app.dispatch.protocol import Fail
@@ -21,8 +20,6 @@ from app.lm.channel import NOTHING, Channel, answers
 from app.lm.request import RequestRun
 from app.lm.sequence import Generation, SequenceSpec
 from app.lm.text_dispatcher import TextDispatcher
-from app.telemetry.instruments import Gauge
-from app.telemetry.recorder import recorder
 from app.telemetry.tracing import add_generation
 from app.transport.protocol import FrameReplicaClient
 from inference.signature import LanguageModelSpec
@@ -75,18 +72,14 @@ class LmDispatcher(TextDispatcher):
     """
 
     def __init__(self, route: DeploymentRoute, connect: Connect = connect, load_text: LoadText | None = None) -> None:
+        super().__init__(route)
         self._connect = connect
         self._load_text = load_text or _load_text
-        self._loop = asyncio.get_running_loop()
         self._pool = ReplicaPool(route.name, self._open)
         self._runs: set[RequestRun] = set()
-        self._waiting_since_s: float | None = None
-        """Since when sequences have waited at the engines, as far as reported."""
         self._text_source: tuple[str, str | None, int] | None = None
         """What tokenizer and chat template were loaded of, and the deployment's generation then."""
         self._text: asyncio.Task[LanguageText | Unavailable] | None = None
-        self._meter = recorder().language_model(route.name)
-        self.route = route
         self.update(route)
 
     @property
@@ -95,29 +88,15 @@ class LmDispatcher(TextDispatcher):
         return len(self._runs)
 
     @property
-    def load(self) -> Load:
-        """The engines' load, over all workers, as last reported."""
-        loads = [channel.load for channel in self._channels]
-        return Load(
-            sum(load.active for load in loads),
-            sum(load.waiting for load in loads),
-            sum(load.cache_used for load in loads),
-        )
-
-    @property
     def _channels(self) -> list[Channel]:
         return [one.channel for one in self._pool.connected.values() if one.channel is not None]
 
-    def moment(self) -> Moment:
-        now_s = self._loop.time()
-        waiting = self.load.waiting
-        if not waiting:
-            self._waiting_since_s = None
-        elif self._waiting_since_s is None:
-            self._waiting_since_s = now_s
-        sequences = sum(channel.sequences for channel in self._channels)
-        wait_s = 0.0 if self._waiting_since_s is None else now_s - self._waiting_since_s
-        return Moment(sequences, sequences, min(waiting, sequences), wait_s if sequences else 0.0)
+    @property
+    def _running(self) -> int:
+        return sum(channel.sequences for channel in self._channels)
+
+    def _loads(self) -> list[Load]:
+        return [channel.load for channel in self._channels]
 
     def update(self, route: DeploymentRoute) -> None:
         super().update(route)
@@ -128,14 +107,6 @@ class LmDispatcher(TextDispatcher):
     def close(self) -> None:
         super().close()
         self._pool.close()
-
-    def gauges(self) -> dict[Gauge, int]:
-        meter, load = self._meter, self.load
-        now = {meter.active: load.active, meter.waiting: load.waiting, meter.cache_used: load.cache_used}
-        signature = self.signature
-        if signature is not None and signature.language_model is not None:
-            now[meter.cache_limit] = signature.language_model.limits.cache_tokens * len(self.route.replicas)
-        return now
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
         if replicas is None:
@@ -182,7 +153,7 @@ class LmDispatcher(TextDispatcher):
         run = RequestRun(
             request_id,
             specs,
-            self._meter,
+            self.meter,
             start=start,
             on_left=self._runs.discard,
             idle_s=self.route.timeout_s,
@@ -221,14 +192,12 @@ class LmDispatcher(TextDispatcher):
             raise Unavailable(f"model `{self.route.name}` was reloaded", retry_after_s=RETRY_AFTER_LOST_S)
         eligible = self._pool.eligible()
         if not eligible:
-            if not self.route.replicas:
-                raise unavailable(self.route)
-            raise Unavailable(f"model `{self.route.name}`: its replica ended", retry_after_s=RETRY_AFTER_LOST_S)
+            raise self._no_replica()
         now_s = self._loop.time()
         replica = min(eligible, key=lambda one: (now_s < one.avoided_until_s, one.sequences))
         if replica.channel is None:
             on_end = partial(self._on_channel_end, replica)
-            replica.channel = Channel(self.route.name, replica.client, self._meter, on_end)
+            replica.channel = Channel(self.route.name, replica.client, self.meter, on_end)
         run.submit(replica.channel)
 
     def _on_channel_end(self, replica: EngineReplica, error: HeadwaterError) -> None:

@@ -8,14 +8,11 @@ import re
 from collections.abc import Callable, Collection
 from typing import Final
 
-from app.control.load import Moment
-from app.control.routing import DeploymentRoute, ReplicaRoute, unavailable
+from app.control.routing import DeploymentRoute, ReplicaRoute
 from app.dispatch.pool import ReplicaPool
 from app.dispatch.protocol import Fail
-from app.errors import RETRY_AFTER_LOST_S, Cancelled, HeadwaterError, Unavailable
+from app.errors import Cancelled, HeadwaterError
 from app.lm.text_dispatcher import TextDispatcher
-from app.telemetry.instruments import Gauge
-from app.telemetry.recorder import recorder
 from app.telemetry.tracing import add_generation
 from app.vllm.affinity import PrefixAffinity
 from app.vllm.client import VllmClient
@@ -41,16 +38,13 @@ class VllmDispatcher(TextDispatcher):
     """
 
     def __init__(self, route: DeploymentRoute, connect: Callable[[str], VllmClient] = VllmClient) -> None:
+        super().__init__(route)
         self._connect = connect
-        self._loop = asyncio.get_running_loop()
         self._pool = ReplicaPool(route.name, self._open)
         self._affinity = PrefixAffinity()
         self._relays: set[Relay] = set()
-        self._loads: dict[str, Load] = {}
+        self._sampled: dict[str, Load] = {}
         """By replica, as last sampled."""
-        self._waiting_since_s: float | None = None
-        self.meter = recorder().language_model(route.name)
-        self.route = route
         self.update(route)
         self._sampling = self._loop.create_task(self._sample())
 
@@ -60,37 +54,16 @@ class VllmDispatcher(TextDispatcher):
         return len(self._relays)
 
     @property
-    def load(self) -> Load:
-        """The replicas' load, over all workers, as last sampled."""
-        loads = self._loads.values()
-        return Load(
-            sum(load.active for load in loads),
-            sum(load.waiting for load in loads),
-            sum(load.cache_used for load in loads),
-        )
+    def _running(self) -> int:
+        return len(self._relays)
 
-    def moment(self) -> Moment:
-        now_s = self._loop.time()
-        waiting = self.load.waiting
-        if not waiting:
-            self._waiting_since_s = None
-        elif self._waiting_since_s is None:
-            self._waiting_since_s = now_s
-        requests = len(self._relays)
-        wait_s = 0.0 if self._waiting_since_s is None else now_s - self._waiting_since_s
-        return Moment(requests, requests, min(waiting, requests), wait_s if requests else 0.0)
-
-    def gauges(self) -> dict[Gauge, int]:
-        meter, load = self.meter, self.load
-        now = {meter.active: load.active, meter.waiting: load.waiting, meter.cache_used: load.cache_used}
-        if self.signature is not None and self.signature.vllm is not None:
-            now[meter.cache_limit] = self.signature.vllm.cache_tokens * len(self.route.replicas)
-        return now
+    def _loads(self) -> Collection[Load]:
+        return self._sampled.values()
 
     def update(self, route: DeploymentRoute) -> None:
         super().update(route)
         self._pool.update(route)
-        self._loads = {id: load for id, load in self._loads.items() if id in self._pool.connected}
+        self._sampled = {id: load for id, load in self._sampled.items() if id in self._pool.connected}
 
     def close(self) -> None:
         super().close()
@@ -152,9 +125,7 @@ class VllmDispatcher(TextDispatcher):
         eligible = self._pool.eligible()
         requests = {one.route.id: one.requests for one in eligible if one is not tried or len(eligible) == 1}
         if not requests:
-            if not self.route.replicas:
-                raise unavailable(self.route)
-            raise Unavailable(f"model `{self.route.name}`: its replica ended", retry_after_s=RETRY_AFTER_LOST_S)
+            raise self._no_replica()
         factor = self.route.prefix_affinity
         prompt = request.model.encode() + request.prompt if factor and len(requests) > 1 else b""
         return self._pool.connected[self._affinity.choose(prompt, requests, factor)]
@@ -166,7 +137,7 @@ class VllmDispatcher(TextDispatcher):
                 with contextlib.suppress(HeadwaterError, asyncio.TimeoutError):
                     text = await asyncio.wait_for(replica.client.get("/metrics"), SAMPLE_S)
                     if id in self._pool.connected:
-                        self._loads[id] = self._load(text)
+                        self._sampled[id] = self._load(text)
             await asyncio.sleep(SAMPLE_S)
 
     def _load(self, text: bytes) -> Load:
