@@ -1,8 +1,9 @@
 """The guardian of one replica: starts it, watches its processes and calls, ends them all, and sweeps.
 
-Run as ``python -m app.process.guardian NAME FOLDER STATUS_FD COMMAND_FD -- ARGUMENTS...``. The command pipe comes from
-the supervisor: ``stop\\n`` on it ends the replica gracefully (SIGTERM first); its end, which the supervisor's death
-brings too, ends the replica at once. When the guardian has ended, nothing of the replica is left.
+Run as ``python -m app.process.guardian NAME FOLDER STATUS_FD COMMAND_FD NICE -- ARGUMENTS...``, where NICE is the
+priority that the replica's session has while it serves. The command pipe comes from the supervisor: ``stop\\n`` on it
+ends the replica gracefully (SIGTERM first); its end, which the supervisor's death brings too, ends the replica at once.
+When the guardian has ended, nothing of the replica is left.
 
 It imports the standard library only, so that one more process per replica costs little.
 """
@@ -24,7 +25,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from app.process.sweep import Journal, process_stat, process_stats, segments_mapped_by, sweep_replica
+from app.process.sweep import Journal, kill_processes, process_stat, process_stats, segments_mapped_by, sweep_replica
 
 __all__ = ["START_NICE", "CallWatch", "main", "may_raise_priority"]
 
@@ -41,9 +42,8 @@ START_NICE: Final = 5
 """The lower priority of a replica that is starting, on the scale of `nice`: about a third of the normal share. A start
 on an idle machine loses nothing."""
 CAP_SYS_NICE: Final = 23
-TRACKERS_TIMEOUT_S: Final = 1.25
-"""How long the resource trackers of Python's `multiprocessing` may take to remove what killed processes had."""
-POLL_S: Final = 0.02
+SESSION_TRIES: Final = 5
+SESSION_WAIT_S: Final = 0.1
 SUSPECT_S: Final = 0.25
 """A member of the group that is in a bad state for this long has ended or is stopped, although Triton still answers
 "ready". A debugger stops a process for less."""
@@ -87,13 +87,17 @@ class Guardian:
         directory: the replica's folder; removed at the end.
         status_fd: where status lines go (see `inference.wire.handshake.ReplicaStatus`).
         command_fd: read end of the supervisor's command pipe.
+        session_nice: the priority of its session while it serves, on the scale of `nice`.
         arguments: the command line.
     """
 
-    def __init__(self, directory: Path, status_fd: int, command_fd: int, arguments: list[str]) -> None:
+    def __init__(
+        self, directory: Path, status_fd: int, command_fd: int, session_nice: int, arguments: list[str]
+    ) -> None:
         self._directory = directory
         self._status_fd = status_fd
         self._command_fd = command_fd
+        self._session_nice = session_nice
         self._arguments = arguments
         self._journal = Journal(directory)
         self._members: dict[int, str] = {}
@@ -117,9 +121,11 @@ class Guardian:
         self._host = subprocess.Popen(
             self._arguments, pass_fds=(self._status_fd,), stdin=subprocess.DEVNULL, start_new_session=True
         )
-        if may_raise_priority():
-            self._lower_priority([self._host.pid], START_NICE)
-            self._is_lowered = True
+        self._is_lowered = may_raise_priority()
+        if self._is_lowered:
+            self._set_priority([self._host.pid], START_NICE)
+        else:
+            self._set_session_priority(self._session_nice)
         # Only the supervisor ends the guardian, over the pipe. Set after the start: children inherit ignored signals.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -157,7 +163,7 @@ class Guardian:
                         os.read(wakeup, 512)
                     self._reap_orphans()
             if self._is_lowered and (self._directory / READY_FILE).exists():
-                self._lower_priority(_group_states(self._host.pid), 0)
+                self._set_priority(_group_states(self._host.pid), 0)
                 self._is_lowered = False
             if self._host.poll() is not None:
                 return "stopped" if stop_before is not None else _describe_exit(self._host.returncode)
@@ -225,15 +231,7 @@ class Guardian:
     def _end_group(self) -> None:
         members = _group_states(self._host.pid)
         self._note_segments(members)
-        trackers = [pid for pid in members if _is_tracker(pid)]
-        if trackers:
-            # They remove what the others had, also what nobody has noted, and end when the others have ended.
-            for pid in members.keys() - trackers:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            deadline = time.monotonic() + TRACKERS_TIMEOUT_S
-            while any(map(_runs, trackers)) and time.monotonic() < deadline:
-                time.sleep(POLL_S)
+        kill_processes(members)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._host.pid, signal.SIGKILL)
         self._host.wait()
@@ -247,13 +245,23 @@ class Guardian:
             except ChildProcessError:
                 return
 
-    def _lower_priority(self, members: Iterable[int], by: int) -> None:
-        """Set the priority of all threads of these processes, and of the replica's session, relative to our own.
+    def _set_session_priority(self, by: int) -> None:
+        """Set the priority of the replica's session.
 
-        Where the kernel groups sessions for scheduling (``autogroup``), threads compete only within their session.
+        Where the kernel groups sessions for scheduling (``autogroup``), threads compete only within theirs.
         """
-        with contextlib.suppress(OSError):  # the kernel has no autogroups, or the host has ended
-            Path(f"/proc/{self._host.pid}/autogroup").write_text(str(by))
+        for _ in range(SESSION_TRIES):
+            with contextlib.suppress(OSError):  # the kernel has no autogroups, or the host has ended
+                try:
+                    Path(f"/proc/{self._host.pid}/autogroup").write_text(str(by))
+                except BlockingIOError:  # users other than root may set one every 0.1 s, on the whole machine
+                    time.sleep(SESSION_WAIT_S)
+                    continue
+            return
+
+    def _set_priority(self, members: Iterable[int], by: int) -> None:
+        """Set the priority of all threads of these processes, relative to our own, and that of the session."""
+        self._set_session_priority(max(by, self._session_nice))
         nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + by)
         for _ in range(2):  # the second pass finds threads that others started before their own turn
             for pid in members:
@@ -293,23 +301,11 @@ def _group_states(group: int) -> dict[int, tuple[str, str]]:
     return {pid: (stat.name, stat.state) for pid, stat in process_stats() if stat.group == group}
 
 
-def _is_tracker(pid: int) -> bool:
-    """Whether a process is a resource tracker of Python's `multiprocessing`."""
-    with contextlib.suppress(OSError):
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
-
-
-def _runs(pid: int) -> bool:
-    stat = process_stat(pid)
-    return stat is not None and stat.state not in "ZX"
-
-
 def main() -> None:
     """Entry point; see the module's docstring."""
-    _, directory, status_fd, command_fd, separator, *arguments = sys.argv[1:]
+    _, directory, status_fd, command_fd, nice, separator, *arguments = sys.argv[1:]
     assert separator == "--"
-    sys.exit(Guardian(Path(directory), int(status_fd), int(command_fd), arguments).run())
+    sys.exit(Guardian(Path(directory), int(status_fd), int(command_fd), int(nice), arguments).run())
 
 
 if __name__ == "__main__":

@@ -17,17 +17,18 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
     "Journal",
+    "kill_group",
+    "kill_processes",
     "make_instance_folder",
     "process_stat",
     "process_stats",
     "segments_mapped_by",
-    "segments_of_group",
     "sweep_replica",
     "sweep_stale",
 ]
@@ -36,6 +37,9 @@ SHARED_MEMORY = Path("/dev/shm")
 BACKEND_FOLDERS = Path("/tmp")
 """Where Triton's Python backend creates its ``python_env_*``, regardless of TMPDIR."""
 STRAYS_TIMEOUT_S = 5.0
+TRACKERS_TIMEOUT_S = 1.25
+"""How long the resource trackers of Python's `multiprocessing` may take to remove what killed processes had."""
+POLL_S = 0.02
 _JOURNAL = "journal.json"
 _LOCK = "lock"
 _SEGMENT = re.compile(rb"/dev/shm/(psm_[0-9a-z_]+|sem\.mp-[0-9a-z_]+|pytrtion[^ /\n]+)")
@@ -72,11 +76,6 @@ class Journal:
         self._is_behind = False
 
 
-def segments_of_group(group: int) -> set[str]:
-    """What `segments_mapped_by` finds of a process group."""
-    return segments_mapped_by(pid for pid, stat in process_stats() if stat.group == group)
-
-
 def segments_mapped_by(pids: Iterable[int]) -> set[str]:
     """Names in /dev/shm that these processes have mapped and that belong to PyTriton or its store, or to Python's
     multiprocessing, which vLLM uses."""
@@ -85,6 +84,34 @@ def segments_mapped_by(pids: Iterable[int]) -> set[str]:
         with contextlib.suppress(OSError):  # the process may have ended
             names.update(match.decode() for match in _SEGMENT.findall(Path(f"/proc/{pid}/maps").read_bytes()))
     return names
+
+
+def kill_processes(pids: Collection[int]) -> None:
+    """Kill processes, and the resource trackers of Python's `multiprocessing` among them last.
+
+    A tracker removes what the others shared, also what nobody has noted, and ends when they have ended.
+    """
+    trackers = {pid for pid in pids if _is_tracker(pid)}
+    for pid in pids:
+        if pid not in trackers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + TRACKERS_TIMEOUT_S
+    while any(map(_runs, trackers)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    for pid in filter(_runs, trackers):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_group(group: int) -> set[str]:
+    """Kill a process group as `kill_processes` does. Returns what `segments_mapped_by` found of it."""
+    members = [pid for pid, stat in process_stats() if stat.group == group]
+    segments = segments_mapped_by(members)
+    kill_processes(members)
+    with contextlib.suppress(ProcessLookupError):  # whom they started meanwhile
+        os.killpg(group, signal.SIGKILL)
+    return segments
 
 
 def sweep_replica(directory: Path, others: Iterable[str] = ()) -> list[str]:
@@ -150,12 +177,10 @@ def _end_strays(directory: Path) -> set[str]:
     deadline = time.monotonic() + STRAYS_TIMEOUT_S
     while strays := [pid for pid, stat in process_stats() if stat.group == group and _is_of(pid, directory)]:
         segments |= segments_mapped_by(strays)
-        for pid in strays:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_processes(strays)
         if time.monotonic() > deadline:
             break
-        time.sleep(0.02)
+        time.sleep(POLL_S)
     return segments
 
 
@@ -165,6 +190,17 @@ def _is_of(pid: int, directory: Path) -> bool:
         return f"{directory}/".encode() in command or Path(f"/proc/{pid}/cwd").readlink() == directory.resolve()
     except OSError:
         return False
+
+
+def _is_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _runs(pid: int) -> bool:
+    stat = process_stat(pid)
+    return stat is not None and stat.state not in "ZX"
 
 
 def _backend_folders(directory: Path) -> list[Path]:

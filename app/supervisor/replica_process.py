@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 from collections import deque
@@ -19,7 +18,7 @@ import msgspec
 
 from app.config.schema import Deployment
 from app.control.routing import LAST_LINES, ReplicaRoute
-from app.process.sweep import Journal, segments_of_group, sweep_replica
+from app.process.sweep import Journal, kill_group, sweep_replica
 from app.supervisor.replica_log import ReplicaLog
 from app.telemetry.logs import REPLICA_LOGGER
 from inference.environment import library_path
@@ -42,6 +41,9 @@ REPORTED_LINES = 10
 REPORTED_CHARACTERS = 2000
 CRASH = "Fatal Python error"
 """Begins what `faulthandler` writes; the stack of the thread that crashed comes next."""
+SPINNING_NICE = 5
+"""The priority of a vLLM's session, on the scale of `nice`. Its processes spin while they wait for each other, and at
+equal priority the kernel lets others on the same cores stand still for seconds; see docs/design.md."""
 
 
 class ReplicaProcess:
@@ -120,7 +122,8 @@ class ReplicaProcess:
             guardian = subprocess.Popen(
                 [
                     sys.executable, "-m", "app.process.guardian", self._name, str(self.directory), str(status_write),
-                    str(command_read), "--", *self._command(status_write),
+                    str(command_read), str(SPINNING_NICE * self._deployment.is_vllm), "--",
+                    *self._command(status_write),
                 ],
                 cwd=self.directory,  # neither sees what lies in the user's folder
                 env=self._environment(),
@@ -161,9 +164,7 @@ class ReplicaProcess:
             host_pid = Journal(self.directory).host_pid
             segments: set[str] = set()
             if host_pid:
-                segments = segments_of_group(host_pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(host_pid, signal.SIGKILL)
+                segments = await asyncio.to_thread(kill_group, host_pid)
             # A process that the callable started in a session of its own may hold the pipes open for ever.
             await asyncio.wait(self._tasks, timeout=PIPES_TIMEOUT_S)
             for task in self._tasks:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from app.process.sweep import process_stat
+from app.supervisor.replica_process import SPINNING_NICE
 from tests.running import Running, in_background, leftovers, processes_of, segments_of, serve, wait_for
 from tests.stand_in_vllm import environment
 
@@ -120,6 +121,12 @@ def test_the_deployments_environment_reaches_it_and_what_is_meant_for_another_vl
     assert "VLLM_INHERITED" not in environ
     assert environ["TMPDIR"] == str(running.replica_folder("m") / "tmp")
     assert environ["VLLM_RPC_BASE_PATH"] == str(running.replica_folder("m"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="the kernel has no autogroups")
+def test_what_spins_comes_after_the_gateway(running: Running) -> None:
+    session = Path(f"/proc/{running.replica_pid('m')}/autogroup")
+    assert session.read_text().split()[-1] == str(SPINNING_NICE)
 
 
 def test_unload_in_the_middle_of_a_stream_leaves_nothing(running: Running) -> None:

@@ -105,7 +105,7 @@ class Guarded:
 
 
 @contextlib.contextmanager
-def guarding(tmp_path: Path, code: str, *arguments: str) -> Iterator[Guarded]:
+def guarding(tmp_path: Path, code: str, *arguments: str, session_nice: int = 0) -> Iterator[Guarded]:
     directory = tmp_path / "m-1"
     directory.mkdir()
     status_read, status_write = os.pipe()
@@ -113,7 +113,7 @@ def guarding(tmp_path: Path, code: str, *arguments: str) -> Iterator[Guarded]:
     process = subprocess.Popen(
         [
             sys.executable, "-m", "app.process.guardian", "m", str(directory), str(status_write), str(command_read),
-            "--", sys.executable, "-c", code, *arguments,
+            str(session_nice), "--", sys.executable, "-c", code, *arguments,
         ],
         pass_fds=(status_write, command_read),
         start_new_session=True,
@@ -168,16 +168,18 @@ def priorities(pid: int) -> tuple[set[int], str]:
 
 
 @pytest.mark.skipif(not may_raise_priority(), reason="a priority can't be raised again by this user")
-def test_a_start_comes_after_what_serves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("session_nice", [0, 3])
+def test_a_start_comes_after_what_serves(tmp_path: Path, session_nice: int) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    with guarding(tmp_path, THREADS) as guarded:
+    with guarding(tmp_path, THREADS, session_nice=session_nice) as guarded:
         pid = guarded.host()
         wait_for(lambda: len(os.listdir(f"/proc/{pid}/task")) == 4, what="the threads")
         threads, group = priorities(pid)
         assert threads == {own + START_NICE}
         assert group in ("", str(START_NICE))
         (guarded.directory / "ready").touch()
-        wait_for(lambda: priorities(pid) in [({own}, ""), ({own}, "0")], what="the priority of one that serves")
+        serving = [({own}, ""), ({own}, str(session_nice))]
+        wait_for(lambda: priorities(pid) in serving, what="the priority of one that serves")
 
 
 def ignored_signals(pid: int | str) -> int:
@@ -275,7 +277,7 @@ class Looks:
         (folder / "ready").touch()
         self.now_s = 100.0
         self.states = {os.getpid(): ("python", "S"), 2: ("tritonserver", "S"), 3: ("sleep", "S")}
-        self.guardian = Guardian(folder, -1, -1, [])
+        self.guardian = Guardian(folder, -1, -1, 0, [])
         monkeypatch.setattr(self.guardian, "_host", SimpleNamespace(pid=os.getpid()), raising=False)
         monkeypatch.setattr(self.guardian, "_states", lambda: dict(self.states))
         monkeypatch.setattr(
