@@ -135,12 +135,12 @@ image-suite: engine  ## run the tests inside the image
 	  -n $(TEST_JOBS) --dist loadfile $(TESTS) $(ARGS)
 
 offline: $(VENV)/.runtime  ## build a folder that installs Headwater without a network
-	@exec $(BIN)/python -m offline $(if $(PYTHON_VERSION),--python $(PYTHON_VERSION)) --exclude '$(EXCLUDE)' \
+	@exec $(BIN)/python -m deploy.offline $(if $(PYTHON_VERSION),--python $(PYTHON_VERSION)) --exclude '$(EXCLUDE)' \
 	  $(if $(SLIM),--slim) $(if $(LIBPYTHON),--libpython '$(LIBPYTHON)') $(ARGS)
 
 # Another Python than install.sh finds, or what this machine goes without: ARGS='--python PATH --without NAME,...'.
 offline-test: $(VENV)/.python  ## install what `make offline` built, without an index, and serve a model from it
-	@exec $(BIN)/python -m tests.offline $(ARGS)
+	@exec $(BIN)/python -m tests.deploy.offline $(ARGS)
 
 engine:
 	@test -n "$(ENGINE)" || { echo "make: found neither docker (with its daemon), podman nor buildah. Install one" \
@@ -148,7 +148,7 @@ engine:
 
 clean:  ## remove the environments, caches and build output
 	rm -rf $(VENV) $(LOCK_VENV) $(PEER_VENVS) $(CLIENT_VENVS) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find app inference offline tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find app inference deploy tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: a set-up runs again when a lock or pyproject.toml changes, and costs nothing otherwise.
 

@@ -1,4 +1,4 @@
-"""``python -m offline``: build a folder that installs Headwater without a network. `make offline` runs it."""
+"""``python -m deploy.offline``: build a folder that installs Headwater without a network. `make offline` runs it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from typing import Final
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from offline.packages import GLIBC, MACHINE, OfflineError, fetch, metadata, name_of, pins, prune
-from offline.wheel import slim
+from deploy.offline.packages import GLIBC, MACHINE, OfflineError, fetch, metadata, name_of, pins, prune
+from deploy.offline.wheel import slim
 
 __all__ = ["archive", "build", "exclusions"]
 
-ROOT: Final = Path(__file__).parents[1]
+ROOT: Final = Path(__file__).parents[2]
 SOURCES: Final = ("pyproject.toml", "README.md", "LICENSE", "app", "inference")
 """What Headwater's own wheel is made of."""
 SCRIPTS: Final = ("install.sh", "install.py")
@@ -165,7 +165,7 @@ def _described(file: Path) -> dict[str, str | int]:
 def main() -> None:
     """Entry point; see the module's docstring."""
     own = "{}.{}".format(*sys.version_info)
-    parser = argparse.ArgumentParser(prog="python -m offline", description=(__doc__ or "").partition(":")[2])
+    parser = argparse.ArgumentParser(prog="python -m deploy.offline", description=(__doc__ or "").partition(":")[2])
     parser.add_argument("--python", default=own, metavar="X.Y", help=f"the version that the machine has ({own})")
     parser.add_argument("--exclude", default="", metavar="NAME,...", help="packages that it has already")
     parser.add_argument("--slim", action="store_true", help="leave out what does not run, and pack a tar.xz")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-OFFLINE = Path(__file__).parents[2] / "offline"
+OFFLINE = Path(__file__).parents[3] / "deploy" / "offline"
 PYTHON = "{}.{}".format(*sys.version_info)
 COMMAND = """
 import importlib.metadata, json, sys

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from offline.__main__ import exclusions
-from offline.packages import OfflineError, pins, prune
+from deploy.offline.__main__ import exclusions
+from deploy.offline.packages import OfflineError, pins, prune
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LOCK = """# A comment.
 old==1.0 ; python_full_version < '3.11'
 old==2.0 ; python_full_version >= '3.11'

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from offline.wheel import slim
+from deploy.offline.wheel import slim
 
 CODE = b"def one() -> int:\n    return 1\n"
 FILES = {

@@ -1,4 +1,4 @@
-"""``python -m tests.offline``: install an offline folder or archive without a network, and serve `scale` from it.
+"""``python -m tests.deploy.offline``: install an offline folder or archive without a network, and serve `scale`.
 
 `make offline-test` runs it, on what `make offline` has built.
 """
@@ -51,7 +51,7 @@ def serve(headwater: Path, folder: Path) -> float:
                     ask(url[0])
                     return time.monotonic() - started
             time.sleep(0.1)
-        sys.exit(f"tests.offline: expected an answer within {START_TIMEOUT_S:g} s, got none:\n{log.read_text()}")
+        sys.exit(f"tests.deploy.offline: expected an answer within {START_TIMEOUT_S:g} s, got none:\n{log.read_text()}")
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(STOP_TIMEOUT_S)
@@ -65,12 +65,12 @@ def ask(url: str) -> None:
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as response:
         data = json.load(response)["outputs"][0]["data"]
     if data != EXPECTED:
-        sys.exit(f"tests.offline: expected {EXPECTED}, got {data}")
+        sys.exit(f"tests.deploy.offline: expected {EXPECTED}, got {data}")
 
 
 def main() -> None:
     """Entry point; see the module's docstring."""
-    parser = argparse.ArgumentParser(prog="python -m tests.offline", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.deploy.offline", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", type=Path, nargs="*", help="the folder or tar.xz; default: the newest in dist")
     parser.add_argument("--python", default="", help="the machine's; default: the one that install.sh finds")
     parser.add_argument("--without", default="", help="as for install.sh")
@@ -78,7 +78,7 @@ def main() -> None:
     built = sorted(Path("dist").glob("headwater-*-offline-*"), key=lambda path: path.stat().st_mtime)
     what: Path | None = next(iter([*options.what, *reversed(built)]), None)
     if what is None:
-        sys.exit("tests.offline: expected a folder in dist, found none. Build one: make offline")
+        sys.exit("tests.deploy.offline: expected a folder in dist, found none. Build one: make offline")
     with tempfile.TemporaryDirectory(prefix="hw-") as name:
         folder, source = Path(name), what.resolve()
         if source.is_file():
