@@ -18,6 +18,11 @@ BASE ?= python:3.11-slim
 ENGINE ?= $(shell if docker info >/dev/null 2>&1; then echo docker; \
   else for one in podman buildah; do if command -v $$one >/dev/null; then echo $$one; break; fi; done; fi)
 IMAGE_ARGS ?=
+# For `make offline`: the machine's Python, and what it has already (torch,transformers,...). SLIM=1 packs a tar.xz.
+PYTHON_VERSION ?=
+EXCLUDE ?=
+SLIM ?=
+LIBPYTHON ?=
 
 UV_VERSION := 0.13.8
 VENV := .venv
@@ -35,7 +40,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help serve test test-fast test-clients test-vllm vllm-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke screenshots soak chaos fuzz lock clean image base-image image-test image-suite engine
+.PHONY: help serve test test-fast test-clients test-vllm vllm-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke screenshots soak chaos fuzz lock clean image base-image image-test image-suite engine offline offline-test
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
@@ -129,13 +134,21 @@ image-suite: engine  ## run the tests inside the image
 	$(ENGINE) run --rm --shm-size=1g --pids-limit -1 $(RUN_ARGS) $(IMAGE)-tests \
 	  -n $(TEST_JOBS) --dist loadfile $(TESTS) $(ARGS)
 
+offline: $(VENV)/.runtime  ## build a folder that installs Headwater without a network
+	@exec $(BIN)/python -m deploy.offline $(if $(PYTHON_VERSION),--python $(PYTHON_VERSION)) --exclude '$(EXCLUDE)' \
+	  $(if $(SLIM),--slim) $(if $(LIBPYTHON),--libpython '$(LIBPYTHON)') $(ARGS)
+
+# Another Python than install.sh finds, or what this machine goes without: ARGS='--python PATH --without NAME,...'.
+offline-test: $(VENV)/.python  ## install what `make offline` built, without an index, and serve a model from it
+	@exec $(BIN)/python -m tests.deploy.offline $(ARGS)
+
 engine:
 	@test -n "$(ENGINE)" || { echo "make: found neither docker (with its daemon), podman nor buildah. Install one" \
 	  "(on Debian: apt-get install podman)" >&2; exit 1; }
 
 clean:  ## remove the environments, caches and build output
 	rm -rf $(VENV) $(LOCK_VENV) $(PEER_VENVS) $(CLIENT_VENVS) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find app inference tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find app inference deploy tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: a set-up runs again when a lock or pyproject.toml changes, and costs nothing otherwise.
 

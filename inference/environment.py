@@ -42,10 +42,11 @@ def library_path(environ: Mapping[str, str]) -> str:
     """The ``LD_LIBRARY_PATH`` under which a replica must run, given its environment.
 
     PyTriton's stub loads ``libpython3.x.so.1.0`` by name. The folders of this interpreter's own library (``LIBDIR``,
-    and ``lib`` of the base installation, in case Python was moved after it was built) come before the present value,
-    so that a system library of another patch version doesn't take precedence.
+    and ``lib`` of the base installation, in case Python was moved after it was built, and of this environment, where
+    `make offline` puts one) come before the present value, so that a system library of another patch version doesn't
+    take precedence.
     """
-    own = [sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib"]
+    own = [sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib", f"{sys.prefix}/lib"]
     # An empty element would mean the current folder.
     entries = [entry for entry in [*own, *environ.get("LD_LIBRARY_PATH", "").split(":")] if entry]
     return ":".join(dict.fromkeys(entries))

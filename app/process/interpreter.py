@@ -188,7 +188,7 @@ report = {{"version": list(sys.version_info[:3]), "implementation": platform.pyt
 if sys.version_info >= (3, 10):
     import importlib.metadata, importlib.util, sysconfig
     modules = [name for name in {tuple(NEEDED)!r} if importlib.util.find_spec(name) is not None]
-    libraries = [sysconfig.get_config_var("LIBDIR"), sys.base_prefix + "/lib"]
+    libraries = [sysconfig.get_config_var("LIBDIR"), sys.base_prefix + "/lib", sys.prefix + "/lib"]
     report.update(modules=modules, libraries=[folder for folder in libraries if folder])
     report.update(numpy=[found.version for found in importlib.metadata.distributions(name="numpy")])
 """

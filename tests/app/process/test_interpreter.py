@@ -64,7 +64,7 @@ def answering(**changes: Any) -> str:
 def test_our_own_python_can_serve(tmp_path: Path) -> None:
     found = find_interpreter(sys.executable, environ(tmp_path))
     assert found.path == sys.executable  # not resolved: it would be another environment
-    assert found.libraries == (sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib")
+    assert found.libraries == (sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib", f"{sys.prefix}/lib")
 
 
 def test_its_libraries_come_before_what_is_there(script: Script) -> None:
