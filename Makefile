@@ -40,7 +40,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help serve test test-fast test-clients test-vllm vllm-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke screenshots soak chaos fuzz lock clean image base-image image-test image-suite engine offline offline-test
+.PHONY: help serve test test-fast test-clients test-vllm vllm-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke gpu screenshots soak chaos fuzz lock clean image base-image image-test image-suite engine offline offline-test
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
@@ -116,6 +116,10 @@ bench-keys: $(VENV)/.dev  ## benchmark wrong keys beside right ones, and how soo
 
 bench-smoke: $(VENV)/.dev  ## run every benchmark with tiny counts: does it run, are its answers right
 	@exec $(BIN)/python -m benchmarks.smoke $(ARGS)
+
+# Without a GPU its status is 3; make's own is 2, as of any target that fails.
+gpu: $(VENV)/.dev  ## prove and measure it on an NVIDIA GPU; ARGS=--cpu tries all of that on the CPU
+	@exec $(BIN)/python -m benchmarks.gpu $(ARGS)
 
 # A health check is part of docker's format of images, which the others make if told.
 BUILD_IMAGE = $(ENGINE) build $(if $(filter-out docker,$(ENGINE)),--format docker) $(IMAGE_ARGS)

@@ -25,6 +25,7 @@ __all__ = [
     "headwater",
     "kill_replica",
     "pin_replica",
+    "replica_groups",
     "resident_bytes",
     "served",
     "tree",
@@ -107,20 +108,43 @@ def pin_replica(server: Server, deployment: str, core: int) -> None:
 
 def kill_replica(server: Server, deployment: str) -> None:
     """Kill the process of a deployment's replica that runs the callable."""
-    journal = json.loads((_replica_folder(server, deployment) / "journal.json").read_text())
-    os.kill(int(journal["host_pid"]), signal.SIGKILL)
+    os.kill(_host_pid(_replica_folder(server, deployment)), signal.SIGKILL)
+
+
+def replica_groups(server: Server, deployment: str | None = None) -> list[int]:
+    """The process groups of a deployment's replicas, or of all, oldest first."""
+    found = []
+    for path in sorted(_replica_folders(server, deployment), key=_age):
+        with contextlib.suppress(FileNotFoundError):  # it may end meanwhile, or has not begun yet
+            found.append(_host_pid(path))
+    return found
+
+
+def _host_pid(folder: Path) -> int:
+    """Of the process that runs the callable, which leads its replica's group."""
+    return int(json.loads((folder / "journal.json").read_text())["host_pid"])
 
 
 def _replica_folder(server: Server, deployment: str) -> Path:
     """The folder of the deployment's newest replica."""
+    found = _replica_folders(server, deployment)
+    if not found:
+        raise RuntimeError(f"no replica of deployment {deployment!r}")
+    return max(found, key=_age)
+
+
+def _replica_folders(server: Server, deployment: str | None) -> list[Path]:
     found = []
     for path in (server.folder / "run").glob("headwater-*/r*/spec.json"):
         with contextlib.suppress(FileNotFoundError):
-            if json.loads(path.read_text())["name"] == deployment:
+            if deployment in (None, json.loads(path.read_text())["name"]):
                 found.append(path.parent)
-    if not found:
-        raise RuntimeError(f"no replica of deployment {deployment!r}")
-    return max(found, key=lambda path: int(path.name[1:]))
+    return found
+
+
+def _age(folder: Path) -> int:
+    """The later a replica was started, the higher."""
+    return int(folder.name[1:])
 
 
 def tree(root: int) -> list[int]:

@@ -31,7 +31,20 @@ from benchmarks.smoke import parse_with_smoke
 from inference.engine import Sampling, SequenceRequest
 from inference.lm.slot_engine import SlotEngine
 
-__all__ = ["BARE", "CONTENDERS", "machine", "measure", "model_of", "print_table", "quiet", "title_of"]
+__all__ = [
+    "BARE",
+    "CONTENDERS",
+    "ENGINE",
+    "GREEDY",
+    "TIES",
+    "VOCAB_SIZE",
+    "machine",
+    "measure",
+    "model_of",
+    "print_table",
+    "quiet",
+    "title_of",
+]
 
 RESULTS = Path(__file__).parent / "results" / "lm_engine.json"
 SHAPES: Final[dict[str, dict[str, Any]]] = {
@@ -229,15 +242,16 @@ def _continuous(model: Any, count: int, prompt: int, tokens: int) -> float:
         model.set_attn_implementation(before)
 
 
+BARE: Final = "bare batched forward"
+ENGINE: Final = "slot engine"
 CONTENDERS: Final[dict[str, Contender]] = {
-    "bare batched forward": _bare,
-    "slot engine": _slot_engine,
+    BARE: _bare,
+    ENGINE: _slot_engine,
     "slot engine, mixed lengths": _slot_engine_mixed,
     "slot engine, mixed, sampled": _slot_engine_sampled,
     "transformers generate": _generate,
     "transformers continuous batching": _continuous,
 }
-BARE: Final = "bare batched forward"
 
 
 def print_table(title: str, seconds: dict[str, list[float]], count: int) -> None:
@@ -281,8 +295,9 @@ def model_of(size: str, device: str, dtype: str) -> Any:
         eos_token_id=None,
         **shape,
     )
-    model: Any = LlamaForCausalLM(config)
-    return model.to(device, getattr(torch, dtype)).eval()
+    with torch.device(device):  # a GPU draws a billion weights at once, a CPU in most of a minute
+        model: Any = LlamaForCausalLM(config)
+    return model.to(getattr(torch, dtype)).eval()
 
 
 def machine() -> str:

@@ -39,6 +39,7 @@ BENCHMARKS: Final[tuple[str, ...]] = (
     "zero_shot",
     "profiles",
     "path",
+    "gpu",
 )
 TIMEOUT_S: Final = 600.0
 """For one of them. Most take some seconds; machines may be slow, and a benchmark that hangs must end."""

@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 
 from benchmarks.fanout_report import Ratio, Spread, ratio_line
 from benchmarks.fanout_servers import Server, headwater
-from benchmarks.lm_engine import BARE, CONTENDERS, machine, measure, model_of, print_table, quiet, title_of
+from benchmarks.lm_engine import BARE, CONTENDERS, ENGINE, machine, measure, model_of, print_table, quiet, title_of
 from benchmarks.smoke import parse_with_smoke
 from benchmarks.stream_engine import MODEL, EngineAlone
 from benchmarks.stream_latency import PACE_S, first_token, stalled_reader
@@ -47,7 +47,6 @@ from benchmarks.stream_vllm import against_vllm, relay_cost, vllm_python
 PARTS = ("a", "b", "c", "d", "e", "f", "g")
 SEQUENCES = (1, 8, 32)
 OF_THE_BARE_AT_LEAST = 0.85
-SLOT_ENGINE = "slot engine"
 
 Figures: TypeAlias = tuple[dict[str, Any], list[Ratio]]
 """What was measured, by name, an entry a repeat; and what follows from it."""
@@ -168,7 +167,7 @@ def _a(options: argparse.Namespace) -> Figures:
         seconds = measure(model, count, 64, options.decoded, options.repeats, CONTENDERS)
         print_table(f"{title_of(model)}, {count} sequences", seconds, count)
         measured[f"seconds a step, {count} sequences"] = seconds
-        values = [bare / one for bare, one in zip(seconds[BARE], seconds[SLOT_ENGINE], strict=True)]
+        values = [bare / one for bare, one in zip(seconds[BARE], seconds[ENGINE], strict=True)]
         goal = OF_THE_BARE_AT_LEAST if count == max(counts) else None
         ratios.append(Ratio(f"engine / bare forward, {count} sequences", values, at_least=goal))
     return measured, ratios

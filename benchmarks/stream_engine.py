@@ -1,9 +1,10 @@
-"""The shipped model's engine alone: what token streams over HTTP are compared with, in a process of its own.
+"""An engine alone: what token streams over HTTP are compared with, in a process of its own.
 
-``python -m benchmarks.stream_engine THREADS MAX_SEQUENCES`` reads jobs, JSON lines, and answers each with one (`Run`,
-`Ran`). The engine is what a replica makes of the same options, stepped as a replica does, with nothing around it.
+``python -m benchmarks.stream_engine THREADS MAX_SEQUENCES [SIZE DEVICE DTYPE]`` reads jobs, JSON lines, and answers
+each with one (`Run`, `Ran`). The engine is what a replica makes of the same options, stepped as a replica does, with
+nothing around it. Its model is the shipped one, or of a size in `benchmarks.lm_engine`, with random weights.
 
-Also the engines without a model that `benchmarks.stream` has replicas serve.
+Also the engines without the shipped model that benchmarks have replicas serve.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import importlib.resources
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from benchmarks.stream_child import Child, give_back
 from inference.engine import Engine, EngineLimits, Sampling, SequenceRequest
 from inference.lm.null_engine import NullEngine
 
-__all__ = ["MODEL", "VOCAB_SIZE", "EngineAlone", "Ran", "Run", "folder", "null"]
+__all__ = ["MODEL", "VOCAB_SIZE", "EngineAlone", "Ran", "Run", "folder", "null", "random"]
 
 MODEL = "lm:inference.zoo:weights/tiny_lm"
 VOCAB_SIZE = 4096
@@ -49,11 +51,17 @@ class Ran(msgspec.Struct):
 
 
 class EngineAlone(Child):
-    """The process."""
+    """The process.
 
-    def __init__(self, threads: int, max_sequences: int) -> None:
+    Args:
+        threads: of torch.
+        max_sequences: of the engine.
+        model: size, device and dtype of a model with random weights; none: the shipped one.
+    """
+
+    def __init__(self, threads: int, max_sequences: int, model: Sequence[str] = ()) -> None:
         environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        super().__init__("benchmarks.stream_engine", [str(threads), str(max_sequences)], environment)
+        super().__init__("benchmarks.stream_engine", [str(threads), str(max_sequences), *model], environment)
 
     def run(self, run: Run) -> Ran:
         """A job from its start to its end."""
@@ -72,6 +80,15 @@ def null(folder: Path, *, device: str, on_broken: Any, step_s: float = 0, max_se
     return NullEngine(limits, step_s=step_s)
 
 
+def random(folder: Path, *, device: str, on_broken: Any, size: str, dtype: str, max_sequences: int = 64) -> Engine:
+    """For ``options.engine``: the built-in engine with a model of a size in `benchmarks.lm_engine`, of random
+    weights."""
+    from benchmarks.lm_engine import model_of
+    from inference.lm.slot_engine import SlotEngine
+
+    return SlotEngine(model_of(size, device, dtype), max_sequences=max_sequences, on_broken=on_broken)
+
+
 def main() -> None:
     """Do jobs until the input ends."""
     import torch
@@ -84,8 +101,13 @@ def main() -> None:
     torch.set_num_threads(threads)
     messages: Any = logging
     messages.disable_progress_bar()
-    loaded = load_causal_lm(folder(), dtype="float32")
-    engine = SlotEngine(loaded.model, eos_ids=loaded.eos_ids, max_sequences=max_sequences)
+    engine: Engine
+    if sys.argv[3:]:
+        size, device, dtype = sys.argv[3:]
+        engine = random(folder(), device=device, on_broken=print, size=size, dtype=dtype, max_sequences=max_sequences)
+    else:
+        loaded = load_causal_lm(folder(), dtype="float32")
+        engine = SlotEngine(loaded.model, eos_ids=loaded.eos_ids, max_sequences=max_sequences)
     for line in sys.stdin.buffer:
         run = msgspec.json.decode(line, type=Run)
         if run.one_by_one:

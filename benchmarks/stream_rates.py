@@ -17,7 +17,7 @@ from benchmarks.fanout_servers import Server, cpu_s, served
 from benchmarks.servers import free_port
 from benchmarks.stream_engine import EngineAlone, Run
 from benchmarks.stream_load import Answer, Ask, Job, LoadGenerator, raw_body
-from benchmarks.stream_texts import AnswerWrong, check, check_counting, prompts
+from benchmarks.stream_texts import TIE, AnswerWrong, check, check_counting, prompts
 
 __all__ = [
     "STEP_S",
@@ -40,10 +40,17 @@ NULL_AT_LEAST = 20_000
 
 
 def against_the_engine(
-    server: Server, load: LoadGenerator, engine: EngineAlone, tokens: int, repeats: int
+    server: Server,
+    load: LoadGenerator,
+    engine: EngineAlone,
+    tokens: int,
+    repeats: int,
+    *,
+    streams: int = STREAMS,
+    tie: float = TIE,
 ) -> tuple[dict[str, Any], list[Ratio]]:
-    """Deployment ``tiny`` asked by 64 clients, in turn with the engine alone doing the same."""
-    of_prompts = prompts(STREAMS)
+    """Deployment ``tiny`` asked by so many clients, in turn with the engine alone doing the same."""
+    of_prompts = prompts(streams)
     asks = [Ask(completion("tiny", ids, tokens)) for ids in of_prompts]
     right = engine.run(Run(of_prompts, tokens, with_leads=True))
     found: dict[str, Any] = {"engine tokens/s": [], "HTTP tokens/s": [], "server cores": [], "ties": 0}
@@ -52,9 +59,9 @@ def against_the_engine(
         before, started = cpu_s(server), time.perf_counter()
         answers = load.run(Job(port_of(server), asks))
         cores = (cpu_s(server) - before) / (time.perf_counter() - started)
-        found["ties"] += check(answers, right, tokens)
+        found["ties"] += check(answers, right, tokens, tie)
         if number >= 0:  # the first is to warm up
-            found["engine tokens/s"].append(STREAMS * tokens / ran.seconds)
+            found["engine tokens/s"].append(streams * tokens / ran.seconds)
             found["HTTP tokens/s"].append(_per_s(answers))
             found["server cores"].append(cores)
     pairs = zip(found["HTTP tokens/s"], found["engine tokens/s"], strict=True)

@@ -12,7 +12,7 @@ import tokenizers
 from benchmarks.stream_engine import VOCAB_SIZE, Ran, folder
 from benchmarks.stream_load import Answer
 
-__all__ = ["AnswerWrong", "check", "check_counting", "counting", "encoded", "prompts", "text_of"]
+__all__ = ["TIE", "AnswerWrong", "check", "check_counting", "counting", "encoded", "prompts", "text_of"]
 
 TIE: Final = 1e-4
 """Where the best two tokens are nearer than this, batches of other sizes may differ."""
@@ -46,8 +46,14 @@ def counting(tokens: int) -> str:
     return text_of([index % VOCAB_SIZE for index in range(tokens)])
 
 
-def check(answers: Sequence[Answer], ran: Ran, max_tokens: int) -> int:
+def check(answers: Sequence[Answer], ran: Ran, max_tokens: int, tie: float = TIE) -> int:
     """Compare streams with what the engine alone made of the same prompts; the number of those that differ at a tie.
+
+    Args:
+        answers: the streams' answers.
+        ran: what the engine made.
+        max_tokens: of each.
+        tie: where a token leads by less, another one may be there.
 
     Raises:
         AnswerWrong: a stream failed, has another number of tokens, or another text where that is no tie.
@@ -59,7 +65,7 @@ def check(answers: Sequence[Answer], ran: Ran, max_tokens: int) -> int:
         if got == text_of(ids):
             continue
         place = next((n for n in range(len(ids)) if not got.startswith(text_of(ids[: n + 1]).rstrip("\ufffd"))), -1)
-        if place < 0 or ran.leads[row][place] >= TIE:
+        if place < 0 or ran.leads[row][place] >= tie:
             raise AnswerWrong(f"stream {row}: expected {text_of(ids)!r:.300}, got {got!r:.300}")
         ties += 1
     return ties

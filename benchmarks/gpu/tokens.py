@@ -1,0 +1,194 @@
+"""Part e: a language model of a billion parameters. The bare batched decode, the engine, and clients; CUDA graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import torch
+from transformers import StaticCache
+
+from benchmarks.fanout_servers import headwater
+from benchmarks.gpu.record import Recorder, Step
+from benchmarks.gpu.target import Target
+from benchmarks.lm_engine import BARE, CONTENDERS, ENGINE, GREEDY, TIES, VOCAB_SIZE, model_of, quiet
+from benchmarks.lm_engine import measure as measure_steps
+from benchmarks.stream_engine import MODEL, EngineAlone
+from benchmarks.stream_load import LoadGenerator
+from benchmarks.stream_rates import against_the_engine
+from inference.engine import SequenceRequest
+from inference.lm.slot_engine import SlotEngine
+
+__all__ = ["measure"]
+
+SEQUENCES: Final = (32, 8, 64, 1)
+"""That with a goal first."""
+AT_SEQUENCES: Final = 32
+OF_THE_BARE_AT_LEAST: Final = 0.85
+OF_THE_ENGINE_AT_LEAST: Final = 0.95
+PROMPT: Final = 64
+LONGEST: Final = 256
+"""Of the caches whose size does not change."""
+COPIED_BYTES: Final = 1 << 30
+
+
+def measure(recorder: Recorder, target: Target) -> None:
+    """Run the part."""
+    quiet()
+    size, dtype = ("0", "float32") if target.is_tiny else ("1100", "bfloat16")
+
+    @functools.cache
+    def model() -> Any:
+        return model_of(size, target.device, dtype)
+
+    for count in (2,) if target.is_tiny else SEQUENCES:
+        recorder.step(f"decode, {count} sequences", partial(_decode, target, model, count))
+    recorder.step("clients against the engine", partial(_clients, target, size, dtype))
+    recorder.step("the decode step as a CUDA graph", partial(_graph, target, model))
+
+
+def _decode(target: Target, model: Callable[[], Any], count: int, step: Step) -> None:
+    """The engine's step, the bare decode's, and how soon the device could have read the weights."""
+    tokens, repeats = (4, 1) if target.is_tiny else (64, 5)
+    contenders = {name: CONTENDERS[name] for name in (BARE, ENGINE)}
+    seconds = measure_steps(model(), count, PROMPT, tokens, repeats, contenders)
+    for name, values in seconds.items():
+        step.figure(f"{name}, a step", "ms", *(1000 * one for one in values))
+        step.figure(name, "tokens/s", *(count / one for one in values))
+    weights = sum(one.numel() * one.element_size() for one in model().parameters())
+    floor_s = weights / _bytes_per_s(target)
+    step.figure("weights", "GB", weights / 1e9)
+    step.figure("floor of a step: weights / bandwidth measured", "ms", 1000 * floor_s)
+    step.figure("engine's step / floor", "times", *(one / floor_s for one in seconds[ENGINE]))
+    ratios = [bare / one for bare, one in zip(seconds[BARE], seconds[ENGINE], strict=True)]
+    if count == AT_SEQUENCES or target.is_tiny:
+        step.goal(f"engine / bare decode, {count} sequences", ratios, at_least=OF_THE_BARE_AT_LEAST)
+        step.profile = f"the engine:\n{_profile_engine(target, model(), count)}"
+    else:
+        step.figure("engine / bare decode", "", *ratios)
+
+
+def _bytes_per_s(target: Target) -> float:
+    """What a copy on the device reads and writes a second."""
+    size_bytes = COPIED_BYTES >> 6 if target.is_tiny else COPIED_BYTES
+    source = torch.zeros(size_bytes, dtype=torch.uint8, device=target.device)
+    copied = torch.empty_like(source)
+    return 2 * size_bytes / target.seconds(lambda: copied.copy_(source), 20)
+
+
+def _profile_engine(target: Target, model: Any, count: int) -> str:
+    engine = SlotEngine(model, max_sequences=count)
+    try:
+        for row in range(count):
+            prompt = [(7 * row + 11 * place) % VOCAB_SIZE for place in range(PROMPT)]
+            engine.submit(SequenceRequest(str(row), prompt, LONGEST, GREEDY))
+        begun: set[str] = set()
+        while len(begun) < count:
+            begun.update(event.id for event in engine.step())
+        return target.profile(engine.step)
+    finally:
+        engine.close()
+
+
+def _clients(target: Target, size: str, dtype: str, step: Step) -> None:
+    """Tokens a second of HTTP clients, against the same engine alone in a process of its own."""
+    streams, tokens, repeats = (4, 8, 1) if target.is_tiny else (32, 256, 3)
+    options = {"engine": "benchmarks.stream_engine:random", "size": size, "dtype": dtype, "max_sequences": streams}
+    deployment = {"model": MODEL, "device": target.device, "timeout_s": 300, "threads": 1, "options": options}
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(headwater({"tiny": deployment}))
+        load = stack.enter_context(LoadGenerator())
+        engine = stack.enter_context(EngineAlone(1, streams, (size, target.device, dtype)))
+        tie = TIES[getattr(torch, dtype)]
+        found, (ratio,) = against_the_engine(server, load, engine, tokens, repeats, streams=streams, tie=tie)
+    step.figure(f"the engine alone, {streams} sequences", "tokens/s", *found["engine tokens/s"])
+    step.figure(f"{streams} HTTP clients", "tokens/s", *found["HTTP tokens/s"])
+    step.figure("processor that the server used", "cores", *found["server cores"])
+    step.notes.append(f"texts that differ from the engine's at a tie: {found['ties']}")
+    step.goal("tokens/s, clients / engine alone", ratio.values, at_least=OF_THE_ENGINE_AT_LEAST)
+    steps = [1000 * streams / one for one in found["engine tokens/s"]]
+    loss = [1000 * streams / one for one in found["HTTP tokens/s"]]
+    step.profile = (
+        f"a step of the engine alone takes {statistics.median(steps):.2f} ms, prompts included, and with clients "
+        f"{statistics.median(loss):.2f} ms; the server's processes use {statistics.median(found['server cores']):.2f} "
+        "cores, and one at 1.00 would be the limit"
+    )
+
+
+class _StaticDecode:
+    """The bare decode with a cache of a fixed size: a step computes in the same memory as the one before it, as a CUDA
+    graph needs."""
+
+    def __init__(self, model: Any, count: int) -> None:
+        self._model = model
+        self._count = count
+        device = model.device
+        self._cache = StaticCache(config=model.config, max_cache_len=LONGEST)
+        self._places = torch.arange(LONGEST, device=device)
+        self._place = torch.zeros(1, dtype=torch.long, device=device)
+        self.token = torch.zeros(count, 1, dtype=torch.long, device=device)
+        rows = [[(7 * row + 11 * place) % VOCAB_SIZE for place in range(PROMPT)] for row in range(count)]
+        logits = model(torch.tensor(rows, device=device), past_key_values=self._cache, use_cache=True).logits
+        self._first = logits[:, -1].argmax(-1, keepdim=True)
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Go back to the first token after the prompt."""
+        for layer in self._cache.layers:
+            layer.cumulative_length.fill_(PROMPT)  # type: ignore[union-attr]
+        self._place.fill_(PROMPT)
+        self.token.copy_(self._first)
+
+    def step(self) -> None:
+        """Compute the next token of each sequence."""
+        seen = (self._places <= self._place).expand(self._count, 1, 1, LONGEST)
+        logits = self._model(
+            self.token, attention_mask=seen, position_ids=self._place[None], past_key_values=self._cache, use_cache=True
+        ).logits
+        self.token.copy_(logits[:, -1].argmax(-1, keepdim=True))
+        self._place.add_(1)
+
+
+@torch.no_grad()
+def _graph(target: Target, model: Callable[[], Any], step: Step) -> None:
+    """What launching a step at once gives, rather than kernel by kernel."""
+    count, steps = (2, 4) if target.is_tiny else (AT_SEQUENCES, 64)
+    decode = _StaticDecode(model(), count)
+
+    def tokens(call: Callable[[], object]) -> list[list[int]]:
+        decode.rewind()
+        found = []
+        for _ in range(steps):
+            call()
+            found.append(decode.token.flatten().tolist())
+        return found
+
+    def milliseconds(call: Callable[[], object]) -> float:
+        decode.rewind()
+        return 1000 * target.seconds(call, steps)
+
+    eager = tokens(decode.step)
+    eager_ms = milliseconds(decode.step)
+    step.figure(f"kernel by kernel, {count} sequences, a step", "ms", eager_ms)
+    if not target.is_gpu:
+        step.notes.append("a CPU has no CUDA graphs")
+        step.check("a step computes the same again", tokens(decode.step) == eager)
+        return
+    graph = torch.cuda.CUDAGraph()
+    cuda: Any = torch.cuda  # its streams have no types
+    aside = cuda.Stream(target.device)
+    aside.wait_stream(torch.cuda.current_stream(target.device))
+    with torch.cuda.stream(aside):  # as https://docs.pytorch.org/docs/stable/notes/cuda.html warms up a capture
+        for _ in range(3):
+            decode.step()
+    torch.cuda.current_stream(target.device).wait_stream(aside)
+    with torch.cuda.graph(graph):
+        decode.step()
+    step.check("the graph's tokens are those of the kernels one by one", tokens(graph.replay) == eager)
+    graph_ms = milliseconds(graph.replay)
+    step.figure(f"as a graph, {count} sequences, a step", "ms", graph_ms)
+    step.figure("faster by", "times", eager_ms / graph_ms)
