@@ -116,6 +116,11 @@ CATALOGUE: Final[dict[str, Series]] = {
             "GPU memory of a replica's processes, where NVML is available.",
             "replica",
         ),
+        _gauge(
+            "headwater_replica_batch_limit",
+            "Rows or sequences computed at once after its device ran out of memory; 0: as configured.",
+            "replica",
+        ),
         Series("headwater_worker_restarts", "counter", "Gateway workers started to replace one that ended.", ()),
         # Processes, and the scrape itself
         _counter("headwater_scrape_errors", "Replicas whose own metrics could not be read for a scrape."),

@@ -16,6 +16,7 @@ from inference.lm.loading import lm_signature, plan_language_model
 from inference.model import Model
 from inference.pipeline import PipelineSpec, StepSpec, make_plan
 from inference.reference import is_language_model
+from inference.runtime.capacity import Capacity
 from inference.runtime.device import choose_device
 from inference.runtime.fused import FusedPipeline
 from inference.runtime.loader import load_model
@@ -100,6 +101,7 @@ def load_served(
     progress: Callable[[str], None],
     on_broken: Callable[[str], None],
     watch: WatchCall = contextlib.nullcontext,
+    capacity: Capacity | None = None,
 ) -> Served:
     """Import, construct, check and load what a replica serves.
 
@@ -108,10 +110,12 @@ def load_served(
         progress: called with each stage.
         on_broken: called once the device is unusable; the replica then ends.
         watch: the context in which each call of a model runs; an engine has its own watchdog.
+        capacity: learns how much fits in the device's memory at once.
 
     Raises:
         ModelError: something doesn't fit; the message names step and tensor.
     """
+    capacity = capacity or Capacity()
     if is_language_model(spec.model):
         return load_language_model(spec, progress, on_broken)
     steps = spec.pipeline.steps if spec.pipeline is not None else (StepSpec(spec.name, spec.model, "", spec.options),)
@@ -141,13 +145,13 @@ def load_served(
     if pipeline is None:
         signature = signatures[spec.name]
         # One runner for each of PyTriton's threads; all share the model.
-        runners = [Runner(model, signature, device, on_broken, watch) for _ in range(spec.instances)]
+        runners = [Runner(model, signature, device, on_broken, watch, capacity) for _ in range(spec.instances)]
         return Served(signature, device, runners, loaded)
     if plan.signature.streams:
         switch_soon()
     # To clients a plain model that streams is not a pipeline.
     signature = plan.signature if spec.pipeline is not None else msgspec.structs.replace(plan.signature, heads=())
-    return Served(signature, device, FusedPipeline(plan, models, device, on_broken, watch), loaded)
+    return Served(signature, device, FusedPipeline(plan, models, device, on_broken, watch, capacity), loaded)
 
 
 def _check_instances(spec: ReplicaSpec, model: Model, *, streams: bool) -> None:

@@ -1,13 +1,41 @@
-"""Chooses a replica's device, and recognizes errors that make it unusable."""
+"""Chooses a replica's device, and recognizes errors that make it unusable or say that its memory is exhausted."""
 
 from __future__ import annotations
 
+import re
 import sys
-from typing import Any
+from typing import Any, Final
 
 from inference.errors import ReplicaError
 
-__all__ = ["breaks_device", "choose_device"]
+__all__ = ["breaks_device", "choose_device", "free_memory", "is_out_of_memory"]
+
+_OUT_OF_MEMORY: Final = re.compile(
+    r"(?:\w+\.)*OutOfMemoryError\b|.*(?:"
+    r"CUDA (?:error: |failure 2: )?out of memory|CU(?:BLAS|DNN)_STATUS_\w*ALLOC\w*_FAILED|"
+    r"DefaultCPUAllocator: can't allocate memory|"
+    r"Failed to allocate memory for requested buffer|Available memory of \d+ is smaller than requested bytes)",
+    re.DOTALL,
+)
+"""The wording of torch, of CUDA's libraries and of ONNX Runtime, behind the name of the exception's class."""
+
+
+def is_out_of_memory(reason: str) -> bool:
+    """Whether an error, as its class's name and message, says that the device's memory was not enough for a call.
+
+    The device stays usable.
+    """
+    return _OUT_OF_MEMORY.match(reason) is not None
+
+
+def free_memory() -> None:
+    """Give back what torch keeps of the GPU's memory for reuse: in other pieces it may suffice.
+
+    What a failed call took is free only once its exception is, whose traceback holds it.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def breaks_device(reason: str, device: str) -> bool:
@@ -16,7 +44,7 @@ def breaks_device(reason: str, device: str) -> bool:
     Some CUDA errors (a wrong launch configuration, say) leave it usable, which a trial shows.
     """
     # The wording of torch and of ONNX Runtime.
-    if not ("CUDA error" in reason or "CUDA failure" in reason) or "out of memory" in reason:
+    if not ("CUDA error" in reason or "CUDA failure" in reason) or is_out_of_memory(reason):
         return False
     torch: Any = sys.modules.get("torch")
     if torch is None or not device.startswith("cuda"):

@@ -15,6 +15,7 @@ import numpy as np
 from inference.errors import DeclarationError
 from inference.model import Model
 from inference.pipeline import PlannedStep, StepSpec
+from inference.runtime.capacity import Capacity
 from inference.runtime.request import Part, TritonRequest, read_request, refusal
 from inference.runtime.step import Given, Made, Step
 from inference.runtime.watchdog import WatchCall
@@ -38,6 +39,7 @@ class Runner:
         device: the device of torch tensors.
         on_broken: called once the model's device is unusable; the replica then ends.
         watch: the context in which each call of the model runs.
+        capacity: how many rows fit in the device's memory, for all runners of the model.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class Runner:
         device: str,
         on_broken: Callable[[str], None] = lambda reason: None,
         watch: WatchCall = contextlib.nullcontext,
+        capacity: Capacity | None = None,
     ) -> None:
         self._signature = signature
         planned = PlannedStep(StepSpec(signature.name), signature, wires=())
         self.step = Step(
             planned, model, device,
             handovers=(), is_head=True, executor=None, on_broken=on_broken, watch=watch, where="",
+            capacity=capacity,
         )  # fmt: skip
 
     async def handle(self, requests: Sequence[TritonRequest]) -> list[Arrays]:

@@ -16,6 +16,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 from inference.errors import BadOutput
 from inference.model import Model
 from inference.pipeline import INPUT, PlannedStep
+from inference.runtime.capacity import Capacity
+from inference.runtime.device import free_memory
 from inference.runtime.failure_log import CallFailed, Failures
 from inference.runtime.stream_control import StreamControl
 from inference.runtime.values import (
@@ -89,6 +91,8 @@ class Made:
     """Calls to isolate failing rows, or to recompute outputs that another step overwrote; none in a warm-up."""
     spoiled: tuple[str, ...] = ()
     """Shared inputs that the model wrote into without declaring so."""
+    short: int = 0
+    """Rows of the smallest call for which the device's memory did not suffice; 0: it sufficed for all."""
 
 
 class _Watched(NamedTuple):
@@ -121,6 +125,7 @@ class Step:
         on_broken: called once the device is unusable; the replica then ends.
         watch: the context in which each call of the model runs; for a streaming model, each of its yields.
         where: prefix of the messages about failures, such as ``step `name`: ``.
+        capacity: how many rows fit in the device's memory, for all of a replica's steps.
     """
 
     def __init__(
@@ -135,6 +140,7 @@ class Step:
         on_broken: Callable[[str], None],
         watch: WatchCall,
         where: str,
+        capacity: Capacity | None = None,
     ) -> None:
         self.name = planned.name
         self.planned = planned
@@ -145,6 +151,7 @@ class Step:
         self._executor = executor
         self._failures = Failures(device, on_broken, where)
         self._watch = watch
+        self._capacity = capacity or Capacity()
         self._is_async = inspect.iscoroutinefunction(type(model).__call__)
         self._outputs = {spec.name: spec for spec in planned.signature.outputs}
         self._from_steps = frozenset(wire.input for wire in planned.wires if wire.step != INPUT)
@@ -154,13 +161,21 @@ class Step:
     async def run(self, given: Given, *, is_retry: bool = False) -> Made:
         """Call the model; rows that make it fail are isolated by halving, and get a report each.
 
-        If the results of the halves differ in shape, all rows that succeeded are computed once more in one call.
+        What does not fit in the device's memory is halved, too, and for a while no call has more rows than fitted. If
+        the results of several calls differ in shape, all rows that succeeded are computed once more in one call.
         """
         made = Made()
         rows = list(range(given.rows))
-        pieces = await self._attempt(
-            given, made, rows, is_retry=is_retry, may_split=self.planned.signature.idempotent
-        )  # fmt: skip
+        may_split = self.planned.signature.idempotent
+        row_bytes = sum(value.nbytes for value in given.inputs.values()) // max(given.rows, 1)
+        most = self._capacity.most(self.name, row_bytes) or max(given.rows, 1)
+        pieces: list[_Piece] = []
+        for start in range(0, max(given.rows, 1), most):
+            part = rows[start : start + most]
+            pieces += await self._attempt(given, made, part, is_retry=is_retry, may_split=may_split)
+        if made.short and given.rows > 1:
+            fitted = max((len(piece.rows) for piece in pieces), default=made.short // 2)
+            self._capacity.learn(self.name, min(most, given.rows), max(fitted, 1), row_bytes)
         if not _join(made, pieces):
             good = [row for row in rows if row not in made.failures]
             _join(made, await self._attempt(given, made, good, is_retry=True, may_split=False))
@@ -176,12 +191,25 @@ class Step:
             # SystemExit and the like too: they would end PyTriton's thread, and the replica would hang.
             report = self._failures.report(error)
             may_split = may_split and not isinstance(error, CallFailed)
+        if report.status is Status.OUT_OF_MEMORY:
+            made.short = min(made.short or len(rows), len(rows))
+            free_memory()  # not before the exception is gone, which holds what the call took
         if may_split and report.status is not Status.BROKEN and len(rows) > 1:
             middle = len(rows) // 2
             left = await self._attempt(given, made, rows[:middle], is_retry=True, may_split=True)
             return left + await self._attempt(given, made, rows[middle:], is_retry=True, may_split=True)
+        if report.status is Status.OUT_OF_MEMORY:
+            report = self._shortage(report, len(rows))
         made.failures.update(dict.fromkeys(rows, report))
         return []
+
+    def _shortage(self, report: RowReport, rows: int) -> RowReport:
+        """The report of rows that don't fit in the device's memory, and are not split further."""
+        what, fix = "1 row alone", "send a smaller input"
+        if rows > 1:
+            what, fix = f"{rows} rows, which can't be computed in parts", "lower `batching.max_batch_size`"
+        text = f"out of memory on {self._device} with {what}; {fix}, or give the model a device with more free memory"
+        return RowReport(report.status, f"{text}: {report.message.partition(chr(10))[0][:300]}")
 
     async def iterate(self, given: Given, control: StreamControl) -> AsyncGenerator[Made, None]:
         """Call a streaming model and yield its results one by one; a failure is the last.
@@ -214,7 +242,10 @@ class Step:
                         if not isinstance(error, asyncio.CancelledError):
                             self._failures.note(error)
                         return
-                    made = Made(failures=dict.fromkeys(rows, self._failures.report(error)))
+                    report = self._failures.report(error)
+                    if report.status is Status.OUT_OF_MEMORY:
+                        report = self._shortage(report, len(rows))
+                    made = Made(failures=dict.fromkeys(rows, report))
                 yield made
                 if made.failures:
                     return
@@ -291,7 +322,7 @@ class Step:
                     result = await _in_time(piece, given.until_s)
                 piece = await self._in_executor(lambda: self._piece(result, rows, watched))
         # A copy, because a later call may reuse the memory.
-        return _owned(piece) if is_retry else piece
+        return _owned(piece) if is_retry or len(rows) < given.rows else piece
 
     def _arguments(self, given: Given, rows: list[int]) -> tuple[dict[str, Any], list[_Watched]]:
         """The model's arguments, and those among them that it must not write into."""
