@@ -46,9 +46,7 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
 
     event: Literal["progress", "ready", "limited", "failed", "unloaded", "ending", "ended"]
     text: str = ""
-    """In ``progress`` the stage; in ``failed`` and ``ending`` the reason; in ``limited`` what changed, for operators."""
-    batch_limit: int = 0
-    """In ``limited``: the most rows, or sequences, that fit in its device's memory at once; 0: no limit is known."""
+    """In ``progress`` the stage; in ``failed`` and ``ending`` the reason; in ``limited`` what changed."""
     cause: str = ""
     """In ``failed``: the reason for clients: the error's class and message, with paths cut to their last part."""
     is_permanent: bool = False
@@ -61,3 +59,5 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
     """In ``ended``: the exit status, as in `subprocess.Popen.returncode`."""
     leftovers: list[str] = []
     """In ``ended``: what the sweep could not remove."""
+    batch_limit: int = 0
+    """In ``limited``: the most rows, or sequences, that fit in its device's memory at once; 0: no limit is known."""

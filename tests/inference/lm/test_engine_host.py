@@ -373,7 +373,7 @@ def test_indices_that_do_not_follow_each_other_are_told_as_they_are(indices: lis
 def test_an_end_that_is_none_is_an_error() -> None:
     (event,) = events_of([(0, 1, None, (), "done")])
     assert event.finish == "error"
-    assert "finish: expected one of cancelled, error, length, rejected, stop, got 'done'" in event.error
+    assert "finish: expected one of cancelled, error, length, out_of_memory, rejected, stop, got 'done'" in event.error
 
 
 def test_a_sequence_that_the_engine_forgets_is_ended() -> None:

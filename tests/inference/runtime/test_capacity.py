@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from inference.runtime import capacity
 from inference.runtime.capacity import HOLDS_S, Capacity
 
 
@@ -12,7 +11,7 @@ from inference.runtime.capacity import HOLDS_S, Capacity
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Its only element is the time."""
     now = [1000.0]
-    monkeypatch.setattr(capacity.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("inference.runtime.capacity.time.monotonic", lambda: now[0])
     return now
 
 

@@ -1,0 +1,53 @@
+"""Callables that fail as those on a GPU do: out of memory, or with a poisoned context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inference import Model, Tensor
+
+NEVER_FITS, BREAKS = -1.0, -2.0
+
+
+class Device(Model):
+    """Doubles x, of at most `most` rows at once; a row may say that it never fits, or breaks the device."""
+
+    inputs = (Tensor("x", "FP32", [1]),)
+    outputs = (Tensor("y", "FP32", [1]),)
+
+    def __init__(self, most: int = 64) -> None:
+        self.most = most
+
+    def __call__(self, *, x: Any) -> Any:
+        import torch
+
+        if (x == BREAKS).any():
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        if len(x) > self.most or (x == NEVER_FITS).any():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return {"y": x * 2}
+
+
+class Trunk(Model):
+    """features = x."""
+
+    inputs = (Tensor("x", "FP32", [1]),)
+    outputs = (Tensor("features", "FP32", [1]),)
+
+    def __call__(self, *, x: Any) -> Any:
+        return {"features": x}
+
+
+class Head(Model):
+    """``{output}`` = twice the features, or, of one on a ``device``, what `Device` makes of them."""
+
+    inputs = (Tensor("features", "FP32", [1]),)
+
+    def __init__(self, output: str, device: bool = False) -> None:
+        self.output = output
+        self.compute = Device() if device else None
+        self.outputs = (Tensor(output, "FP32", [1]),)  # type: ignore[misc]
+
+    def __call__(self, *, features: Any) -> Any:
+        found = features * 2 if self.compute is None else self.compute(x=features)["y"]
+        return {self.output: found}
