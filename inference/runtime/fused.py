@@ -41,6 +41,7 @@ class FusedPipeline:
         on_broken: called once the device is unusable; the replica then ends.
         watch: the context in which each call of a model runs.
         capacity: how many rows fit in the device's memory.
+        sizes: see `Step`, by step.
         wait_for_next_s: how long an answer that is ready waits for the next one, to share its frame.
     """
 
@@ -52,6 +53,7 @@ class FusedPipeline:
         on_broken: Callable[[str], None] = lambda _: None,
         watch: WatchCall = contextlib.nullcontext,
         capacity: Capacity | None = None,
+        sizes: Mapping[str, Sequence[int]] | None = None,
         *,
         wait_for_next_s: float = WAIT_FOR_NEXT_S,
     ) -> None:
@@ -68,6 +70,7 @@ class FusedPipeline:
                 planned, models[planned.name], device,
                 handovers=_handovers(plan, planned), is_head=planned.name in self._heads, executor=executor,
                 on_broken=on_broken, watch=watch, where=f"{kind} `{planned.name}`: ", capacity=capacity,
+                sizes=(sizes or {}).get(planned.name, ()),
             )
             for planned in plan.steps
         }  # fmt: skip

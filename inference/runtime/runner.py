@@ -40,6 +40,7 @@ class Runner:
         on_broken: called once the model's device is unusable; the replica then ends.
         watch: the context in which each call of the model runs.
         capacity: how many rows fit in the device's memory, for all runners of the model.
+        sizes: see `Step`.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class Runner:
         on_broken: Callable[[str], None] = lambda reason: None,
         watch: WatchCall = contextlib.nullcontext,
         capacity: Capacity | None = None,
+        sizes: Sequence[int] = (),
     ) -> None:
         self._signature = signature
         planned = PlannedStep(StepSpec(signature.name), signature, wires=())
         self.step = Step(
             planned, model, device,
             handovers=(), is_head=True, executor=None, on_broken=on_broken, watch=watch, where="",
-            capacity=capacity,
+            capacity=capacity, sizes=sizes,
         )  # fmt: skip
 
     async def handle(self, requests: Sequence[TritonRequest]) -> list[Arrays]:

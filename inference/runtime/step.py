@@ -126,6 +126,8 @@ class Step:
         watch: the context in which each call of the model runs; for a streaming model, each of its yields.
         where: prefix of the messages about failures, such as ``step `name`: ``.
         capacity: how many rows fit in the device's memory, for all of a replica's steps.
+        sizes: the numbers of rows that the model may be called with, in ascending order; calls are padded with copies
+            of their last row. None: any number.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class Step:
         watch: WatchCall,
         where: str,
         capacity: Capacity | None = None,
+        sizes: Sequence[int] = (),
     ) -> None:
         self.name = planned.name
         self.planned = planned
@@ -152,6 +155,7 @@ class Step:
         self._failures = Failures(device, on_broken, where)
         self._watch = watch
         self._capacity = capacity or Capacity()
+        self._sizes = sizes
         self._is_async = inspect.iscoroutinefunction(type(model).__call__)
         self._outputs = {spec.name: spec for spec in planned.signature.outputs}
         self._from_steps = frozenset(wire.input for wire in planned.wires if wire.step != INPUT)
@@ -222,7 +226,7 @@ class Step:
 
         def own(result: object) -> _Piece:
             # Copied at once: another request's call of the model may reuse the memory.
-            return _owned(self._piece(result, rows, watched))
+            return _owned(self._piece(result, rows, watched, len(rows)))
 
         try:
             while not control.is_cancelled:
@@ -303,12 +307,13 @@ class Step:
             else:
                 made.calls += 1
         self._turn_grad_off()
-        arguments, watched = self._arguments(given, rows)
+        size = next((size for size in self._sizes if size >= len(rows)), len(rows))
+        arguments, watched = self._arguments(given, [*rows, *[rows[-1]] * (size - len(rows))])
 
         def compute() -> _Piece | Awaitable[object]:
             with self._watch():
                 result = self.model(**arguments)
-            return result if inspect.isawaitable(result) else self._piece(result, rows, watched)
+            return result if inspect.isawaitable(result) else self._piece(result, rows, watched, size)
 
         with self._watching(watched, made) if watched else _UNWATCHED:
             if self._is_async:
@@ -320,7 +325,7 @@ class Step:
             if not isinstance(piece, _Piece):
                 with self._watch():
                     result = await _in_time(piece, given.until_s)
-                piece = await self._in_executor(lambda: self._piece(result, rows, watched))
+                piece = await self._in_executor(lambda: self._piece(result, rows, watched, size))
         # A copy, because a later call may reuse the memory.
         return _owned(piece) if is_retry or len(rows) < given.rows else piece
 
@@ -329,7 +334,7 @@ class Step:
         arguments: dict[str, Any] = {}
         watched: list[_Watched] = []
         kind = self.model.arrays
-        is_whole = len(rows) == given.rows
+        is_whole = len(rows) == given.rows and (not self._sizes or rows == list(range(given.rows)))
         for spec in self.planned.signature.inputs:
             value = given.inputs.get(spec.name)
             if value is None:
@@ -382,9 +387,13 @@ class Step:
             f"`mutates_features = True` in {type(self.model).__name__}, so that it gets a copy"
         )
 
-    def _piece(self, result: object, rows: list[int], watched: Sequence[_Watched]) -> _Piece:
-        """The model's result for these rows, checked and ready to be shared."""
-        values, arrays = self._check(result, len(rows))
+    def _piece(self, result: object, rows: list[int], watched: Sequence[_Watched], size: int) -> _Piece:
+        """The model's result for these rows, without those that the call was padded with up to its size, checked and
+        ready to be shared."""
+        values, arrays = self._check(result, size)
+        if self._sizes:  # a copy, because CUDA graphs give the same memory in each call
+            values = {name: copied(value[: len(rows)]) for name, value in values.items()}
+            arrays = {name: array[: len(rows)] for name, array in arrays.items()}
         for name, value in values.items():
             # Writing into the output would change its producer's input, which others read.
             if any(overlaps(value, one.value) for one in watched):

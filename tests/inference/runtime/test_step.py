@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference import BadInput, Model, Tensor
+from inference import BadInput, Model, Parameter, Tensor
 from inference.runtime.capacity import Capacity
 from inference.runtime.fused import FusedPipeline
 from inference.runtime.step import Given, Made, Step
@@ -244,6 +244,49 @@ class TestMemory:
         monkeypatch.setattr("inference.runtime.step.free_memory", lambda: freed.append(len(model.seen)))
         run(step_of(model), 1, 2)
         assert freed == [1]
+
+
+class TestSizes:
+    def test_calls_are_padded_to_the_next_one_with_copies_of_their_last_row(self) -> None:
+        model = stage(lambda x: x * 2)
+        pipeline = fused({"step": model}, ["step"], sizes={"step": [1, 2, 4]})
+        for values in ([1.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0]):
+            made = run(pipeline.steps["step"], *values)
+            assert made.arrays["y"].ravel().tolist() == [2 * value for value in values]
+        assert model.seen == [[1], [1, 2, 3, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5]]
+
+    def test_rows_at_fault_are_found_in_padded_calls_too(self) -> None:
+        model = stage(positive)
+        made = run(fused({"step": model}, ["step"], sizes={"step": [4]}).steps["step"], 1, 2, -3, 4)
+        assert (made.good, list(made.failures)) == ([0, 1, 3], [2])
+        assert made.arrays["y"].ravel().tolist() == [2, 4, 8]
+        assert model.seen == [[1, 2, -3, 4], [1, 2, 2, 2], [-3, 4, 4, 4], [-3, -3, -3, -3], [4, 4, 4, 4]]
+
+    def test_what_other_steps_take_is_no_memory_that_the_next_call_overwrites(self) -> None:
+        memory = torch.zeros(4, 1)
+
+        def same(x: Any) -> Any:  # as a CUDA graph gives its outputs
+            memory[:] = x
+            return memory
+
+        trunk = Stage(same, ["x"], "f")
+        head = Stage(lambda f: (same(torch.zeros(4, 1)), f)[1], ["f"], "y")
+        pipeline = fused({"trunk": trunk, "head": head}, ["head"], sizes={"trunk": [4]})
+        assert ask(pipeline, {"x": rows(1, 2, 3)})[-1].words[0].outputs["y"].ravel().tolist() == [1, 2, 3]
+
+    def test_parameters_of_rows_are_padded_with_them(self) -> None:
+        seen: list[Any] = []
+
+        class Shifted(Stage):
+            parameters = (Parameter("by", "float", 0.0, per="row"),)
+
+            def __call__(self, *, x: Any, parameters: Any) -> Any:
+                seen.append(parameters["by"])
+                return {"y": x}
+
+        step = fused({"step": Shifted(positive, ["x"], "y")}, ["step"], sizes={"step": [4]}).steps["step"]
+        made = run(step, 1, 2, 3, row_parameters={"by": [7.0, 8.0, 9.0]})
+        assert (seen, made.good) == ([[7, 8, 9, 9]], [0, 1, 2])
 
 
 class Padded(Model):
