@@ -112,6 +112,7 @@ class Observer:
             values[Key("headwater_replica_batch_limit", labels)] = view.batch_limit
             if used.gpu_bytes is not None:
                 values[Key("headwater_replica_gpu_memory_bytes", labels)] = used.gpu_bytes
+                values[Key("headwater_replica_gpu_utilization", labels)] = round(used.gpu_utilization * 1000)
         self._replicas = values
 
     async def watch(self, replicas: Callable[[], Iterable[ReplicaView]]) -> None:

@@ -18,7 +18,7 @@ from inference.pipeline import PipelineSpec, StepSpec, make_plan
 from inference.reference import is_language_model
 from inference.runtime.capacity import Capacity
 from inference.runtime.compiled import check_compiled, compile_modules
-from inference.runtime.device import choose_device
+from inference.runtime.device import choose_device, streams_of
 from inference.runtime.fused import FusedPipeline
 from inference.runtime.loader import asks_compile, load_model
 from inference.runtime.runner import Runner
@@ -159,8 +159,8 @@ def load_served(
         # One runner for each of PyTriton's threads; all share the model.
         padded_to = sizes.get(spec.name, ())
         runners = [
-            Runner(models[spec.name], signature, device, on_broken, watch, capacity, padded_to)
-            for _ in range(spec.instances)
+            Runner(models[spec.name], signature, device, on_broken, watch, capacity, padded_to, stream)
+            for stream in streams_of(device, spec.instances)
         ]
         return Served(signature, device, runners, loaded, bool(sizes))
     if plan.signature.streams:

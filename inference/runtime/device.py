@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final
 
 from inference.errors import ReplicaError
 
-__all__ = ["breaks_device", "choose_device", "free_memory", "is_out_of_memory"]
+__all__ = ["breaks_device", "choose_device", "free_memory", "is_out_of_memory", "streams_of"]
 
 _OUT_OF_MEMORY: Final = re.compile(
     r"(?:\w+\.)*OutOfMemoryError\b|.*(?:"
@@ -78,3 +82,13 @@ def choose_device(wanted: str, uses_torch: bool) -> str:
     if index >= count:
         raise ReplicaError(f"device: expected one of {count} GPUs, got {wanted!r}; use `device: cpu` or `auto`")
     return f"cuda:{index}"
+
+
+def streams_of(device: str, count: int) -> Sequence[Callable[[], AbstractContextManager[Any]]]:
+    """For each of several threads the context in which it computes: on a GPU that torch uses a stream of its own, so
+    that one thread's copies overlap with what another one computes."""
+    torch: Any = sys.modules.get("torch")
+    if count == 1 or torch is None or not device.startswith("cuda"):
+        return [contextlib.nullcontext] * count
+    torch.cuda.synchronize(device)  # the weights are there: other streams don't wait for the one that loaded them
+    return [partial(torch.cuda.stream, torch.cuda.Stream(device)) for _ in range(count)]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -41,6 +43,7 @@ class Runner:
         watch: the context in which each call of the model runs.
         capacity: how many rows fit in the device's memory, for all runners of the model.
         sizes: see `Step`.
+        stream: the context in which a batch is computed: a stream of the GPU, if several runners share one.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class Runner:
         watch: WatchCall = contextlib.nullcontext,
         capacity: Capacity | None = None,
         sizes: Sequence[int] = (),
+        stream: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._signature = signature
+        self._stream = stream
         planned = PlannedStep(StepSpec(signature.name), signature, wires=())
         self.step = Step(
             planned, model, device,
@@ -77,7 +82,8 @@ class Runner:
             group = [part for _, part in members]
             rows = sum(part.rows for part in group)
             started = time.perf_counter_ns()
-            made = await self.step.run(_joined(group, rows))
+            with self._stream():
+                made = await self.step.run(_joined(group, rows))
             outputs = self._whole(made, rows)
             if len(groups) > 1:  # the next group's call may reuse the memory of these outputs
                 outputs = {name: array.copy() for name, array in outputs.items()}

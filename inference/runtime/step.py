@@ -33,7 +33,7 @@ from inference.runtime.values import (
 )
 from inference.runtime.watchdog import WatchCall
 from inference.signature import TensorSpec
-from inference.wire.arrays import Array, argument, wire
+from inference.wire.arrays import Array, argument, fetched, wire
 from inference.wire.report import RowReport, Status
 
 __all__ = ["LATE", "Given", "Handover", "Made", "Step"]
@@ -341,7 +341,7 @@ class Step:
                 arguments[spec.name] = None
                 continue
             if spec.name not in self._from_steps:
-                arguments[spec.name] = argument(spec, value.copy() if is_whole else value[rows], kind, self._device)
+                arguments[spec.name] = argument(spec, value, kind, self._device, None if is_whole else rows)
                 continue
             taken = converted(spec, value if is_whole else rows_of(value, rows), kind, self._device)
             is_shared = taken is value and spec.name in given.shared
@@ -419,6 +419,8 @@ class Step:
             values.setdefault(one.output, value)
         arrays: dict[str, Array] = {}
         if self._is_head:
+            if self._device.startswith("cuda"):
+                result = fetched({name: result[name] for name in self._outputs if name in result})
             for name, spec in self._outputs.items():
                 if name not in result:
                     raise BadOutput(f"{kind} returned no output {name!r}, expected {', '.join(self._outputs)}")

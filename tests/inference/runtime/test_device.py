@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from inference.runtime.device import breaks_device, free_memory, is_out_of_memory
+from inference.runtime.device import breaks_device, free_memory, is_out_of_memory, streams_of
 
 MEMORY = [
     "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB",
@@ -79,3 +81,29 @@ def test_whether_an_error_of_cuda_has_poisoned_the_context_shows_in_a_trial(
     monkeypatch.setattr(torch, "zeros", zeros)
     assert breaks_device("RuntimeError: CUDA error: invalid configuration argument", "cuda:1") is breaks
     assert synchronized == ["cuda:1"]
+
+
+def test_each_of_several_threads_on_a_gpu_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+    synchronized: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: [device])
+
+    @contextlib.contextmanager
+    def within(stream: Any) -> Iterator[None]:
+        used.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    one, other = streams_of("cuda:1", 2)
+    for stream in (one, other, one):
+        with stream():
+            pass
+    assert used == [["cuda:1"]] * 3
+    assert used[0] is used[2] is not used[1]
+    assert synchronized == ["cuda:1"]
+
+
+@pytest.mark.parametrize(("device", "count"), [("cuda:0", 1), ("cpu", 2)])
+def test_otherwise_there_are_no_streams(device: str, count: int) -> None:
+    assert streams_of(device, count) == [contextlib.nullcontext] * count

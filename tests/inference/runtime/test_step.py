@@ -280,9 +280,9 @@ class TestSizes:
         class Shifted(Stage):
             parameters = (Parameter("by", "float", 0.0, per="row"),)
 
-            def __call__(self, *, x: Any, parameters: Any) -> Any:
-                seen.append(parameters["by"])
-                return {"y": x}
+            def __call__(self, **given: Any) -> Any:
+                seen.append(given["parameters"]["by"])
+                return {"y": given["x"]}
 
         step = fused({"step": Shifted(positive, ["x"], "y")}, ["step"], sizes={"step": [4]}).steps["step"]
         made = run(step, 1, 2, 3, row_parameters={"by": [7.0, 8.0, 9.0]})
