@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from inference import Model, Tensor
 
@@ -51,3 +52,20 @@ class Head(Model):
     def __call__(self, *, features: Any) -> Any:
         found = features * 2 if self.compute is None else self.compute(x=features)["y"]
         return {self.output: found}
+
+
+class Taker(Model):
+    """Takes as many GiB of a real GPU as the rows say in all, or, at a negative row, poisons its context."""
+
+    inputs = (Tensor("x", "FP32", [1]),)
+    outputs = (Tensor("y", "FP32", [1]),)
+    arrays = "torch"
+    example: ClassVar[Mapping[str, Any]] = {"x": [0.1]}
+
+    def __call__(self, *, x: Any) -> Any:
+        import torch
+
+        if (x < 0).any():
+            torch.zeros(1, device=x.device)[torch.full((1,), 9, device=x.device)].cpu()  # an assertion of the device
+        taken = torch.empty(int(x.sum().item() * 2**30), dtype=torch.uint8, device=x.device)
+        return {"y": x + 0 * taken[:1]}
