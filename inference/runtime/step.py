@@ -213,7 +213,7 @@ class Step:
         if rows > 1:
             what, fix = f"{rows} rows, which can't be computed in parts", "lower `batching.max_batch_size`"
         text = f"out of memory on {self._device} with {what}; {fix}, or give the model a device with more free memory"
-        return RowReport(report.status, f"{text}: {report.message.partition(chr(10))[0][:300]}")
+        return RowReport(report.status, f"{text}: {report.message.partition(chr(10))[0][:500]}")
 
     async def iterate(self, given: Given, control: StreamControl) -> AsyncGenerator[Made, None]:
         """Call a streaming model and yield its results one by one; a failure is the last.

@@ -893,3 +893,20 @@ def test_each_token_arrives_once_and_in_order_whenever_it_is_read(lengths: list[
 
     limits = EngineLimits(max_sequences=4, max_waiting=9, context_length=99, cache_tokens=396, vocab_size=99)
     hosted(NullEngine(limits), test)
+
+
+def test_an_engine_whose_device_is_poisoned_has_the_replica_replaced() -> None:
+    class Poisoned(NullEngine):
+        def step(self) -> list[TokenEvent]:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    broken: list[str] = []
+
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.submit(0)
+        await until(lambda: bool(broken))
+
+    hosted(Poisoned(LIMITS), test, broken)
+    assert broken == ["RuntimeError: CUDA error: device-side assert triggered"]
