@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.end_to_end.conftest import TINY
 from tests.end_to_end.test_metrics import Scrape
 from tests.running import Running, leftovers, segments_of, serve, wait_for
 from tests.services.devices import BREAKS, NEVER_FITS
@@ -25,6 +26,7 @@ def server() -> Iterator[Running]:
         "deployments": {
             "plain": {"model": "devices:Device", "options": {"most": 3}, "warmup_batch_sizes": [1]},
             "heads": {"pipeline": pipeline, "warmup_batch_sizes": [1]},
+            "lm": {"model": TINY, "options": {"engine": "devices:engine"}, "warmup_batch_sizes": []},
         }
     }
     with serve(config) as running:
@@ -69,3 +71,16 @@ def test_a_poisoned_context_replaces_the_replica(server: Running, model: str) ->
     assert int(answer.headers["retry-after"]) >= 1
     wait_for(lambda: not set(before) & set(server.replica_folders(model)), 60, "the replica's end")
     wait_for(lambda: server.infer(model, [1, 3], shape=[2, 1]).status_code == 200, 60, "another one's answers")
+
+
+def test_a_poisoned_context_of_an_engine_replaces_the_replica(server: Running) -> None:
+    before = server.replica_folders("lm")
+
+    def ask(*prompt: int) -> int:
+        body = {"model": "lm", "prompt": prompt, "max_tokens": 2}
+        return server.client.post(f"{server.url}/v1/completions", json=body).status_code
+
+    assert ask(5, 6, 7) == 200
+    assert ask(5) == 503
+    wait_for(lambda: not set(before) & set(server.replica_folders("lm")), 60, "the replica's end")
+    wait_for(lambda: ask(5, 6, 7) == 200, 60, "another one's answers")

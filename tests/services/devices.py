@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from inference import Model, Tensor
+from inference.engine import EngineLimits, SequenceRequest, TokenEvent
+from inference.lm.null_engine import NullEngine
 
 NEVER_FITS, BREAKS = -1.0, -2.0
 
@@ -69,3 +72,21 @@ class Taker(Model):
             torch.zeros(1, device=x.device)[torch.full((1,), 9, device=x.device)].cpu()  # an assertion of the device
         taken = torch.empty(int(x.sum().item() * 2**30), dtype=torch.uint8, device=x.device)
         return {"y": x + 0 * taken[:1]}
+
+
+def engine(folder: Path, *, device: str, on_broken: Callable[[str], None]) -> NullEngine:
+    """An engine of which a prompt of one token breaks the device."""
+
+    class Breaking(NullEngine):
+        breaks = False
+
+        def submit(self, request: SequenceRequest) -> None:
+            self.breaks = self.breaks or len(request.prompt) == 1
+            super().submit(request)
+
+        def step(self) -> list[TokenEvent]:
+            if self.breaks:
+                raise RuntimeError("CUDA error: device-side assert triggered")
+            return super().step()
+
+    return Breaking(EngineLimits(8, 8, 100, 1000, 4096))

@@ -895,18 +895,31 @@ def test_each_token_arrives_once_and_in_order_whenever_it_is_read(lengths: list[
     hosted(NullEngine(limits), test)
 
 
-def test_an_engine_whose_device_is_poisoned_has_the_replica_replaced() -> None:
-    class Poisoned(NullEngine):
-        def step(self) -> list[TokenEvent]:
-            raise RuntimeError("CUDA error: device-side assert triggered")
+CUDA_ERROR = "RuntimeError: CUDA error: device-side assert triggered"
 
+
+class Raising(NullEngine):
+    def step(self) -> list[TokenEvent]:
+        raise RuntimeError(CUDA_ERROR.partition(": ")[2])
+
+
+class Telling(NullEngine):
+    def step(self) -> list[TokenEvent]:
+        return [TokenEvent(event.id, 0, None, finish="error", error=CUDA_ERROR) for event in super().step()]
+
+
+@pytest.mark.parametrize("kind", [Raising, Telling])
+def test_a_poisoned_device_ends_the_replica_and_is_no_sequences_fault(kind: type[NullEngine]) -> None:
     broken: list[str] = []
 
     async def test(host: EngineHost) -> None:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(0)
+        while not (frame := await worker.frame()).closed:
+            assert frame.events == []
+        assert frame.closed == CUDA_ERROR
         await until(lambda: bool(broken))
 
-    hosted(Poisoned(LIMITS), test, broken)
-    assert broken == ["RuntimeError: CUDA error: device-side assert triggered"]
+    hosted(kind(LIMITS), test, broken)
+    assert broken == [CUDA_ERROR]
