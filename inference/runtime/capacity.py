@@ -33,6 +33,11 @@ class Capacity:
         self._limits: dict[tuple[str, int], _Limit] = {}
         """By model and binary digits of a row's bytes."""
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether there may be a limit."""
+        return bool(self._limits)
+
     def most(self, model: str, row_bytes: int = 0) -> int | None:
         """The most rows in one call; None: no limit is known."""
         if not self._limits:

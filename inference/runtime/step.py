@@ -171,15 +171,16 @@ class Step:
         made = Made()
         rows = list(range(given.rows))
         may_split = self.planned.signature.idempotent
-        row_bytes = sum(value.nbytes for value in given.inputs.values()) // max(given.rows, 1)
-        most = self._capacity.most(self.name, row_bytes) or max(given.rows, 1)
+        most = max(given.rows, 1)
+        if self._capacity.is_limited:
+            most = self._capacity.most(self.name, _row_bytes(given)) or most
         pieces: list[_Piece] = []
         for start in range(0, max(given.rows, 1), most):
             part = rows[start : start + most]
             pieces += await self._attempt(given, made, part, is_retry=is_retry, may_split=may_split)
         if made.short and given.rows > 1:
             fitted = max((len(piece.rows) for piece in pieces), default=made.short // 2)
-            self._capacity.learn(self.name, min(most, given.rows), max(fitted, 1), row_bytes)
+            self._capacity.learn(self.name, min(most, given.rows), max(fitted, 1), _row_bytes(given))
         if not _join(made, pieces):
             good = [row for row in rows if row not in made.failures]
             _join(made, await self._attempt(given, made, good, is_retry=True, may_split=False))
@@ -464,6 +465,11 @@ async def _in_time(computed: Awaitable[object], until_s: float) -> object:
         if task.cancelled():
             raise CallFailed(LATE)
     return task.result()
+
+
+def _row_bytes(given: Given) -> int:
+    total: int = sum(value.nbytes for value in given.inputs.values())
+    return total // max(given.rows, 1)
 
 
 def _join(made: Made, pieces: Sequence[_Piece]) -> bool:
