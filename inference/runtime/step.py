@@ -198,7 +198,9 @@ class Step:
             may_split = may_split and not isinstance(error, CallFailed)
         if report.status is Status.OUT_OF_MEMORY:
             made.short = min(made.short or len(rows), len(rows))
-            free_memory()  # not before the exception is gone, which holds what the call took
+            if self._executor is not None:
+                await asyncio.sleep(0)  # until then asyncio holds the exception, and that what the call took
+            free_memory()
         if may_split and report.status is not Status.BROKEN and len(rows) > 1:
             middle = len(rows) // 2
             left = await self._attempt(given, made, rows[:middle], is_retry=True, may_split=True)
