@@ -22,7 +22,8 @@
     ├── HeadersTooLarge            431
     ├── ClientGone                 499  logs and metrics only
     ├── CallableFailed             500  the user's callable raised, or broke its declaration
-    │   └── ContractBroken              an engine's tokens are not in sequence
+    │   ├── ContractBroken              an engine's tokens are not in sequence
+    │   └── OutOfMemory                 the device's memory does not suffice for the request
     ├── Unavailable                503  loading, draining or crashed; Retry-After
     │   └── ReplicaLost                 the replica ended while it had the request
     │       └── ReplicaUnreachable      the replica ended before it had it
@@ -57,6 +58,7 @@ __all__ = [
     "MemoryBudgetExceeded",
     "MethodNotAllowed",
     "NotFound",
+    "OutOfMemory",
     "Quarantined",
     "QueueFull",
     "RateLimited",
@@ -186,6 +188,10 @@ class CallableFailed(HeadwaterError, status=500, code="failed"):
 
 class ContractBroken(CallableFailed):
     """An engine repeated a token, left one out, or went on after the end: its output can't be trusted."""
+
+
+class OutOfMemory(CallableFailed, code="out_of_memory"):
+    """The memory of the replica's device does not suffice for the request, even alone; the replica goes on."""
 
 
 class Unavailable(HeadwaterError, status=503, may_quote=False, code="unavailable"):

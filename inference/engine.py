@@ -54,9 +54,9 @@ class RequestTooLong(RequestRejected):
     """Prompt and answer together exceed what the model or the cache holds."""
 
 
-Finish: TypeAlias = Literal["stop", "length", "cancelled", "error", "rejected"]
+Finish: TypeAlias = Literal["stop", "length", "cancelled", "error", "rejected", "out_of_memory"]
 """Why a sequence ended: a stop or end-of-sequence token, `max_tokens`, `Engine.cancel`, a failure; ``rejected``: as
-`RequestRejected`, but found after `Engine.submit`."""
+`RequestRejected`, but found after `Engine.submit`; ``out_of_memory``: the device's memory does not suffice for it."""
 
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
@@ -144,7 +144,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     finish: Finish | None = None
     """Set in the sequence's last event, and in no other."""
     error: str = ""
-    """What went wrong, where `finish` is ``error``."""
+    """What went wrong, where `finish` is ``error``, ``rejected`` or ``out_of_memory``."""
     cached: int = 0
     """In the event of the first token: the prompt's tokens that were not computed, because an earlier sequence began
     so."""

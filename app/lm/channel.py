@@ -21,6 +21,7 @@ from app.errors import (
     Cancelled,
     ContractBroken,
     HeadwaterError,
+    OutOfMemory,
     QueueFull,
     ReplicaLost,
     ReplicaUnreachable,
@@ -334,7 +335,8 @@ class Channel:
             return BadRequest(event.error, field=field[1] if field else None)
         if event.finish == "cancelled":
             return Cancelled("the request was cancelled")
-        return CallableFailed(event.error or f"{model}: the engine gave no reason")
+        kind = OutOfMemory if event.finish == "out_of_memory" else CallableFailed
+        return kind(event.error or f"{model}: the engine gave no reason")
 
     def _share(self) -> float:
         """This worker's share of the engine's sequences."""

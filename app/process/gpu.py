@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["gpu_capacities", "gpu_name", "gpu_processes", "gpus_used"]
+__all__ = ["gpu_capacities", "gpu_name", "gpu_processes", "gpu_utilization", "gpus_used"]
 
 Answer = TypeVar("Answer")
 
@@ -44,6 +46,31 @@ def gpu_processes() -> dict[str, dict[int, int]] | None:
     return _each_gpu(
         lambda nvml, gpu: {one.pid: one.usedGpuMemory or 0 for one in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
     )
+
+
+def gpu_utilization(seconds: float) -> dict[int, float]:
+    """The part of the last seconds, 0 to 1, in which a kernel of a process ran, by process id, summed over the GPUs.
+
+    Processes that NVML has no samples of are left out; so are all if it fails, or the GPU doesn't support it.
+    """
+    since_us = int((time.time() - seconds) * 1e6)
+    found: dict[int, float] = defaultdict(float)
+    for samples in (_each_gpu(lambda nvml, gpu: _busy(nvml, gpu, since_us)) or {}).values():
+        for pid, part in samples.items():
+            found[pid] += part
+    return dict(found)
+
+
+def _busy(nvml: Any, gpu: Any, since_us: int) -> dict[int, float]:
+    try:
+        samples = nvml.nvmlDeviceGetProcessUtilization(gpu, since_us)
+    except nvml.NVMLError:  # "not found" where no process has computed since then
+        return {}
+    percents: dict[int, list[int]] = defaultdict(list)
+    for sample in samples:
+        if sample.timeStamp > since_us:  # some drivers give older ones, too
+            percents[sample.pid].append(sample.smUtil)
+    return {pid: sum(seen) / len(seen) / 100 for pid, seen in percents.items()}
 
 
 def _each_gpu(ask: Callable[[Any, Any], Answer]) -> dict[str, Answer] | None:

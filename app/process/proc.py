@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import psutil
 
-from app.process.gpu import gpu_processes
+from app.process.gpu import gpu_processes, gpu_utilization
 
 __all__ = ["GroupUse", "ProcessUse", "group_members", "group_uses", "members", "process_use"]
 
@@ -35,14 +35,22 @@ class GroupUse:
     """Summed over the processes: what several of them share counts for each."""
     gpu_bytes: int | None = None
     """None: NVML fails."""
+    gpu_utilization: float = 0
+    """The part of `UTILIZATION_S` in which their kernels ran, summed over the GPUs."""
 
     def __add__(self, other: GroupUse) -> GroupUse:
         """The sum of both; a count that only one of them has is the sum."""
         known = [count for count in (self.gpu_bytes, other.gpu_bytes) if count is not None]
         total = sum(known) if known else None
-        return GroupUse(self.threads + other.threads, self.resident_bytes + other.resident_bytes, total)
+        return GroupUse(
+            self.threads + other.threads,
+            self.resident_bytes + other.resident_bytes,
+            total,
+            self.gpu_utilization + other.gpu_utilization,
+        )
 
 
+UTILIZATION_S: Final = 5.0
 _ENDED: Final = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 """The kernel shows a process as dead for a moment while it goes."""
 
@@ -74,11 +82,17 @@ def group_members(groups: Collection[int]) -> list[int]:
 def group_uses(groups: Collection[int]) -> dict[int, GroupUse]:
     """What the processes of each of these groups use now."""
     on_gpus = gpu_processes()
+    busy = gpu_utilization(UTILIZATION_S) if on_gpus else {}
     uses = dict.fromkeys(groups, GroupUse(gpu_bytes=None if on_gpus is None else 0))
     for process, group in members(groups):
         with contextlib.suppress(psutil.Error), process.oneshot():
             gpu_bytes = sum(used.get(process.pid, 0) for used in (on_gpus or {}).values())
-            uses[group] += GroupUse(process.num_threads(), process.memory_info().rss, gpu_bytes if on_gpus else None)
+            uses[group] += GroupUse(
+                process.num_threads(),
+                process.memory_info().rss,
+                gpu_bytes if on_gpus else None,
+                busy.get(process.pid, 0),
+            )
     return uses
 
 

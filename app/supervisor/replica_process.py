@@ -74,6 +74,8 @@ class ReplicaProcess:
         self.token = secrets.token_urlsafe(24)
         self.signature: Signature | None = None
         self.facts: dict[str, str] = {}
+        self.batch_limit = 0
+        """The most rows, or sequences, that fit in its device's memory at once; 0: no limit is known."""
         self.reason = ""
         """Why it failed or ended, as far as known."""
         self.is_permanent = False
@@ -276,6 +278,9 @@ class ReplicaProcess:
             self.facts = status.facts
             if not self.ready.done():
                 self.ready.set_result(True)
+        elif status.event == "limited":
+            self.batch_limit = status.batch_limit
+            logger.warning("%s: %s", self.id, status.text)
         elif status.event == "failed":
             self.reason = status.text
             self.is_permanent = status.is_permanent

@@ -197,7 +197,10 @@ class Supervisor:
         self._observer.see_deployments(views)
 
     def _replica_views(self) -> list[ReplicaView]:
-        return [ReplicaView(one.id.rpartition("-")[0], one.id, one.group) for one in self._host.replicas.values()]
+        return [
+            ReplicaView(one.id.rpartition("-")[0], one.id, one.group, one.batch_limit)
+            for one in self._host.replicas.values()
+        ]
 
     def _on_stop_signal(self, number: int) -> None:
         if self._host.is_stopping:

@@ -116,6 +116,18 @@ CATALOGUE: Final[dict[str, Series]] = {
             "GPU memory of a replica's processes, where NVML is available.",
             "replica",
         ),
+        Series(
+            "headwater_replica_gpu_utilization",
+            "gauge",
+            "Part of the last seconds in which kernels of a replica's processes ran on a GPU, where NVML tells.",
+            ("deployment", "replica"),
+            scale=0.001,
+        ),
+        _gauge(
+            "headwater_replica_batch_limit",
+            "Rows or sequences computed at once after its device ran out of memory; 0: as configured.",
+            "replica",
+        ),
         Series("headwater_worker_restarts", "counter", "Gateway workers started to replace one that ended.", ()),
         # Processes, and the scrape itself
         _counter("headwater_scrape_errors", "Replicas whose own metrics could not be read for a scrape."),

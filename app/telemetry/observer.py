@@ -37,6 +37,8 @@ class ReplicaView(NamedTuple):
     id: str
     group: int
     """The group of its processes; 0: none yet."""
+    batch_limit: int = 0
+    """The most rows, or sequences, that fit in its device's memory at once; 0: no limit is known."""
 
 
 class Observer:
@@ -107,8 +109,10 @@ class Observer:
             labels = view.deployment, view.id
             values[Key("headwater_replica_threads", labels)] = used.threads
             values[Key("headwater_replica_resident_memory_bytes", labels)] = used.resident_bytes
+            values[Key("headwater_replica_batch_limit", labels)] = view.batch_limit
             if used.gpu_bytes is not None:
                 values[Key("headwater_replica_gpu_memory_bytes", labels)] = used.gpu_bytes
+                values[Key("headwater_replica_gpu_utilization", labels)] = round(used.gpu_utilization * 1000)
         self._replicas = values
 
     async def watch(self, replicas: Callable[[], Iterable[ReplicaView]]) -> None:

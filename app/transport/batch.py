@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from app.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor
-from app.errors import RETRY_AFTER_LOST_S, BadRequest, CallableFailed, HeadwaterError, ReplicaLost
+from app.errors import RETRY_AFTER_LOST_S, BadRequest, CallableFailed, HeadwaterError, OutOfMemory, ReplicaLost
 from app.transport.protocol import FrameRequest
 from app.transport.segments import Segment, Segments
 from inference.datatypes import DATATYPES
@@ -160,7 +160,8 @@ def row_error(reports: Sequence[RowReport], first_row: int, rows: int) -> Headwa
             return BadRequest(f"{where}{report.message}", field="inputs")
         if report.status is Status.BROKEN:
             return ReplicaLost(f"the replica's device failed: {report.message}", retry_after_s=RETRY_AFTER_LOST_S)
-        return CallableFailed(f"{where}{report.message}")
+        kind = OutOfMemory if report.status is Status.OUT_OF_MEMORY else CallableFailed
+        return kind(f"{where}{report.message}")
     return None
 
 

@@ -361,6 +361,9 @@ class EngineHost:
     def _step(self) -> None:
         try:
             events = self._engine.step()
+            for event in events:
+                if event.finish == "error" and self._is_lost(event.error):
+                    return
             with self._changed:
                 sequences = self._sequences
                 for event in events:
@@ -387,13 +390,23 @@ class EngineHost:
         """End all of the engine's sequences with the error that it raised, and reset it."""
         self._failures.note(error)
         reason = _described(error)
+        if self._is_lost(reason):
+            return
         with self._changed:
             self._end_submitted(reason)
             self._wake_all()
-        if breaks_device(reason, self._device):
-            self._on_broken(reason)
         self._engine.close()
         self._look()
+
+    def _is_lost(self, reason: str) -> bool:
+        """Whether an error has made the device unusable. Then all channels end, as if the replica had ended by itself:
+        no sequence is at fault."""
+        if not breaks_device(reason, self._device):
+            return False
+        with self._changed:
+            self._end_all(reason)
+        self._on_broken(reason)
+        return True
 
 
 def _read(request: TritonRequest) -> Message:

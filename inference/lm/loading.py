@@ -18,6 +18,7 @@ from inference.errors import LoadError, Problem, ReplicaError
 from inference.lm.model_folder import CONFIG, checked_json, checked_model
 from inference.lm.step_watch import MAX_STEP_S
 from inference.reference import find_folder
+from inference.runtime.capacity import Capacity
 from inference.runtime.loader import import_for, wrong_options
 from inference.signature import LanguageModelSpec, Signature, ToolParser, text_signature
 
@@ -66,14 +67,14 @@ class LmPlan(NamedTuple):
     tool_parser: ToolParser | None = None
     """The gateway's, whichever the engine."""
 
-    def load(self, device: str, on_broken: Callable[[str], None]) -> Engine:
-        """Read the weights, and make an engine that has checked itself.
+    def load(self, device: str, on_broken: Callable[[str], None], capacity: Capacity | None = None) -> Engine:
+        """Read the weights, and make an engine that has checked itself; the built-in one tells `capacity` what fits.
 
         Raises:
             ReplicaError: loading failed; the message says what and why.
         """
         if isinstance(self.options, SlotOptions):
-            return _slot_engine(self.folder, self.options, device, on_broken)
+            return _slot_engine(self.folder, self.options, device, on_broken, capacity)
         assert self.make is not None
         title = f"model {self.reference}"
         try:
@@ -149,7 +150,9 @@ def lm_signature(
     return text_signature(name, folder, language_model)
 
 
-def _slot_engine(folder: Path, options: SlotOptions, device: str, on_broken: Callable[[str], None]) -> Engine:
+def _slot_engine(
+    folder: Path, options: SlotOptions, device: str, on_broken: Callable[[str], None], capacity: Capacity | None
+) -> Engine:
     # Heavy imports, not needed to check a configuration.
     import transformers
 
@@ -167,7 +170,9 @@ def _slot_engine(folder: Path, options: SlotOptions, device: str, on_broken: Cal
     except ReplicaError as error:
         logger.warning("%s: requests can't ask for a form of the answer, such as a JSON schema: %s", folder, error)
         grammars = None
-    engine = SlotEngine(loaded.model, eos_ids=loaded.eos_ids, grammars=grammars, on_broken=on_broken, **rest)
+    engine = SlotEngine(
+        loaded.model, eos_ids=loaded.eos_ids, grammars=grammars, on_broken=on_broken, capacity=capacity, **rest
+    )
     engine.check()
     return engine
 

@@ -131,6 +131,10 @@ class SlotCache(Cache):
         self._resize((wider, length))
         return True
 
+    def shrink(self, rows: int, length: int) -> None:
+        """Give back what is beyond this many rows of this length."""
+        self._resize((min(rows, self.shape[0]), min(length, self.shape[1])))
+
     def _resize(self, shape: tuple[int, int]) -> None:
         try:
             for layer in self._slots:

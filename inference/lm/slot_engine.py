@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -20,13 +21,16 @@ from inference.lm.model_folder import context_length_of
 from inference.lm.prefix_index import BLOCK, NEWEST, Chain, PrefixIndex, chain_of
 from inference.lm.sampling import Choice, Sampler, choose, logprobs_of
 from inference.lm.slot_cache import SlotCache
-from inference.runtime.device import breaks_device
+from inference.runtime.capacity import Capacity
+from inference.runtime.device import breaks_device, free_memory, is_out_of_memory
 from inference.runtime.failure_log import FailureLog, text_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 __all__ = ["SlotEngine"]
+
+logger = logging.getLogger(__name__)
 
 KEPT_ROWS: Final = 32
 """The most rows of the cache beyond `max_sequences`, for prefixes."""
@@ -36,6 +40,10 @@ SCORED_LOGITS: Final = 2**24
 """The most logits of prompts' tokens at once: with 128,000 tokens in the vocabulary, those of 131 tokens."""
 COMPILE_WAIT_S: Final = 0.005
 """How long a step without other work waits for a grammar."""
+LEAST_CHUNK: Final = 16
+"""Tokens of prompts in a step that are not halved further where memory is short."""
+NAME: Final = "the engine"
+"""What `Capacity` calls it."""
 
 
 @dataclass(eq=False)
@@ -52,9 +60,16 @@ class _Sequence:
     """Tokens in the cache: the computed part of the prompt, and then the answer without its last token."""
     reused: int = 0
     """The prompt's tokens that were copied from another row."""
+    scored: int = 0
+    """The prompt's tokens behind which log probabilities were reported."""
     answer: list[int] = field(default_factory=list)
     """Its last token is the next step's input."""
     has_ended: bool = False
+    prompt: list[int] = field(init=False)
+    """What is computed before the next token: the request's prompt, and, once it was put off, its answer so far."""
+
+    def __post_init__(self) -> None:
+        self.prompt = self.request.prompt
 
 
 class SlotEngine(Admission):
@@ -68,6 +83,9 @@ class SlotEngine(Admission):
     that of a sequence that generates, gets a copy of it instead of computing it. Rows for sequences always go first;
     among what is kept, the longest unused does.
 
+    Where the device's memory does not suffice, nothing is kept of prefixes any more; then prompts are computed in
+    smaller parts; then sequences are put off, and go on, computed again, once fewer run. Only one that is alone ends.
+
     Args:
         model: a causal language model, in eval mode, on its device.
         eos_ids: the model's end-of-sequence tokens.
@@ -80,6 +98,7 @@ class SlotEngine(Admission):
         prefill_chunk: the most prompt tokens per step.
         prefix_cache: whether prefixes are reused.
         on_broken: called once the device is unusable.
+        capacity: learns how many sequences fit in the device's memory.
 
     Raises:
         ReplicaError: this engine can't serve the model.
@@ -98,6 +117,7 @@ class SlotEngine(Admission):
         prefill_chunk: int = 256,
         prefix_cache: bool = True,
         on_broken: Callable[[str], None] = lambda reason: None,
+        capacity: Capacity | None = None,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         context_length = context_length_of(config, context_length)
@@ -126,8 +146,14 @@ class SlotEngine(Admission):
         self._prefill_chunk = prefill_chunk
         self._prefix_cache = prefix_cache
         self._on_broken = on_broken
+        self._capacity = capacity or Capacity()
+        """Of sequences."""
+        self._chunks = Capacity(lambda text, _: logger.warning("%s", text))
+        """Of prompts' tokens in a step."""
         self._cache = self._blank_cache()
         self._prefixes = PrefixIndex()
+        self._put_off: deque[_Sequence] = deque()
+        """Sequences that start, or start again, as soon as the memory allows."""
         self._generating: list[_Sequence] = []
         """The sequences that generate, by cache row."""
         self._prompts: deque[_Sequence] = deque()
@@ -154,9 +180,10 @@ class SlotEngine(Admission):
         if not self.release(id):
             return False
         self._forget_grammar(id)
-        found = [one for one in (*self._generating, *self._prompts) if one.request.id == id]
+        found = [one for one in (*self._generating, *self._prompts, *self._put_off) if one.request.id == id]
         for sequence in found:
             sequence.has_ended = True
+        self._put_off = deque(one for one in self._put_off if not one.has_ended)
         self._compact()
         self._pending.append(TokenEvent(id, len(found[0].answer) if found else 0, None, finish="cancelled"))
         return True
@@ -180,6 +207,7 @@ class SlotEngine(Admission):
         self.clear()
         self._generating.clear()
         self._prompts.clear()
+        self._put_off.clear()
         self._pending.clear()
         self._prefixes = PrefixIndex()
         self._matchers.clear()
@@ -199,7 +227,6 @@ class SlotEngine(Admission):
         self._reject(events)
         self._held.extend(iter(self.take, None))
         held, self._held = self._held, []
-        begun: list[_Sequence] = []
         for request in held:
             _, matcher = self._matchers.get(request.id, (None, None))
             if matcher is not None and not matcher.done():
@@ -215,16 +242,22 @@ class SlotEngine(Admission):
             try:
                 constraint = None if matcher is None else Constraint(request, matcher.result())
                 sampler = Sampler(request.sampling, request.prompt, self.limits.vocab_size, self._device, stops)
-            except Exception as error:  # out of memory
+            except Exception as error:
                 self.release(request.id)
-                events.append(TokenEvent(request.id, 0, None, finish="error", error=self._report(error)))
+                text = self._report(error)
+                finish: Finish = "out_of_memory" if is_out_of_memory(text) else "error"
+                events.append(TokenEvent(request.id, 0, None, finish=finish, error=text))
                 continue
             # The tokens of a copied prefix have no logits.
             chain = self._chain(request.prompt, request) if request.prompt_logprobs is None else []
-            begun.append(_Sequence(request, stops, sampler, chain, constraint))
-        if begun:
-            self._prompts += begun
-            self._attempt(begun, 0, self._make_room, events)
+            self._put_off.append(_Sequence(request, stops, sampler, chain, constraint))
+        begun: list[_Sequence] = []
+        most = self._capacity.most(NAME) or self.limits.max_sequences
+        while self._put_off and len(self._generating) + len(self._prompts) < most:
+            begun.append(self._put_off.popleft())
+            self._prompts.append(begun[-1])
+        while begun and not self._attempt(begun, 0, self._make_room, events):
+            begun = [one for one in begun if one in self._prompts]
 
     def _reject(self, events: list[TokenEvent]) -> None:
         """End the sequences, admitted or waiting, whose grammars could not be compiled."""
@@ -252,17 +285,18 @@ class SlotEngine(Admission):
         first_row: int,
         compute: Callable[[], Sequence[Choice]],
         events: list[TokenEvent],
-    ) -> None:
-        """Compute tokens of sequences in successive rows; if that fails, only these sequences end."""
+    ) -> bool:
+        """Compute tokens of sequences in successive rows, and return whether that succeeded. If it fails, only these
+        sequences end; if the memory did not suffice, they are as they were, or put off."""
         sequences = list(sequences)
+        before = [(one.cached, one.reused, one.scored) for one in sequences]
+        reported = len(events)
+        failure = ""
         try:
             choices = compute()
         except Exception as error:
-            text = self._report(error)
-            self._prefixes = PrefixIndex()  # which may say what was to be copied
-            for sequence in sequences:
-                self._end(sequence, "error", events, text)
-        else:
+            failure = self._report(error)
+        if not failure:
             # A partly computed prompt has no choice yet.
             for row, (sequence, choice) in enumerate(zip(sequences, choices, strict=False), first_row):
                 if sequence.constraint is not None and sequence.constraint.error:
@@ -272,7 +306,58 @@ class SlotEngine(Admission):
                 else:
                     self._cache.wipe(row)
                     self._end(sequence, "error", events, "the model's logits are not finite")
+        else:
+            self._prefixes = PrefixIndex()  # which may say what was to be copied
+            if is_out_of_memory(failure):
+                del events[reported:]
+                for sequence, state in zip(sequences, before, strict=True):
+                    sequence.cached, sequence.reused, sequence.scored = state
+                self._relieve(sequences, events, failure)
+            else:
+                for sequence in sequences:
+                    self._end(sequence, "error", events, failure)
         self._compact()
+        return not failure
+
+    def _relieve(self, sequences: Sequence[_Sequence], events: list[TokenEvent], failure: str) -> None:
+        """Take less memory from now on, after these sequences ran out of it."""
+        free_memory()
+        running = [*self._generating, *self._prompts]
+        are_prompts = sequences[0] in self._prompts
+        rows, length = self._cache.shape
+        is_cached = rows >= len(running) and length >= max((len(one.prompt) for one in self._prompts), default=0)
+        chunk = min(self._chunk(sequences), max(len(one.prompt) - one.cached for one in sequences))
+        if rows > len(running):
+            self._kept_tokens = 0
+            self._shrink(len(running), length)
+        elif are_prompts and is_cached and chunk > LEAST_CHUNK:
+            self._chunks.learn(NAME, chunk, max(chunk // 2, LEAST_CHUNK), what="prompt tokens")
+        elif len(running) > 1:
+            rest = [one for one in running if one not in sequences] if are_prompts else []
+            kept = rest or running[: len(running) // 2]
+            self._capacity.learn(NAME, len(running), len(kept), what="sequences")
+            self._put_off.extendleft(self._restarted(one) for one in reversed(running) if one not in kept)
+            self._generating = [one for one in self._generating if one in kept]
+            self._prompts = deque(one for one in self._prompts if one in kept)
+            needed = [one.cached for one in self._generating] + [len(one.prompt) for one in self._prompts]
+            self._shrink(len(kept), max(needed))
+        else:
+            fix = "send a shorter prompt, or give the model a device with more free memory"
+            text = f"out of memory on {self._device} with this sequence alone; {fix}: {failure[:300]}"
+            self._end(sequences[0], "out_of_memory", events, text)
+
+    def _restarted(self, sequence: _Sequence) -> _Sequence:
+        """The sequence, computed from its beginning when its turn comes."""
+        sequence.prompt = [*sequence.request.prompt, *sequence.answer]
+        sequence.cached = sequence.reused = 0
+        return sequence
+
+    def _shrink(self, rows: int, length: int) -> None:
+        """Give back the cache's memory beyond this; to copy the rest takes some, too."""
+        try:
+            self._cache.shrink(rows, length)
+        except Exception as error:
+            self._report(error)
 
     def _make_room(self) -> list[Choice]:
         """Grow the cache for the prompts, before prefixes are looked for: growing may lose some."""
@@ -286,9 +371,10 @@ class SlotEngine(Admission):
         positions = [one.cached for one in sequences]
         self._fit(len(sequences), max(positions) + 1)
         logits = self._model.forward_each(self._cache, [one.answer[-1] for one in sequences], positions)
+        choices = self._choose(logits, sequences, masks)
         for one in sequences:
             one.cached += 1
-        return self._choose(logits, sequences, masks)
+        return choices
 
     def _group(self) -> tuple[list[_Sequence], int]:
         """The sequences whose prompts are computed next, and from which token on: part of one, or as many as fit whole
@@ -296,7 +382,7 @@ class SlotEngine(Admission):
         group: list[_Sequence] = []
         start = width = 0
         for sequence in self._prompts:
-            length = len(sequence.request.prompt)
+            length = len(sequence.prompt)
             blocks = self._prefixes.find(sequence.chain)[1]
             known = sequence.cached or min(blocks * BLOCK, length - 1)
             if group:
@@ -314,30 +400,34 @@ class SlotEngine(Admission):
 
     def _chunk(self, group: Sequence[_Sequence]) -> int:
         """The most tokens of their prompts in one step."""
+        most = min(self._chunks.most(NAME) or self._prefill_chunk, self._prefill_chunk)
         if all(one.request.prompt_logprobs is None for one in group):
-            return self._prefill_chunk
-        return min(self._prefill_chunk, max(SCORED_LOGITS // self.limits.vocab_size, 1))
+            return most
+        return min(most, max(SCORED_LOGITS // self.limits.vocab_size, 1))
 
     def _prefill(self, group: Sequence[_Sequence], start: int, events: list[TokenEvent]) -> list[Choice]:
         """Compute prompts from this token on; returns the first tokens of those that are complete."""
         if not group[0].cached:
             self._begin(group, start)
         end = start + self._chunk(group)
-        chunks = [one.request.prompt[start:end] for one in group]
-        is_last = end >= len(group[0].request.prompt)
+        chunks = [one.prompt[start:end] for one in group]
+        is_last = end >= len(group[0].prompt)
         masks = self._begin_masks(group) if is_last else None
         first = len(self._generating)
         scored = {row: one for row, one in enumerate(group) if one.request.prompt_logprobs is not None}
         kept, logits = self._model.forward(self._cache, first, chunks, start, keeps_all=bool(scored))
         for row, one in scored.items():
-            following = one.request.prompt[start + 1 : start + 1 + len(chunks[row])]
+            first_scored = max(start, one.scored)  # what was put off has reported some before
+            following = one.request.prompt[first_scored + 1 : start + 1 + len(chunks[row])]
+            one.scored = max(one.scored, start + len(chunks[row]))
             if following:
                 tokens = torch.tensor(following, device=self._device)
-                found = logprobs_of(kept[row, : len(following)], tokens, one.request.prompt_logprobs or 0)
+                scores = kept[row, first_scored - start :][: len(following)]
+                found = logprobs_of(scores, tokens, one.request.prompt_logprobs or 0)
                 events.append(TokenEvent(one.request.id, 0, None, prompt=tuple(found)))
         for one, chunk in zip(group, chunks, strict=True):
             one.cached = start + len(chunk)
-        if group[0].cached < len(group[0].request.prompt):
+        if group[0].cached < len(group[0].prompt):
             return []
         choices = self._choose(logits, group, masks)
         for row, one in enumerate(group, first):
@@ -387,7 +477,7 @@ class SlotEngine(Admission):
 
     def _fit(self, rows: int, length: int) -> None:
         """Grow the cache to at least this many rows and tokens, and to what all sequences that started need by now."""
-        needed = [one.cached for one in self._generating] + [len(one.request.prompt) for one in self._prompts]
+        needed = [one.cached for one in self._generating] + [len(one.prompt) for one in self._prompts]
         before = self._cache.shape
         try:
             self._cache.fit(max(rows, len(needed)), max(length, *needed, 0))

@@ -93,11 +93,13 @@ def _serve(
     # Heavy imports come after the check of the environment, whose message is clearer than an import error.
     from inference.replica.served import load_served
     from inference.replica.triton import EmbeddedTriton
+    from inference.runtime.capacity import Capacity
 
     watch: WatchCall = contextlib.nullcontext
     if spec.max_compute_s is not None:
         watch = Watchdog(directory / WATCHDOG_FILE, spec.max_compute_s).call
-    served = load_served(spec, progress, _end_soon, watch)
+    capacity = Capacity(lambda text, rows: report(ReplicaStatus("limited", text, batch_limit=rows)))
+    served = load_served(spec, progress, _end_soon, watch, capacity)
     signature = served.signature
 
     progress("starting Triton")

@@ -21,8 +21,9 @@ from inference.errors import DeclarationError, LoadError, Problem, ReplicaError
 from inference.lm.loading import lm_signature, plan_language_model
 from inference.pipeline import PipelineSpec, make_plan
 from inference.reference import is_language_model
+from inference.runtime.compiled import compiler_problem
 from inference.runtime.device import choose_device
-from inference.runtime.loader import load_model
+from inference.runtime.loader import asks_compile, load_model
 from inference.signature import Signature
 
 __all__ = ["Finding", "Request", "main", "own_output", "probe"]
@@ -98,6 +99,12 @@ def _try(
             plan = plan_language_model(reference, options, request.path)
             return lm_signature(name, plan.folder, None), []
         model = load_model(reference, options, request.path)
+        if asks_compile(type(model), options):
+            problem = compiler_problem(
+                title, choose_device("auto", True) if request.device == "auto" else request.device
+            )
+            if problem is not None:
+                return None, [problem]
         return Signature.of(model, name=name, max_batch_size=request.max_batch_size), []
     except LoadError as error:
         return None, [Problem(title, f"{reference}: {error.problem.reason}", error.problem.fix)]

@@ -16,9 +16,11 @@ from inference.lm.loading import lm_signature, plan_language_model
 from inference.model import Model
 from inference.pipeline import PipelineSpec, StepSpec, make_plan
 from inference.reference import is_language_model
-from inference.runtime.device import choose_device
+from inference.runtime.capacity import Capacity
+from inference.runtime.compiled import check_compiled, compile_modules
+from inference.runtime.device import choose_device, streams_of
 from inference.runtime.fused import FusedPipeline
-from inference.runtime.loader import load_model
+from inference.runtime.loader import asks_compile, load_model
 from inference.runtime.runner import Runner
 from inference.runtime.watchdog import WatchCall
 from inference.signature import Signature
@@ -40,6 +42,8 @@ class Served(NamedTuple):
     """What calls the models or the engine. Several runners, each with its own thread, may call one model at once."""
     models: tuple[Model, ...] = ()
     """In the order in which they were loaded."""
+    is_compiled: bool = False
+    """Whether modules of a model are compiled, in the warm-up."""
 
     def bind(self, triton: EmbeddedTriton) -> None:
         """Bind it to a Triton that has not started yet."""
@@ -61,6 +65,8 @@ class Served(NamedTuple):
         else:
             call = warmup.call_over_grpc if isinstance(self.runner, FusedPipeline) else warmup.call_over_http
             warmup.warm_up(self.signature, triton, spec, progress, call)
+            if self.is_compiled:
+                check_compiled()
 
     def unload(self) -> None:
         """Close the engine, or call every model's `unload`, last loaded first, even if one raises."""
@@ -72,9 +78,12 @@ class Served(NamedTuple):
 
 
 def load_language_model(
-    spec: ReplicaSpec, progress: Callable[[str], None], on_broken: Callable[[str], None]
-) -> Served:  # fmt: skip
-    """Find, check and load a language model.
+    spec: ReplicaSpec,
+    progress: Callable[[str], None],
+    on_broken: Callable[[str], None],
+    capacity: Capacity | None = None,
+) -> Served:
+    """Find, check and load a language model; the arguments are those of `load_served`.
 
     Raises:
         ModelError: something doesn't fit; the message names it.
@@ -88,7 +97,7 @@ def load_language_model(
     if spec.threads is not None and uses_torch:
         sys.modules["torch"].set_num_threads(spec.threads)
     progress(f"loading on {device}")
-    engine = plan.load(device, on_broken)
+    engine = plan.load(device, on_broken, capacity)
     switch_soon()
     signature = lm_signature(spec.name, plan.folder, engine.limits, plan.tool_parser)
     host = EngineHost(engine, device=device, on_broken=on_broken, max_step_s=plan.max_step_s)
@@ -100,6 +109,7 @@ def load_served(
     progress: Callable[[str], None],
     on_broken: Callable[[str], None],
     watch: WatchCall = contextlib.nullcontext,
+    capacity: Capacity | None = None,
 ) -> Served:
     """Import, construct, check and load what a replica serves.
 
@@ -108,12 +118,14 @@ def load_served(
         progress: called with each stage.
         on_broken: called once the device is unusable; the replica then ends.
         watch: the context in which each call of a model runs; an engine has its own watchdog.
+        capacity: learns how much fits in the device's memory at once.
 
     Raises:
         ModelError: something doesn't fit; the message names step and tensor.
     """
+    capacity = capacity or Capacity()
     if is_language_model(spec.model):
-        return load_language_model(spec, progress, on_broken)
+        return load_language_model(spec, progress, on_broken, capacity)
     steps = spec.pipeline.steps if spec.pipeline is not None else (StepSpec(spec.name, spec.model, "", spec.options),)
     models: dict[str, Model] = {}
     for step in steps:
@@ -134,20 +146,37 @@ def load_served(
             pipeline = PipelineSpec(steps, heads=(spec.name,), trunk=spec.name)  # a pipeline of one step
     if pipeline is not None:
         plan = make_plan(pipeline, signatures, name=spec.name, max_batch_size=spec.max_batch_size)
-    for name, model in models.items():
-        progress(f"loading {name} on {device}" if spec.pipeline is not None else f"loading on {device}")
+    sizes: dict[str, Sequence[int]] = {}
+    for step in steps:
+        model = models[step.name]
+        progress(f"loading {step.name} on {device}" if spec.pipeline is not None else f"loading on {device}")
         model.load(device)
+        if asks_compile(type(model), step.options):
+            sizes[step.name] = compile_modules(model, signatures[step.name], device, _warmup_sizes(spec))
     loaded = tuple(models.values())
     if pipeline is None:
         signature = signatures[spec.name]
         # One runner for each of PyTriton's threads; all share the model.
-        runners = [Runner(model, signature, device, on_broken, watch) for _ in range(spec.instances)]
-        return Served(signature, device, runners, loaded)
+        padded_to = sizes.get(spec.name, ())
+        runners = [
+            Runner(models[spec.name], signature, device, on_broken, watch, capacity, padded_to, stream)
+            for stream in streams_of(device, spec.instances)
+        ]
+        return Served(signature, device, runners, loaded, bool(sizes))
     if plan.signature.streams:
         switch_soon()
     # To clients a plain model that streams is not a pipeline.
     signature = plan.signature if spec.pipeline is not None else msgspec.structs.replace(plan.signature, heads=())
-    return Served(signature, device, FusedPipeline(plan, models, device, on_broken, watch), loaded)
+    fused = FusedPipeline(plan, models, device, on_broken, watch, capacity, sizes)
+    return Served(signature, device, fused, loaded, bool(sizes))
+
+
+def _warmup_sizes(spec: ReplicaSpec) -> list[int]:
+    """The batch sizes of the warm-up, ascending."""
+    from inference.replica.warmup import batch_sizes
+
+    sizes = batch_sizes(spec.max_batch_size) if spec.warmup_batch_sizes is None else spec.warmup_batch_sizes
+    return sorted({min(size, spec.max_batch_size) for size in sizes})
 
 
 def _check_instances(spec: ReplicaSpec, model: Model, *, streams: bool) -> None:
@@ -157,4 +186,9 @@ def _check_instances(spec: ReplicaSpec, model: Model, *, streams: bool) -> None:
         raise DeclarationError(
             f"instances: expected 1, got {spec.instances}: {spec.model} {kind}; raise `replicas`, or "
             "`batching.max_in_flight`"
+        )
+    if spec.instances > 1 and asks_compile(type(model), spec.options):
+        raise DeclarationError(
+            f"instances: expected 1 with `options.compile`, got {spec.instances}: compiled modules are called by one "
+            "thread; raise `replicas`"
         )

@@ -1,13 +1,45 @@
-"""Chooses a replica's device, and recognizes errors that make it unusable."""
+"""Chooses a replica's device, and recognizes errors that make it unusable or say that its memory is exhausted."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Final
 
 from inference.errors import ReplicaError
 
-__all__ = ["breaks_device", "choose_device"]
+__all__ = ["breaks_device", "choose_device", "free_memory", "is_out_of_memory", "streams_of"]
+
+_OUT_OF_MEMORY: Final = re.compile(
+    r"(?:\w+\.)*OutOfMemoryError\b|.*(?:"
+    r"CUDA (?:error: |failure 2: )?out of memory|CU(?:BLAS|DNN)_STATUS_\w*ALLOC\w*_FAILED|"
+    r"DefaultCPUAllocator: can't allocate memory|"
+    r"Failed to allocate memory for requested buffer|Available memory of \d+ is smaller than requested bytes)",
+    re.DOTALL,
+)
+"""The wording of torch, of CUDA's libraries and of ONNX Runtime, behind the name of the exception's class."""
+
+
+def is_out_of_memory(reason: str) -> bool:
+    """Whether an error, as its class's name and message, says that the device's memory was not enough for a call.
+
+    The device stays usable.
+    """
+    return _OUT_OF_MEMORY.match(reason) is not None
+
+
+def free_memory() -> None:
+    """Give back what torch keeps of the GPU's memory for reuse: in other pieces it may suffice.
+
+    What a failed call took is free only once its exception is, whose traceback holds it.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def breaks_device(reason: str, device: str) -> bool:
@@ -16,7 +48,7 @@ def breaks_device(reason: str, device: str) -> bool:
     Some CUDA errors (a wrong launch configuration, say) leave it usable, which a trial shows.
     """
     # The wording of torch and of ONNX Runtime.
-    if not ("CUDA error" in reason or "CUDA failure" in reason) or "out of memory" in reason:
+    if not ("CUDA error" in reason or "CUDA failure" in reason) or is_out_of_memory(reason):
         return False
     torch: Any = sys.modules.get("torch")
     if torch is None or not device.startswith("cuda"):
@@ -50,3 +82,13 @@ def choose_device(wanted: str, uses_torch: bool) -> str:
     if index >= count:
         raise ReplicaError(f"device: expected one of {count} GPUs, got {wanted!r}; use `device: cpu` or `auto`")
     return f"cuda:{index}"
+
+
+def streams_of(device: str, count: int) -> Sequence[Callable[[], AbstractContextManager[Any]]]:
+    """For each of several threads the context in which it computes: on a GPU that torch uses a stream of its own, so
+    that one thread's copies overlap with what another one computes."""
+    torch: Any = sys.modules.get("torch")
+    if count == 1 or torch is None or not device.startswith("cuda"):
+        return [contextlib.nullcontext] * count
+    torch.cuda.synchronize(device)  # the weights are there: other streams don't wait for the one that loaded them
+    return [partial(torch.cuda.stream, torch.cuda.Stream(device)) for _ in range(count)]

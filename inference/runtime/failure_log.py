@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from inference.errors import BadInput, BadOutput, ModelError
-from inference.runtime.device import breaks_device
+from inference.runtime.device import breaks_device, is_out_of_memory
 from inference.wire.report import RowReport, Status
 
 __all__ = ["CallFailed", "FailureLog", "Failures", "text_of"]
@@ -86,4 +86,5 @@ class Failures(FailureLog):
         if breaks_device(reason, self._device):
             self._on_broken(reason)
             return RowReport(Status.BROKEN, reason)
-        return RowReport(Status.RAISED, f"{self._where}{reason}")
+        status = Status.OUT_OF_MEMORY if is_out_of_memory(reason) else Status.RAISED
+        return RowReport(status, f"{self._where}{reason}")

@@ -13,6 +13,7 @@ from inference.errors import DeclarationError
 from inference.model import Model
 from inference.pipeline import Plan, PlannedStep
 from inference.runtime.batch_run import BatchRun, Pace
+from inference.runtime.capacity import Capacity
 from inference.runtime.channel import StreamChannels
 from inference.runtime.request import Part, TritonRequest, read_request, refusal
 from inference.runtime.step import Handover, Step
@@ -39,6 +40,8 @@ class FusedPipeline:
         device: the device of torch tensors.
         on_broken: called once the device is unusable; the replica then ends.
         watch: the context in which each call of a model runs.
+        capacity: how many rows fit in the device's memory.
+        sizes: see `Step`, by step.
         wait_for_next_s: how long an answer that is ready waits for the next one, to share its frame.
     """
 
@@ -49,6 +52,8 @@ class FusedPipeline:
         device: str,
         on_broken: Callable[[str], None] = lambda _: None,
         watch: WatchCall = contextlib.nullcontext,
+        capacity: Capacity | None = None,
+        sizes: Mapping[str, Sequence[int]] | None = None,
         *,
         wait_for_next_s: float = WAIT_FOR_NEXT_S,
     ) -> None:
@@ -57,13 +62,15 @@ class FusedPipeline:
         self._ancestors = {head: frozenset(plan.needed([head])) for head in self._heads}
         # One thread: models expect one call at a time, and torch's modes are per thread.
         executor = ThreadPoolExecutor(1, thread_name_prefix="steps")
+        capacity = capacity or Capacity()
         # A plain model that streams is no step to its clients.
         kind = "model" if [step.name for step in plan.steps] == [plan.signature.name] else "step"
         self.steps = {
             planned.name: Step(
                 planned, models[planned.name], device,
                 handovers=_handovers(plan, planned), is_head=planned.name in self._heads, executor=executor,
-                on_broken=on_broken, watch=watch, where=f"{kind} `{planned.name}`: ",
+                on_broken=on_broken, watch=watch, where=f"{kind} `{planned.name}`: ", capacity=capacity,
+                sizes=(sizes or {}).get(planned.name, ()),
             )
             for planned in plan.steps
         }  # fmt: skip

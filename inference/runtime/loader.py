@@ -8,13 +8,16 @@ import pkgutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from inference.environment import line_of, problem_of
 from inference.errors import LoadError, Problem, did_you_mean
 from inference.model import Model
 
-__all__ = ["construct", "import_for", "load_class", "load_model", "wrong_options"]
+__all__ = ["COMPILE", "asks_compile", "construct", "import_for", "load_class", "load_model", "wrong_options"]
+
+COMPILE: Final = "compile"
+"""The option of every `Model` whose constructor doesn't take one of this name; see `inference.runtime.compiled`."""
 
 
 def load_class(reference: str) -> type[Model]:
@@ -62,13 +65,40 @@ def import_for(title: str, module_name: str) -> ModuleType:
         raise LoadError(problem_of(error, title, f"importing {module_name}")) from error
 
 
+def asks_compile(cls: type[Model], options: Mapping[str, Any]) -> bool:
+    """Whether a deployment's options ask to compile the model's torch modules.
+
+    Raises:
+        LoadError: the option is neither true nor false.
+    """
+    if COMPILE not in options or _takes_compile(cls):
+        return False
+    asked = options[COMPILE]
+    if not isinstance(asked, bool):
+        title = f"model {cls.__module__}:{cls.__qualname__}"
+        reason = f"options.{COMPILE}: expected true or false, got {asked!r:.80}"
+        raise LoadError(Problem(title, reason, f"correct or remove `options.{COMPILE}`"))
+    return asked
+
+
+def _takes_compile(cls: type[Model]) -> bool:
+    """Whether the constructor has a parameter of this name, which is then the user's own option."""
+    try:
+        return COMPILE in inspect.signature(cls).parameters
+    except (TypeError, ValueError):  # a constructor not written in Python
+        return False
+
+
 def construct(cls: type[Model], options: Mapping[str, Any]) -> Model:
-    """Construct a model with a deployment's options.
+    """Construct a model with a deployment's options, less `COMPILE`.
 
     Raises:
         ReplicaError: an option is unknown or missing, or the constructor raised; the message names it.
     """
     title = f"model {cls.__module__}:{cls.__qualname__}"
+    asks_compile(cls, options)
+    if not _takes_compile(cls):
+        options = {name: value for name, value in options.items() if name != COMPILE}
     try:
         signature: inspect.Signature | None = inspect.signature(cls)
     except (TypeError, ValueError):  # a constructor not written in Python

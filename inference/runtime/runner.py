@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,6 +17,7 @@ import numpy as np
 from inference.errors import DeclarationError
 from inference.model import Model
 from inference.pipeline import PlannedStep, StepSpec
+from inference.runtime.capacity import Capacity
 from inference.runtime.request import Part, TritonRequest, read_request, refusal
 from inference.runtime.step import Given, Made, Step
 from inference.runtime.watchdog import WatchCall
@@ -38,6 +41,9 @@ class Runner:
         device: the device of torch tensors.
         on_broken: called once the model's device is unusable; the replica then ends.
         watch: the context in which each call of the model runs.
+        capacity: how many rows fit in the device's memory, for all runners of the model.
+        sizes: see `Step`.
+        stream: the context in which a batch is computed: a stream of the GPU, if several runners share one.
     """
 
     def __init__(
@@ -47,12 +53,17 @@ class Runner:
         device: str,
         on_broken: Callable[[str], None] = lambda reason: None,
         watch: WatchCall = contextlib.nullcontext,
+        capacity: Capacity | None = None,
+        sizes: Sequence[int] = (),
+        stream: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._signature = signature
+        self._stream = stream
         planned = PlannedStep(StepSpec(signature.name), signature, wires=())
         self.step = Step(
             planned, model, device,
             handovers=(), is_head=True, executor=None, on_broken=on_broken, watch=watch, where="",
+            capacity=capacity, sizes=sizes,
         )  # fmt: skip
 
     async def handle(self, requests: Sequence[TritonRequest]) -> list[Arrays]:
@@ -71,7 +82,8 @@ class Runner:
             group = [part for _, part in members]
             rows = sum(part.rows for part in group)
             started = time.perf_counter_ns()
-            made = await self.step.run(_joined(group, rows))
+            with self._stream():
+                made = await self.step.run(_joined(group, rows))
             outputs = self._whole(made, rows)
             if len(groups) > 1:  # the next group's call may reuse the memory of these outputs
                 outputs = {name: array.copy() for name, array in outputs.items()}

@@ -16,6 +16,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 from inference.errors import BadOutput
 from inference.model import Model
 from inference.pipeline import INPUT, PlannedStep
+from inference.runtime.capacity import Capacity
+from inference.runtime.device import free_memory
 from inference.runtime.failure_log import CallFailed, Failures
 from inference.runtime.stream_control import StreamControl
 from inference.runtime.values import (
@@ -31,7 +33,7 @@ from inference.runtime.values import (
 )
 from inference.runtime.watchdog import WatchCall
 from inference.signature import TensorSpec
-from inference.wire.arrays import Array, argument, wire
+from inference.wire.arrays import Array, argument, fetched, wire
 from inference.wire.report import RowReport, Status
 
 __all__ = ["LATE", "Given", "Handover", "Made", "Step"]
@@ -89,6 +91,8 @@ class Made:
     """Calls to isolate failing rows, or to recompute outputs that another step overwrote; none in a warm-up."""
     spoiled: tuple[str, ...] = ()
     """Shared inputs that the model wrote into without declaring so."""
+    short: int = 0
+    """Rows of the smallest call for which the device's memory did not suffice; 0: it sufficed for all."""
 
 
 class _Watched(NamedTuple):
@@ -121,6 +125,9 @@ class Step:
         on_broken: called once the device is unusable; the replica then ends.
         watch: the context in which each call of the model runs; for a streaming model, each of its yields.
         where: prefix of the messages about failures, such as ``step `name`: ``.
+        capacity: how many rows fit in the device's memory, for all of a replica's steps.
+        sizes: the numbers of rows that the model may be called with, in ascending order; calls are padded with copies
+            of their last row. None: any number.
     """
 
     def __init__(
@@ -135,6 +142,8 @@ class Step:
         on_broken: Callable[[str], None],
         watch: WatchCall,
         where: str,
+        capacity: Capacity | None = None,
+        sizes: Sequence[int] = (),
     ) -> None:
         self.name = planned.name
         self.planned = planned
@@ -145,6 +154,8 @@ class Step:
         self._executor = executor
         self._failures = Failures(device, on_broken, where)
         self._watch = watch
+        self._capacity = capacity or Capacity()
+        self._sizes = sizes
         self._is_async = inspect.iscoroutinefunction(type(model).__call__)
         self._outputs = {spec.name: spec for spec in planned.signature.outputs}
         self._from_steps = frozenset(wire.input for wire in planned.wires if wire.step != INPUT)
@@ -154,13 +165,22 @@ class Step:
     async def run(self, given: Given, *, is_retry: bool = False) -> Made:
         """Call the model; rows that make it fail are isolated by halving, and get a report each.
 
-        If the results of the halves differ in shape, all rows that succeeded are computed once more in one call.
+        What does not fit in the device's memory is halved, too, and for a while no call has more rows than fitted. If
+        the results of several calls differ in shape, all rows that succeeded are computed once more in one call.
         """
         made = Made()
         rows = list(range(given.rows))
-        pieces = await self._attempt(
-            given, made, rows, is_retry=is_retry, may_split=self.planned.signature.idempotent
-        )  # fmt: skip
+        may_split = self.planned.signature.idempotent
+        most = max(given.rows, 1)
+        if self._capacity.is_limited:
+            most = self._capacity.most(self.name, _row_bytes(given)) or most
+        pieces: list[_Piece] = []
+        for start in range(0, max(given.rows, 1), most):
+            part = rows[start : start + most]
+            pieces += await self._attempt(given, made, part, is_retry=is_retry, may_split=may_split)
+        if made.short and given.rows > 1:
+            fitted = max((len(piece.rows) for piece in pieces), default=made.short // 2)
+            self._capacity.learn(self.name, min(most, given.rows), max(fitted, 1), _row_bytes(given))
         if not _join(made, pieces):
             good = [row for row in rows if row not in made.failures]
             _join(made, await self._attempt(given, made, good, is_retry=True, may_split=False))
@@ -176,12 +196,27 @@ class Step:
             # SystemExit and the like too: they would end PyTriton's thread, and the replica would hang.
             report = self._failures.report(error)
             may_split = may_split and not isinstance(error, CallFailed)
+        if report.status is Status.OUT_OF_MEMORY:
+            made.short = min(made.short or len(rows), len(rows))
+            if self._executor is not None:
+                await asyncio.sleep(0)  # until then asyncio holds the exception, and that what the call took
+            free_memory()
         if may_split and report.status is not Status.BROKEN and len(rows) > 1:
             middle = len(rows) // 2
             left = await self._attempt(given, made, rows[:middle], is_retry=True, may_split=True)
             return left + await self._attempt(given, made, rows[middle:], is_retry=True, may_split=True)
+        if report.status is Status.OUT_OF_MEMORY:
+            report = self._shortage(report, len(rows))
         made.failures.update(dict.fromkeys(rows, report))
         return []
+
+    def _shortage(self, report: RowReport, rows: int) -> RowReport:
+        """The report of rows that don't fit in the device's memory, and are not split further."""
+        what, fix = "1 row alone", "send a smaller input"
+        if rows > 1:
+            what, fix = f"{rows} rows, which can't be computed in parts", "lower `batching.max_batch_size`"
+        text = f"out of memory on {self._device} with {what}; {fix}, or give the model a device with more free memory"
+        return RowReport(report.status, f"{text}: {report.message.partition(chr(10))[0][:500]}")
 
     async def iterate(self, given: Given, control: StreamControl) -> AsyncGenerator[Made, None]:
         """Call a streaming model and yield its results one by one; a failure is the last.
@@ -194,7 +229,7 @@ class Step:
 
         def own(result: object) -> _Piece:
             # Copied at once: another request's call of the model may reuse the memory.
-            return _owned(self._piece(result, rows, watched))
+            return _owned(self._piece(result, rows, watched, len(rows)))
 
         try:
             while not control.is_cancelled:
@@ -214,7 +249,10 @@ class Step:
                         if not isinstance(error, asyncio.CancelledError):
                             self._failures.note(error)
                         return
-                    made = Made(failures=dict.fromkeys(rows, self._failures.report(error)))
+                    report = self._failures.report(error)
+                    if report.status is Status.OUT_OF_MEMORY:
+                        report = self._shortage(report, len(rows))
+                    made = Made(failures=dict.fromkeys(rows, report))
                 yield made
                 if made.failures:
                     return
@@ -272,12 +310,13 @@ class Step:
             else:
                 made.calls += 1
         self._turn_grad_off()
-        arguments, watched = self._arguments(given, rows)
+        size = next((size for size in self._sizes if size >= len(rows)), len(rows))
+        arguments, watched = self._arguments(given, [*rows, *[rows[-1]] * (size - len(rows))])
 
         def compute() -> _Piece | Awaitable[object]:
             with self._watch():
                 result = self.model(**arguments)
-            return result if inspect.isawaitable(result) else self._piece(result, rows, watched)
+            return result if inspect.isawaitable(result) else self._piece(result, rows, watched, size)
 
         with self._watching(watched, made) if watched else _UNWATCHED:
             if self._is_async:
@@ -289,23 +328,23 @@ class Step:
             if not isinstance(piece, _Piece):
                 with self._watch():
                     result = await _in_time(piece, given.until_s)
-                piece = await self._in_executor(lambda: self._piece(result, rows, watched))
+                piece = await self._in_executor(lambda: self._piece(result, rows, watched, size))
         # A copy, because a later call may reuse the memory.
-        return _owned(piece) if is_retry else piece
+        return _owned(piece) if is_retry or len(rows) < given.rows else piece
 
     def _arguments(self, given: Given, rows: list[int]) -> tuple[dict[str, Any], list[_Watched]]:
         """The model's arguments, and those among them that it must not write into."""
         arguments: dict[str, Any] = {}
         watched: list[_Watched] = []
         kind = self.model.arrays
-        is_whole = len(rows) == given.rows
+        is_whole = len(rows) == given.rows and (not self._sizes or rows == list(range(given.rows)))
         for spec in self.planned.signature.inputs:
             value = given.inputs.get(spec.name)
             if value is None:
                 arguments[spec.name] = None
                 continue
             if spec.name not in self._from_steps:
-                arguments[spec.name] = argument(spec, value.copy() if is_whole else value[rows], kind, self._device)
+                arguments[spec.name] = argument(spec, value, kind, self._device, None if is_whole else rows)
                 continue
             taken = converted(spec, value if is_whole else rows_of(value, rows), kind, self._device)
             is_shared = taken is value and spec.name in given.shared
@@ -351,9 +390,13 @@ class Step:
             f"`mutates_features = True` in {type(self.model).__name__}, so that it gets a copy"
         )
 
-    def _piece(self, result: object, rows: list[int], watched: Sequence[_Watched]) -> _Piece:
-        """The model's result for these rows, checked and ready to be shared."""
-        values, arrays = self._check(result, len(rows))
+    def _piece(self, result: object, rows: list[int], watched: Sequence[_Watched], size: int) -> _Piece:
+        """The model's result for these rows, without those that the call was padded with up to its size, checked and
+        ready to be shared."""
+        values, arrays = self._check(result, size)
+        if self._sizes:  # a copy, because CUDA graphs give the same memory in each call
+            values = {name: copied(value[: len(rows)]) for name, value in values.items()}
+            arrays = {name: array[: len(rows)] for name, array in arrays.items()}
         for name, value in values.items():
             # Writing into the output would change its producer's input, which others read.
             if any(overlaps(value, one.value) for one in watched):
@@ -379,6 +422,8 @@ class Step:
             values.setdefault(one.output, value)
         arrays: dict[str, Array] = {}
         if self._is_head:
+            if self._device.startswith("cuda"):
+                result = fetched({name: result[name] for name in self._outputs if name in result})
             for name, spec in self._outputs.items():
                 if name not in result:
                     raise BadOutput(f"{kind} returned no output {name!r}, expected {', '.join(self._outputs)}")
@@ -422,6 +467,11 @@ async def _in_time(computed: Awaitable[object], until_s: float) -> object:
         if task.cancelled():
             raise CallFailed(LATE)
     return task.result()
+
+
+def _row_bytes(given: Given) -> int:
+    total: int = sum(value.nbytes for value in given.inputs.values())
+    return total // max(given.rows, 1)
 
 
 def _join(made: Made, pieces: Sequence[_Piece]) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from inference.errors import BadOutput
 from inference.pipeline import tensor_text
 from inference.signature import TensorSpec
-from inference.wire.arrays import NAMES, as_objects, fits
+from inference.wire.arrays import NAMES, as_objects, fits, sent
 
 __all__ = [
     "checked", "converted", "copied", "joined", "overlaps", "refuses_writes", "rows_of", "settled", "version_of",
@@ -75,10 +75,8 @@ def converted(spec: TensorSpec, value: Any, kind: Literal["numpy", "torch"], dev
     if kind == "torch":
         if _is_torch(value):
             return value if str(value.device) == device else value.to(device)
-        import torch
-
-        tensor = torch.from_numpy(value.copy())  # torch has no read-only tensors
-        return tensor.to(device, torch.bfloat16 if spec.datatype == "BF16" else None)
+        tensor = sent(value, device)  # a copy: torch has no read-only tensors
+        return tensor.to(sys.modules["torch"].bfloat16) if spec.datatype == "BF16" else tensor
     if not _is_torch(value):
         return value
     array = (value.float() if spec.datatype == "BF16" else value).cpu().numpy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -13,7 +13,7 @@ from inference.errors import BadOutput
 from inference.pipeline import tensor_text
 from inference.signature import TensorSpec
 
-__all__ = ["NAMES", "Array", "argument", "as_objects", "fits", "spread", "wire", "zeros"]
+__all__ = ["NAMES", "Array", "argument", "as_objects", "fetched", "fits", "sent", "spread", "wire", "zeros"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -91,23 +91,56 @@ def as_objects(value: Array, where: str) -> Array:
     return flat.reshape(value.shape)
 
 
-def argument(spec: TensorSpec, array: Array, kind: Literal["numpy", "torch"], device: str) -> Any:
-    """Convert an input to a callable's argument.
+def argument(
+    spec: TensorSpec, array: Array, kind: Literal["numpy", "torch"], device: str, rows: Sequence[int] | None = None
+) -> Any:
+    """Convert an input to a callable's argument: a copy, into which the callable may write.
 
     Args:
         spec: the input's declaration.
-        array: the input in wire form; the callable may write into it.
+        array: the input in wire form; its memory is not read any more after the return.
         kind: the kind of array that the callable takes, see `inference.Model.arrays`.
         device: the device of torch tensors.
+        rows: which rows of the array; None: all.
     """
-    if spec.datatype == "BYTES":
-        return array
-    if kind == "torch":
-        import torch
-
+    if spec.datatype != "BYTES" and kind == "torch":
+        tensor = sent(array.view(np.int16) if spec.datatype == "BF16" else array, device, rows)
         if spec.datatype == "BF16":
-            tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        else:
-            tensor = torch.from_numpy(array)
-        return tensor if device == "cpu" else tensor.to(device, non_blocking=True)
+            tensor = tensor.view(sys.modules["torch"].bfloat16)
+        return tensor
+    array = array.copy() if rows is None else array[rows]
     return bf16_to_float32(array) if spec.datatype == "BF16" else array
+
+
+def sent(array: Array, device: str, rows: Sequence[int] | None = None) -> Any:
+    """A torch tensor on a device with a copy of an array, or of some of its rows.
+
+    To a GPU it is on its way when this returns, from pinned memory that torch keeps until it has arrived; what the GPU
+    does next waits for it.
+    """
+    import torch
+
+    if not device.startswith("cuda"):
+        return torch.from_numpy(array.copy() if rows is None else array[rows])
+    shape = array.shape if rows is None else (len(rows), *array.shape[1:])
+    pinned = torch.empty(shape, dtype=torch.from_numpy(np.empty(0, array.dtype)).dtype, pin_memory=True)
+    if rows is None:
+        np.copyto(pinned.numpy(), array)
+    else:
+        np.take(array, rows, axis=0, out=pinned.numpy(), mode="clip")  # other modes copy once more
+    return pinned.to(device, non_blocking=True)
+
+
+def fetched(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's outputs, those on a GPU copied to pinned memory: all at once, with one wait for the last."""
+    torch: Any = sys.modules.get("torch")
+    found = dict(outputs)
+    streams = set()
+    for name, value in outputs.items():
+        if torch is not None and isinstance(value, torch.Tensor) and value.is_cuda:
+            pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            found[name] = pinned.copy_(value.detach(), non_blocking=True)
+            streams.add(torch.cuda.current_stream(value.device))
+    for stream in streams:
+        stream.synchronize()
+    return found

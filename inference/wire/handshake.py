@@ -44,9 +44,9 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
 class ReplicaStatus(msgspec.Struct, omit_defaults=True):
     """One line on the status pipe, from the replica or its guardian."""
 
-    event: Literal["progress", "ready", "failed", "unloaded", "ending", "ended"]
+    event: Literal["progress", "ready", "limited", "failed", "unloaded", "ending", "ended"]
     text: str = ""
-    """In ``progress`` the stage; in ``failed`` and ``ending`` the reason."""
+    """In ``progress`` the stage; in ``failed`` and ``ending`` the reason; in ``limited`` what changed."""
     cause: str = ""
     """In ``failed``: the reason for clients: the error's class and message, with paths cut to their last part."""
     is_permanent: bool = False
@@ -59,3 +59,5 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
     """In ``ended``: the exit status, as in `subprocess.Popen.returncode`."""
     leftovers: list[str] = []
     """In ``ended``: what the sweep could not remove."""
+    batch_limit: int = 0
+    """In ``limited``: the most rows, or sequences, that fit in its device's memory at once; 0: no limit is known."""

@@ -41,9 +41,9 @@ __all__ = [
 
 CONTROL: Final = "control"
 
-Ending: TypeAlias = Literal["stop", "length", "cancelled", "error", "full", "rejected"]
+Ending: TypeAlias = Literal["stop", "length", "cancelled", "error", "full", "rejected", "out_of_memory"]
 """Why a sequence ended: as `inference.engine.Finish`; ``full``: the engine's queue is full; ``rejected``: the sequence
-can never be served. The last three have a message in `SequenceEvent.error`."""
+can never be served. The last four have a message in `SequenceEvent.error`."""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

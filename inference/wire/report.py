@@ -58,6 +58,8 @@ class Status(enum.IntEnum):
     """The replica can't go on (a CUDA context is poisoned); it ends and is replaced."""
     UNSHARED = 5
     """The replica can't open the call's shared memory (`inference.wire.shared_memory`); nothing was computed."""
+    OUT_OF_MEMORY = 6
+    """The device's memory does not suffice for the row, even alone; or for a batch that can't be split."""
 
 
 class RowReport(NamedTuple):

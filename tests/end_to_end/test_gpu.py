@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 
-from tests.running import serve
+from tests.end_to_end.test_metrics import Scrape
+from tests.running import Running, serve, wait_for
+
+DIGITS: dict[str, Any] = {"model": "inference.zoo.digits:Digits", "device": "cuda"}
 
 
 def _no_gpu() -> bool:
@@ -26,3 +33,56 @@ def test_a_model_on_a_gpu_answers_as_on_the_cpu() -> None:
         on_gpu, on_cpu = ({output["name"]: output["data"] for output in answer["outputs"]} for answer in answers)
         assert on_gpu["digit"] == on_cpu["digit"]
         assert on_gpu["logits"] == pytest.approx(on_cpu["logits"], abs=1e-4)
+
+
+def _logits(running: Running, model: str, image: list[float]) -> list[float]:
+    answer = running.infer(model, image, shape=[len(image) // 64, 1, 8, 8], name="image")
+    assert answer.status_code == 200, answer.text
+    outputs: dict[str, Any] = {output["name"]: output["data"] for output in answer.json()["outputs"]}
+    found: list[float] = outputs["logits"]
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(_no_gpu(), reason="needs a CUDA device")
+def test_compiled_models_and_two_streams_answer_as_one_model_does_under_load() -> None:
+    """300 rows are 76,800 bytes, which come through shared memory."""
+    ways: dict[str, dict[str, Any]] = {
+        "plain": DIGITS,
+        "compiled": {**DIGITS, "options": {"compile": True}},
+        "two": {**DIGITS, "instances": 2},
+    }
+    config = {name: {**way, "batching": {"max_batch_size": 512}} for name, way in ways.items()}
+    config["compiled"]["warmup_batch_sizes"] = [1, 8, 512]
+    chance = random.Random(7)
+    images = [[float(chance.randint(0, 16)) for _ in range(64 * rows)] for rows in (1, 5, 8, 30, 300) * 4]
+    with serve({"deployments": config}) as running, ThreadPoolExecutor(8) as pool:
+        expected = [_logits(running, "plain", image) for image in images]
+        for name in ("compiled", "two"):
+            answers = pool.map(lambda image, name=name: _logits(running, name, image), images)
+            for answer, wanted in zip(answers, expected, strict=True):
+                assert answer == pytest.approx(wanted, abs=1e-3)
+        wait_for(lambda: Scrape(running).of("headwater_replica_gpu_memory_bytes", deployment="two"), 30, "memory")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(_no_gpu(), reason="needs a CUDA device")
+def test_memory_and_a_poisoned_context_of_a_real_gpu() -> None:
+    """A row of x takes x GiB on the GPU; one of -1 poisons its context."""
+    config = {"taker": {"model": "devices:Taker", "device": "cuda", "warmup_batch_sizes": [1]}}
+    with serve({"deployments": config}) as running:
+        import torch
+
+        gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+        before = running.replica_folders("taker")
+        answer = running.infer("taker", [gib / 6] * 8, shape=[8, 1])
+        assert answer.status_code == 200, answer.text
+        assert "out of memory with 8 rows at once; computes at most 4" in running.log.read_text()
+        answer = running.infer("taker", [1, 2 * gib], shape=[2, 1])
+        assert answer.status_code == 500
+        assert "row 1: out of memory on cuda:0 with 1 row alone" in answer.text
+        assert running.infer("taker", [1], shape=[1, 1]).status_code == 200
+        assert running.replica_folders("taker") == before
+        assert running.infer("taker", [-1], shape=[1, 1]).status_code == 503
+        wait_for(lambda: not set(before) & set(running.replica_folders("taker")), 60, "the replica's end")
+        wait_for(lambda: running.infer("taker", [1], shape=[1, 1]).status_code == 200, 120, "another one's answers")

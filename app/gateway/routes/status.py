@@ -117,6 +117,7 @@ def _deployment(model: ServedModel, counts: Counts) -> dict[str, Any]:
                 "device": replica.device,
                 "threads": counts.of_replica("headwater_replica_threads", replica.id),
                 "resident_bytes": counts.of_replica("headwater_replica_resident_memory_bytes", replica.id),
+                "batch_limit": counts.of_replica("headwater_replica_batch_limit", replica.id),
                 "gpu_bytes": counts.of_replica("headwater_replica_gpu_memory_bytes", replica.id),
             }
             for state, replicas in (("READY", route.replicas), ("RETIRING", route.retiring))

@@ -348,6 +348,15 @@ def test_each_model_gets_its_own_environment(run: Run, tmp_path: Path) -> None:
     assert "raised AssertionError: slow" in only(report)["reason"]
 
 
+def test_a_model_to_compile_without_a_compiler(run: Run) -> None:
+    digits = {"model": "inference.zoo.digits:Digits", "device": "cpu", "options": {"compile": True}}
+    status, report = run({"deployments": {"m": {**digits, "environment": {"CXX": "no-such-compiler"}}}})
+    problem = only(report)
+    assert (status, problem["title"]) == (1, "deployment m")
+    assert "options.compile: it needs a C++ compiler, and there is no no-such-compiler" in problem["reason"]
+    assert "install g++" in problem["fix"]
+
+
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

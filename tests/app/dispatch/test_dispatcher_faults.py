@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from app.codecs.tensors import RawTensor
 from app.control.routing import ReplicaRoute, RoutingTable
 from app.dispatch.dispatcher import ModelDispatcher
-from app.errors import CallableFailed, DeadlineExceeded, Quarantined, QueueFull, ReplicaLost, ReplicaUnreachable
+from app.errors import (
+    CallableFailed,
+    DeadlineExceeded,
+    OutOfMemory,
+    Quarantined,
+    QueueFull,
+    ReplicaLost,
+    ReplicaUnreachable,
+)
 from app.gateway.models import Models
 from inference.wire.frame import Piece
 from inference.wire.report import CallNote, RowReport, Status
@@ -379,6 +387,22 @@ def test_a_failed_device_whose_batch_has_the_wrong_shape_gets_no_more_calls() ->
         await settle()
         bench.replicas["m-1"].calls[1].answer()
         assert numbers(await task) == [6]
+
+    run(scenario)
+
+
+def test_rows_that_do_not_fit_in_memory_have_an_error_of_their_own_and_are_not_retried() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2)
+        tasks = [bench.send(1), bench.send(2)]
+        await settle()
+        fault = RowReport(Status.OUT_OF_MEMORY, "out of memory on cuda:0 with 1 row alone")
+        bench.replicas["m-0"].calls[0].answer([fault, RowReport(Status.OK)])
+        with pytest.raises(OutOfMemory, match="out of memory on cuda:0 with 1 row alone") as raised:
+            await tasks[0]
+        assert (raised.value.status, raised.value.code) == (500, "out_of_memory")
+        assert numbers(await tasks[1]) == [4]
+        assert bench.replicas["m-1"].calls == []
 
     run(scenario)
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
@@ -180,6 +181,11 @@ class Nvml(ModuleType):
         self.works = works
         self.opened = 0
 
+    class Sample(NamedTuple):
+        pid: int
+        timeStamp: int
+        smUtil: int
+
     def nvmlInit(self) -> None:
         if not self.works:
             raise self.NVMLError
@@ -197,12 +203,34 @@ class Nvml(ModuleType):
     def nvmlDeviceGetComputeRunningProcesses(self, device: int) -> list[Process]:
         return [self.Process(os.getpid(), 1000 * (device + 1)), self.Process(1, None)]
 
+    def nvmlDeviceGetProcessUtilization(self, device: int, since_us: int) -> list[Sample]:
+        if device:
+            raise self.NVMLError("not found")
+        assert 0 < time.time() * 1e6 - since_us < 60e6
+        found = [(os.getpid(), since_us + 1, 50), (os.getpid(), since_us + 2, 100), (1, since_us + 1, 9)]
+        return [self.Sample(*one) for one in [*found, (os.getpid(), since_us - 1, 3)]]
+
 
 @pytest.mark.parametrize(("works", "used"), [(True, 3000), (False, None)])
 def test_gpu_memory_is_what_nvml_tells(monkeypatch: pytest.MonkeyPatch, works: bool, used: int | None) -> None:
     nvml = Nvml(works=works)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert group_uses([os.getpgid(0)])[os.getpgid(0)].gpu_bytes == used
+    assert nvml.opened == 0
+
+
+def test_gpu_utilization_is_the_mean_of_what_nvml_sampled_lately(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    observer = Observer(tmp_path / "metrics")
+    observer.see_replicas([ReplicaView("m", "m-1", os.getpgid(0), batch_limit=4)])
+    observer.see_deployments([DeploymentView("m", State.READY, 1, 1)])
+    records = read_totals(tmp_path / "metrics").records
+    assert records[Key("headwater_replica_gpu_utilization", ("m", "m-1"))] == [750]
+    assert records[Key("headwater_replica_gpu_memory_bytes", ("m", "m-1"))] == [3000]
+    assert records[Key("headwater_replica_batch_limit", ("m", "m-1"))] == [4]
     assert nvml.opened == 0
 
 

@@ -373,7 +373,7 @@ def test_indices_that_do_not_follow_each_other_are_told_as_they_are(indices: lis
 def test_an_end_that_is_none_is_an_error() -> None:
     (event,) = events_of([(0, 1, None, (), "done")])
     assert event.finish == "error"
-    assert "finish: expected one of cancelled, error, length, rejected, stop, got 'done'" in event.error
+    assert "finish: expected one of cancelled, error, length, out_of_memory, rejected, stop, got 'done'" in event.error
 
 
 def test_a_sequence_that_the_engine_forgets_is_ended() -> None:
@@ -893,3 +893,33 @@ def test_each_token_arrives_once_and_in_order_whenever_it_is_read(lengths: list[
 
     limits = EngineLimits(max_sequences=4, max_waiting=9, context_length=99, cache_tokens=396, vocab_size=99)
     hosted(NullEngine(limits), test)
+
+
+CUDA_ERROR = "RuntimeError: CUDA error: device-side assert triggered"
+
+
+class Raising(NullEngine):
+    def step(self) -> list[TokenEvent]:
+        raise RuntimeError(CUDA_ERROR.partition(": ")[2])
+
+
+class Telling(NullEngine):
+    def step(self) -> list[TokenEvent]:
+        return [TokenEvent(event.id, 0, None, finish="error", error=CUDA_ERROR) for event in super().step()]
+
+
+@pytest.mark.parametrize("kind", [Raising, Telling])
+def test_a_poisoned_device_ends_the_replica_and_is_no_sequences_fault(kind: type[NullEngine]) -> None:
+    broken: list[str] = []
+
+    async def test(host: EngineHost) -> None:
+        worker = Worker(host)
+        await worker.frame()
+        await worker.submit(0)
+        while not (frame := await worker.frame()).closed:
+            assert frame.events == []
+        assert frame.closed == CUDA_ERROR
+        await until(lambda: bool(broken))
+
+    hosted(kind(LIMITS), test, broken)
+    assert broken == [CUDA_ERROR]

@@ -129,8 +129,8 @@ class TestAPromptReuses:
         while engine.has_work:
             events += engine.step()
         found = by_id(events)
-        assert [(found[id][-1].finish, len(tokens(found[id]))) for id in "bc"] == [("error", 0)] * 2
-        assert (found["a"][-1].finish, len(tokens(found["a"]))) == ("length", 20)
+        assert [(found[id][-1].finish, len(tokens(found[id]))) for id in "abc"] == [("length", 20)] * 3
+        assert [events.index(found[id][0]) > events.index(found["a"][-1]) for id in "bc"] == [True] * 2
 
     def test_nothing_of_what_is_not_finite(self) -> None:
         model = tiny()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from inference.engine import EngineFull, RequestRejected, RequestTooLong, Sampling, TokenEvent
 from inference.errors import ReplicaError
 from inference.lm.slot_engine import SlotEngine
+from inference.runtime.capacity import Capacity
 from tests.inference.lm.llamas import (
     CONTEXT,
     VOCAB_SIZE,
@@ -419,6 +420,134 @@ class TestAFailure:
         monkeypatch.setattr("inference.lm.slot_engine.breaks_device", lambda reason, device: "CUDA error" in reason)
         assert run(engine, request("a", [1], 3))["a"][-1].finish == "error"
         assert reasons == ["RuntimeError: CUDA error: device-side assert triggered"]
+
+
+class Short:
+    """Makes a model's forward run out of memory where more rows, or more tokens in all, come at once than it allows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Any, *, rows: int = 999, tokens: int = 999) -> None:
+        forward = model.forward
+        self.rows, self.tokens = rows, tokens
+        self.failures = 0
+
+        def short(input_ids: torch.Tensor, logits_to_keep: Any = 0, **rest: Any) -> Any:
+            output = forward(input_ids, logits_to_keep=logits_to_keep, **rest)
+            if input_ids.shape[0] > self.rows or input_ids.numel() > self.tokens:
+                self.failures += 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return output
+
+        monkeypatch.setattr(model, "forward", short)
+
+
+class TestMemory:
+    REQUESTS = tuple((prompt_of(4 + 3 * number, number), 12 + number) for number in range(6))
+
+    @pytest.fixture
+    def model(self) -> Any:
+        return tiny()
+
+    @pytest.mark.parametrize("limits", [{"rows": 4}, {"rows": 1}, {"tokens": 20}, {"rows": 2, "tokens": 16}], ids=str)
+    def test_that_does_not_suffice_for_all_ends_no_sequence_and_changes_no_token(
+        self, model: Any, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]
+    ) -> None:
+        expected = [generated(model, *one) for one in self.REQUESTS]
+        short = Short(monkeypatch, model, **limits)
+        engine = engine_of(model, max_sequences=6, prefill_chunk=64)
+        found = run(engine, *(request(str(n), *one) for n, one in enumerate(self.REQUESTS)))
+        assert short.failures
+        for number, one in enumerate(expected):
+            assert found[str(number)][-1].finish == "length"
+            assert [event.index for event in found[str(number)]] == list(range(self.REQUESTS[number][1]))
+            differs(tokens(found[str(number)]), *one)
+        assert (engine.active, engine.waiting, engine.cache_used) == (0, 0, 0)
+
+    def test_is_not_tried_beyond_what_fitted_and_the_operator_is_told(
+        self, model: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told: list[tuple[str, int]] = []
+        capacity = Capacity(lambda text, count: told.append((text, count)))
+        engine = engine_of(model, max_sequences=6, capacity=capacity)
+        short = Short(monkeypatch, model, rows=3)
+        requests = [request(str(n), prompt_of(4, n), 8) for n in range(6)]
+        run(engine, *requests)
+        assert told[-1] == ("the engine: out of memory with 6 sequences at once; computes at most 2 for 300 s", 2)
+        before = short.failures
+        assert {events[-1].finish for events in run(engine, *requests).values()} == {"length"}
+        assert short.failures == before
+
+    def test_that_does_not_suffice_for_one_alone_ends_that_one(
+        self, model: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        forward = model.forward
+
+        def greedy(input_ids: torch.Tensor, logits_to_keep: Any = 0, **rest: Any) -> Any:
+            if (input_ids == 95).any():
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return forward(input_ids, logits_to_keep=logits_to_keep, **rest)
+
+        monkeypatch.setattr(model, "forward", greedy)
+        broken: list[str] = []
+        engine = engine_of(model, on_broken=broken.append)
+        others = [[token % 95 for token in prompt_of(6, n)] for n in range(3)]
+        found = run(engine, request("bad", [1, 95, 3], 9), *(request(str(n), ids, 9) for n, ids in enumerate(others)))
+        (end,) = found.pop("bad")
+        assert (end.finish, end.index) == ("out_of_memory", 0)
+        assert end.error.startswith("out of memory on cpu with this sequence alone; send a shorter prompt, or ")
+        assert {events[-1].finish for events in found.values()} == {"length"}
+        assert (broken, engine.has_work) == ([], False)
+
+    def test_for_a_larger_cache_is_found_by_those_that_have_one_going_first(
+        self, model: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = engine_of(model, max_sequences=4)
+        requests = [(prompt_of(5, n), 20) for n in range(4)]
+        expected = [generated(model, *one) for one in requests]
+        fit = engine._cache.fit
+
+        def fail(rows: int, length: int) -> None:
+            if rows > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            fit(rows, length)
+
+        monkeypatch.setattr(engine._cache, "fit", fail)
+        found = run(engine, *(request(str(n), *one) for n, one in enumerate(requests)))
+        for number, one in enumerate(expected):
+            differs(tokens(found[str(number)]), *one)
+
+    def test_that_is_short_in_a_prompts_middle_repeats_none_of_its_log_probabilities(
+        self, model: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prompt = prompt_of(60)
+        one = request("a", prompt, 3, prompt_logprobs=1)
+        engine = engine_of(model, prefill_chunk=32)
+        engine.submit(one)
+        expected = [part for _ in range(9) for event in engine.step() for part in event.prompt]
+        engine.submit(request("b", prompt_of(5), 40))
+        events = engine.step()
+        engine.submit(one)
+        events += engine.step()
+        short = Short(monkeypatch, model, tokens=0)
+        events += engine.step()
+        short.tokens = 999
+        while engine.has_work:
+            events += engine.step()
+        found = [part for event in events if event.id == "a" for part in event.prompt]
+        assert short.failures
+        assert len(found) == len(prompt) - 1
+        assert [own for own, _ in found] == pytest.approx([own for own, _ in expected], abs=1e-4)
+
+    def test_cancelling_one_that_was_put_off_ends_it(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = engine_of(model, max_sequences=4)
+        Short(monkeypatch, model, rows=1)
+        for number in range(4):
+            engine.submit(request(str(number), prompt_of(5, number), 9))
+        events = engine.step() + engine.step()
+        assert len(engine._put_off) == 3
+        assert engine.cancel(engine._put_off[0].request.id)
+        while engine.has_work:
+            events += engine.step()
+        assert sorted(str(event.finish) for event in events if event.finish) == ["cancelled", *["length"] * 3]
 
 
 class TestTheCache:

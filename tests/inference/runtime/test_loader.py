@@ -17,7 +17,7 @@ import pytest
 
 from inference import Model
 from inference.errors import LoadError, ReplicaError, is_permanent
-from inference.runtime.loader import construct, load_class
+from inference.runtime.loader import asks_compile, construct, load_class
 
 ROOT = Path(__file__).parents[3]
 GOOD = """
@@ -258,3 +258,22 @@ def test_a_class_or_module_that_is_almost_there_is_named(write: Write) -> None:
     assert "there is no module 'scal' in 'inference.zoo'; did you mean `scale`?" in failure("inference.zoo.scal:Scale")
     name = write(GOOD)
     assert re.search(r"did you mean `loader_case_\d+`\?", failure(f"{name[:6]}_{name[6:]}:Scale"))
+
+
+def test_the_option_compile_is_ours_unless_the_constructor_takes_it() -> None:
+    class Plain(Model):
+        def __init__(self, size: int = 1) -> None:
+            self.size = size
+
+    class Own(Model):
+        def __init__(self, compile: str) -> None:
+            self.compile = compile
+
+    assert asks_compile(Plain, {"compile": True, "size": 2})
+    assert construct(Plain, {"compile": True, "size": 2}).size == 2  # type: ignore[attr-defined]
+    assert not asks_compile(Plain, {"compile": False})
+    assert not asks_compile(Plain, {})
+    assert not asks_compile(Own, {"compile": "fast"})
+    assert construct(Own, {"compile": "fast"}).compile == "fast"  # type: ignore[attr-defined]
+    with pytest.raises(LoadError, match=r"options\.compile: expected true or false, got 'fast'"):
+        construct(Plain, {"compile": "fast"})

@@ -21,8 +21,10 @@ from inference.model import Model
 from inference.runtime.loader import load_model
 from inference.runtime.onnx_model import OnnxModel, open_model
 from inference.runtime.runner import Runner
+from inference.runtime.step import Given
 from inference.signature import Signature, TensorSpec
 from inference.wire.arrays import Array
+from inference.wire.report import Status
 from inference.zoo.training.export_digit_head import ONNX_FILE, digit_head
 
 FLOAT = TensorProto.FLOAT
@@ -467,3 +469,25 @@ def test_a_row_of_the_digit_head_does_not_depend_on_its_neighbours(features: Arr
 def test_the_shipped_file_is_what_the_script_writes() -> None:
     # Fails after training: run `python -m inference.zoo.training.export_digit_head` then.
     assert onnx.load(ONNX_FILE) == digit_head()
+
+
+def test_memory_that_does_not_suffice_is_told_from_other_failures(write: Write) -> None:
+    """Each row of x takes as many values as it says; 2^50 never fit."""
+    nodes = [
+        helper.make_node("ReduceSum", ["x", "all"], ["sum"], keepdims=0),
+        helper.make_node("Reshape", ["sum", "one"], ["size"]),
+        helper.make_node("ConstantOfShape", ["size"], ["taken"]),
+        helper.make_node("ReduceSum", ["taken"], ["nothing"], keepdims=0),
+        helper.make_node("Cast", ["x"], ["floats"], to=FLOAT),
+        helper.make_node("Add", ["floats", "nothing"], ["y"]),
+    ]
+    initializers = {"all": np.array([0, 1], np.int64), "one": np.array([1], np.int64)}
+    path = write(nodes, [("x", TensorProto.INT64, ["n", 1])], [("y", FLOAT, ["n", 1])], initializers=initializers)
+    model = loaded(path)
+    broken: list[str] = []
+    runner = Runner(model, Signature.of(model, name="m", max_batch_size=8), "cpu", on_broken=broken.append)
+    given = Given({"x": np.array([[3], [1 << 50]], np.int64)}, 2)
+    made = asyncio.run(runner.step.run(given))
+    assert (made.good, made.arrays["y"].tolist(), broken) == ([0], [[3]], [])
+    assert made.failures[1].status is Status.OUT_OF_MEMORY
+    assert "Failed to allocate memory for requested buffer" in made.failures[1].message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference import BadInput, Model, Tensor
+from inference import BadInput, Model, Parameter, Tensor
+from inference.runtime.capacity import Capacity
 from inference.runtime.fused import FusedPipeline
 from inference.runtime.step import Given, Made, Step
 from inference.runtime.stream_control import StreamControl
@@ -141,6 +143,150 @@ class TestRowsAtFault:
         made = run(step_of(stage(scribble)), 1, -1)
         assert made.good == [0]
         assert made.arrays["y"].tolist() == [[101]]
+
+
+class Hungry(Stage):
+    """Doubles x, of at most so many rows at once; a row of -1 never fits."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(self.double, ["x"], "y")
+        self.most = most
+        self.taken: list[weakref.ref[Any]] = []
+
+    def double(self, x: Any) -> Any:
+        assert all(taken() is None for taken in self.taken), "what a failed call took must be free before the next"
+        if len(x) > self.most or (x == -1).any():
+            memory = torch.ones(1000)
+            self.taken.append(weakref.ref(memory))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return x * 2
+
+
+class TestMemory:
+    def limited(self, model: Hungry, **options: Any) -> tuple[Step, list[tuple[str, int]]]:
+        heard: list[tuple[str, int]] = []
+        capacity = Capacity(lambda text, rows: heard.append((text, rows)))
+        return step_of(model, capacity=capacity, **options), heard
+
+    def test_that_does_not_suffice_halves_the_batch_from_then_on(self) -> None:
+        model = Hungry(2)
+        step, heard = self.limited(model)
+        made = run(step, 1, 2, 3, 4, 5)
+        assert [len(seen) for seen in model.seen] == [5, 2, 3, 1, 2]
+        assert made.arrays["y"].ravel().tolist() == [2, 4, 6, 8, 10]
+        assert (made.failures, made.calls, made.retries) == ({}, 1, 4)
+        assert heard == [("step: out of memory with 5 rows at once; computes at most 2 for 300 s", 2)]
+        model.seen.clear()
+        made = run(step, 1, 2, 3, 4, 5)
+        assert model.seen == [[1, 2], [3, 4], [5]]
+        assert made.arrays["y"].ravel().tolist() == [2, 4, 6, 8, 10]
+        assert (made.calls, made.retries, len(heard)) == (3, 0, 1)
+
+    @settings(deadline=None, max_examples=50)
+    @given(st.integers(1, 9), st.lists(st.sampled_from([1.0, 2.0, -1.0]), min_size=1, max_size=12))
+    def test_that_does_not_suffice_fails_only_rows_that_never_fit(self, most: int, values: list[float]) -> None:
+        step, _ = self.limited(Hungry(most))
+        for _ in range(2):
+            made = run(step, *values)
+            assert made.good == [row for row, value in enumerate(values) if value != -1]
+            assert {report.status for report in made.failures.values()} <= {Status.OUT_OF_MEMORY}
+            if made.good:
+                assert made.arrays["y"].ravel().tolist() == [values[row] * 2 for row in made.good]
+
+    def test_of_one_row_that_does_not_suffice_shrinks_nothing(self) -> None:
+        broken: list[str] = []
+        step, heard = self.limited(Hungry(8), on_broken=broken.append)
+        made = run(step, -1)
+        assert made.failures == {
+            0: RowReport(
+                Status.OUT_OF_MEMORY,
+                "out of memory on cpu with 1 row alone; send a smaller input, or give the model a device with more "
+                "free memory: step `step`: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+            )
+        }
+        assert (heard, broken) == ([], [])
+        made = run(step, 1, 2, -1, 4, 5, 6, 7, 8)
+        assert list(made.failures) == [2]
+        assert [rows for _, rows in heard] == [4]
+
+    def test_for_a_model_that_is_not_idempotent_is_learnt_from_the_batch_that_failed(self) -> None:
+        class Once(Hungry):
+            idempotent = False
+
+        step, heard = self.limited(Once(2))
+        made = run(step, 1, 2, 3, 4)
+        assert set(made.failures) == {0, 1, 2, 3}
+        assert made.failures[0].message.startswith(
+            "out of memory on cpu with 4 rows, which can't be computed in parts; lower `batching.max_batch_size`, or "
+        )
+        assert run(step, 1, 2, 3, 4).arrays["y"].ravel().tolist() == [2, 4, 6, 8]
+        assert [rows for _, rows in heard] == [2]
+
+    def test_that_a_stream_lacks_ends_it_with_that_error(self) -> None:
+        class Streaming(Stage):
+            def __call__(self, **inputs: Any) -> Any:
+                yield {"y": inputs["x"]}
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        step = step_of(Streaming(positive, ["x"], "y"))
+
+        async def results() -> list[Made]:
+            given = Given({"x": rows(1)}, 1)
+            return [made async for made in step.iterate(given, StreamControl())]
+
+        first, last = asyncio.run(results())
+        assert first.good == [0]
+        assert last.failures[0].status is Status.OUT_OF_MEMORY
+
+    def test_is_freed_before_the_halves_are_computed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = Hungry(1)
+        freed: list[int] = []
+        monkeypatch.setattr("inference.runtime.step.free_memory", lambda: freed.append(len(model.seen)))
+        run(step_of(model), 1, 2)
+        assert freed == [1]
+
+
+class TestSizes:
+    def test_calls_are_padded_to_the_next_one_with_copies_of_their_last_row(self) -> None:
+        model = stage(lambda x: x * 2)
+        pipeline = fused({"step": model}, ["step"], sizes={"step": [1, 2, 4]})
+        for values in ([1.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0]):
+            made = run(pipeline.steps["step"], *values)
+            assert made.arrays["y"].ravel().tolist() == [2 * value for value in values]
+        assert model.seen == [[1], [1, 2, 3, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5]]
+
+    def test_rows_at_fault_are_found_in_padded_calls_too(self) -> None:
+        model = stage(positive)
+        made = run(fused({"step": model}, ["step"], sizes={"step": [4]}).steps["step"], 1, 2, -3, 4)
+        assert (made.good, list(made.failures)) == ([0, 1, 3], [2])
+        assert made.arrays["y"].ravel().tolist() == [2, 4, 8]
+        assert model.seen == [[1, 2, -3, 4], [1, 2, 2, 2], [-3, 4, 4, 4], [-3, -3, -3, -3], [4, 4, 4, 4]]
+
+    def test_what_other_steps_take_is_no_memory_that_the_next_call_overwrites(self) -> None:
+        memory = torch.zeros(4, 1)
+
+        def same(x: Any) -> Any:  # as a CUDA graph gives its outputs
+            memory[:] = x
+            return memory
+
+        trunk = Stage(same, ["x"], "f")
+        head = Stage(lambda f: (same(torch.zeros(4, 1)), f)[1], ["f"], "y")
+        pipeline = fused({"trunk": trunk, "head": head}, ["head"], sizes={"trunk": [4]})
+        assert ask(pipeline, {"x": rows(1, 2, 3)})[-1].words[0].outputs["y"].ravel().tolist() == [1, 2, 3]
+
+    def test_parameters_of_rows_are_padded_with_them(self) -> None:
+        seen: list[Any] = []
+
+        class Shifted(Stage):
+            parameters = (Parameter("by", "float", 0.0, per="row"),)
+
+            def __call__(self, **given: Any) -> Any:
+                seen.append(given["parameters"]["by"])
+                return {"y": given["x"]}
+
+        step = fused({"step": Shifted(positive, ["x"], "y")}, ["step"], sizes={"step": [4]}).steps["step"]
+        made = run(step, 1, 2, 3, row_parameters={"by": [7.0, 8.0, 9.0]})
+        assert (seen, made.good) == ([[7, 8, 9, 9]], [0, 1, 2])
 
 
 class Padded(Model):

@@ -1,0 +1,64 @@
+"""How many rows fit in a device's memory at once, as learnt from calls that ran out of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+__all__ = ["HOLDS_S", "Capacity"]
+
+HOLDS_S: Final = 300.0
+"""How long a limit holds. Then more is tried again: what else took memory may be gone."""
+
+
+class _Limit(NamedTuple):
+    rows: int
+    until_s: float
+    """On the clock of `time.monotonic`."""
+
+
+class Capacity:
+    """The most rows in one call of each of a replica's models.
+
+    A limit that was learnt from rows of some size holds for rows of that size and larger ones; sizes count as equal if
+    they have as many binary digits.
+
+    Args:
+        on_change: called with a text for operators and the least limit, 0 if there is none any more.
+    """
+
+    def __init__(self, on_change: Callable[[str, int], None] = lambda text, rows: None) -> None:
+        self._on_change = on_change
+        self._limits: dict[tuple[str, int], _Limit] = {}
+        """By model and binary digits of a row's bytes."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there may be a limit."""
+        return bool(self._limits)
+
+    def most(self, model: str, row_bytes: int = 0) -> int | None:
+        """The most rows in one call; None: no limit is known."""
+        if not self._limits:
+            return None
+        now_s = time.monotonic()
+        over = [key for key, limit in self._limits.items() if limit.until_s <= now_s]
+        for key in over:
+            self._limits.pop(key, None)
+        if over and not self._limits:
+            self._on_change("computes whole batches again, to see whether memory suffices now", 0)
+        digits = row_bytes.bit_length()
+        found = [limit.rows for key, limit in list(self._limits.items()) if key[0] == model and key[1] <= digits]
+        return min(found, default=None)
+
+    def learn(self, model: str, failed: int, fitted: int, row_bytes: int = 0, *, what: str = "rows") -> None:
+        """Take in that a call of so many rows ran out of memory, and how many of them fitted, at least 1."""
+        before = self.most(model, row_bytes)
+        if before is not None and before <= fitted:
+            return
+        self._limits[model, row_bytes.bit_length()] = _Limit(fitted, time.monotonic() + HOLDS_S)
+        least = min(limit.rows for limit in list(self._limits.values()))
+        self._on_change(
+            f"{model}: out of memory with {failed} {what} at once; computes at most {fitted} for {HOLDS_S:g} s", least
+        )
