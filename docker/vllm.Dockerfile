@@ -10,8 +10,8 @@ ARG PIP_FIND_LINKS
 ARG PIP_CERT
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
 USER root
-# vLLM compiles: kernels at the start, and at the first request for log probabilities.
-RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+# vLLM compiles: kernels at the start, and at the first request for log probabilities. Its CPU build needs libnuma.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 && rm -rf /var/lib/apt/lists/*
 # Beside the CPU build stand packages for CUDA, which can't be imported.
 RUN python3 -m venv /opt/vllm && \
     /opt/vllm/bin/pip install --quiet "$VLLM" && \

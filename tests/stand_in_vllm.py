@@ -89,7 +89,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Answer a completion with one token, or with tokens for ever."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if "dies-in-warm-up" in os.environ.get("STAND_IN", ""):
-            sys.stdout.write(f"{PREFIX}torch.OutOfMemoryError: no memory for the key/value cache\n")
+            # As a worker writes that has no name yet.
+            prefix = PREFIX.replace("EngineCore", "VllmWorker-0")
+            sys.stdout.write(f"{prefix}torch.OutOfMemoryError: no memory for the key/value cache\r\n")
             sys.stdout.flush()
             os._exit(0)
         if _file("full") is not None:

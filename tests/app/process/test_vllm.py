@@ -66,6 +66,15 @@ def test_an_interpreter_without_vllm(tmp_path: Path) -> None:
     assert raised.value.is_permanent
 
 
+def test_a_machine_without_a_library_of_the_cpu_build(tmp_path: Path) -> None:
+    python = environment(tmp_path)
+    (tmp_path / "site" / "vllm" / "_C.abi3.so").touch()
+    (tmp_path / "site" / "ctypes.py").write_text("def CDLL(name): raise OSError(f'{name}: no such file')")
+    with pytest.raises(InterpreterError, match=r"libnuma.so.1, which this machine lacks; install it") as raised:
+        find_vllm(python, os.environ)
+    assert raised.value.is_permanent
+
+
 def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InterpreterError, match="there is no such file; name a Python interpreter"):
         find_vllm(tmp_path / "python", os.environ)
