@@ -13,6 +13,7 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 import msgspec
+from msgspec.structs import replace
 
 from app.cli.report.columns import columns
 from app.errors import CommandError
@@ -43,6 +44,8 @@ class Tensor(msgspec.Struct, frozen=True):
     datatype: str
     shape: list[int]
     """Batch axis first; -1: the dimension varies."""
+    optional: bool = False
+    """Whether requests may leave this input out."""
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -58,6 +61,17 @@ class Metadata(msgspec.Struct, frozen=True):
     inputs: list[Tensor]
     outputs: list[Tensor] = []
     heads: list[Head] = []
+
+
+class _ConfiguredInput(msgspec.Struct):
+    name: str
+    optional: bool = False
+
+
+class _Config(msgspec.Struct):
+    """What is needed of the answer to ``GET /v2/models/{model}/config``."""
+
+    input: list[_ConfiguredInput] = []
 
 
 class ServerClient:
@@ -172,10 +186,14 @@ class ServerClient:
             raise CommandError(f"--model: {what} got {model!r}")
         if status != 200:
             raise CommandError(f"--model {model}: the server says: {_error(content) or f'status {status}'}")
+        _, config = self.get(f"{path}/config")  # only that tells which inputs are optional
         try:
-            return msgspec.convert(content, Metadata)
+            found = msgspec.convert(content, Metadata)
+            optional = {one.name for one in msgspec.convert(config or {}, _Config).input if one.optional}
         except msgspec.ValidationError as error:
             raise CommandError(f"{self._url}{path}: expected a model's metadata, got something else: {error}") from None
+        inputs = [replace(one, optional=one.name in optional) for one in found.inputs]
+        return replace(found, inputs=inputs)
 
     def get(self, path: str) -> tuple[int, Any]:
         """The status and the JSON of an answer, or None if it isn't JSON.

@@ -69,6 +69,8 @@ class Wishes:
 def infer_bodies(metadata: Metadata, heads: Sequence[str] | None, wishes: Wishes) -> tuple[Body, ...]:
     """Bodies of unary requests with random values: numbers below 1, integers below 100, sentences.
 
+    Optional inputs are left out unless a wish has their shape.
+
     Raises:
         CommandError: a wish and the model contradict each other.
     """
@@ -84,7 +86,7 @@ def infer_bodies(metadata: Metadata, heads: Sequence[str] | None, wishes: Wishes
         parameters["binary_data_output"] = True
     bodies: list[Body] = []
     for _ in range(VARIETY):
-        values = [(one, _values(one, _shape(one, wishes), draw)) for one in metadata.inputs]
+        values = [(one, _values(one, _shape(one, wishes), draw)) for one in _wanted(metadata, wishes)]
         bodies.append(_infer_body(values, parameters, binary))
         if len(bodies[0].content) * (len(bodies) + 1) > MOST_BYTES:
             break
@@ -124,7 +126,7 @@ def stream_bodies(
         draw = np.random.default_rng(wishes.seed)
         chosen = {"parameters": {"heads": list(heads)}} if heads is not None else {}
         for _ in range(VARIETY):
-            contents.append({one.name: _row(one, wishes, draw) for one in metadata.inputs} | chosen)
+            contents.append({one.name: _row(one, wishes, draw) for one in _wanted(metadata, wishes)} | chosen)
     return tuple(_json_body(mode, model, content) for content in contents)
 
 
@@ -234,6 +236,10 @@ def _check_shapes(metadata: Metadata, wishes: Wishes) -> None:
     for one in metadata.inputs:
         if one.datatype not in DATATYPES:
             raise CommandError(f"input {one.name!r}: expected a datatype of the protocol, got {one.datatype!r}")
+
+
+def _wanted(metadata: Metadata, wishes: Wishes) -> list[Tensor]:
+    return [one for one in metadata.inputs if not one.optional or one.name in wishes.shapes]
 
 
 def _shape(tensor: Tensor, wishes: Wishes) -> list[int]:

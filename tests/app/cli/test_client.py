@@ -39,6 +39,20 @@ def test_it_asks_the_route_of_the_action() -> None:
     )
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_metadata_says_which_inputs_are_optional_if_the_server_does(*, is_told: bool) -> None:
+    tensors = [{"name": name, "datatype": "FP32", "shape": [-1, 1]} for name in ("x", "more")]
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if not request.url.path.endswith("/config"):
+            return httpx.Response(200, json={"name": "a", "inputs": tensors})
+        config = {"name": "a", "input": [{"name": "x"}, {"name": "more", "optional": True}]}
+        return httpx.Response(200, json=config) if is_told else httpx.Response(404)
+
+    found = ServerClient("http://127.0.0.1:8000/", httpx.MockTransport(handle)).metadata("a")
+    assert [one.optional for one in found.inputs] == [False, is_told]
+
+
 def test_a_config_travels_as_the_text_that_it_is() -> None:
     asked: list[httpx.Request] = []
     client(httpx.Response(200, json={"state": "READY"}), asked).command("load", "a", '{"timeout_s": 3}')

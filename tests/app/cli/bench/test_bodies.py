@@ -72,6 +72,15 @@ def test_heads_shapes_and_binary_outputs_are_asked_for() -> None:
     assert json.loads(body.content)["parameters"] == {"heads": ["a"]}
 
 
+def test_an_optional_input_is_left_out_unless_it_has_a_shape() -> None:
+    described = metadata(tensor("BYTES", 1, name="text"), {**tensor("INT32", -1, name="ids"), "optional": True})
+    for wishes, names in ((Wishes(), ["text"]), (Wishes(shapes={"ids": (3,)}), ["text", "ids"])):
+        (body, *_) = infer_bodies(described, None, wishes)
+        assert [one["name"] for one in json.loads(body.content)["inputs"]] == names
+        (body, *_) = stream_bodies("stream", described, "m", None, wishes)
+        assert list(json.loads(body.content)) == names
+
+
 def test_language_models_are_asked_in_each_form() -> None:
     wishes = Wishes(prompts=["Once"], max_tokens=7, ignores_eos=True)
     described = metadata(tensor("BYTES", 1, name="text_input"))
