@@ -69,6 +69,8 @@ def plan_vllm(options: argparse.Namespace, config: Config, name: str, progress: 
         return 0
     started = _start(options.what, config, name, first)
     progress(f"started: {started.text()}")
+    if not started.cache_tokens:
+        raise CommandError(f"--deployment: expected a model with a key/value cache, got {name!r}, which keeps none")
     proposed = propose(deployment, first, started, most_bytes=most, headroom=options.headroom)
     again = None if options.no_verify else _start(options.what, config, name, proposed)
     report = {
