@@ -70,7 +70,7 @@ class VllmSpec(msgspec.Struct, frozen=True):
     max_requests: int = 1024
     """Sequences, of an embedding model inputs, that one replica has, computed and waiting; more are refused."""
     embedding_length: int = 0
-    """Of an embedding model; 0: it generates text."""
+    """Of an embedding model, -1 if not known yet; 0: it generates text."""
 
 
 class Signature(msgspec.Struct, frozen=True):

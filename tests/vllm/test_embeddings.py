@@ -50,7 +50,8 @@ def vectors(client: openai.OpenAI, model: str, texts: Any, **fields: Any) -> np.
     found = client.embeddings.create(model=model, input=texts, **fields)
     assert [one.index for one in found.data] == list(range(len(found.data)))
     array = np.array([one.embedding for one in found.data])
-    return array / np.linalg.norm(array, axis=1, keepdims=True)
+    units: np.ndarray[Any, Any] = array / np.linalg.norm(array, axis=1, keepdims=True)
+    return units
 
 
 def test_the_embeddings_are_those_of_our_own_model(client: openai.OpenAI) -> None:

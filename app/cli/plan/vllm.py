@@ -69,8 +69,6 @@ def plan_vllm(options: argparse.Namespace, config: Config, name: str, progress: 
         return 0
     started = _start(options.what, config, name, first)
     progress(f"started: {started.text()}")
-    if not started.cache_tokens:
-        raise CommandError(f"--deployment: expected a model with a key/value cache, got {name!r}, which keeps none")
     proposed = propose(deployment, first, started, most_bytes=most, headroom=options.headroom)
     again = None if options.no_verify else _start(options.what, config, name, proposed)
     report = {
@@ -106,9 +104,11 @@ def propose(
         headroom: the part of the cache that is kept free, for prefixes.
 
     Raises:
-        CommandError: there is not enough memory.
+        CommandError: there is not enough memory, or no cache.
     """
     sequences, cache_tokens = deployment.checked_options["max_num_seqs"], started.cache_tokens
+    if not cache_tokens:
+        raise CommandError("--deployment: expected a model that keeps a cache, got one that keeps none, as encoders do")
     proposed = dict(first)
     if "kv_cache_gib" in first:
         given_gib = first["kv_cache_gib"]

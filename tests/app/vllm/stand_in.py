@@ -17,8 +17,8 @@ from inference.signature import VllmSpec, text_signature
 from tests.app.serving import until
 
 __all__ = [
-    "POOLING", "SIGNATURE", "Bench", "Exchange", "StandIn", "benched", "chunk", "completion", "cuts", "embeddings", "error", "request",
-    "route_of", "run", "says", "stand_ins", "usage",
+    "POOLING", "SIGNATURE", "Bench", "Exchange", "StandIn", "benched", "chunk", "completion", "cuts", "embeddings",
+    "error", "request", "route_of", "run", "says", "stand_ins", "usage",
 ]  # fmt: skip
 
 SIGNATURE = text_signature(
