@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope
 
 from app.codecs.faults import read_json
-from app.errors import BadRequest
+from app.errors import BadRequest, DeadlineExceeded
 from app.gateway.http.bodies import decoded
 from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.http.replies import JSON, Reply
@@ -132,6 +132,8 @@ async def answer_embeddings(
             except BadRequest as error:  # vLLM mostly names no field, and for the input one of its own
                 error.field = next((name for name in body.keys() - {"model"} if name in error.message), "input")
                 raise
+            except DeadlineExceeded as error:  # it names what was left for this part
+                raise error.again(f"the deadline of {dispatcher.route.timeout_s:g} s passed") from None
     state["note"] = _note(answer.count)
     return Reply(200, [answer.body()], [JSON])
 

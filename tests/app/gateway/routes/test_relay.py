@@ -385,11 +385,17 @@ async def never(exchange: Exchange) -> None:
 
 def test_embeddings_have_the_deployments_deadline() -> None:
     async def scenario(gateway: Gateway) -> None:
-        gateway.replica.script = never
-        assert (await embed(gateway, "x")).status_code == 504
-        await gateway.replica.exchanges[0].left()
+        async def only_the_first(exchange: Exchange) -> None:
+            await (never if gateway.replica.exchanges[1:] else embeds)(exchange)
 
-    check_embeddings(scenario, timeout_s=0.2)
+        gateway.replica.script = only_the_first
+        answer = await embed(gateway, ["x"] * 11)
+        assert answer.status_code == 504
+        assert "the deadline of 1 s passed" in answer.text
+        assert len(gateway.replica.exchanges) == 2
+        await gateway.replica.exchanges[1].left()
+
+    check_embeddings(scenario, timeout_s=1)
 
 
 def test_embeddings_are_cancelled_by_their_id_and_when_the_client_leaves() -> None:
@@ -509,6 +515,7 @@ def test_what_the_model_does_not_do_is_refused(path: str) -> None:
             asked = {"model": "m", "input": "x"}
         answer = await gateway.client.post(path, json=asked)
         assert answer.status_code == 400, answer.text
+        assert ("`options.runner: pooling`" in answer.text) == path.endswith("embeddings")
         assert gateway.replica.exchanges == []
 
     check(scenario)
