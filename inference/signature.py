@@ -55,7 +55,7 @@ class LanguageModelSpec(msgspec.Struct, frozen=True):
 
 
 class VllmSpec(msgspec.Struct, frozen=True):
-    """A language model that vLLM computes: the gateway relays requests to vLLM's own HTTP."""
+    """A model that vLLM computes, of text or of embeddings: the gateway relays requests to vLLM's own HTTP."""
 
     max_sequences: int
     """Sequences computed together."""
@@ -67,6 +67,10 @@ class VllmSpec(msgspec.Struct, frozen=True):
     """vLLM's."""
     max_lora_rank: int = 0
     """The highest rank of a LoRA adapter that can be loaded; 0: none can."""
+    max_requests: int = 1024
+    """Sequences, of an embedding model inputs, that one replica has, computed and waiting; more are refused."""
+    embedding_length: int = 0
+    """Of an embedding model, -1 if not known yet; 0: it generates text."""
 
 
 class Signature(msgspec.Struct, frozen=True):
@@ -91,7 +95,7 @@ class Signature(msgspec.Struct, frozen=True):
     language_model: LanguageModelSpec | None = None
     """Set for a language model, whose replica speaks `inference.wire.lm`."""
     vllm: VllmSpec | None = None
-    """Set for a language model that vLLM computes."""
+    """Set for a model that vLLM computes."""
 
     @property
     def limits(self) -> EngineLimits | VllmSpec | None:
@@ -200,7 +204,16 @@ def _embedding(
 def text_signature(
     name: str, folder: Path, language_model: LanguageModelSpec | None = None, vllm: VllmSpec | None = None
 ) -> Signature:
-    """A language model's signature, of a Hugging Face folder: text in, text out."""
+    """A language model's signature, of a Hugging Face folder: text in; text out, or an embedding, if vLLM says so."""
+    if vllm is not None and vllm.embedding_length:
+        return Signature(
+            name=name,
+            inputs=(TensorSpec("text_input", "BYTES", (1,)),),
+            outputs=(TensorSpec("embedding", "FP32", (vllm.embedding_length,)),),
+            embedding=Embedding(input="text_input", output="embedding"),
+            description=f"The embedding model {folder.name}.",
+            vllm=vllm,
+        )
     return Signature(
         name=name,
         inputs=(TensorSpec("text_input", "BYTES", (1,)),),

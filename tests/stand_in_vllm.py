@@ -5,6 +5,7 @@
 
 - ``refuses-arguments``, ``raises``, ``engine-raises``, ``ends-silently``: how it ends before it is ready;
 - ``dies-in-warm-up``: with the first completion;
+- ``classifies``: it has neither completions nor embeddings;
 - ``ignores-sigterm``;
 - ``freeze``: no completion is answered and nothing is counted; with ``metrics`` in the file, ``/metrics`` hangs too;
 - ``full``: completions are refused with 503, and nothing is counted;
@@ -57,6 +58,8 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     request_queue_size = 128
     tokens = 0
     prefilled = 0
+    pools = False
+    """Whether it gives embeddings: as ``--runner`` says, or a file of sentence-transformers in the model's folder."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -86,8 +89,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(200, json.dumps({"data": [{"id": "m", "max_model_len": 512}]}).encode())
 
     def do_POST(self) -> None:
-        """Answer a completion with one token, or with tokens for ever."""
+        """Answer a completion with one token, or with tokens for ever; or with an embedding for each input."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if (self.path == "/v1/embeddings") != self.server.pools or "classifies" in os.environ.get("STAND_IN", ""):
+            self._answer(404, b'{"detail": "Not Found"}')
+            return
         if "dies-in-warm-up" in os.environ.get("STAND_IN", ""):
             # As a worker writes that has no name yet.
             prefix = PREFIX.replace("EngineCore", "VllmWorker-0")
@@ -99,6 +105,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         while _file("freeze") is not None or _file("prefill") is not None:
             time.sleep(0.02)
+        if self.server.pools:
+            self.server.tokens += 1
+            inputs = body["input"] if isinstance(body["input"], list) else [body["input"]]
+            data = [{"index": n, "embedding": [float(len(one)), 0.5]} for n, one in enumerate(inputs)]
+            self._answer(200, json.dumps({"data": data, "usage": {"prompt_tokens": len(data)}}).encode())
+            return
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         choice = {"index": 0, "text": "a", "finish_reason": None, "logprobs": None}
         answer = {"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
@@ -169,6 +181,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     _begin_worker()
     server = _Server(arguments["uds"], _Handler)
+    found = "pooling" if Path(arguments["model"], "modules.json").exists() else "generate"
+    server.pools = (found if arguments["runner"] == "auto" else arguments["runner"]) == "pooling"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     while _file("exit") is None:
         time.sleep(0.02)

@@ -28,7 +28,7 @@ def print_what_is_served(
             print(f"  {name}: not served: {reason}\n")
             continue
         if signature.limits is not None:
-            _announce_language_model(url, signature.name, signature.limits)
+            _announce_language_model(url, signature, signature.limits)
             continue
         shapes = [", ".join(f"{spec.name} {spec.datatype}{_dims(spec.shape)}" for spec in side)
                   for side in (signature.inputs, signature.outputs)]  # fmt: skip
@@ -40,7 +40,7 @@ def print_what_is_served(
         elif body is not None:
             print(f"    {_curl(f'{url}/v2/models/{name}/infer', body)}")
         if signature.embedding is not None:
-            print(f"    {_curl(f'{url}/v1/embeddings', {'model': name, 'input': 'Rivers begin here.'})}")
+            print(f"    {_embeddings(url, name)}")
         print()
     sys.stdout.flush()
 
@@ -55,10 +55,14 @@ def log_what_is_served(url: str, served: list[tuple[str, Signature | None, str]]
     logger.info("serving at %s: %s", url, ", ".join(names) or "nothing yet", extra={"url": url, "models": names})
 
 
-def _announce_language_model(url: str, name: str, limits: EngineLimits | VllmSpec) -> None:
+def _announce_language_model(url: str, signature: Signature, limits: EngineLimits | VllmSpec) -> None:
+    name = signature.name
     sizes = f"{limits.context_length} tokens, {limits.max_sequences} sequences at once"
     engine = f", computed by vLLM {limits.version}" if isinstance(limits, VllmSpec) else ""
-    print(f"  {name}: language model, {sizes}{engine}")
+    print(f"  {name}: {'language' if signature.embedding is None else 'embedding'} model, {sizes}{engine}")
+    if signature.embedding is not None:
+        print(f"    {_embeddings(url, name)}\n")
+        return
     question = {"role": "user", "content": "def fibonacci(n):"}
     for path, asked in (
         ("chat/completions", {"messages": [question]}),
@@ -67,6 +71,10 @@ def _announce_language_model(url: str, name: str, limits: EngineLimits | VllmSpe
         row = _curl(f"{url}/v1/{path}", {"model": name, "stream": True, **asked})
         print(f"    {row.replace('curl -s', 'curl -sN', 1)}")
     print()
+
+
+def _embeddings(url: str, name: str) -> str:
+    return _curl(f"{url}/v1/embeddings", {"model": name, "input": "Rivers begin here."})
 
 
 def _dims(shape: tuple[int, ...]) -> str:

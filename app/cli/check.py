@@ -18,7 +18,7 @@ from app.errors import ConfigError
 from app.process.adapters import find_adapters, lora_rank
 from app.process.interpreter import InterpreterError
 from app.process.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
-from app.process.vllm import device_problem, find_vllm, folder_problem
+from app.process.vllm import device_problem, find_vllm, folder_problem, gives_embeddings
 from app.supervisor.preflight import (
     address_problems,
     free_shared_memory_problems,
@@ -30,7 +30,7 @@ from app.supervisor.preflight import (
 from inference.errors import DeclarationError, LoadError, Problem
 from inference.pipeline import make_plan
 from inference.reference import find_folder
-from inference.signature import Signature, text_signature
+from inference.signature import Signature, VllmSpec, text_signature
 
 __all__ = ["check", "model_request"]
 
@@ -151,7 +151,8 @@ def _look_at_vllm(
         problem = error.problem
     if problem is not None:
         return python, Problem(title, f"{problem.title}: {problem.reason}", problem.fix)
-    return python, text_signature(name, folder)
+    length = -1 if gives_embeddings(folder, options) else 0  # how long they are, a start shows
+    return python, text_signature(name, folder, vllm=VllmSpec(0, 0, 0, install.version, embedding_length=length))
 
 
 def _probe(

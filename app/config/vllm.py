@@ -24,6 +24,9 @@ class VllmOptions(Section):
     or change what the gateway relies on.
     """
 
+    runner: Literal["auto", "generate", "pooling"] = "auto"
+    """Whether the model generates text, or pools what it has read to embeddings; ``auto``: as vLLM finds in its folder.
+    """
     max_model_len: PositiveInt | None = None
     """The most tokens of a prompt and its answer together; default: what the model was made for."""
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 256
@@ -31,7 +34,8 @@ class VllmOptions(Section):
     max_num_batched_tokens: PositiveInt | None = None
     """Tokens computed in one step; default: vLLM's."""
     max_num_queued_reqs: Annotated[int, Field(ge=1, le=100_000)] = 1024
-    """Sequences that one replica has, computed and waiting; requests beyond that are refused with 429."""
+    """Sequences, of an embedding model inputs, that one replica has, computed and waiting; requests beyond that are
+    refused with 429."""
     gpu_memory_utilization: _Fraction | None = None
     """The fraction of a GPU's memory that one replica takes; default: vLLM's, 0.92."""
     kv_cache_gib: Annotated[int, Field(ge=1, le=4096)] | None = None
@@ -46,8 +50,8 @@ class VllmOptions(Section):
     """GPUs that one replica is spread over, from its ``device`` on."""
     enforce_eager: bool = False
     """Whether to compute without CUDA graphs, which saves memory and start-up time."""
-    enable_prefix_caching: bool = True
-    """Whether prompts that begin as earlier ones reuse their keys and values."""
+    enable_prefix_caching: bool | None = None
+    """Whether prompts that begin as earlier ones reuse their keys and values; default: if the model can."""
     seed: Annotated[int, Field(ge=0, le=2**31)] = 0
     """Of sampling, for requests without a seed."""
     max_logprobs: Annotated[int, Field(ge=0, le=100)] = 20

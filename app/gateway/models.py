@@ -164,7 +164,8 @@ class Models:
         model = self.get(name)
         if model.dispatcher.check_ready().embedding is None:
             those = self._names(lambda route: route.signature is not None and route.signature.embedding is not None)
-            raise BadRequest(f"model: `{name}` gives no embeddings; models that do: {those}", field="model")
+            fix = "; with `options.runner: pooling` vLLM would give them" if model.route.is_vllm else ""
+            raise BadRequest(f"model: `{name}` gives no embeddings; models that do: {those}{fix}", field="model")
         return model
 
     def language_model(self, name: str, version: str | None = None) -> LmDispatcher:
@@ -183,7 +184,7 @@ class Models:
         return dispatcher
 
     def vllm(self, name: str) -> VllmDispatcher | None:
-        """The dispatcher of a language model, if vLLM computes it."""
+        """The dispatcher of a model, if vLLM computes it."""
         model = self._models.get(name) or self._adapters.get(name)
         dispatcher = model.dispatcher if model is not None else None
         return dispatcher if isinstance(dispatcher, VllmDispatcher) else None

@@ -19,8 +19,8 @@ from app.process.interpreter import CONFUSING, InterpreterError, ask_interpreter
 from inference.errors import LoadError, Problem
 
 __all__ = [
-    "VllmInstall", "ask_vllm", "context_length", "device_problem", "find_vllm", "folder_problem", "serve_command",
-    "serve_environment",
+    "VllmInstall", "ask_vllm", "context_length", "device_problem", "find_vllm", "folder_problem", "gives_embeddings",
+    "serve_command", "serve_environment",
 ]  # fmt: skip
 
 OURS: Final = frozenset({"kv_cache_gib", "max_step_s", "prefix_affinity", "adapters", "max_loras", "max_lora_rank"})
@@ -31,6 +31,8 @@ INSTALL_CPU: Final = "make vllm-env"
 LOG_STATS_S: Final = 86_400
 """How often vLLM logs its throughput, which it would do every 10 s: the gateway has metrics of it. Switched off, vLLM
 would count nothing."""
+_GENERATIVE: Final = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
+"""How the architectures end that vLLM generates with, unless sentence-transformers wrote the folder (modules.json)."""
 _QUESTION: Final = """
 import ctypes, glob, importlib.metadata
 report = {}
@@ -84,16 +86,34 @@ def context_length(folder: Path) -> int | None:
     Raises:
         LoadError: the folder is no model's.
     """
-    path = folder / "config.json"
+    config = _config(folder)
+    text = config.get("text_config", config)  # of models that take images, too
+    found = text.get("max_position_embeddings") if isinstance(text, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def gives_embeddings(folder: Path, options: Mapping[str, Any]) -> bool:
+    """Whether vLLM will pool what a model has read, rather than generate; vLLM itself knows only once it runs.
+
+    Raises:
+        LoadError: the folder is no model's.
+    """
+    if options["runner"] != "auto":
+        return bool(options["runner"] == "pooling")
+    kinds = _config(folder).get("architectures") or []
+    return (folder / "modules.json").exists() or not all(str(one).endswith(_GENERATIVE) for one in kinds)
+
+
+def _config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_bytes())
-        text = config.get("text_config", config)  # of models that take images, too
-        found = text.get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError) as error:
+        config = json.loads((folder / "config.json").read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError) as error:
         reason = f"expected a Hugging Face model's folder, and its config.json can't be read: {error}"
         fix = "name a folder that `save_pretrained` has written"
         raise LoadError(Problem(f"model {folder}", reason, fix)) from None
-    return found if isinstance(found, int) else None
+    return config
 
 
 def folder_problem(folder: Path, options: Mapping[str, Any], install: VllmInstall) -> Problem | None:

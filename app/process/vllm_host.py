@@ -35,7 +35,7 @@ from app.process.vllm import (
     serve_command,
     serve_environment,
 )
-from inference.errors import LoadError, text_for_clients
+from inference.errors import LoadError, Problem, text_for_clients
 from inference.reference import find_folder
 from inference.signature import VllmSpec, text_signature
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
@@ -174,6 +174,8 @@ class Host:
         """Probes that were answered."""
         self._counted: tuple[float, ...] = ()
         """What the engine has counted, as far as is known."""
+        self._embedding_length = 0
+        """Of a model that gives embeddings."""
         self._server: subprocess.Popen[bytes]
         self._output: Output
 
@@ -249,16 +251,30 @@ class Host:
             time.sleep(POLL_S)
 
     def _warm_up(self) -> None:
-        requests: list[dict[str, object]] = [{}, {"logprobs": 1}] if self._spec.options["max_logprobs"] else [{}]
-        for more in requests:
-            status, answer = self._generate(WARMUP_TIMEOUT_S, max_tokens=2, **more)
-            if status != 200:
-                text = answer[:ERROR_CHARACTERS].decode(errors="replace")
-                raise self._failed(f"a request before it was ready was answered with {status}: {text}")
+        """Send requests such as will come. Which of its routes vLLM has says what the model does."""
+        status, answer = self._generate(WARMUP_TIMEOUT_S, max_tokens=2)
+        if status == 404:
+            status, answer = self._embed(WARMUP_TIMEOUT_S)
+            if status == 404:
+                runner = self._spec.options["runner"]
+                reason = f"with options.runner = {runner} this model neither generates text nor gives embeddings"
+                fix = "generate or pooling" if runner == "auto" else "another"
+                raise LoadError(Problem("vLLM", reason, f"set options.runner to {fix}, or serve another model"))
+            if status == 200:
+                self._embedding_length = len(json.loads(answer)["data"][0]["embedding"])
+        elif status == 200 and self._spec.options["max_logprobs"]:
+            status, answer = self._generate(WARMUP_TIMEOUT_S, max_tokens=2, logprobs=1)
+        if status != 200:
+            text = answer[:ERROR_CHARACTERS].decode(errors="replace")
+            raise self._failed(f"a request before it was ready was answered with {status}: {text}")
 
     def _generate(self, timeout_s: float, **fields: object) -> tuple[int, bytes]:
         body = {"model": self._spec.name, "prompt": "Hello", "temperature": 0, **fields}
         return self._ask("POST", "/v1/completions", json.dumps(body), timeout_s=timeout_s)
+
+    def _embed(self, timeout_s: float) -> tuple[int, bytes]:
+        body = {"model": self._spec.name, "input": "Hello"}
+        return self._ask("POST", "/v1/embeddings", json.dumps(body), timeout_s=timeout_s)
 
     def _capacity(self, install: VllmInstall, max_lora_rank: int) -> VllmSpec:
         models = json.loads(self._ask("GET", "/v1/models")[1])
@@ -268,9 +284,11 @@ class Host:
         return VllmSpec(
             max_sequences=self._spec.options["max_num_seqs"],
             context_length=models["data"][0]["max_model_len"],
-            cache_tokens=blocks * size,
+            cache_tokens=blocks * size if blocks > 1 else 0,  # an encoder keeps none, and says 1 block
             version=install.version,
             max_lora_rank=max_lora_rank,
+            max_requests=self._spec.options["max_num_queued_reqs"],
+            embedding_length=self._embedding_length,
         )
 
     def _watch(self) -> None:
@@ -299,7 +317,9 @@ class Host:
     def _send_probe(self) -> None:
         # A full queue refuses it, which is no sign of progress.
         with contextlib.suppress(OSError, http.client.HTTPException):
-            if self._generate(self._spec.options["max_step_s"], max_tokens=1)[0] == 200:
+            max_step_s = self._spec.options["max_step_s"]
+            asked = self._embed(max_step_s) if self._embedding_length else self._generate(max_step_s, max_tokens=1)
+            if asked[0] == 200:
                 self._answered += 1
 
     def _count(self, timeout_s: float) -> None:

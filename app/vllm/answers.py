@@ -31,7 +31,10 @@ from app.lm.text_stream import TextPiece, Usage
 from app.telemetry.recorder import LanguageModelMeter
 from app.vllm.requests import VllmRequest
 
-__all__ = ["Answer", "ChunkAnswer", "EventReader", "GenerateRelay", "ResponsesAnswer", "TokenCount", "refusal"]
+__all__ = [
+    "Answer", "ChunkAnswer", "EmbeddingsAnswer", "EventReader", "GenerateRelay", "ResponsesAnswer", "TokenCount",
+    "WholeAnswer", "refusal",
+]  # fmt: skip
 
 DONE: Final = b"[DONE]"
 LOST: Final = "the replica ended while it had the request"
@@ -118,6 +121,17 @@ class _ResponseEvent(msgspec.Struct):
     error: _Error | None = None
 
 
+class _Embedding(msgspec.Struct):
+    index: int
+    embedding: msgspec.Raw
+    object: str = "embedding"
+
+
+class _Embeddings(msgspec.Struct):
+    data: list[_Embedding]
+    usage: _Usage
+
+
 class _Refusal(msgspec.Struct):
     error: _Error = _Error()
 
@@ -128,6 +142,7 @@ _whole_texts: Final = msgspec.json.Decoder(_WholeTexts)
 _usages: Final = msgspec.json.Decoder(_Usage | None)
 _texts: Final = msgspec.json.Decoder(list[_TextChoice])
 _responses: Final = msgspec.json.Decoder(_Response)
+_embeddings: Final = msgspec.json.Decoder(_Embeddings)
 _response_events: Final = msgspec.json.Decoder(_ResponseEvent)
 _refusals: Final = msgspec.json.Decoder(_Refusal)
 
@@ -259,14 +274,18 @@ class TokenCount:
             self._spend(tokens)
 
 
-class Answer(Protocol):
-    """The form of an answer in its API."""
+class WholeAnswer(Protocol):
+    """The form of a whole answer in its API."""
 
     count: TokenCount
 
     @abstractmethod
     def whole(self, body: bytes) -> bytes:
         """The client's answer, given vLLM's."""
+
+
+class Answer(WholeAnswer, Protocol):
+    """The form of an answer that is whole or a stream."""
 
     @abstractmethod
     def events(self, name: bytes, data: bytes) -> Sequence[Event]:
@@ -392,6 +411,30 @@ class ResponsesAnswer(Answer):
         if usage is not None:
             cached = usage.input_tokens_details.cached_tokens if usage.input_tokens_details is not None else 0
             self.count.total(usage.input_tokens, usage.output_tokens, cached or 0, 1)
+
+
+class EmbeddingsAnswer(WholeAnswer):
+    """An answer of ``/v1/embeddings``, gathered of one or several of vLLM's, in the order of the inputs."""
+
+    def __init__(self, model: str, count: TokenCount) -> None:
+        self.count = count
+        self._model = model
+        self._data: list[_Embedding] = []
+
+    def whole(self, body: bytes) -> bytes:
+        """Take one of vLLM's answers. Returns nothing: `body` has all of them."""
+        found = _embeddings.decode(body)
+        for one in found.data:
+            one.index += len(self._data)
+        self._data += found.data
+        self.count.total(self.count.usage.prompt_tokens + found.usage.prompt_tokens, 0, 0, len(found.data))
+        return b""
+
+    def body(self) -> bytes:
+        """The client's answer, once it is complete."""
+        tokens = self.count.usage.prompt_tokens
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return msgspec.json.encode({"object": "list", "data": self._data, "model": self._model, "usage": usage})
 
 
 def _check_finished(reasons: Sequence[str | None]) -> None:

@@ -1,4 +1,4 @@
-"""A language model that vLLM computes, in a gateway worker: its replicas, and its requests under way."""
+"""A model that vLLM computes, in a gateway worker: its replicas, and its requests under way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 from app.control.routing import DeploymentRoute, ReplicaRoute
 from app.dispatch.pool import ReplicaPool
 from app.dispatch.protocol import Fail
-from app.errors import Cancelled, HeadwaterError
+from app.errors import BadRequest, Cancelled, HeadwaterError
 from app.lm.text_dispatcher import TextDispatcher
 from app.telemetry.tracing import add_generation
 from app.vllm.affinity import PrefixAffinity
@@ -88,6 +88,22 @@ class VllmDispatcher(TextDispatcher):
             one.fail(Cancelled("the request was cancelled"))
         return len(found)
 
+    def check_generates(self) -> None:
+        """Check that the model generates text.
+
+        Raises:
+            Unavailable: no requests are accepted now.
+            BadRequest: it gives embeddings.
+        """
+        if self.check_ready().embedding is not None:
+            raise self._refusal()
+
+    def _refusal(self) -> BadRequest:
+        if self.signature is None or self.signature.embedding is None:
+            return super()._refusal()
+        message = f"model: `{self.route.name}` gives embeddings only: POST to /v1/embeddings, or name a model of text"
+        return BadRequest(message, field="model")
+
     def open(self, request: VllmRequest, request_id: str, cache_scope: str = "") -> Relay:
         """Begin a request. The caller must close what this returns.
 
@@ -126,7 +142,7 @@ class VllmDispatcher(TextDispatcher):
         requests = {one.route.id: one.requests for one in eligible if one is not tried or len(eligible) == 1}
         if not requests:
             raise self._no_replica()
-        factor = self.route.prefix_affinity
+        factor = 0 if request.route == "embeddings" else self.route.prefix_affinity
         prompt = request.model.encode() + request.prompt if factor and len(requests) > 1 else b""
         return self._pool.connected[self._affinity.choose(prompt, requests, factor)]
 

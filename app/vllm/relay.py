@@ -12,7 +12,7 @@ from app.dispatch.pool import Replica
 from app.errors import RETRY_AFTER_LOST_S, DeadlineExceeded, HeadwaterError, ReplicaLost
 from app.lm.answers import Event
 from app.telemetry.tracing import GenerationTrace
-from app.vllm.answers import DONE, LOST, Answer, EventReader, refusal
+from app.vllm.answers import DONE, LOST, Answer, EventReader, WholeAnswer, refusal
 from app.vllm.client import VllmAnswer, VllmClient
 from app.vllm.requests import PATHS, VllmRequest
 
@@ -85,7 +85,7 @@ class Relay:
         self._is_left = False
         self._arm(self._began_s)
 
-    async def whole(self, answer: Answer) -> bytes:
+    async def whole(self, answer: WholeAnswer) -> bytes:
         """The client's whole answer.
 
         Raises:
@@ -215,7 +215,7 @@ class Relay:
         if upstream is not None:
             upstream.close()
 
-    def _end(self, answer: Answer) -> None:
+    def _end(self, answer: WholeAnswer) -> None:
         if self.trace is not None:
             name = self._failure if self._error is None else type(self._error).__name__
             self.trace.end(1, answer.count.usage.completion_tokens, name)

@@ -24,6 +24,7 @@ PATHS: Final[dict[Route, str]] = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
     "responses": "/v1/responses",
+    "embeddings": "/v1/embeddings",
 }
 MAX_CHOICES: Final = 128
 MAX_SEQUENCES: Final = 256
@@ -74,7 +75,7 @@ class VllmRequest(NamedTuple):
 
     route: Route
     body: dict[str, Any]
-    """Without ``stream``."""
+    """Without ``stream``, which an embedding has not."""
     streams: bool
     includes_usage: bool = False
     """Whether the client asked for the usage at a stream's end."""
@@ -92,7 +93,9 @@ class VllmRequest(NamedTuple):
         Raises:
             BadRequest: the body is nested too deeply.
         """
-        body: dict[str, Any] = {**self.body, "stream": self.streams}
+        body: dict[str, Any] = dict(self.body)
+        if self.route != "embeddings":
+            body["stream"] = self.streams
         if self.route == "responses":
             body["store"] = False
         elif self.streams:

@@ -104,9 +104,11 @@ def propose(
         headroom: the part of the cache that is kept free, for prefixes.
 
     Raises:
-        CommandError: there is not enough memory.
+        CommandError: there is not enough memory, or no cache.
     """
     sequences, cache_tokens = deployment.checked_options["max_num_seqs"], started.cache_tokens
+    if not cache_tokens:
+        raise CommandError("--deployment: expected a model that keeps a cache, got one that keeps none, as encoders do")
     proposed = dict(first)
     if "kv_cache_gib" in first:
         given_gib = first["kv_cache_gib"]

@@ -53,10 +53,13 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
         signature = model.route.signature
         if signature is None:
             continue
-        vllm_models += model.route.adapters
         if signature.embedding is not None:
-            embedders.append(signature.name)
-        if model.route.is_language_model:
+            embedders += [signature.name, *model.route.adapters]
+        else:
+            vllm_models += model.route.adapters
+        if model.route.is_language_model and signature.embedding is not None:
+            operations = {}
+        elif model.route.is_language_model:
             (language_models if signature.vllm is None else vllm_models).append(signature.name)
             operations = text_operations(signature, bodies["GenerateRequest"])
         else:

@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings``: OpenAI's API over a model that declares an `inference.Embedding`."""
+"""``POST /v1/embeddings``: OpenAI's API over a model that declares an `inference.Embedding`, or that vLLM computes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from app.gateway.http.entry import Endpoint
 from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.http.replies import Reply
 from app.gateway.models import Models
+from app.gateway.routes.relay import answer_embeddings
 from app.telemetry.recorder import accept
+from app.vllm.dispatcher import VllmDispatcher
 from inference.datatypes import pack_bytes
 from inference.errors import DeclarationError
 from inference.model import Embedding, Scalar
@@ -39,6 +41,9 @@ _TOKEN_IDS: Final = TensorSpec("token_ids", "INT32", (-1,), optional=True)
 _PAD: Final = -1
 _TRUNCATE: Final = "truncate_prompt_tokens"
 """See `inference.Embedding`."""
+
+_RELAYED: Final = ("model", "encoding_format", "dimensions", _TRUNCATE)
+"""What vLLM gets of a body, besides its input."""
 
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _TokenIds: TypeAlias = Annotated[list[_TokenId], Meta(min_length=1)]
@@ -83,14 +88,17 @@ class EmbeddingsEndpoint(Endpoint):
         model = self._models.embedding(body.model)
         signature = model.dispatcher.check_ready()
         assert signature.embedding is not None
+        if isinstance(model.dispatcher, VllmDispatcher):
+            assert signature.vllm is not None
+            asked = {name: getattr(body, name) for name in _RELAYED if getattr(body, name) is not None}
+            parts = _parts(inputs, _most(inputs, signature.vllm.max_requests))
+            return await answer_embeddings(scope, receive, model.dispatcher, asked, parts)
         request = _Request(body, signature, signature.embedding)
         route = model.route
         ends_s = time.monotonic() + route.timeout_s
         vectors, tokens = [], 0
-        # One call, unless the queue couldn't hold it: then parts of half a queue, one after the other.
-        most = len(inputs) if len(inputs) <= route.max_queue_size else max(1, route.max_queue_size // 2)
         with DisconnectWatch(scope, receive):
-            for part in _parts(inputs, most):
+            for part in _parts(inputs, _most(inputs, route.max_queue_size)):
                 left_us = int(1e6 * (ends_s - time.monotonic()))
                 timeout_us = 0 if len(part) == len(inputs) else max(1, left_us)
                 found, count = await _embedded(model.dispatcher, request.of(part, timeout_us), signature.embedding)
@@ -119,6 +127,11 @@ def _read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
         return body, read_json(body.input, list[str], "input")
     except BadRequest as error:
         raise BadRequest(f"{error.message}; {_HINT}", field="input") from None
+
+
+def _most(inputs: _Inputs, queue_size: int) -> int:
+    """The inputs in one call: all, unless the queue couldn't hold them; else half a queue, one call after the other."""
+    return len(inputs) if len(inputs) <= queue_size else max(1, queue_size // 2)
 
 
 def _parts(inputs: _Inputs, most: int) -> Iterator[_Inputs]:

@@ -86,7 +86,7 @@ class GenerateEndpoint(Endpoint):
         return Reply(200, [text], [JSON])
 
     async def _relay(self, scope: Scope, receive: Receive, dispatcher: VllmDispatcher, name: str) -> ASGIApp:
-        dispatcher.check_ready()
+        dispatcher.check_generates()
         raw, _ = await self._reader.read(scope, receive)
         asked = await decoded(GenerateRequest.read, raw)
         form = asked.answer_form(name, streams=self._streams)

@@ -193,7 +193,7 @@ def _config(model: ServedModel) -> dict[str, Any]:
             for spec in signature.inputs
         ],
         "output": [tensor(spec) for spec in signature.outputs],
-        **({"model_transaction_policy": {"decoupled": True}} if signature.streams or route.is_language_model else {}),
+        **({"model_transaction_policy": {"decoupled": True}} if signature.streams else {}),
         "dynamic_batching": {
             "preferred_batch_size": [signature.max_batch_size],
             "max_queue_delay_microseconds": int(route.max_queue_delay_ms * 1000),

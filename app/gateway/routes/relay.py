@@ -1,14 +1,16 @@
-"""Requests for a language model that vLLM computes: checked, counted, and relayed."""
+"""Requests for a model that vLLM computes: checked, counted, and relayed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope
 
 from app.codecs.faults import read_json
+from app.errors import BadRequest, DeadlineExceeded
 from app.gateway.http.bodies import decoded
 from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.http.replies import JSON, Reply
@@ -18,11 +20,12 @@ from app.security.key_check import owned_id
 from app.security.limits import KeyLimits
 from app.telemetry.catalogue import Route
 from app.telemetry.recorder import accept
-from app.vllm.answers import Answer, ChunkAnswer, ResponsesAnswer, TokenCount
+from app.vllm.answers import Answer, ChunkAnswer, EmbeddingsAnswer, ResponsesAnswer, TokenCount
 from app.vllm.dispatcher import VllmDispatcher
+from app.vllm.relay import Relay
 from app.vllm.requests import VllmRequest, read_request
 
-__all__ = ["answer_openai", "answer_relayed", "asked_model"]
+__all__ = ["answer_embeddings", "answer_openai", "answer_relayed", "asked_model"]
 
 
 class _Asked(msgspec.Struct):
@@ -50,7 +53,7 @@ async def answer_openai(
         HeadwaterError: the request can't be answered.
     """
     accept(scope, dispatcher.route.name, route)
-    dispatcher.check_ready()
+    dispatcher.check_generates()
     read: Callable[[bytes], dict[str, Any]] = _read_object
     request = read_request(route, await decoded(read, raw))
 
@@ -85,26 +88,73 @@ async def answer_relayed(
         HeadwaterError: the request can't be answered.
     """
     state = scope["state"]
-    limits: KeyLimits | None = state.get("key_limits")
-    if limits is not None:
-        limits.check_tokens()
-    relay = dispatcher.open(request, owned_id(state, state["request_id"]), state.get("key") or "")
+    spend = _spending(state)
+    relay = _opened(state, dispatcher, request)
     on_first = relay.trace.first_token if relay.trace is not None else None
-    answer = form(TokenCount(dispatcher.meter, None if limits is None else limits.spend_tokens, on_first))
-
-    def note() -> str:
-        usage = answer.count.usage
-        return f"tokens={usage.prompt_tokens}+{usage.completion_tokens}"
-
+    answer = form(TokenCount(dispatcher.meter, spend, on_first))
     with DisconnectWatch(scope, receive):
         if not request.streams:
             body = await relay.whole(answer)
-            state["note"] = note()
+            state["note"] = _note(answer.count)
             return Reply(200, [body], [JSON])
 
         def on_closed() -> None:
             relay.close()
             if state.get("note", "streamed") == "streamed":
-                state["note"] = note()
+                state["note"] = _note(answer.count)
 
         return await open_stream(models, relay.events(answer), answer.end, on_closed)
+
+
+async def answer_embeddings(
+    scope: Scope, receive: Receive, dispatcher: VllmDispatcher, body: dict[str, Any], parts: Iterable[Any]
+) -> Reply:
+    """Relay a request for embeddings, within the deployment's ``timeout_s``.
+
+    Args:
+        scope, receive: of the request; its body has been read.
+        dispatcher: of the model.
+        body: what is asked, without the inputs.
+        parts: the inputs, in so many requests to vLLM, one after the other.
+
+    Raises:
+        HeadwaterError: the request can't be answered.
+    """
+    state = scope["state"]
+    answer = EmbeddingsAnswer(body["model"], TokenCount(dispatcher.meter, _spending(state)))
+    ends_s = time.monotonic() + dispatcher.route.timeout_s
+    with DisconnectWatch(scope, receive):
+        for part in parts:
+            left_s = max(0.0, ends_s - time.monotonic())
+            request = VllmRequest("embeddings", {**body, "input": part}, streams=False, timeout_s=left_s)
+            try:
+                await _opened(state, dispatcher, request).whole(answer)
+            except BadRequest as error:  # vLLM mostly names no field, and for the input one of its own
+                error.field = next((name for name in body.keys() - {"model"} if name in error.message), "input")
+                raise
+            except DeadlineExceeded as error:  # it names what was left for this part
+                raise error.again(f"the deadline of {dispatcher.route.timeout_s:g} s passed") from None
+    state["note"] = _note(answer.count)
+    return Reply(200, [answer.body()], [JSON])
+
+
+def _spending(state: dict[str, Any]) -> Callable[[int], None] | None:
+    """What tokens are counted with for the key's limit, if there is one.
+
+    Raises:
+        QueueFull: the limit is reached.
+    """
+    limits: KeyLimits | None = state.get("key_limits")
+    if limits is None:
+        return None
+    limits.check_tokens()
+    return limits.spend_tokens
+
+
+def _opened(state: dict[str, Any], dispatcher: VllmDispatcher, request: VllmRequest) -> Relay:
+    return dispatcher.open(request, owned_id(state, state["request_id"]), state.get("key") or "")
+
+
+def _note(count: TokenCount) -> str:
+    """What the access log says of the request."""
+    return f"tokens={count.usage.prompt_tokens}+{count.usage.completion_tokens}"

@@ -2,6 +2,7 @@
 
 import { Failure, get } from "./api.js";
 import { byId, make } from "./dom.js";
+import { EmbeddingPanel } from "./embedding_panel.js";
 import { FormPanel } from "./form_panel.js";
 import { ImagePanel } from "./image_panel.js";
 import { LanguageModelPanel } from "./language_model_panel.js";
@@ -14,7 +15,7 @@ let panel = null;
 
 /** Everything that a panel needs to know of a model. */
 async function described(entry) {
-  if (entry.kind === "language model") return { name: entry.name, kind: entry.kind };
+  if (["language model", "embedding model"].includes(entry.kind)) return { name: entry.name, kind: entry.kind };
   const path = `/v2/models/${encodeURIComponent(entry.name)}`;
   const [metadata, schema] = await Promise.all([get(path), get("/openapi.json")]);
   const body = (route) => schema.paths[`/v2/models/${entry.name}/${route}`]?.post.requestBody.content["application/json"];
@@ -37,6 +38,7 @@ async function described(entry) {
 
 function panelFor(model) {
   if (model.kind === "language model") return new LanguageModelPanel(model);
+  if (model.kind === "embedding model") return new EmbeddingPanel(model);
   for (const Panel of [ImagePanel, TextPanel]) if (!model.streams && Panel.takes(model)) return new Panel(model);
   return new FormPanel(model);
 }

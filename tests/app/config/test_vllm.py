@@ -18,6 +18,7 @@ MODEL = "vllm:models/llama"
 PYTHON = "vllm-env/bin/python"
 BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     # option: (values that are right, values that are wrong)
+    "runner": (["auto", "generate", "pooling"], ["draft", None]),
     "max_model_len": ([1, 131_072, None], [0, -1, 1.5, "much"]),
     "max_num_seqs": ([1, 4096], [0, 4097, None]),
     "max_num_batched_tokens": ([256, None], [0, 255]),
@@ -29,7 +30,7 @@ BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "quantization": (["awq", "compressed-tensors", None], ["", "-q", "a=b"]),
     "tensor_parallel_size": ([1, 64], [0, 65]),
     "enforce_eager": ([True, False], [None, "perhaps"]),
-    "enable_prefix_caching": ([True, False], [None]),
+    "enable_prefix_caching": ([True, False, None], ["perhaps"]),
     "seed": ([0, 2**31], [-1, 2**31 + 1]),
     "max_logprobs": ([0, 100], [-1, 101]),
     "generation_config": (["auto", "vllm"], ["/etc/passwd"]),
@@ -58,7 +59,8 @@ def test_the_defaults_are_right() -> None:
     assert faults() == ""
     options = Deployment.model_validate({"model": MODEL, "python": PYTHON}).checked_options
     assert options["max_num_seqs"] == 256
-    assert options["enable_prefix_caching"]
+    assert options["enable_prefix_caching"] is None  # vLLM ends if an encoder is to have it
+    assert options["runner"] == "auto"
 
 
 def test_every_option_has_bounds_here() -> None:

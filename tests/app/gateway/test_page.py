@@ -226,3 +226,14 @@ def test_a_language_model_shows_how_full_its_cache_is() -> None:
         )
         assert [one.split() for one in waiting] == [["0"], ["7", "cache", "12", "%"]]
         assert page.complaints == []
+
+
+@pytest.mark.skipif(chromium() is None, reason="no Chromium; on Debian: apt-get install chromium-headless-shell")
+def test_an_embedding_model_of_vllms_has_the_line_that_asks_it() -> None:
+    model = {**STATUS["deployments"][0], "name": "embed", "kind": "embedding model"}
+    with _stand_in({**STATUS, "deployments": [model]}) as url, open_browser() as browser, browser.page() as page:
+        page.open(f"{url}/#/playground/embed")
+        page.find("#panel[data-model=embed]")
+        assert f"{url}/v1/embeddings" in page.text("#panel pre")
+        assert '"model":"embed"' in page.text("#panel pre").replace(" ", "")
+        assert page.complaints == []

@@ -18,6 +18,7 @@ from app.process.vllm import (
     device_problem,
     find_vllm,
     folder_problem,
+    gives_embeddings,
     serve_command,
     serve_environment,
 )
@@ -105,6 +106,27 @@ def test_a_folder_that_can_be_served(tmp_path: Path) -> None:
 
 def test_the_context_of_a_model_that_takes_images(tmp_path: Path) -> None:
     assert context_length(model(tmp_path, text_config={"max_position_embeddings": 64})) == 64
+
+
+@pytest.mark.parametrize(
+    ("runner", "architecture", "is_by_sentence_transformers", "expected"),
+    [
+        ("auto", "LlamaForCausalLM", False, False),
+        ("auto", "LlamaForCausalLM", True, True),
+        ("auto", "Qwen2VLForConditionalGeneration", False, False),
+        ("auto", "BertModel", False, True),
+        ("auto", None, False, False),
+        ("pooling", "LlamaForCausalLM", False, True),
+        ("generate", "LlamaForCausalLM", True, False),
+    ],
+)
+def test_whether_a_model_gives_embeddings(
+    tmp_path: Path, runner: str, architecture: str | None, is_by_sentence_transformers: bool, expected: bool
+) -> None:
+    folder = model(tmp_path, architectures=[architecture] if architecture else None)
+    if is_by_sentence_transformers:
+        (folder / "modules.json").write_text("[]")
+    assert gives_embeddings(folder, options(runner=runner)) == expected
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
@@ -198,7 +220,7 @@ def flags(install: VllmInstall = CPU, **chosen: Any) -> list[str]:
 def test_the_command_line() -> None:
     assert {
         "--model=/m", "--served-model-name=name", "--uds=/run/r1/h", "--max-num-seqs=256", "--max-num-queued-reqs=1024",
-        "--enable-prefix-caching", "--no-enforce-eager", "--generation-config=vllm",
+        "--runner=auto", "--no-enforce-eager", "--generation-config=vllm",
         "--allowed-media-domains=headwater.invalid",
     } <= set(flags())  # fmt: skip
 

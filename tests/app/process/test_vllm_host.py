@@ -163,7 +163,8 @@ def test_a_vllm_becomes_ready_and_ends_in_order(short: Path) -> None:
     with hosting(short, environ={"VLLM_ATTENTION_BACKEND": "X"}, max_num_seqs=7) as hosted:
         ready = hosted.statuses("ready")
         expected = {"max_sequences": 7, "context_length": 512, "cache_tokens": 1024, "version": "0.32.0+cpu"}
-        assert ready["signature"]["vllm"] == expected | {"max_lora_rank": 0}
+        more = {"max_lora_rank": 0, "max_requests": 1024, "embedding_length": 0}
+        assert ready["signature"]["vllm"] == expected | more
         assert ready["facts"] == {"device": "cpu", "vllm": "0.32.0+cpu"}
         texts = [one["text"] for one in hosted.seen if one["event"] == "progress"]
         assert texts == ["looking for vLLM", "starting vLLM 0.32.0+cpu", "warming up"]
@@ -174,6 +175,25 @@ def test_a_vllm_becomes_ready_and_ends_in_order(short: Path) -> None:
         assert hosted.statuses("ending")["text"] == "stopped"
         assert hosted.statuses("ended")["leftovers"] == []
         assert [one for one in hosted.seen if one["event"] == "unloaded"]
+
+
+def test_a_model_that_pools_is_warmed_up_probed_and_reported_as_one(short: Path) -> None:
+    with hosting(short, runner="pooling", max_num_queued_reqs=9) as hosted:
+        signature = hosted.statuses("ready")["signature"]
+        assert (signature["vllm"]["embedding_length"], signature["vllm"]["max_requests"]) == (2, 9)
+        assert signature["outputs"][0]["shape"] == [2]
+        with pytest.raises(AssertionError):  # nothing but probes is counted
+            hosted.statuses("ending", timeout_s=3 * MAX_STEP_S)
+        hosted.set("freeze")
+        assert "no progress within options.max_step_s" in hosted.statuses("ending")["text"]
+
+
+@pytest.mark.parametrize("runner", ["auto", "generate", "pooling"])
+def test_a_model_that_does_neither_is_not_tried_again_and_the_option_is_named(short: Path, runner: str) -> None:
+    with hosting(short, "classifies", runner=runner) as hosted:
+        failed = hosted.statuses("failed")
+        assert f"with options.runner = {runner} this model neither generates text nor" in failed["text"]
+        assert failed["is_permanent"]
 
 
 @pytest.mark.parametrize(

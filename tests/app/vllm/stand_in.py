@@ -17,13 +17,19 @@ from inference.signature import VllmSpec, text_signature
 from tests.app.serving import until
 
 __all__ = [
-    "SIGNATURE", "Bench", "Exchange", "StandIn", "benched", "chunk", "completion", "cuts", "error", "request",
-    "route_of", "run", "says", "stand_ins", "usage",
+    "POOLING", "SIGNATURE", "Bench", "Exchange", "StandIn", "benched", "chunk", "completion", "cuts", "embeddings",
+    "error", "request", "route_of", "run", "says", "stand_ins", "usage",
 ]  # fmt: skip
 
 SIGNATURE = text_signature(
     "m", Path("m"), vllm=VllmSpec(max_sequences=8, context_length=64, cache_tokens=1000, version="0")
 )
+POOLING = text_signature(
+    "m",
+    Path("m"),
+    vllm=VllmSpec(max_sequences=8, context_length=64, cache_tokens=0, version="0", max_requests=10, embedding_length=2),
+)
+"""Of a model that gives embeddings of two numbers, and takes ten inputs at once."""
 
 
 def chunk(
@@ -52,6 +58,17 @@ def completion(*texts: str, tokens: int = 2, finish: str = "stop") -> dict[str, 
         for index, text in enumerate(texts)
     ]  # fmt: skip
     return {**usage(3, tokens * len(texts), 1), "choices": choices, "kv_transfer_params": None, "service_tier": None}
+
+
+def embeddings(exchange: Exchange) -> dict[str, Any]:
+    """An answer of ``/v1/embeddings``: of a text its length, of token ids their sum; one token an input."""
+    asked = exchange.body["input"]
+    inputs = [asked] if isinstance(asked, str) or isinstance(asked[0], int) else asked
+    found = [float(len(one) if isinstance(one, str) else sum(one)) for one in inputs]
+    data = [{"index": n, "object": "embedding", "embedding": [one, 0.5]} for n, one in enumerate(found)]
+    counted = {"prompt_tokens": len(data), "total_tokens": len(data), "completion_tokens": 0}
+    return {"id": "embd-1", "object": "list", "created": 7, "model": "m", "data": data,
+            "usage": {**counted, "prompt_tokens_details": None}}  # fmt: skip
 
 
 def error(message: str, code: int = 400, param: str | None = None) -> dict[str, Any]:
@@ -184,7 +201,7 @@ def route_of(replicas: dict[str, StandIn], **fields: Any) -> DeploymentRoute:
     """The deployment ``m``, ready on these replicas."""
     routes = tuple(ReplicaRoute(name, str(one.path), "") for name, one in replicas.items())
     told: dict[str, Any] = {"timeout_s": 10.0, "is_language_model": True, "is_vllm": True, **fields}
-    return DeploymentRoute("m", State.READY, "", SIGNATURE, routes, **told)
+    return DeploymentRoute("m", State.READY, "", told.pop("signature", SIGNATURE), routes, **told)
 
 
 class Bench:

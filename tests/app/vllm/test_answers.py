@@ -23,6 +23,7 @@ from app.telemetry.recorder import recorder
 from app.vllm.answers import (
     DONE,
     ChunkAnswer,
+    EmbeddingsAnswer,
     EventReader,
     GenerateRelay,
     ResponsesAnswer,
@@ -287,3 +288,17 @@ def test_a_refusal_is_an_error_of_ours(status: int, body: Any, kind: type[Headwa
 
 def test_a_refusal_that_is_no_json_is_quoted() -> None:
     assert "upstream\ufffd" in refusal(500, b"upstream\xff").message
+
+
+def test_embeddings_of_several_answers_follow_each_other() -> None:
+    form = EmbeddingsAnswer("m", count())
+    vectors: list[list[Any]] = [[[1.5], "AAA="], [[2.0]]]
+    for part in vectors:
+        data = [{"index": n, "object": "embedding", "embedding": one} for n, one in enumerate(part)]
+        assert form.whole(encoded({"data": data, "usage": {"prompt_tokens": 4, "completion_tokens": None}})) == b""
+        form.count.end()
+    found = json.loads(form.body())
+    assert [(one["index"], one["embedding"]) for one in found["data"]] == [(0, [1.5]), (1, "AAA="), (2, [2.0])]
+    assert found["usage"] == {"prompt_tokens": 8, "total_tokens": 8}
+    counts = counts_of("m")
+    assert (counts.total("headwater_sequences"), counts.total("headwater_prompt_tokens")) == (3, 8)

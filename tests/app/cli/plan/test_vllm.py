@@ -59,6 +59,11 @@ def test_too_little_memory_says_how_much_is_needed() -> None:
         propose(deployment(), {"kv_cache_gib": 1}, Started(10_000, 512, 3 * GIB), most_bytes=2560 * MIB, headroom=0.2)
 
 
+def test_without_a_cache_there_is_nothing_to_size() -> None:
+    with pytest.raises(CommandError, match="got one that keeps none"):
+        propose(deployment(), {"kv_cache_gib": 1}, Started(0, 256, GIB), most_bytes=8 * GIB, headroom=0.2)
+
+
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The options of each start, none of which takes place."""

@@ -24,10 +24,12 @@ from app.security.keys import Key
 from app.security.limits import LimitFiles
 from tests.app.serving import connect, serving, until, until_closed
 from tests.app.vllm.stand_in import (
+    POOLING,
     Exchange,
     StandIn,
     chunk,
     completion,
+    embeddings,
     error,
     route_of,
     run,
@@ -40,12 +42,13 @@ SECRET = "hw-secret"
 
 
 class Gateway:
-    """A server with the model ``m`` on one stand-in."""
+    """A server with the model ``m`` on stand-ins, most often one."""
 
-    def __init__(self, client: httpx.AsyncClient, port: int, replica: StandIn, models: Models) -> None:
+    def __init__(self, client: httpx.AsyncClient, port: int, replicas: dict[str, StandIn], models: Models) -> None:
         self.client = client
         self.port = port
-        self.replica = replica
+        self.replicas = replicas
+        self.replica = replicas["a"]
         self.models = models
 
     async def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
@@ -59,18 +62,18 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def gateway(timeout_s: float = 10.0, keys: KeyRing | None = None) -> AsyncIterator[Gateway]:
+async def gateway(keys: KeyRing | None = None, names: str = "a", **fields: Any) -> AsyncIterator[Gateway]:
     count_from_zero()
-    async with stand_ins("a") as replicas:
+    async with stand_ins(*names) as replicas:
         models = Models()
-        models.update(RoutingTable((route_of(replicas, timeout_s=timeout_s),)))
+        models.update(RoutingTable((route_of(replicas, **fields),)))
         options = Server(access_log=False)
         records = RequestRecords(None, StreamLimits(write_timeout_s=0.5))
         app = create_app(models, options, keys=keys, records=records)
         async with serving(app) as server:
             url = f"http://127.0.0.1:{server.port}"
             async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client:
-                yield Gateway(client, server.port, replicas["a"], models)
+                yield Gateway(client, server.port, replicas, models)
             await until(lambda: models.is_idle)
         models.close()
 
@@ -221,9 +224,10 @@ def test_a_request_is_cancelled_by_its_id() -> None:
     check(scenario)
 
 
-def head(body: dict[str, Any]) -> bytes:
-    content = json.dumps({"model": "m", "prompt": "x", **body}).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
+def head(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+    content = json.dumps(body).encode()
+    line = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    return line.encode() + content
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -231,7 +235,7 @@ def test_a_client_that_goes_away_ends_its_request(streams: bool) -> None:
     async def scenario(gateway: Gateway) -> None:
         gateway.replica.script = hangs
         reader, writer = await connect(gateway.port)
-        writer.write(head({"stream": streams}))
+        writer.write(head({"model": "m", "prompt": "x", "stream": streams}))
         if streams:
             await reader.readuntil(b'"text":"a"')
         await until(lambda: bool(gateway.replica.exchanges))
@@ -246,7 +250,7 @@ def test_a_client_that_reads_nothing_stops_vllm_and_is_cut_off_and_costs_its_nei
         gateway.replica.script = endless
         reader, writer = await connect(gateway.port)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
-        writer.write(head({"stream": True}))
+        writer.write(head({"model": "m", "prompt": "x", "stream": True}))
         await until(lambda: bool(gateway.replica.exchanges))
         gateway.replica.script = says(*(chunk("b", number + 1) for number in range(50)))
         for _ in range(10):
@@ -273,6 +277,193 @@ def test_tokens_count_for_the_keys_limit(tmp_path: Path) -> None:
         assert len(exchange.body["cache_salt"]) == 64
 
     check(scenario, keys=KeyRing(lambda: [key], LimitFiles(tmp_path, 0, 1)))
+
+
+# Embeddings
+
+
+async def embeds(exchange: Exchange) -> None:
+    exchange.whole(embeddings(exchange))
+
+
+def check_embeddings(scenario: Callable[[Gateway], Awaitable[None]], **options: Any) -> None:
+    async def main(gateway: Gateway) -> None:
+        for one in gateway.replicas.values():
+            one.script = embeds
+        await scenario(gateway)
+
+    check(main, signature=POOLING, **options)
+
+
+async def embed(gateway: Gateway, inputs: Any, **more: Any) -> httpx.Response:
+    return await gateway.client.post("/v1/embeddings", json={"model": "m", "input": inputs, **more})
+
+
+@pytest.mark.parametrize(
+    ("inputs", "lengths"),
+    [("abc", [3]), (["a", "bcd", ""], [1, 3, 0]), ([4, 5], [9]), ([[4, 5], [6]], [9, 6])],
+)
+def test_embeddings_of_each_form_of_input(inputs: Any, lengths: list[int]) -> None:
+    async def scenario(gateway: Gateway) -> None:
+        answer = (await embed(gateway, inputs, user="me", encoding_format="float")).json()
+        assert answer == {
+            "object": "list",
+            "data": [{"index": n, "object": "embedding", "embedding": [one, 0.5]} for n, one in enumerate(lengths)],
+            "model": "m",
+            "usage": {"prompt_tokens": len(lengths), "total_tokens": len(lengths)},
+        }
+        (exchange,) = gateway.replica.exchanges
+        assert exchange.path == "/v1/embeddings"
+        sent = inputs if isinstance(inputs, list) and not isinstance(inputs[0], int) else [inputs]
+        assert exchange.body == {"model": "m", "input": sent, "encoding_format": "float"}
+        counts = counts_of("m")
+        assert counts.total("headwater_prompt_tokens") == counts.total("headwater_sequences") == len(lengths)
+        assert counts.total("headwater_generated_tokens") == 0
+
+    check_embeddings(scenario)
+
+
+def test_more_inputs_than_the_queue_holds_go_in_parts() -> None:
+    async def scenario(gateway: Gateway) -> None:
+        answer = (await embed(gateway, ["x" * n for n in range(23)])).json()
+        assert [(one["index"], one["embedding"][0]) for one in answer["data"]] == [(n, n) for n in range(23)]
+        assert answer["usage"]["prompt_tokens"] == 23
+        assert [len(one.body["input"]) for one in gateway.replica.exchanges] == [5, 5, 5, 5, 3]
+        await embed(gateway, ["x"] * 10)
+        assert len(gateway.replica.exchanges[-1].body["input"]) == 10
+
+    check_embeddings(scenario)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": "x", "stream": True}, "stream"),
+        ({"input": "x", "embed_dtype": "float16"}, "embed_dtype"),
+        ({"input": "x", "encoding_format": "bytes"}, "encoding_format"),
+        ({"input": "x", "dimensions": 0}, "dimensions"),
+        ({"input": "x", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"input": []}, "input"),
+        ({"input": ["x"] * 2049}, "input"),
+        ({"input": [{"role": "user"}]}, "input"),
+        ({"input": [-1]}, "input[0]"),
+    ],
+)
+def test_fields_of_embeddings_are_checked_before_vllm_is_asked(fields: dict[str, Any], param: str) -> None:
+    async def scenario(gateway: Gateway) -> None:
+        answer = await gateway.client.post("/v1/embeddings", json={"model": "m", **fields})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
+        assert gateway.replica.exchanges == []
+
+    check_embeddings(scenario)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "expected", "param"),
+    [
+        (400, "does not support Matryoshka embeddings; dimensions must be unset", 400, "dimensions"),
+        (400, "This model's maximum context length is 256 tokens.", 400, "input"),
+        (503, "busy", 429, None),
+        (500, "broken", 500, None),
+    ],
+)
+def test_what_vllm_refuses_to_embed(status: int, message: str, expected: int, param: str | None) -> None:
+    async def scenario(gateway: Gateway) -> None:
+        gateway.replica.script = whole(error(message, status, "input_tokens"), status)
+        answer = await embed(gateway, "x", dimensions=8)
+        assert answer.status_code == expected
+        assert answer.json()["error"]["param"] == param
+        assert ("retry-after" in answer.headers) == (expected == 429)
+
+    check_embeddings(scenario)
+
+
+async def never(exchange: Exchange) -> None:
+    await exchange.left()
+
+
+def test_embeddings_have_the_deployments_deadline() -> None:
+    async def scenario(gateway: Gateway) -> None:
+        async def only_the_first(exchange: Exchange) -> None:
+            await (never if gateway.replica.exchanges[1:] else embeds)(exchange)
+
+        gateway.replica.script = only_the_first
+        answer = await embed(gateway, ["x"] * 11)
+        assert answer.status_code == 504
+        assert "the deadline of 1 s passed" in answer.text
+        assert len(gateway.replica.exchanges) == 2
+        await gateway.replica.exchanges[1].left()
+
+    check_embeddings(scenario, timeout_s=1)
+
+
+def test_embeddings_are_cancelled_by_their_id_and_when_the_client_leaves() -> None:
+    async def scenario(gateway: Gateway) -> None:
+        gateway.replica.script = never
+        body = {"model": "m", "input": "x"}
+        asked = asyncio.create_task(gateway.client.post("/v1/embeddings", json=body, headers={"X-Request-Id": "mine"}))
+        await until(lambda: bool(gateway.replica.exchanges))
+        assert (await gateway.client.post("/v2/requests/mine/cancel")).json()["cancelled"] == 1
+        assert (await asked).status_code == 409
+        _, writer = await connect(gateway.port)
+        writer.write(head(body, "/v1/embeddings"))
+        await until(lambda: len(gateway.replica.exchanges) == 2)
+        writer.transport.abort()
+        await gateway.replica.exchanges[1].left()
+
+    check_embeddings(scenario)
+
+
+def test_embeddings_of_a_lost_replica_are_asked_of_another() -> None:
+    async def scenario(gateway: Gateway) -> None:
+        async def loses(exchange: Exchange) -> None:
+            exchange.lose()
+
+        gateway.replicas["a"].script = loses
+        for _ in range(2):
+            assert (await embed(gateway, "abc")).json()["data"][0]["embedding"] == [3, 0.5]
+        assert len(gateway.replicas["a"].exchanges) == 1
+        assert len(gateway.replicas["b"].exchanges) == 2
+        assert counts_of("m").total("headwater_prompt_tokens") == 2
+
+    check_embeddings(scenario, names="ab")
+
+
+def test_embeddings_count_for_the_keys_limit(tmp_path: Path) -> None:
+    digest = hashlib.sha256(SECRET.encode()).hexdigest()
+    key = Key("thrifty", digest, ("infer",), tokens_per_minute=4)
+
+    async def scenario(gateway: Gateway) -> None:
+        gateway.client.headers["authorization"] = f"Bearer {SECRET}"
+        assert (await embed(gateway, ["x"] * 5)).status_code == 200
+        answer = await embed(gateway, "x")
+        assert answer.status_code == 429
+        assert "tokens_per_minute" in answer.text
+        assert len(gateway.replica.exchanges) == 1
+
+    check_embeddings(scenario, keys=KeyRing(lambda: [key], LimitFiles(tmp_path, 0, 1)))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v2/models/m/generate",
+        "/v2/models/m/generate_stream",
+        "/v2/models/m/infer",
+    ],
+)
+def test_an_embedding_model_generates_nothing_and_says_where_to_ask(path: str) -> None:
+    async def scenario(gateway: Gateway) -> None:
+        answer = await gateway.client.post(path, json={"model": "m", "prompt": "x"})
+        assert answer.status_code == 400
+        assert "model: `m` gives embeddings only: POST to /v1/embeddings" in answer.text
+        assert gateway.replica.exchanges == []
+
+    check_embeddings(scenario)
 
 
 # What is said of the model
@@ -324,6 +515,7 @@ def test_what_the_model_does_not_do_is_refused(path: str) -> None:
             asked = {"model": "m", "input": "x"}
         answer = await gateway.client.post(path, json=asked)
         assert answer.status_code == 400, answer.text
+        assert ("`options.runner: pooling`" in answer.text) == path.endswith("embeddings")
         assert gateway.replica.exchanges == []
 
     check(scenario)

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,10 +19,11 @@ from app.gateway.models import Models
 from app.gateway.routes.status import metrics_routes, status_routes
 from app.gateway.sampler import Sampler
 from app.telemetry.ledger import Ledger
-from inference.signature import VllmSpec, text_signature
+from inference.signature import Signature, VllmSpec, text_signature
 
 SPEC = VllmSpec(max_sequences=8, context_length=512, cache_tokens=1000, version="0.32.0")
 SIGNATURE = text_signature("chat", Path("models/llama"), vllm=SPEC)
+POOLING = text_signature("chat", Path("models/bert"), vllm=VllmSpec(8, 256, 0, "0.32.0", embedding_length=384))
 METRICS = b"""\
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="chat"} 3.0
@@ -41,7 +43,7 @@ async def answer_metrics(reader: asyncio.StreamReader, writer: asyncio.StreamWri
     writer.close()
 
 
-def run(scenario: Callable[[httpx.AsyncClient, Models], Awaitable[None]]) -> None:
+def run(scenario: Callable[[httpx.AsyncClient, Models], Awaitable[None]], signature: Signature = SIGNATURE) -> None:
     """Ask a gateway with one vLLM."""
 
     async def serve(folder: Path) -> None:
@@ -49,7 +51,7 @@ def run(scenario: Callable[[httpx.AsyncClient, Models], Awaitable[None]]) -> Non
             models = Models()
             replica = ReplicaRoute("chat-1", str(folder / "h"), "", device="cpu")
             route = DeploymentRoute(
-                "chat", State.READY, "", SIGNATURE, (replica,), is_language_model=True, is_vllm=True
+                "chat", State.READY, "", signature, (replica,), is_language_model=True, is_vllm=True
             )  # fmt: skip
             models.update(RoutingTable((route,)))
             sampler = Sampler(models)
@@ -110,3 +112,27 @@ def test_it_is_announced_with_what_to_paste(capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().out
     assert "chat: language model, 512 tokens, 8 sequences at once, computed by vLLM 0.32.0" in said
     assert "http://here/v1/chat/completions" in said
+
+
+def test_one_that_pools_is_described_as_an_embedding_model(capsys: pytest.CaptureFixture[str]) -> None:
+    async def scenario(client: httpx.AsyncClient, models: Models) -> None:
+        async def got(path: str) -> Any:
+            return (await client.get(path)).json()
+
+        assert [one["id"] for one in (await got("/v1/models"))["data"]] == ["chat"]
+        about = await got("/v2/models/chat")
+        assert (about["platform"], about["outputs"][0]["shape"]) == ("vllm", [-1, 384])
+        assert "model_transaction_policy" not in await got("/v2/models/chat/config")
+        paths = (await got("/openapi.json"))["paths"]
+        assert not [path for path in paths if "chat" in path or path in ("/v1/completions", "/v1/responses")]
+        content = paths["/v1/embeddings"]["post"]["requestBody"]["content"]["application/json"]
+        assert content["schema"]["properties"]["model"]["enum"] == ["chat"]
+        (status,) = (await got("/v2/status"))["deployments"]
+        assert status["kind"] == "embedding model"
+
+    run(scenario, POOLING)
+    print_what_is_served("http://here", [("chat", POOLING, "")])
+    said = capsys.readouterr().out
+    assert "chat: embedding model, 256 tokens, 8 sequences at once, computed by vLLM 0.32.0" in said
+    assert "http://here/v1/embeddings" in said
+    assert "completions" not in said
