@@ -232,6 +232,16 @@ def test_what_scales_is_a_metric_of_the_server() -> None:
     assert not re.fullmatch(named[2], "headwater-other-7d9c5b8f4-x2x5z")
 
 
+def test_the_documented_rule_of_the_prometheus_adapter_gives_the_metric_by_pod() -> None:
+    (text,) = re.findall(r"```yaml\n(rules:.*?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.S)
+    (rule,) = yaml.safe_load(text)["rules"]["custom"]
+    metric = only(variants()["hpa"], "HorizontalPodAutoscaler")["spec"]["metrics"][0]["pods"]["metric"]["name"]
+    assert rule["seriesQuery"].startswith(f"{metric}{{")
+    # The adapter names a metric as its series, unless `name` says otherwise.
+    assert set(rule) == {"seriesQuery", "resources", "metricsQuery"}
+    assert rule["resources"] == {"overrides": {name: {"resource": name} for name in ("namespace", "pod")}}
+
+
 def test_the_dashboard_is_the_one_of_the_docs() -> None:
     made = only(variants()["hpa"], "ConfigMap", "headwater-dashboard")
     assert made["data"]["headwater.json"] == (ROOT / "docs" / "grafana.json").read_text()
