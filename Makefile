@@ -40,7 +40,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help serve test test-fast test-clients test-vllm vllm-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke gpu screenshots soak chaos fuzz lock clean image base-image image-test image-suite engine offline offline-test
+.PHONY: help serve test test-fast test-clients test-vllm vllm-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke gpu screenshots soak chaos fuzz drill kustomize-base lock clean image base-image image-test image-suite engine offline offline-test
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
@@ -107,6 +107,12 @@ chaos: $(VENV)/.dev  ## ask 10,000 things while processes are killed and stopped
 
 fuzz: $(VENV)/.fuzz  ## give what reads requests inputs that reach new code, a minute for each target
 	@exec $(BIN)/python -m tests.fuzz $(ARGS)
+
+drill: $(VENV)/.dev  ## replace, kill and stop one of three servers behind HAProxy, and count the requests that are lost
+	@exec $(BIN)/python -m tests.drill $(ARGS)
+
+kustomize-base: $(VENV)/.dev  ## render the Helm chart into deploy/kustomize/base
+	@exec $(BIN)/python -m tests.deploy.charts
 
 bench-scaling: $(VENV)/.dev  ## benchmark a step in load, up and down again
 	@exec $(BIN)/python -m benchmarks.scaling $(ARGS)
