@@ -218,6 +218,9 @@ class Server(Section):
     a stream waits so long for a client that doesn't read; then it is cut off."""
     shutdown_timeout_s: sections.PositiveSeconds = 30
     """How long requests in flight may take to finish after SIGTERM."""
+    drain_delay_s: Annotated[float, Field(ge=0, le=86_400)] = 0
+    """How long the server says after SIGTERM that it is not ready, but still takes requests, before it drains: so long
+    may load balancers take to notice."""
     runtime_dir: Path | None = None
     """Where Headwater creates its folder for sockets, workspaces and temporary files. The file system must allow
     execution. Default: the system's folder for temporary files."""

@@ -161,6 +161,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     async def follow() -> None:
         async for table in link.tables(Path(settings.control)):
             models.update(table)
+            connections.is_closing = models.is_leaving
             first_table.set()
             if table.draining:
                 draining.set()

@@ -33,6 +33,16 @@ def health_routes(models: Models) -> APIRouter:
     Triton's OpenAI frontend ``/health/ready``."""
     router = APIRouter(tags=["health"])
 
+    def why_not(model: ServedModel) -> Unavailable | None:
+        """Why a model isn't ready, if so."""
+        if models.is_leaving:
+            return Unavailable("the server is stopping")
+        try:
+            model.dispatcher.check_ready()
+        except Unavailable as error:
+            return error
+        return None
+
     @router.get("/v2/health/live", summary="Whether the gateway answers")
     async def live() -> JSONResponse:
         return JSONResponse({"live": True})
@@ -41,7 +51,7 @@ def health_routes(models: Models) -> APIRouter:
     @router.get("/health", include_in_schema=False)
     @router.get("/health/ready", include_in_schema=False)
     async def ready() -> JSONResponse:
-        if models.is_draining:
+        if models.is_leaving:
             return _readiness(Unavailable("the server is stopping"))
         waiting = [
             model.route for model in models if model.route.state is not State.READY and not model.route.is_set_aside
@@ -53,12 +63,7 @@ def health_routes(models: Models) -> APIRouter:
     @router.get("/v2/models/{model}/ready", summary="Whether the model is ready")
     @router.get("/v2/models/{model}/versions/{version}/ready", include_in_schema=False)
     async def model_ready(model: str, version: str | None = None) -> JSONResponse:
-        found = models.get(model, version)
-        try:
-            found.dispatcher.check_ready()
-        except Unavailable as error:
-            return _readiness(error, name=model)
-        return _readiness(None, name=model)
+        return _readiness(why_not(models.get(model, version)), name=model)
 
     return router
 

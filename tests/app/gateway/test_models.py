@@ -152,6 +152,22 @@ def test_while_the_server_drains_every_model_refuses_new_requests() -> None:
     run(scenario)
 
 
+def test_a_server_that_is_about_to_stop_is_not_ready_but_answers() -> None:
+    async def scenario(models: Models) -> None:
+        server = create_app(models, Server(access_log=False))
+        models.update(msgspec.structs.replace(TABLE, leaving=True))
+        for model in models.with_steps():
+            model.dispatcher.check_ready()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://server") as client:
+            for path in ("/v2/health/ready", "/health", "/health/ready", "/v2/models/plain/ready"):
+                answer = await client.get(path)
+                assert (answer.status_code, answer.json()["error"]) == (503, "the server is stopping")
+            assert (await client.get("/v2/health/live")).status_code == 200
+            assert (await client.get("/v2/models/plain")).status_code == 200
+
+    run(scenario)
+
+
 def test_codecs_are_made_anew_for_another_signature_only() -> None:
     async def scenario(models: Models) -> None:
         model = models.get("abc")
