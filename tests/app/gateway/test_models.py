@@ -257,6 +257,55 @@ def test_readiness_under_every_name(path: str) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("path", ["/v2/health/ready", "/health", "/health/ready"])
+def test_readiness_of_the_models_that_are_named(path: str) -> None:
+    async def scenario(models: Models) -> None:
+        server = create_app(models, Server(access_log=False))
+        loading = msgspec.structs.replace(
+            PLAIN, name="late", state=State.LOADING, reason="loading", signature=None, replicas=()
+        )
+        gone = msgspec.structs.replace(loading, name="gone", state=State.UNAVAILABLE, is_set_aside=True)
+        models.update(RoutingTable((*TABLE.deployments, loading, gone)))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://server") as client:
+
+            async def ask(*names: str) -> tuple[int, dict[str, object]]:
+                answer = await client.get(path, params=[("model", name) for name in names])
+                return answer.status_code, answer.json()
+
+            assert (await ask())[0] == 503
+            for names in (["plain"], ["plain", "abc"], ["abc.trunk"]):
+                assert await ask(*names) == (200, {"ready": True})
+            for names in (["late"], ["plain", "late"]):
+                assert await ask(*names) == (503, {"ready": False, "error": "model `late` is LOADING: loading"})
+            status, answer = await ask("gone", "late")  # what is named must be there, even if it was unloaded
+            assert (status, "`gone` is UNAVAILABLE" in str(answer), "`late` is LOADING" in str(answer)) == (
+                503,
+                True,
+                True,
+            )
+            status, answer = await ask("plain", "palin")
+            assert (status, str(answer["error"]).startswith("model 'palin': unknown; this server has `abc`")) == (
+                404,
+                True,
+            )
+            models.update(RoutingTable((PLAIN,), leaving=True))
+            assert await ask("plain") == (503, {"ready": False, "error": "the server is stopping"})
+
+    run(scenario)
+
+
+def test_the_models_that_readiness_may_name_are_in_the_schema() -> None:
+    async def scenario(models: Models) -> None:
+        server = create_app(models, Server(access_log=False))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://server") as client:
+            paths = (await client.get("/openapi.json")).json()["paths"]
+        (parameter,) = paths["/v2/health/ready"]["get"]["parameters"]
+        assert (parameter["name"], parameter["in"], parameter["required"]) == ("model", "query", False)
+        assert (parameter["schema"]["type"], parameter["schema"]["items"]) == ("array", {"type": "string"})
+
+    run(scenario)
+
+
 LANGUAGE_MODEL = route_of("lm-0")
 
 
