@@ -1,6 +1,7 @@
 """Samples queues and engines of a gateway worker: many times a second for the supervisor's scaling, and on a scrape.
 
-Sampling costs requests nothing; counting in their path would. Deployments that don't scale by load are not sampled.
+Sampling costs requests nothing; counting in their path would. Without metrics, deployments that don't scale by load are
+not sampled.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ class LoadSampler:
     Args:
         models: what the worker serves.
         send: takes a report to the supervisor.
+        for_metrics: whether the supervisor wants to know of deployments that don't scale, too.
     """
 
-    def __init__(self, models: Models, send: Callable[[LoadReport], None]) -> None:
+    def __init__(self, models: Models, send: Callable[[LoadReport], None], *, for_metrics: bool = False) -> None:
         self._models = models
         self._send = send
+        self._for_metrics = for_metrics
         self._moments: dict[str, list[Moment]] = {}
         """Since the last report, by deployment."""
 
     async def run(self) -> None:
         """Sample and report, until cancelled."""
         while True:
-            if not any(map(_scales, self._models.with_steps())):
+            if not any(map(self._is_sampled, self._models.with_steps())):
                 await asyncio.sleep(SAMPLES * SAMPLE_S)
                 continue
             for _ in range(SAMPLES):
@@ -50,7 +53,7 @@ class LoadSampler:
     def sample(self) -> None:
         """Note each deployment's load now."""
         for model in self._models.with_steps():
-            if _scales(model):
+            if self._is_sampled(model):
                 self._moments.setdefault(model.route.name, []).append(model.dispatcher.moment())
 
     def report(self) -> None:
@@ -69,9 +72,8 @@ class LoadSampler:
         if loads:
             self._send(LoadReport(loads))
 
-
-def _scales(model: ServedModel) -> bool:
-    return model.route.least < model.route.most and not model.route.is_graph
+    def _is_sampled(self, model: ServedModel) -> bool:
+        return not model.route.is_graph and (self._for_metrics or model.route.least < model.route.most)
 
 
 class Sampler:

@@ -191,7 +191,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
             tuning.settle(GARBAGE_ALLOCATIONS)
             await server.serve(sockets=[listener])
 
-    tasks += [follow, drain, LoadSampler(models, link.report).run]
+    tasks += [follow, drain, LoadSampler(models, link.report, for_metrics=bool(settings.metrics)).run]
     if settings.metrics:
         tasks.append(sample)
     try:

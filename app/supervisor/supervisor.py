@@ -66,7 +66,11 @@ class Supervisor:
         self._graphs = self._deployments.graphs
         self._lifecycle = Lifecycle(self._deployments, self._host)
         self._autoscaler = Autoscaler(
-            self._sets, lambda: together(self._control.loads()), self._lifecycle.is_busy, self._host
+            self._sets,
+            lambda: together(self._control.loads()),
+            self._lifecycle.is_busy,
+            self._host,
+            lambda shares: self._observer.see_utilization(shares),
         )
         self._is_leaving = False
         """Whether it is about to stop: still serving, but no longer ready."""
