@@ -16,9 +16,11 @@ from app.telemetry.instruments import Gauge
 
 __all__ = ["SAMPLE_EVERY_S", "LoadSampler", "Sampler"]
 
-SAMPLE_S: Final = 0.05
+REPORT_EVERY_S: Final = 0.5
 SAMPLES: Final = 10
-"""In one report."""
+"""In one report, if a deployment scales by load."""
+SAMPLES_FOR_METRICS: Final = 4
+"""In one report otherwise: waking up is what costs an idle worker time."""
 SAMPLE_EVERY_S: Final = 1.0
 """The age that another worker's gauges may have."""
 
@@ -42,18 +44,18 @@ class LoadSampler:
     async def run(self) -> None:
         """Sample and report, until cancelled."""
         while True:
-            if not any(map(self._is_sampled, self._models.with_steps())):
-                await asyncio.sleep(SAMPLES * SAMPLE_S)
-                continue
-            for _ in range(SAMPLES):
+            count = SAMPLES_FOR_METRICS if self._for_metrics else 1
+            if any(map(_scales, self._models.with_steps())):
+                count = SAMPLES
+            for _ in range(count):
                 self.sample()
-                await asyncio.sleep(SAMPLE_S)
+                await asyncio.sleep(REPORT_EVERY_S / count)
             self.report()
 
     def sample(self) -> None:
         """Note each deployment's load now."""
         for model in self._models.with_steps():
-            if self._is_sampled(model):
+            if _scales(model) or (self._for_metrics and not model.route.is_graph):
                 self._moments.setdefault(model.route.name, []).append(model.dispatcher.moment())
 
     def report(self) -> None:
@@ -72,8 +74,9 @@ class LoadSampler:
         if loads:
             self._send(LoadReport(loads))
 
-    def _is_sampled(self, model: ServedModel) -> bool:
-        return not model.route.is_graph and (self._for_metrics or model.route.least < model.route.most)
+
+def _scales(model: ServedModel) -> bool:
+    return model.route.least < model.route.most and not model.route.is_graph
 
 
 class Sampler:
