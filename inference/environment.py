@@ -91,7 +91,7 @@ def versions() -> dict[str, str | None]:
         "cuda": _torch_cuda(),
         "gpus": _gpus(),
         "libpython": None if stub is None else _libpython_of(stub, library_path(os.environ)),
-        "platform": f"{platform.platform()}, {os.cpu_count()} CPUs",
+        "platform": platform.platform(),
     }
 
 

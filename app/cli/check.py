@@ -17,6 +17,7 @@ from app.config.schema import PLACEHOLDER, Deployment, InvalidConfig, is_model_r
 from app.errors import ConfigError
 from app.process.adapters import find_adapters, lora_rank
 from app.process.interpreter import InterpreterError
+from app.process.machine import cpu_count, host_capacity, size_text
 from app.process.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
 from app.process.vllm import device_problem, find_vllm, folder_problem, gives_embeddings
 from app.supervisor.preflight import (
@@ -42,7 +43,7 @@ def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | 
 
     Args:
         what: a YAML file or a model, as for `load_what`; None: only the server's settings, from environment and flags.
-        as_json: print ``{"ok", "versions", "deployments", "problems"}`` rather than text.
+        as_json: print ``{"ok", "versions", "machine", "deployments", "problems"}`` rather than text.
         flags: override the file, as in `load_config`.
 
     Returns:
@@ -85,7 +86,8 @@ def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | 
         problems += tracing_problems(config.server)
         problems += security_problems(config)
     if as_json:
-        report = {"ok": not problems, "versions": versions, "deployments": deployments}
+        machine = {"cpus": cpu_count(), "memory_bytes": host_capacity()}
+        report = {"ok": not problems, "versions": versions, "machine": machine, "deployments": deployments}
         print(json.dumps({**report, "problems": [asdict(problem) for problem in problems]}, indent=2))
     else:
         _print(versions, deployments, problems)
@@ -268,6 +270,9 @@ def _print(
     bold, red, green, plain = ("\033[1m", "\033[31m", "\033[32m", "\033[0m") if colours else ("", "", "", "")
     for name, version in versions.items():
         print(f"{name:<10} {version or 'unknown'}")
+    cpus, memory_bytes = cpu_count(), host_capacity()
+    memory = f", {size_text(memory_bytes)} of memory" if memory_bytes is not None else ""
+    print(f"{'machine':<10} {cpus} CPU{'' if cpus == 1 else 's'}{memory}")
     if deployments:
         print()
     width = max((len(one["name"]) for one in deployments), default=0)

@@ -48,6 +48,7 @@ FORMER_FIELDS: Final = {
     "body_timeout_s": "it is `client_timeout_s` now",
     "crash_window_s": "it is fixed now, at 300 s",
     "devices": "it is `device` now, which takes a list, too",
+    "log_payloads": "it is `access_log` now, which takes full, too",
     "memory_fraction": "it is `memory_limit` now, which takes a part such as 0.8, too",
     "stream_ping_s": "it is fixed now, at 15 s",
     "tensor_store": "it is fixed now: the size of a full batch decides",
@@ -217,14 +218,16 @@ class Server(Section):
     a stream waits so long for a client that doesn't read; then it is cut off."""
     shutdown_timeout_s: sections.PositiveSeconds = 30
     """How long requests in flight may take to finish after SIGTERM."""
+    drain_delay_s: Annotated[float, Field(ge=0, le=86_400)] = 0
+    """How long the server says after SIGTERM that it is not ready, but still takes requests, before it drains: so long
+    may load balancers take to notice."""
     runtime_dir: Path | None = None
     """Where Headwater creates its folder for sockets, workspaces and temporary files. The file system must allow
     execution. Default: the system's folder for temporary files."""
-    access_log: bool = True
+    access_log: sections.AccessLogging = True
+    """Whether to log each request; ``full``: with error messages that may quote a client's data or a callable's."""
     log_format: sections.LogFormat = "auto"
     """``human``, ``json``, or ``auto``: text on a terminal, JSON otherwise."""
-    log_payloads: bool = False
-    """Whether to log error messages in full that may quote a client's data or a callable's message."""
     tracing: sections.TracingSection | None = None
     """Sends a trace of each request to an OpenTelemetry collector; needs the extra ``otel``."""
     metrics: bool = True

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from inference.reference import is_language_model, parse_reference
 
 __all__ = [
+    "AccessLogging",
     "Batching",
     "Device",
     "Environment",
@@ -123,6 +124,14 @@ def _read_limit(value: object) -> float | int:
     return float(size) if size <= 1 else int(size)
 
 
+def _read_access_log(value: object) -> bool | Literal["full"]:
+    if isinstance(value, bool):
+        return value
+    if value == "full":
+        return "full"
+    raise ValueError("expected true, false or full")
+
+
 def _parse_replicas(value: object) -> object:
     """Turn ``3`` into ``{min: 3, max: 3}``."""
     if isinstance(value, int) and not isinstance(value, bool):
@@ -143,6 +152,7 @@ def _stringify(value: object) -> object:
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=86_400)]
 Instances = Annotated[int, Field(ge=1, le=64)]
+AccessLogging = Annotated[bool | Literal["full"], PlainValidator(_read_access_log)]
 MemoryLimit = Annotated[float | int, PlainValidator(_read_limit)]
 """A part, which is a float up to 1, or bytes."""
 MemorySize = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]

@@ -1,4 +1,4 @@
-"""The load that gateway workers report to the supervisor, for deployments that scale by it."""
+"""The load that gateway workers report to the supervisor, which scales deployments by it and exposes it."""
 
 from __future__ import annotations
 

@@ -122,6 +122,8 @@ class RoutingTable(msgspec.Struct, frozen=True, tag="table"):
     deployments: tuple[DeploymentRoute, ...] = ()
     draining: bool = False
     """Whether the server is stopping: it is no longer ready, and answers only the requests in flight."""
+    leaving: bool = False
+    """Whether it is no longer ready because it is about to stop: it still answers all requests."""
 
 
 RETRY_AFTER_S: Final = {State.LOADING: 5, State.FAILED: 60}

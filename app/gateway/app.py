@@ -64,7 +64,8 @@ def create_app(
     """
     reader = BodyReader(server.max_body_bytes, server.client_timeout_s)
     if records is None:
-        log = AccessLog(log_format=server.log_format, payloads=server.log_payloads) if server.access_log else None
+        is_full = server.access_log == "full"
+        log = AccessLog(log_format=server.log_format, payloads=is_full) if server.access_log else None
         records = RequestRecords(log, StreamLimits(write_timeout_s=server.client_timeout_s))
     infer = InferEndpoint(models, reader)
     generate = GenerateEndpoint(models, reader, streams=False)

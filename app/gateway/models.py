@@ -87,6 +87,8 @@ class Models:
         self.cancel_elsewhere: Callable[[str], Awaitable[int]] = _nowhere
         """Cancels the requests of the other workers that have this id. Returns their number."""
         self.is_draining = False
+        self.is_leaving = False
+        """Whether the server is about to stop, or stopping: it isn't ready."""
         self.streams = 0
         """Answers that are being written piece by piece; some of them are in flight, too."""
 
@@ -101,6 +103,7 @@ class Models:
     def update(self, table: RoutingTable) -> None:
         """Adopt a new routing table."""
         self.is_draining = table.draining
+        self.is_leaving = table.leaving or table.draining
         for route in table.deployments:
             model = self._models.get(route.name)
             if model is not None and _kind(model.route) == _kind(route):

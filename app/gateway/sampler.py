@@ -1,6 +1,7 @@
 """Samples queues and engines of a gateway worker: many times a second for the supervisor's scaling, and on a scrape.
 
-Sampling costs requests nothing; counting in their path would. Deployments that don't scale by load are not sampled.
+Sampling costs requests nothing; counting in their path would. Without metrics, deployments that don't scale by load are
+not sampled.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from app.telemetry.instruments import Gauge
 
 __all__ = ["SAMPLE_EVERY_S", "LoadSampler", "Sampler"]
 
-SAMPLE_S: Final = 0.05
+REPORT_EVERY_S: Final = 0.5
 SAMPLES: Final = 10
-"""In one report."""
+"""In one report, if a deployment scales by load."""
+SAMPLES_FOR_METRICS: Final = 4
+"""In one report otherwise: waking up is what costs an idle worker time."""
 SAMPLE_EVERY_S: Final = 1.0
 """The age that another worker's gauges may have."""
 
@@ -28,29 +31,31 @@ class LoadSampler:
     Args:
         models: what the worker serves.
         send: takes a report to the supervisor.
+        for_metrics: whether the supervisor wants to know of deployments that don't scale, too.
     """
 
-    def __init__(self, models: Models, send: Callable[[LoadReport], None]) -> None:
+    def __init__(self, models: Models, send: Callable[[LoadReport], None], *, for_metrics: bool = False) -> None:
         self._models = models
         self._send = send
+        self._for_metrics = for_metrics
         self._moments: dict[str, list[Moment]] = {}
         """Since the last report, by deployment."""
 
     async def run(self) -> None:
         """Sample and report, until cancelled."""
         while True:
-            if not any(map(_scales, self._models.with_steps())):
-                await asyncio.sleep(SAMPLES * SAMPLE_S)
-                continue
-            for _ in range(SAMPLES):
+            count = SAMPLES_FOR_METRICS if self._for_metrics else 1
+            if any(map(_scales, self._models.with_steps())):
+                count = SAMPLES
+            for _ in range(count):
                 self.sample()
-                await asyncio.sleep(SAMPLE_S)
+                await asyncio.sleep(REPORT_EVERY_S / count)
             self.report()
 
     def sample(self) -> None:
         """Note each deployment's load now."""
         for model in self._models.with_steps():
-            if _scales(model):
+            if _scales(model) or (self._for_metrics and not model.route.is_graph):
                 self._moments.setdefault(model.route.name, []).append(model.dispatcher.moment())
 
     def report(self) -> None:

@@ -161,6 +161,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     async def follow() -> None:
         async for table in link.tables(Path(settings.control)):
             models.update(table)
+            connections.is_closing = models.is_leaving
             first_table.set()
             if table.draining:
                 draining.set()
@@ -190,7 +191,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
             tuning.settle(GARBAGE_ALLOCATIONS)
             await server.serve(sockets=[listener])
 
-    tasks += [follow, drain, LoadSampler(models, link.report).run]
+    tasks += [follow, drain, LoadSampler(models, link.report, for_metrics=bool(settings.metrics)).run]
     if settings.metrics:
         tasks.append(sample)
     try:

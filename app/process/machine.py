@@ -1,8 +1,9 @@
-"""How much memory the machine has, and how much of it process groups have, by place."""
+"""How many CPUs and how much memory the machine has, and how much memory process groups have, by place."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
@@ -12,7 +13,7 @@ import psutil
 from app.process.gpu import gpu_processes
 from app.process.proc import members
 
-__all__ = ["HOST", "host_capacity", "measure_groups_by_place", "size_text"]
+__all__ = ["HOST", "cpu_count", "host_capacity", "measure_groups_by_place", "size_text"]
 
 HOST: Final = "the machine"
 """The place where every replica takes memory, even one on a GPU."""
@@ -27,6 +28,23 @@ UNLIMITED_BYTES: Final = 1 << 60
 """Cgroup v1 reports a value above this where there is no limit."""
 
 
+def cpu_count(root: Path = Path("/")) -> int:
+    """The CPUs that this process may run on, or its cgroup's quota of CPU time, rounded up, whichever is less.
+
+    A quota of 1.5 CPUs counts as 2: one thread could not use it up. ``proc`` and ``sys`` are in ``root``.
+    """
+    found = [len(os.sched_getaffinity(0))]
+    for file in _cgroup_files(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
+        with contextlib.suppress(OSError, ValueError):  # it isn't there, or "max"
+            numbers = file.read_text().split()
+            if file.name != "cpu.max":
+                numbers.append(file.with_name("cpu.cfs_period_us").read_text())
+            quota_us, period_us = map(int, numbers)
+            if quota_us > 0:  # in v1, -1 is none
+                found.append(-(-quota_us // period_us))
+    return min(found)
+
+
 def host_capacity(root: Path = Path("/")) -> int | None:
     """The machine's memory, or what this process's cgroup may have of it, whichever is less. None: unknown.
 
@@ -36,7 +54,7 @@ def host_capacity(root: Path = Path("/")) -> int | None:
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = (root / "proc/meminfo").read_text().splitlines()
         found.append(1024 * int(next(line for line in lines if line.startswith("MemTotal:")).split()[1]))
-    for file in _cgroup_limits(root):
+    for file in _cgroup_files(root, "memory", "memory.max", "memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # it isn't there, or "max"
             limit = int(file.read_text())
             if limit < UNLIMITED_BYTES:
@@ -44,8 +62,8 @@ def host_capacity(root: Path = Path("/")) -> int | None:
     return min(found, default=None)
 
 
-def _cgroup_limits(root: Path) -> Iterator[Path]:
-    """The files with the limits of this process's groups, from the innermost one."""
+def _cgroup_files(root: Path, controller: str, name_v2: str, name_v1: str) -> Iterator[Path]:
+    """Where a limit of this process's groups may be, from the innermost one, in cgroup v2 or v1."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -53,9 +71,9 @@ def _cgroup_limits(root: Path) -> Iterator[Path]:
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
-            folder, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            folder, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            folder, name = root / "sys/fs/cgroup", name_v2
+        elif controller in controllers.split(","):
+            folder, name = root / "sys/fs/cgroup" / controller, name_v1
         else:
             continue
         group = Path(path.lstrip("/"))

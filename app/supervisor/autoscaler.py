@@ -153,13 +153,15 @@ class ScalingPolicy:
 
 
 class Autoscaler:
-    """Scales all deployments whose ``replicas`` is a range.
+    """Scales all deployments whose ``replicas`` is a range, and tells how busy all are.
 
     Args:
         sets: every deployment that has replicas, by name; it may change.
         loads: gives each deployment's load over all gateway workers.
         is_busy: whether a command is under way with a deployment, which is then left alone.
         host: runs the tasks.
+        on_utilization: called at every tick with the share of its replicas' capacity that each deployment uses, 0 to 1,
+            if it has a ready replica.
         clock: in seconds; tests replace it.
     """
 
@@ -169,12 +171,14 @@ class Autoscaler:
         loads: Callable[[], Mapping[str, DeploymentLoad]],
         is_busy: Callable[[str], bool],
         host: Host,
+        on_utilization: Callable[[Mapping[str, float]], None] = lambda shares: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sets = sets
         self._loads = loads
         self._is_busy = is_busy
         self._host = host
+        self._on_utilization = on_utilization
         self._clock = clock
         self._policies: dict[str, tuple[object, ScalingPolicy]] = {}
         """Each with the configuration that it was made for."""
@@ -188,14 +192,16 @@ class Autoscaler:
 
     def tick(self) -> None:
         """Decide once for each deployment."""
-        loads: Mapping[str, DeploymentLoad] | None = None
+        loads = self._loads()
+        self._on_utilization(
+            {name: _demand(one, loads.get(name)).busy / len(one.ready) for name, one in self._sets.items() if one.ready}
+        )
         self._policies = {name: policy for name, policy in self._policies.items() if name in self._sets}
         self._acting = {name: task for name, task in self._acting.items() if not task.done()}
         for one in list(self._sets.values()):
             if one.bounds.is_fixed or not one.is_scalable or self._is_busy(one.name):
                 self._policies.pop(one.name, None)  # the load before says little about the load after
             elif one.name not in self._acting:
-                loads = self._loads() if loads is None else loads
                 self._decide(one, loads.get(one.name))
 
     def _decide(self, one: ReplicaSet, load: DeploymentLoad | None) -> None:

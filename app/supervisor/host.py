@@ -17,6 +17,7 @@ import psutil
 
 from app.config.schema import Deployment
 from app.control.messages import Drained
+from app.process.machine import cpu_count
 from app.supervisor.replica_memory import ReplicaMemory
 from app.supervisor.replica_process import ReplicaProcess
 
@@ -62,7 +63,7 @@ class Host:
         self.drain = drain
         self.on_change = on_change
         # Loading is mostly imports and disk; more at once than cores only makes each slower.
-        self.start_slots = asyncio.Semaphore(max(2, os.cpu_count() or 2))
+        self.start_slots = asyncio.Semaphore(max(2, cpu_count()))
         self.folder = Path()
         """The instance's folder, which is made before anything is launched."""
         self.replicas: dict[str, ReplicaProcess] = {}

@@ -18,6 +18,7 @@ import msgspec
 
 from app.config.schema import Deployment
 from app.control.routing import LAST_LINES, ReplicaRoute
+from app.process.machine import cpu_count
 from app.process.sweep import Journal, kill_group, sweep_replica
 from app.supervisor.replica_log import ReplicaLog
 from app.telemetry.logs import REPLICA_LOGGER
@@ -255,6 +256,10 @@ class ReplicaProcess:
         if self._deployment.threads is not None:
             for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON"):
                 environment[f"{library}_NUM_THREADS"] = str(self._deployment.threads)
+        elif not self._deployment.is_vllm and (cpus := cpu_count()) < len(os.sched_getaffinity(0)):
+            # Math libraries see the CPUs, but not the quota, and all ask this variable. Tokenizers see the quota, and
+            # vLLM takes fewer threads than this if the variable isn't set.
+            environment.setdefault("OMP_NUM_THREADS", str(cpus))
         environment.update(self._deployment.environment)
         if self._deployment.python is None:  # for another Python the launcher sets it
             environment["LD_LIBRARY_PATH"] = library_path(environment)

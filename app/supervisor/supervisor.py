@@ -66,10 +66,16 @@ class Supervisor:
         self._graphs = self._deployments.graphs
         self._lifecycle = Lifecycle(self._deployments, self._host)
         self._autoscaler = Autoscaler(
-            self._sets, lambda: together(self._control.loads()), self._lifecycle.is_busy, self._host
+            self._sets,
+            lambda: together(self._control.loads()),
+            self._lifecycle.is_busy,
+            self._host,
+            lambda shares: self._observer.see_utilization(shares),
         )
+        self._is_leaving = False
+        """Whether it is about to stop: still serving, but no longer ready."""
         self._hurry = False
-        """Whether a second signal came."""
+        """Whether a signal came while it was stopping."""
         self._is_announced = False
         self._observer = Observer(None)
         self._url = ""
@@ -189,7 +195,7 @@ class Supervisor:
         routes = [*sets.values(), *(graph.route(workers) for graph in self._graphs.values())]
         order = {name: index for index, name in enumerate(self._deployments.config.deployments)}
         routes.sort(key=lambda route: (order[route.part_of or route.name], route.part_of is not None))
-        self._control.publish(RoutingTable(tuple(routes), draining=self._host.is_stopping))
+        self._control.publish(RoutingTable(tuple(routes), draining=self._host.is_stopping, leaving=self._is_leaving))
         views = []
         for route in routes:
             wanted = 0 if route.is_graph or route.is_set_aside else route.wanted
@@ -206,7 +212,14 @@ class Supervisor:
         if self._host.is_stopping:
             self._hurry = True
             return
-        logger.info("%s: stopping", signal.Signals(number).name)
+        name, delay_s = signal.Signals(number).name, self._config.server.drain_delay_s
+        if number == signal.SIGTERM and delay_s and not self._is_leaving:
+            logger.info("%s: not ready from now on; stopping in %g s", name, delay_s)
+            self._is_leaving = True
+            self._publish()
+            asyncio.get_running_loop().call_later(delay_s, self._host.stop)
+            return
+        logger.info("%s: stopping", name)
         self._host.stop()
 
     async def _stop(self, workers: Workers) -> None:
@@ -225,7 +238,7 @@ class Supervisor:
         logger.info("stopped")
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until the condition holds, the time is over, or a second signal came."""
+        """Wait until the condition holds, the time is over, or a further signal came."""
         deadline = time.monotonic() + timeout_s
         while not (condition() or self._hurry or time.monotonic() >= deadline):  # noqa: ASYNC110
             await asyncio.sleep(0.02)

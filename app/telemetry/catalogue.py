@@ -105,6 +105,12 @@ CATALOGUE: Final[dict[str, Series]] = {
         _counter("headwater_deployment_state_transitions", "Changes of a deployment's state.", "from", "to"),
         _gauge("headwater_replicas_ready", "Replicas that accept requests."),
         _gauge("headwater_replicas_wanted", "Replicas that the deployment should have."),
+        Series(
+            "headwater_utilization",
+            "gauge",
+            "Share of the ready replicas' capacity in use over the last half second, 0 to 1.",
+            scale=1e-3,
+        ),
         _counter("headwater_replica_restarts", "Replicas that ended by themselves and are replaced."),
         _counter("headwater_replica_start_failures", "Replicas that ended before they were ready."),
         _gauge("headwater_replica_threads", "Threads of a replica's processes.", "replica"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from app.control.routing import State
 from app.process.proc import group_uses
+from app.telemetry.catalogue import CATALOGUE
 from app.telemetry.ledger import Ledger
 from app.telemetry.recorder import recorder, use
 from app.telemetry.store import Key
@@ -58,6 +59,7 @@ class Observer:
         self._workers: dict[int, Path] = {}
         self._states: dict[str, State] = {}
         self._deployments: dict[Key, int] = {}
+        self._utilization: dict[Key, int] = {}
         self._replicas: dict[Key, int] = {}
 
     def start_worker(self, index: int) -> str:
@@ -99,6 +101,15 @@ class Observer:
             self._deployments = values
             self._write()
 
+    def see_utilization(self, shares: Mapping[str, float]) -> None:
+        """Update the share of its replicas' capacity that each deployment uses, 0 to 1."""
+        name = "headwater_utilization"
+        scale = CATALOGUE[name].scale
+        values = {Key(name, (deployment,)): round(share / scale) for deployment, share in shares.items()}
+        if values != self._utilization:
+            self._utilization = values
+            self._write()
+
     def see_replicas(self, views: Iterable[ReplicaView]) -> None:
         """Measure the threads and memory of all replicas; takes a millisecond or more."""
         replicas = [view for view in views if view.group]
@@ -127,4 +138,4 @@ class Observer:
 
     def _write(self) -> None:
         if self._ledger is not None:
-            self._ledger.write_state({**self._deployments, **self._replicas})
+            self._ledger.write_state({**self._deployments, **self._utilization, **self._replicas})

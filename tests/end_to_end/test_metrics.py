@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.telemetry.catalogue import CATALOGUE, OUTCOMES
 from tests.end_to_end.conftest import language_model
-from tests.running import Running, leftovers, segments_of, serve, wait_for
+from tests.running import Running, in_background, leftovers, segments_of, serve, wait_for
 from tests.token_streams import open_stream, run
 
 DEPLOYMENTS: dict[str, Any] = {
@@ -159,6 +159,21 @@ def test_what_is_exposed_is_what_the_documentation_says(server: Running) -> None
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     found = {family.name for family in open_metrics_families(response.text)}  # type: ignore[no-untyped-call]
     assert found >= own
+
+
+def test_how_much_of_its_capacity_a_deployment_uses(server: Running) -> None:
+    def used(deployment: str) -> float:
+        return Scrape(server).of("headwater_utilization", deployment=deployment)
+
+    wait_for(lambda: used("slow") == 0, what="nothing to be computed")
+    gate = server.gate()
+    with in_background(lambda: server.infer("slow", [gate.value], shape=[1, 1])) as answers:
+        wait_for(lambda: used("slow") == 1, what="the only replica to be busy")
+        assert used("faulty") == 0
+        assert Scrape(server).in_flight(deployment="slow") == 1
+        gate.open()
+    assert answers[0].status_code == 200
+    wait_for(lambda: used("slow") == 0, what="the replica to be idle")
 
 
 def test_what_a_killed_worker_had_is_lost_and_nothing_else_is(server: Running) -> None:

@@ -48,6 +48,12 @@ def _is_refused(running: Running) -> bool:
     return False
 
 
+def _takes_nothing_new(running: Running) -> bool:
+    with contextlib.suppress(httpx.TransportError):  # a worker with nothing under way ends
+        return running.get("/v2/models/slow").status_code == 503
+    return False
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_drains_then_nobody_listens_and_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
     with serve(slow(tmp_path / "marker")) as running:
@@ -83,6 +89,74 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
             running.popen.wait(30)
             assert time.monotonic() - started < 20  # the call takes longer, and the first signal waits for it
         assert leftovers(running.folder, segments) == []
+
+
+def answer_of_any(running: Running, path: str, body: bytes = b"") -> tuple[int, int, dict[str, str]]:
+    """The worker that took a new connection, and its answer's status and headers."""
+    with running.raw() as connection:
+        port = connection.socket.getsockname()[1]
+        worker: int = wait_for(lambda: worker_of(running, port), what="a worker to take the connection")
+        method = b"POST" if body else b"GET"
+        head = b"%b %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        connection.send(head % (method, path.encode(), len(body)) + body)
+        status, headers, _ = connection.answer(method.decode())
+        return worker, status, headers
+
+
+def test_before_it_drains_the_server_says_everywhere_that_it_is_not_ready_and_serves_on(tmp_path: Path) -> None:
+    with serve(slow(tmp_path / "marker", workers=2, drain_delay_s=600)) as running:
+        segments = segments_of(running.folder)
+        workers = set(running.workers())
+        assert len(workers) == 2
+
+        def every_worker_answers(status: int, path: str, body: bytes = b"") -> None:
+            answered: set[int] = set()
+
+            def all_have() -> bool:
+                worker, got, headers = answer_of_any(running, path, body)
+                assert (got, headers.get("connection")) == (status, "close"), (path, got, headers)
+                answered.add(worker)
+                return answered == workers
+
+            wait_for(all_have, 60, f"{status} of {path} from every worker")
+
+        assert answer_of_any(running, "/v2/health/ready")[1] == 200
+        running.popen.send_signal(signal.SIGTERM)
+        told: set[int] = set()
+
+        def all_are_told() -> bool:
+            worker, status, _ = answer_of_any(running, "/v2/health/ready")
+            told.update({worker} if status == 503 else ())
+            return told == workers
+
+        wait_for(all_are_told, 60, "every worker to be told")
+        every_worker_answers(503, "/v2/health/ready")
+        every_worker_answers(503, "/v2/models/slow/ready")
+        every_worker_answers(200, "/v2/health/live")
+        every_worker_answers(200, "/v2/models/slow/generate", b'{"x": [0.0]}')
+        gate = running.gate()
+        with in_background(lambda: sleep(running, gate.value)) as answers:
+            wait_for(gate.has_begun, what="the call")
+            running.popen.send_signal(signal.SIGTERM)  # ends the delay, and nothing else
+            wait_for(lambda: _takes_nothing_new(running), 20, "new requests to be refused")
+            gate.open()
+        assert answers[0].status_code == 200, answers[0]
+        assert running.popen.wait(60) == 0
+        assert leftovers(running.folder, segments) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "delay_s", "least_s"), [(signal.SIGTERM, 1, 1), (signal.SIGINT, 600, 0)], ids=["SIGTERM", "SIGINT"]
+)
+def test_only_sigterm_is_followed_by_a_delay(
+    tmp_path: Path, number: signal.Signals, delay_s: float, least_s: float
+) -> None:
+    with serve(slow(tmp_path / "marker", drain_delay_s=delay_s)) as running:
+        started = time.monotonic()
+        running.popen.send_signal(number)
+        assert running.popen.wait(60) == 0
+        assert time.monotonic() - started >= least_s
+        assert leftovers(running.folder) == []
 
 
 def test_a_request_that_outlasts_the_shutdown_timeout_gets_503(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import sys
@@ -17,6 +16,7 @@ from app.cli.bench.closed_loop import STOPPED
 from app.cli.bench.limits import OF_REQUESTS, OF_RUNS
 from app.cli.bench.outcomes import Outcomes, distribution_ms
 from app.cli.bench.plan import Plan, Point
+from app.process.machine import cpu_count
 
 __all__ = ["SCHEMA", "Results"]
 
@@ -63,7 +63,7 @@ class Results:
                 "headwater": app.__version__,
                 "python": platform.python_version(),
                 "platform": platform.platform(),
-                "cores": len(os.sched_getaffinity(0)),
+                "cores": cpu_count(),
                 "processes": plan.processes,
                 "command": ["headwater", *sys.argv[1:]],
             },

@@ -23,7 +23,7 @@ from app.cli.report.plots import check_plots
 from app.config.schema import load_what
 from app.errors import CommandError
 from app.process.gpu import gpu_capacities, gpu_name
-from app.process.machine import host_capacity
+from app.process.machine import cpu_count, host_capacity
 
 __all__ = ["exit_status", "run"]
 
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     if config.deployments[name].is_vllm:
         return plan_vllm(options, config, name, _progress)
     subject = make_subject(
-        options.what, config, name, user_paths, cores=len(os.sched_getaffinity(0)), seconds=options.seconds,
+        options.what, config, name, user_paths, cores=cpu_count(), seconds=options.seconds,
         tokens=options.tokens, input=options.input,
     )  # fmt: skip
     rows = options.sequences if subject.is_language_model else options.batch_sizes

@@ -69,6 +69,7 @@ def serve_point(what: str, fields: Mapping[str, Any], timeout_s: float) -> Itera
             "server.tls": None,
             "server.tracing": None,
             "server.log_format": "json",
+            "server.drain_delay_s": 0,
             "security": {},
         }
         flags = [part for field, value in given.items() for part in ("--set", f"{field}={json.dumps(value)}")]

@@ -57,6 +57,8 @@ class Connections:
     """
 
     def __init__(self, limit: int) -> None:
+        self.is_closing = False
+        """Whether each ends with its next answer, so that its client connects to another server."""
         self._limit = limit
         self._busy: set[Closable] = set()
         self._idle: dict[Closable, None] = {}
@@ -241,6 +243,8 @@ class BoundedConnection(HttpToolsProtocol):
             raise httptools.HttpParserInvalidURLError("a target without a path")
         self._others.begin(self)
         super().on_headers_complete()
+        if self._others.is_closing:
+            self.cycle.keep_alive = False
         if b"%" in self.url:
             # An escaped slash is part of a name (RFC 3986, 2.2); decoded, it would be a separator.
             kept = _ESCAPED_SLASH.sub("%252F", self.scope["raw_path"].decode("ascii"))

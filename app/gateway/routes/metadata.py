@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from operator import itemgetter
-from typing import Any
+from typing import Annotated, Any, Final
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
 import app
@@ -28,37 +28,48 @@ from inference.signature import Signature, TensorSpec
 __all__ = ["health_routes", "index_entry", "metadata_routes", "openai_model_routes"]
 
 
+_READY_MODEL: Final = "Only this model; may be repeated. Default: every model that wasn't unloaded"
+
+
 def health_routes(models: Models) -> APIRouter:
     """``/v2/health/live``, ``/v2/models/{model}/ready`` and ``/v2/health/ready``, which vLLM calls ``/health``, and
     Triton's OpenAI frontend ``/health/ready``."""
     router = APIRouter(tags=["health"])
 
+    def why_not(model: ServedModel) -> Unavailable | None:
+        """Why a model isn't ready, if so."""
+        if models.is_leaving:
+            return Unavailable("the server is stopping")
+        try:
+            model.dispatcher.check_ready()
+        except Unavailable as error:
+            return error
+        return None
+
     @router.get("/v2/health/live", summary="Whether the gateway answers")
     async def live() -> JSONResponse:
         return JSONResponse({"live": True})
 
-    @router.get("/v2/health/ready", summary="Whether every model is ready, but those unloaded")
+    @router.get("/v2/health/ready", summary="Whether every model is ready, or those named")
     @router.get("/health", include_in_schema=False)
     @router.get("/health/ready", include_in_schema=False)
-    async def ready() -> JSONResponse:
-        if models.is_draining:
+    async def ready(model: Annotated[tuple[str, ...], Query(description=_READY_MODEL)] = ()) -> JSONResponse:
+        named = [models.get(name) for name in model]
+        if models.is_leaving:
             return _readiness(Unavailable("the server is stopping"))
-        waiting = [
-            model.route for model in models if model.route.state is not State.READY and not model.route.is_set_aside
-        ]
+        if named:
+            waiting = list(filter(None, map(why_not, named)))
+        else:
+            routes = (one.route for one in models if not one.route.is_set_aside)
+            waiting = [unavailable(route) for route in routes if route.state is not State.READY]
         if waiting:
-            return _readiness(Unavailable("; ".join(unavailable(route).message for route in waiting)))
+            return _readiness(Unavailable("; ".join(error.message for error in waiting)))
         return _readiness(None)
 
     @router.get("/v2/models/{model}/ready", summary="Whether the model is ready")
     @router.get("/v2/models/{model}/versions/{version}/ready", include_in_schema=False)
     async def model_ready(model: str, version: str | None = None) -> JSONResponse:
-        found = models.get(model, version)
-        try:
-            found.dispatcher.check_ready()
-        except Unavailable as error:
-            return _readiness(error, name=model)
-        return _readiness(None, name=model)
+        return _readiness(why_not(models.get(model, version)), name=model)
 
     return router
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import yaml
 from app.cli.check import check
 from app.cli.main import main
 from app.config.schema import Deployment, Server
+from app.process.machine import cpu_count, host_capacity
 from app.supervisor.preflight import (
     MIB,
     address_problems,
@@ -84,6 +86,7 @@ def test_ready_to_serve(run: Run) -> None:
     status, report = run({"deployments": {"double": SCALE}})
     assert status == 0
     assert report["versions"]["numpy"].startswith("1.")
+    assert report["machine"] == {"cpus": cpu_count(), "memory_bytes": host_capacity()}
     (deployment,) = report["deployments"]
     assert deployment["name"] == "double"
     assert deployment["ok"]
@@ -98,6 +101,7 @@ def test_text_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert check(path, as_json=False, flags={"server.port": 0}) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("triton     2.") for line in lines)
+    assert any(re.fullmatch(r"machine    \d+ CPUs?, \d.* of memory", line) for line in lines)
     assert "double  inference.zoo.scale:Scale  x FP32 [-1] -> y FP32 [-1]" in lines
     assert lines[-1] == "ready to serve"
     assert "\033" not in "".join(lines)

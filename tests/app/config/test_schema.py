@@ -365,6 +365,15 @@ def test_the_memory_limit_is_a_part_or_a_size(given: object, limit: float | int 
     assert read(MINIMAL).server.memory_limit == 0.8
 
 
+@pytest.mark.parametrize("given", [True, False, "full", "Full", 1, ["full"]])
+def test_the_access_log_is_on_or_off_or_full(given: object) -> None:
+    if isinstance(given, bool) or given == "full":
+        assert read({**MINIMAL, "server": {"access_log": given}}).server.access_log == given
+    else:
+        with pytest.raises(ConfigError, match=r"`server\.access_log`: expected true, false or full, got "):
+            read({**MINIMAL, "server": {"access_log": given}})
+
+
 def fields_in(section: type[Section], seen: set[type[Section]]) -> Iterator[str]:
     """What can be set in a section and below it. A field that is a section counts as what is in it; a step's fields
     that a deployment has too count there, and the form ``{min, max}`` of ``replicas`` is no further field."""

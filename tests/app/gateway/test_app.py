@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -97,6 +97,21 @@ def test_nobody_commands_with_a_second_host_behind_localhost(hosts: bytes) -> No
     app = create_app(Models(), server, repository_routes(command, OperatorGuard(True), server))
     head, _ = ask(b"POST /v2/repository/models/m/load HTTP/1.1", hosts, app)
     assert (head[:12], commands) == ((b"HTTP/1.1 200", ["load"]) if hosts.count(b"\n") == 1 else (b"HTTP/1.1 400", []))
+
+
+# The access log
+
+
+@pytest.mark.parametrize(("access_log", "logged"), [(False, ""), (True, "NotFound"), ("full", "unknown")])
+def test_requests_are_logged_as_the_server_is_told(
+    access_log: bool | Literal["full"], logged: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = create_app(Models(), Server(access_log=access_log, log_format="json"))
+    ask(b"POST /v2/models/m/infer HTTP/1.1", b"Host: x\r\nContent-Length: 0\r\n", app)
+    if app.records.log is not None:
+        app.records.log.flush()
+    lines = [json.loads(line)["error"] for line in capsys.readouterr().err.splitlines()]
+    assert [logged in line for line in lines] == ([True] if logged else [])
 
 
 # Bodies

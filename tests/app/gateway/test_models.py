@@ -152,6 +152,22 @@ def test_while_the_server_drains_every_model_refuses_new_requests() -> None:
     run(scenario)
 
 
+def test_a_server_that_is_about_to_stop_is_not_ready_but_answers() -> None:
+    async def scenario(models: Models) -> None:
+        server = create_app(models, Server(access_log=False))
+        models.update(msgspec.structs.replace(TABLE, leaving=True))
+        for model in models.with_steps():
+            model.dispatcher.check_ready()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://server") as client:
+            for path in ("/v2/health/ready", "/health", "/health/ready", "/v2/models/plain/ready"):
+                answer = await client.get(path)
+                assert (answer.status_code, answer.json()["error"]) == (503, "the server is stopping")
+            assert (await client.get("/v2/health/live")).status_code == 200
+            assert (await client.get("/v2/models/plain")).status_code == 200
+
+    run(scenario)
+
+
 def test_codecs_are_made_anew_for_another_signature_only() -> None:
     async def scenario(models: Models) -> None:
         model = models.get("abc")
@@ -237,6 +253,55 @@ def test_readiness_under_every_name(path: str) -> None:
             assert ((await client.get(path)).status_code, (await client.get(path)).json()) == (200, {"ready": True})
             models.update(RoutingTable((msgspec.structs.replace(PLAIN, state=State.LOADING, replicas=()),)))
             assert (await client.get(path)).status_code == 503
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("path", ["/v2/health/ready", "/health", "/health/ready"])
+def test_readiness_of_the_models_that_are_named(path: str) -> None:
+    async def scenario(models: Models) -> None:
+        server = create_app(models, Server(access_log=False))
+        loading = msgspec.structs.replace(
+            PLAIN, name="late", state=State.LOADING, reason="loading", signature=None, replicas=()
+        )
+        gone = msgspec.structs.replace(loading, name="gone", state=State.UNAVAILABLE, is_set_aside=True)
+        models.update(RoutingTable((*TABLE.deployments, loading, gone)))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://server") as client:
+
+            async def ask(*names: str) -> tuple[int, dict[str, object]]:
+                answer = await client.get(path, params=[("model", name) for name in names])
+                return answer.status_code, answer.json()
+
+            assert (await ask())[0] == 503
+            for names in (["plain"], ["plain", "abc"], ["abc.trunk"]):
+                assert await ask(*names) == (200, {"ready": True})
+            for names in (["late"], ["plain", "late"]):
+                assert await ask(*names) == (503, {"ready": False, "error": "model `late` is LOADING: loading"})
+            status, answer = await ask("gone", "late")  # what is named must be there, even if it was unloaded
+            assert (status, "`gone` is UNAVAILABLE" in str(answer), "`late` is LOADING" in str(answer)) == (
+                503,
+                True,
+                True,
+            )
+            status, answer = await ask("plain", "palin")
+            assert (status, str(answer["error"]).startswith("model 'palin': unknown; this server has `abc`")) == (
+                404,
+                True,
+            )
+            models.update(RoutingTable((PLAIN,), leaving=True))
+            assert await ask("plain") == (503, {"ready": False, "error": "the server is stopping"})
+
+    run(scenario)
+
+
+def test_the_models_that_readiness_may_name_are_in_the_schema() -> None:
+    async def scenario(models: Models) -> None:
+        server = create_app(models, Server(access_log=False))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://server") as client:
+            paths = (await client.get("/openapi.json")).json()["paths"]
+        (parameter,) = paths["/v2/health/ready"]["get"]["parameters"]
+        assert (parameter["name"], parameter["in"], parameter["required"]) == ("model", "query", False)
+        assert (parameter["schema"]["type"], parameter["schema"]["items"]) == ("array", {"type": "string"})
 
     run(scenario)
 

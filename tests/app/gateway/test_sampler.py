@@ -19,7 +19,9 @@ async def calls(bench: Bench, count: int) -> None:
     assert len(bench.calls) == count
 
 
-def of(bench: Bench, least: int = 1, most: int = 3) -> tuple[LoadSampler, list[LoadReport]]:
+def of(
+    bench: Bench, least: int = 1, most: int = 3, *, for_metrics: bool = False
+) -> tuple[LoadSampler, list[LoadReport]]:
     """A sampler of a worker with one deployment, the bench's."""
     sent: list[LoadReport] = []
     models = Models(connect=lambda name, route: Replica())
@@ -27,7 +29,7 @@ def of(bench: Bench, least: int = 1, most: int = 3) -> tuple[LoadSampler, list[L
     models.update(RoutingTable((route,)))
     bench.dispatcher.update(route)
     models.get("m").dispatcher = bench.dispatcher
-    return LoadSampler(models, sent.append), sent
+    return LoadSampler(models, sent.append, for_metrics=for_metrics), sent
 
 
 def test_it_tells_of_calls_requests_and_waiting_rows() -> None:
@@ -80,12 +82,16 @@ def test_the_longest_wait_between_two_reports_is_told() -> None:
     run(scenario)
 
 
-def test_a_deployment_that_does_not_scale_is_not_told_of() -> None:
+def test_a_deployment_that_does_not_scale_is_told_of_for_metrics_only() -> None:
     async def scenario() -> None:
         sampler, sent = of(Bench(), least=2, most=2)
         sampler.sample()
         sampler.report()
         assert sent == []
+        sampler, sent = of(Bench(), least=2, most=2, for_metrics=True)
+        sampler.sample()
+        sampler.report()
+        assert sent == [LoadReport([DeploymentLoad("m", 0, 0.0, 0.0, 0)])]
 
     run(scenario)
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import ClassVar
 
 from hypothesis import given, settings
@@ -13,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from app.process.gpu import gpu_name
-from app.process.machine import HOST, host_capacity, measure_groups_by_place
+from app.process.machine import HOST
 from app.supervisor.memory_budget import MemoryBudget
 
 GPU = "GPU 0"
@@ -193,52 +189,6 @@ def test_learned_sizes_keep_within_the_budget_if_replicas_are_alike(sizes: list[
 # What the machine says
 
 
-def fake_root(folder: Path, **files: str) -> Path:
-    for name, text in files.items():
-        path = folder / name.replace("__", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder
-
-
-MEMINFO = "MemTotal:       16000 kB\nMemFree:        1000 kB\n"
-
-
-def test_the_machine_has_what_its_tightest_cgroup_allows(tmp_path: Path) -> None:
-    root = fake_root(tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup="0::/a.slice/b.service\n")
-    assert host_capacity(root) == 16_000 * 1024
-    group = root / "sys/fs/cgroup/a.slice/b.service"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text("max\n")
-    assert host_capacity(root) == 16_000 * 1024
-    (group.parent / "memory.max").write_text("4000000\n")
-    assert host_capacity(root) == 4_000_000
-    (group / "memory.max").write_text("3000000\n")
-    assert host_capacity(root) == 3_000_000
-
-
-def test_a_container_sees_its_limit_at_the_mount_whatever_path_it_is_told(tmp_path: Path) -> None:
-    root = fake_root(tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup="0::/docker/0123\n")
-    (root / "sys/fs/cgroup").mkdir(parents=True)
-    (root / "sys/fs/cgroup/memory.max").write_text("5000000\n")
-    assert host_capacity(root) == 5_000_000
-
-
-def test_cgroup_v1_too(tmp_path: Path) -> None:
-    lines = "12:cpu,cpuacct:/x\n4:memory:/x\n"
-    root = fake_root(tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup=lines)
-    group = root / "sys/fs/cgroup/memory/x"
-    group.mkdir(parents=True)
-    (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert host_capacity(root) == 16_000 * 1024
-    (group / "memory.limit_in_bytes").write_text("6000000\n")
-    assert host_capacity(root) == 6_000_000
-
-
-def test_where_nothing_can_be_read_nothing_is_known(tmp_path: Path) -> None:
-    assert host_capacity(tmp_path) is None
-
-
 def test_a_gpu_is_the_one_that_a_replica_sees_under_its_number() -> None:
     assert gpu_name("cuda:1", None) == "GPU 1"
     assert gpu_name("cuda", "2,3") == "GPU 2"
@@ -246,30 +196,3 @@ def test_a_gpu_is_the_one_that_a_replica_sees_under_its_number() -> None:
     assert gpu_name("cuda:1", "2") is None
     assert gpu_name("cuda:0", "") is None
     assert gpu_name("cpu", None) is None
-
-
-def test_pages_that_processes_share_count_once() -> None:
-    """A child that has written nothing has what its parent has; each then counts half."""
-    # The child waits on a pipe that ends with us.
-    script = (
-        "import os, sys\n"
-        "taken = bytearray(b'.') * 200_000_000\n"
-        "if os.fork() == 0:\n"
-        "    sys.stdin.read()\n"
-        "    os._exit(0)\n"
-        "print('taken', flush=True)\n"
-        "sys.stdin.read()\n"
-        "os.wait()\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with process:
-        assert process.stdout.readline() == b"taken\n"
-        group = os.getpgid(process.pid)
-        found = measure_groups_by_place({group})[group][HOST]
-        process.stdin.close()
-        process.wait(10)
-    assert 200_000_000 < found < 300_000_000

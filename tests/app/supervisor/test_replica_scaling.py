@@ -42,9 +42,13 @@ class Host(Supervisor):
         if limit is not None:
             budget = MemoryBudget({HOST: limit, **gpus})
             self.memory = ReplicaMemory(budget, self._measured, used=lambda: {})
+        self.utilization: Mapping[str, float] = {}
         self.autoscaler = Autoscaler(
-            self.sets, lambda: self.loads, self.lifecycle.is_busy, self, clock=lambda: self.now_s
+            self.sets, lambda: self.loads, self.lifecycle.is_busy, self, self._see, clock=lambda: self.now_s
         )
+
+    def _see(self, shares: Mapping[str, float]) -> None:
+        self.utilization = shares
 
     def launch(self, name: str, *others: Any) -> Any:
         launched = super().launch(name, *others)
@@ -108,6 +112,25 @@ def test_workers_are_told_how_to_batch_and_have_their_share_of_what_is_bounded()
         assert (route.max_queue_size, route.max_queue_delay_ms, route.max_padding) == (5, 3, 0.2)
         assert route.priority_weights == {1: 2, 10: 1}
         assert (await started(Host(one()))).route(2).max_padding == 0
+
+    check(scenario)
+
+
+def test_how_busy_replicas_are_is_told_of_all_deployments_that_have_some() -> None:
+    async def scenario() -> None:
+        host = Host({**one(replicas=2, instances=2), "b": {"model": "m:B"}})
+        host.failing.add("b")
+        await started(host, 2)
+        for computing, share in ((0.0, 0.0), (1.0, 0.25), (4.0, 1.0), (9.0, 1.0)):  # by two workers at once, too
+            host.loads = {"a": DeploymentLoad("a", 0, 0.0, computing, 1)}
+            await host.tick(0.5)
+            assert host.utilization == {"a": share}
+        host.loads = {}
+        await host.tick(0.5)
+        assert host.utilization == {"a": 0.0}
+        await host.told("unload", "a")
+        await host.tick(0.5)
+        assert host.utilization == {}
 
     check(scenario)
 

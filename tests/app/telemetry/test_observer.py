@@ -234,6 +234,19 @@ def test_gpu_utilization_is_the_mean_of_what_nvml_sampled_lately(
     assert nvml.opened == 0
 
 
+def test_utilization_is_of_what_has_replicas_now(tmp_path: Path) -> None:
+    observer = Observer(tmp_path / "metrics")
+
+    def seen() -> dict[tuple[str, ...], list[int]]:
+        records = read_totals(tmp_path / "metrics").records.items()
+        return {key.labels: numbers for key, numbers in records if key.name == "headwater_utilization"}
+
+    observer.see_utilization({"a": 0.5, "b": 1.0})
+    assert seen() == {("a",): [500], ("b",): [1000]}
+    observer.see_utilization({"a": 0.0})
+    assert seen() == {("a",): [0]}
+
+
 def test_a_process_is_measured() -> None:
     use = process_use(os.getpid())
     assert use is not None

@@ -119,8 +119,7 @@ def test_the_grace_period_has_time_for_all_that_ends_a_pod() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_variant_s_configuration_and_variables_are_valid(name: str) -> None:
     found = variants()[name]
-    # The field has its test in the server.
-    environment = {key: value for key, value in variables(found).items() if not key.endswith("__DRAIN_DELAY_S")}
+    environment = variables(found)
     path = container(found)["args"][1]
     if path.startswith("/models/"):
         return

@@ -44,7 +44,6 @@ def test_the_deployment_has_the_name_and_the_model_of_the_inference_service() ->
     arguments = [text.replace("{{.Name}}", name).replace("$(MODEL)", variables["MODEL"]) for text in CONTAINER["args"]]
     assert arguments[:2] == ["serve", "/config/config.yaml"]
     content = yaml.safe_load(only(FOUND, "ConfigMap")["data"]["config.yaml"])
-    del content["server"]["drain_delay_s"]  # the field has its test in the server
     flags = config_flags(Namespace(fields=arguments[3:]))
     config = read_config(content, source="kserve", environment={}, flags=flags)
     assert {key: one.model for key, one in config.deployments.items()} == {name: "onnx:/mnt/models/model.onnx"}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from app.cli.plan import server
-from app.cli.plan.server import serve_point
+from app.cli.plan.server import STOP_TIMEOUT_S, serve_point
 from app.errors import CommandError
 
 
@@ -31,3 +32,9 @@ def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
     wanted = r"the server ended with status 1: .*nowhere.yaml: can't be read"
     with pytest.raises(CommandError, match=wanted), serve_point(str(tmp_path / "nowhere.yaml"), {}, 60):
         sys.exit("it started")
+
+
+def test_a_server_is_stopped_without_the_delay_of_its_configuration() -> None:
+    with serve_point("inference.zoo.scale:Scale", {"server.drain_delay_s": 600}, 120):
+        left_s = time.monotonic()
+    assert time.monotonic() - left_s < STOP_TIMEOUT_S  # after which it is killed

@@ -11,9 +11,10 @@ import socket
 from typing import Any
 
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.gateway.http.connection import OTHER_FILES, Closable, Connections, allow_open_files
+from app.gateway.http.exchange import EXTENSION
 from app.telemetry.logs import AccessLog
 from tests.app.serving import TIMEOUT_S, connect, run_with, serving, until, until_closed
 
@@ -103,6 +104,32 @@ GET = b"GET /2 HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 run = functools.partial(run_with, application)
+
+
+def test_each_ends_with_its_next_answer_when_clients_are_to_go_elsewhere() -> None:
+    async def in_pieces(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for is_last in (False, True):
+            await send({"type": "http.response.body", "body": b"x", "more_body": not is_last})
+
+    async def at_once(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["extensions"][EXTENSION].answer(200, [], [b"x"])
+
+    async def scenario(answer: ASGIApp) -> None:
+        async with serving(answer) as server:
+            reader, writer = await connect(server.port)
+            writer.write(GET)
+            assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n")
+            (connection,) = server.connections
+            connection._others.is_closing = True
+            writer.write(GET)
+            assert (await until_closed(reader)).count(b"connection: close") == 1
+            writer.close()
+
+    for answer in (application, in_pieces, at_once):
+        asyncio.run(scenario(answer))
+
+
 served = functools.partial(serving, application)
 
 
