@@ -43,6 +43,9 @@ class Place:
 
     is_up: bool
     connections: int
+    """Open now."""
+    opened: int
+    """Connections in all, the closed ones included."""
 
 
 class Balancer:
@@ -59,7 +62,10 @@ class Balancer:
         rows = csv.DictReader(self._ask("show stat").removeprefix("# ").splitlines())
         found = {row["svname"]: row for row in rows if row["pxname"] == "pods"}
         names = [f"pod{index}" for index in range(len(self.pods))]
-        return [Place(found[name]["status"].startswith("UP"), int(found[name]["scur"])) for name in names]
+        return [
+            Place(row["status"].startswith("UP"), int(row["scur"]), int(row["stot"]))
+            for row in map(found.__getitem__, names)
+        ]
 
     def set_state(self, place: int, state: str) -> None:
         """``drain``: no new connections; ``ready``: by the checks again."""
