@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Collection
 from typing import Final
 
+import anyio
+
 from app.control.routing import DeploymentRoute, ReplicaRoute
 from app.dispatch.pool import ReplicaPool
 from app.dispatch.protocol import Fail
@@ -150,8 +152,9 @@ class VllmDispatcher(TextDispatcher):
         """Read the replicas' metrics again and again, until cancelled."""
         while True:
             for id, replica in list(self._pool.connected.items()):
-                with contextlib.suppress(HeadwaterError, asyncio.TimeoutError):
-                    text = await asyncio.wait_for(replica.client.get("/metrics"), SAMPLE_S)
+                # Not asyncio's `wait_for`, which loses its cancellation if the answer fails at the same moment.
+                with contextlib.suppress(HeadwaterError), anyio.move_on_after(SAMPLE_S):
+                    text = await replica.client.get("/metrics")
                     if id in self._pool.connected:
                         self._sampled[id] = self._load(text)
             await asyncio.sleep(SAMPLE_S)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from app.dispatch.deadlines import TIMER_RESOLUTION_S
 from app.dispatch.pool import Replica
-from app.errors import RETRY_AFTER_LOST_S, DeadlineExceeded, HeadwaterError, ReplicaLost
+from app.errors import RETRY_AFTER_LOST_S, DeadlineExceeded, HeadwaterError, QueueFull, ReplicaLost
 from app.lm.answers import Event
 from app.telemetry.tracing import GenerationTrace
 from app.vllm.answers import DONE, LOST, Answer, EventReader, WholeAnswer, refusal
@@ -35,7 +35,7 @@ class VllmReplica(Replica):
 class Relay:
     """A request, from its replica to the client.
 
-    A replica that is lost before the client has got anything is replaced by another, once.
+    A replica that is full, or lost before the client has got anything, is replaced by another, once.
 
     Args:
         request: what is asked.
@@ -78,6 +78,8 @@ class Relay:
         self._answer: VllmAnswer | None = None
         self._tried: VllmReplica | None = None
         """The one that has failed the request."""
+        self._full: QueueFull | None = None
+        """Why it has, if its queue was full."""
         self._is_waiting = True
         """For vLLM, rather than for the client."""
         self._error: HeadwaterError | None = None
@@ -169,7 +171,10 @@ class Relay:
         """The answer of a replica that takes the request."""
         if self._error is not None:
             raise self._error.again()
-        replica = self.replica = self._choose(self._request, self._tried)
+        replica = self._choose(self._request, self._tried)
+        if replica is self._tried and self._full is not None:
+            raise self._full.again()
+        self.replica = replica
         replica.requests += 1
         self._is_waiting, self._failure = True, ""
         upstream = await replica.client.connect()
@@ -205,7 +210,8 @@ class Relay:
         self._tried = self.replica
         self._leave_replica()
         self._failure = type(error).__name__
-        return is_lost and may_be
+        self._full = error if isinstance(error, QueueFull) else None
+        return may_be and (is_lost or self._full is not None)
 
     def _leave_replica(self) -> None:
         replica, self.replica = self.replica, None

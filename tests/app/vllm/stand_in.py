@@ -151,9 +151,10 @@ class StandIn:
         """That were made, in all."""
         self._server: asyncio.Server
         self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        self._server = await asyncio.start_unix_server(self._serve, self.path)
+        self._server = await asyncio.start_unix_server(self._accept, self.path)
 
     def close(self) -> None:
         """End, with all connections."""
@@ -162,24 +163,31 @@ class StandIn:
             writer.transport.abort()
         self.path.unlink(missing_ok=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         self._writers.add(writer)
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                line, *lines = head.strip().split("\r\n")
-                headers = dict(one.lower().split(": ", 1) for one in lines)
-                raw = await reader.readexactly(int(headers.get("content-length", 0)))
-                path = line.split(" ")[1]
-                exchange = Exchange(path, headers, json.loads(raw) if raw else None, (reader, writer))
-                if path == "/metrics":
-                    exchange.whole(self.metrics)
-                else:
-                    self.exchanges.append(exchange)
-                    await self.script(exchange)
-        writer.close()
-        self._writers.discard(writer)
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+                while True:
+                    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                    line, *lines = head.strip().split("\r\n")
+                    headers = dict(one.lower().split(": ", 1) for one in lines)
+                    raw = await reader.readexactly(int(headers.get("content-length", 0)))
+                    path = line.split(" ")[1]
+                    exchange = Exchange(path, headers, json.loads(raw) if raw else None, (reader, writer))
+                    if path == "/metrics":
+                        exchange.whole(self.metrics)
+                    else:
+                        self.exchanges.append(exchange)
+                        await self.script(exchange)
+        finally:
+            writer.close()
+            self._writers.discard(writer)
 
 
 @contextlib.asynccontextmanager
@@ -193,6 +201,8 @@ async def stand_ins(*names: str) -> AsyncIterator[dict[str, StandIn]]:
         try:
             yield found
         finally:
+            for _ in range(5):  # turns in which who has just connected is accepted
+                await asyncio.sleep(0)
             for one in found.values():
                 one.close()
 

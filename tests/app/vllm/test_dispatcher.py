@@ -15,10 +15,11 @@ from app.errors import BadRequest, HeadwaterError, ReplicaLost, Unavailable
 from app.telemetry.recorder import recorder
 from app.vllm import dispatcher as dispatcher_module
 from app.vllm.answers import ChunkAnswer, TokenCount
+from app.vllm.client import VllmClient
 from app.vllm.relay import Relay
 from inference.wire.lm import Load
 from tests.app.serving import until
-from tests.app.vllm.stand_in import Bench, Exchange, benched, chunk, request, route_of, run
+from tests.app.vllm.stand_in import Bench, Exchange, benched, chunk, request, route_of, run, stand_ins
 from tests.counted import count_from_zero
 
 METRICS = b"""\
@@ -182,6 +183,33 @@ def test_a_replica_that_says_nothing_keeps_no_other_from_being_asked(monkeypatch
             bench.replicas["a"].close()
             bench.replicas["b"].metrics = b"\xff{} nonsense\n" + METRICS
             await until(lambda: bench.dispatcher.load == Load(3, 2, 250))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_dispatcher_that_is_closed_asks_no_more(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the answer comes when the task is cancelled, some turns of the event loop before or after."""
+    is_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def get(client: VllmClient, path: str) -> bytes:
+        is_asked.set()
+        await may_answer.wait()
+        return METRICS
+
+    async def scenario() -> None:
+        monkeypatch.setattr(VllmClient, "get", get)
+        async with stand_ins("a") as replicas:
+            before = asyncio.all_tasks()
+            bench = Bench(replicas)
+            await is_asked.wait()
+            (task,) = (one for one in asyncio.all_tasks() - before if "_sample" in repr(one))
+            may_answer.set()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            bench.dispatcher.close()
+            await asyncio.wait([task], timeout=5)
+            assert task.done()
 
     run(scenario)
 

@@ -208,8 +208,6 @@ def test_a_request_that_fails_on_a_good_connection_costs_others_no_replica() -> 
     ("script", "kind"),
     [
         (says(error("wrong", 400, "stop"), status=400), BadRequest),
-        (says(error("full", 503), status=503), QueueFull),
-        (says(error("full", 503)), QueueFull),
         (says(error("broken", 500), status=500), CallableFailed),
     ],
 )
@@ -219,6 +217,33 @@ def test_what_a_replica_refuses_is_not_sent_again(script: Script, kind: type[Hea
             for one in bench.replicas.values():
                 one.script = script
             await failure(opened(bench), kind)
+            assert len(bench.exchanges) == 1
+
+    run(scenario)
+
+
+FULL = [says(error("full", 503), status=503), says(error("full", 503))]
+
+
+@pytest.mark.parametrize("full", FULL)
+def test_a_request_that_finds_a_replica_full_goes_to_another(full: Script) -> None:
+    async def scenario() -> None:
+        async with benched("a", "b") as bench:
+            bench.replicas["a"].script = full
+            bench.replicas["b"].script = GOOD
+            assert await told(opened(bench)) == "ab"
+            bench.replicas["b"].script = full
+            assert (await failure(opened(bench), QueueFull)).retry_after_s
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("full", FULL)
+def test_without_another_replica_a_full_one_is_asked_once(full: Script) -> None:
+    async def scenario() -> None:
+        async with benched() as bench:
+            bench.replica.script = full
+            await failure(opened(bench), QueueFull)
             assert len(bench.exchanges) == 1
 
     run(scenario)
