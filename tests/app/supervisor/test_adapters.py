@@ -86,13 +86,14 @@ class Served(Supervisor):
 
 def run(scenario: Callable[[Served], Awaitable[None]], folder: Path, *replicas: str, **fields: Any) -> None:
     async def main() -> None:
+        before = asyncio.all_tasks()
         async with stand_ins(*(replicas or ("base-0",))) as found:
             served = Served(found, folder, **fields)
             try:
                 await served.start()
                 await scenario(served)
             finally:
-                for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in asyncio.all_tasks() - before:
                     task.cancel()
 
     asyncio.run(asyncio.wait_for(main(), 20))
