@@ -67,8 +67,9 @@ class VllmSpec(msgspec.Struct, frozen=True):
     """vLLM's."""
     max_lora_rank: int = 0
     """The highest rank of a LoRA adapter that can be loaded; 0: none can."""
-    max_requests: int = 1024
-    """Sequences, of an embedding model inputs, that one replica has, computed and waiting; more are refused."""
+    max_requests: int = 0
+    """Sequences, of an embedding model inputs, that one replica has, computed and waiting; more are refused. 0: not
+    known yet."""
     embedding_length: int = 0
     """Of an embedding model, -1 if not known yet; 0: it generates text."""
 

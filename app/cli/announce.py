@@ -30,8 +30,10 @@ def print_what_is_served(
         if signature.limits is not None:
             _announce_language_model(url, signature, signature.limits)
             continue
-        shapes = [", ".join(f"{spec.name} {spec.datatype}{_dims(spec.shape)}" for spec in side)
-                  for side in (signature.inputs, signature.outputs)]  # fmt: skip
+        shapes = [
+            ", ".join(f"{spec.name} {spec.datatype}{_dims(spec.shape)}{'?' if spec.optional else ''}" for spec in side)
+            for side in (signature.inputs, signature.outputs)
+        ]
         print(f"  {name}: {shapes[0]} -> {shapes[1]}")
         body = example_body(signature)
         if signature.streams:

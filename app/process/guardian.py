@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from app.process.sweep import Journal, kill_processes, process_stat, process_stats, segments_mapped_by, sweep_replica
+from app.process.sweep import Journal, kill_group, process_stat, process_stats, segments_mapped_by, sweep_replica
 
 __all__ = ["START_NICE", "CallWatch", "main", "may_raise_priority"]
 
@@ -229,11 +229,8 @@ class Guardian:
             self._journal.note(self._host.pid, segments_mapped_by(pids))
 
     def _end_group(self) -> None:
-        members = _group_states(self._host.pid)
-        self._note_segments(members)
-        kill_processes(members)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._host.pid, signal.SIGKILL)
+        self._note_segments(_group_states(self._host.pid))
+        kill_group(self._host.pid)
         self._host.wait()
         # Processes that the callable started in other sessions have become children of the guardian.
         while True:
@@ -251,13 +248,14 @@ class Guardian:
         Where the kernel groups sessions for scheduling (``autogroup``), threads compete only within theirs.
         """
         for _ in range(SESSION_TRIES):
-            with contextlib.suppress(OSError):  # the kernel has no autogroups, or the host has ended
-                try:
-                    Path(f"/proc/{self._host.pid}/autogroup").write_text(str(by))
-                except BlockingIOError:  # users other than root may set one every 0.1 s, on the whole machine
-                    time.sleep(SESSION_WAIT_S)
-                    continue
-            return
+            try:
+                Path(f"/proc/{self._host.pid}/autogroup").write_text(str(by))
+            except BlockingIOError:  # users other than root may set one every 0.1 s, on the whole machine
+                time.sleep(SESSION_WAIT_S)
+            except OSError:  # the kernel has no autogroups, or the host has ended
+                return
+            else:
+                return
 
     def _set_priority(self, members: Iterable[int], by: int) -> None:
         """Set the priority of all threads of these processes, relative to our own, and that of the session."""

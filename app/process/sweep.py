@@ -24,7 +24,6 @@ from typing import NamedTuple
 __all__ = [
     "Journal",
     "kill_group",
-    "kill_processes",
     "make_instance_folder",
     "process_stat",
     "process_stats",
@@ -86,29 +85,11 @@ def segments_mapped_by(pids: Iterable[int]) -> set[str]:
     return names
 
 
-def kill_processes(pids: Collection[int]) -> None:
-    """Kill processes, and the resource trackers of Python's `multiprocessing` among them last.
-
-    A tracker removes what the others shared, also what nobody has noted, and ends when they have ended.
-    """
-    trackers = {pid for pid in pids if _is_tracker(pid)}
-    for pid in pids:
-        if pid not in trackers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + TRACKERS_TIMEOUT_S
-    while any(map(_runs, trackers)) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    for pid in filter(_runs, trackers):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 def kill_group(group: int) -> set[str]:
-    """Kill a process group as `kill_processes` does. Returns what `segments_mapped_by` found of it."""
+    """Kill a process group. Returns what `segments_mapped_by` found of it."""
     members = [pid for pid, stat in process_stats() if stat.group == group]
     segments = segments_mapped_by(members)
-    kill_processes(members)
+    _kill(members)
     with contextlib.suppress(ProcessLookupError):  # whom they started meanwhile
         os.killpg(group, signal.SIGKILL)
     return segments
@@ -177,7 +158,7 @@ def _end_strays(directory: Path) -> set[str]:
     deadline = time.monotonic() + STRAYS_TIMEOUT_S
     while strays := [pid for pid, stat in process_stats() if stat.group == group and _is_of(pid, directory)]:
         segments |= segments_mapped_by(strays)
-        kill_processes(strays)
+        _kill(strays)
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S)
@@ -190,6 +171,22 @@ def _is_of(pid: int, directory: Path) -> bool:
         return f"{directory}/".encode() in command or Path(f"/proc/{pid}/cwd").readlink() == directory.resolve()
     except OSError:
         return False
+
+
+def _kill(pids: Collection[int]) -> None:
+    """Kill processes, the resource trackers of Python's `multiprocessing` last: a tracker removes what the others
+    shared, also what nobody has noted, and ends when they have ended."""
+    trackers = {pid for pid in pids if _is_tracker(pid)}
+    for pid in pids:
+        if pid not in trackers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + TRACKERS_TIMEOUT_S
+    while any(map(_runs, trackers)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    for pid in filter(_runs, trackers):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _is_tracker(pid: int) -> bool:

@@ -127,7 +127,7 @@ CATALOGUE: Final[dict[str, Series]] = {
             "gauge",
             "Part of the last seconds in which kernels of a replica's processes ran on a GPU, where NVML tells.",
             ("deployment", "replica"),
-            scale=0.001,
+            scale=1e-3,
         ),
         _gauge(
             "headwater_replica_batch_limit",

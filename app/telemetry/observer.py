@@ -103,9 +103,7 @@ class Observer:
 
     def see_utilization(self, shares: Mapping[str, float]) -> None:
         """Update the share of its replicas' capacity that each deployment uses, 0 to 1."""
-        name = "headwater_utilization"
-        scale = CATALOGUE[name].scale
-        values = {Key(name, (deployment,)): round(share / scale) for deployment, share in shares.items()}
+        values = dict(_share("headwater_utilization", (name,), share) for name, share in shares.items())
         if values != self._utilization:
             self._utilization = values
             self._write()
@@ -123,7 +121,7 @@ class Observer:
             values[Key("headwater_replica_batch_limit", labels)] = view.batch_limit
             if used.gpu_bytes is not None:
                 values[Key("headwater_replica_gpu_memory_bytes", labels)] = used.gpu_bytes
-                values[Key("headwater_replica_gpu_utilization", labels)] = round(used.gpu_utilization * 1000)
+                values.update([_share("headwater_replica_gpu_utilization", labels, used.gpu_utilization)])
         self._replicas = values
 
     async def watch(self, replicas: Callable[[], Iterable[ReplicaView]]) -> None:
@@ -139,3 +137,8 @@ class Observer:
     def _write(self) -> None:
         if self._ledger is not None:
             self._ledger.write_state({**self._deployments, **self._utilization, **self._replicas})
+
+
+def _share(name: str, labels: tuple[str, ...], share: float) -> tuple[Key, int]:
+    """What is stored of a share, 0 to 1."""
+    return Key(name, labels), round(share / CATALOGUE[name].scale)

@@ -75,7 +75,7 @@ class VllmRequest(NamedTuple):
 
     route: Route
     body: dict[str, Any]
-    """Without ``stream``, which an embedding has not."""
+    """Without ``stream``, which ``/v1/embeddings`` doesn't take."""
     streams: bool
     includes_usage: bool = False
     """Whether the client asked for the usage at a stream's end."""

@@ -51,7 +51,7 @@ def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequ
     replays = device.startswith("cuda") and is_fixed and not signature.streams
     options: dict[str, Any] = {"mode": "reduce-overhead", "dynamic": False} if replays else {}
     # Beyond its limit torch runs the module as it is, which only its log says.
-    setattr(settings, "recompile_limit", max(settings.recompile_limit, 2 * len(sizes)))  # noqa: B010
+    settings.recompile_limit = max(settings.recompile_limit, 2 * len(sizes))
     for name, module in modules.items():  # not `module.compile`, which leaves torch's own classes as they are
         setattr(model, name, torch.compile(module, **options))
     return sorted({*sizes, signature.max_batch_size}) if replays else ()

@@ -127,7 +127,7 @@ class Step:
         where: prefix of the messages about failures, such as ``step `name`: ``.
         capacity: how many rows fit in the device's memory, for all of a replica's steps.
         sizes: the numbers of rows that the model may be called with, in ascending order; calls are padded with copies
-            of their last row. None: any number.
+            of their last row. Empty: any number.
     """
 
     def __init__(

@@ -85,13 +85,14 @@ def test_where_rows_differ_in_size_there_is_no_graph(compiled: list[dict[str, An
     assert compiled == [{}]
 
 
-def test_no_size_is_beyond_what_torch_compiles_for_one_module(compiled: list[dict[str, Any]]) -> None:
+def test_no_size_is_beyond_what_torch_compiles_for_one_module(
+    compiled: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch._dynamo import config
 
-    before = config.recompile_limit
+    monkeypatch.setattr(config, "recompile_limit", config.recompile_limit)  # is as before at the end
     compile_modules(*loaded(), "cuda:0", list(range(1, 21)))
     assert config.recompile_limit >= 20
-    setattr(config, "recompile_limit", before)  # noqa: B010
 
 
 class Bare(Net):
