@@ -6,13 +6,11 @@ import asyncio
 import http.client
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from app.config.schema import Deployment
 from app.errors import CallableFailed
 from app.process.adapters import find_adapters
-from app.process.vllm import ask_vllm
-from app.supervisor.replica_process import ReplicaProcess
+from app.supervisor.handle import ReplicaHandle
 from inference.errors import LoadError
 
 __all__ = ["changed_adapters", "fit"]
@@ -29,7 +27,7 @@ def changed_adapters(before: Deployment, wanted: Deployment) -> tuple[dict[str, 
     return (added, removed) if added or removed else None
 
 
-async def fit(replica: ReplicaProcess, adapters: Mapping[str, str], search: Sequence[str], timeout_s: float) -> None:
+async def fit(replica: ReplicaHandle, adapters: Mapping[str, str], search: Sequence[str], timeout_s: float) -> None:
     """Load what a replica that is ready lacks of these adapters, and unload what it has besides.
 
     Args:
@@ -55,10 +53,9 @@ async def fit(replica: ReplicaProcess, adapters: Mapping[str, str], search: Sequ
         replica.adapters = {**replica.adapters, name: adapters[name]}
 
 
-async def _ask(replica: ReplicaProcess, what: str, url: str, timeout_s: float, **fields: str) -> None:
-    path = Path(replica.route().http_socket)
+async def _ask(replica: ReplicaHandle, what: str, url: str, timeout_s: float, **fields: str) -> None:
     try:
-        status, answer = await asyncio.to_thread(ask_vllm, path, "POST", url, json.dumps(fields), timeout_s)
+        status, answer = await replica.ask_vllm(url, json.dumps(fields), timeout_s)
     except (OSError, http.client.HTTPException) as error:
         raise CallableFailed(f"replica {replica.id} did not {what}: {error or type(error).__name__}") from error
     if status != 200:

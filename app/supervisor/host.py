@@ -18,6 +18,7 @@ import psutil
 from app.config.schema import Deployment
 from app.control.messages import Drained
 from app.process.machine import cpu_count
+from app.supervisor.handle import ReplicaHandle
 from app.supervisor.replica_memory import ReplicaMemory
 from app.supervisor.replica_process import ReplicaProcess
 
@@ -66,7 +67,7 @@ class Host:
         self.start_slots = asyncio.Semaphore(max(2, cpu_count()))
         self.folder = Path()
         """The instance's folder, which is made before anything is launched."""
-        self.replicas: dict[str, ReplicaProcess] = {}
+        self.replicas: dict[str, ReplicaHandle] = {}
         """All replicas that have not ended, by id."""
         self.stopping = asyncio.Event()
         self.status = 0
@@ -117,7 +118,7 @@ class Host:
         """Wait for the spawned tasks."""
         await asyncio.gather(*self._tasks)
 
-    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaProcess:
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
         """Start a replica of a deployment; ``on_progress`` is called with each stage of its start.
 
         Raises:

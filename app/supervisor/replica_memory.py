@@ -13,8 +13,8 @@ from app.config.schema import DEFAULT_MEMORY_PART, Deployment, Server
 from app.errors import MemoryBudgetExceeded
 from app.process.gpu import gpu_capacities, gpu_name, gpus_used
 from app.process.machine import HOST, host_capacity, measure_groups_by_place
+from app.supervisor.handle import ReplicaHandle
 from app.supervisor.memory_budget import MemoryBudget, Refusal
-from app.supervisor.replica_process import ReplicaProcess
 
 __all__ = ["Place", "ReplicaMemory"]
 
@@ -33,7 +33,7 @@ class Place:
     name: str
     """The deployment's name."""
     device: str
-    replica: ReplicaProcess | None = None
+    replica: ReplicaHandle | None = None
     is_ready: bool = False
 
 
@@ -116,7 +116,7 @@ class ReplicaMemory:
                 raise MemoryBudgetExceeded(f"no capacity for {what} of `{name}`: {refusal}")
         return found
 
-    def attach(self, place: Place, replica: ReplicaProcess) -> None:
+    def attach(self, place: Place, replica: ReplicaHandle) -> None:
         """Note that a replica was started there; its end releases the capacity."""
         place.replica = replica
         replica.exited.add_done_callback(lambda _: self.release(place))
@@ -173,7 +173,7 @@ class ReplicaMemory:
                 self.budget.note_whole(name, used)
             self._measured_s = began_s
 
-    def _look(self, replicas: Collection[ReplicaProcess]) -> tuple[dict[str, Mapping[str, int]], Mapping[str, int]]:
+    def _look(self, replicas: Collection[ReplicaHandle]) -> tuple[dict[str, Mapping[str, int]], Mapping[str, int]]:
         groups = {one.id: group for one in replicas if (group := one.group)}
         measured = self._measure(set(groups.values()))
         found = {id: measured[group] for id, group in groups.items() if group in measured}

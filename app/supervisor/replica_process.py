@@ -10,6 +10,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,9 @@ import msgspec
 from app.config.schema import Deployment
 from app.control.routing import LAST_LINES, ReplicaRoute
 from app.process.machine import cpu_count
+from app.process.proc import GroupUse, group_members, group_uses
 from app.process.sweep import Journal, kill_group, sweep_replica
+from app.process.vllm import ask_vllm
 from app.supervisor.replica_log import ReplicaLog
 from app.telemetry.logs import REPLICA_LOGGER
 from inference.environment import library_path
@@ -34,6 +37,9 @@ replica_logger = logging.getLogger(REPLICA_LOGGER)
 PIPES_TIMEOUT_S = 2.0
 LAST_LINES_S = 0.1
 """How long what a guardian wrote may take to be read after its end."""
+KILLED_TIMEOUT_S = 5.0
+"""How long the processes of a replica that has ended may take to be gone."""
+KILLED_POLL_S = 0.02
 LINE_LIMIT_BYTES = 16 * 1024 * 1024
 GUARDIAN_LOST = "its guardian was killed"
 LOG_LINES = 200
@@ -48,7 +54,9 @@ equal priority the kernel lets others on the same cores stand still for seconds;
 
 
 class ReplicaProcess:
-    """Starts a replica and follows it to its end. Everything happens in the supervisor's event loop.
+    """Starts a replica on this machine and follows it to its end; see `app.supervisor.handle.ReplicaHandle`.
+
+    Everything happens in the supervisor's event loop.
 
     Args:
         deployment: the configuration, with one device.
@@ -68,25 +76,18 @@ class ReplicaProcess:
     ) -> None:
         self.id = id
         self.device = deployment.placements[0]
-        """The device that it was placed on; see `facts` for what ``auto`` became."""
         self.directory = directory
         self.adapters = deployment.adapters
-        """The LoRA adapters that it has once it is ready; see `app.supervisor.adapters.fit`."""
         self.token = secrets.token_urlsafe(24)
         self.signature: Signature | None = None
         self.facts: dict[str, str] = {}
         self.batch_limit = 0
-        """The most rows, or sequences, that fit in its device's memory at once; 0: no limit is known."""
         self.reason = ""
-        """Why it failed or ended, as far as known."""
         self.is_permanent = False
-        """Whether another start would fail in the same way."""
         self.leftovers: list[str] = []
         """What could not be swept."""
         self.ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """True once it serves; False if it ends before."""
         self.ending = asyncio.Event()
-        """Set as soon as it can no longer be used."""
         self.exited: asyncio.Future[None]
         """Done when `follow` is; `app.supervisor.host.Host` sets it."""
         self._name = name
@@ -100,12 +101,19 @@ class ReplicaProcess:
         self._has_explained = False
         """Whether the replica itself gave the reason."""
         self._command_fd: int | None = None
+        self._group = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def group(self) -> int:
-        """The process group of its host; 0: there is none yet."""
-        return Journal(self.directory).host_pid
+        """See `ReplicaHandle.group`."""
+        self._group = Journal(self.directory).host_pid or self._group  # its folder goes before the last process may
+        return self._group
+
+    @property
+    def is_reachable(self) -> bool:
+        """See `ReplicaHandle.is_reachable`."""
+        return True
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the guardian, which starts the replica. Whoever reaps the guardian must run `follow`.
@@ -145,13 +153,13 @@ class ReplicaProcess:
         return guardian
 
     def stop(self) -> None:
-        """Ask for an orderly end: the callable's `unload()` runs first."""
+        """See `ReplicaHandle.stop`."""
         if self._command_fd is not None:
             with contextlib.suppress(OSError):
                 os.write(self._command_fd, b"stop\n")
 
     def kill(self) -> None:
-        """End it at once."""
+        """See `ReplicaHandle.kill`."""
         if self._command_fd is not None:
             os.close(self._command_fd)
             self._command_fd = None
@@ -190,7 +198,7 @@ class ReplicaProcess:
             self.ready.set_result(False)
 
     def account(self) -> str:
-        """The reason; with the last lines of its log, unless the replica itself gave the reason."""
+        """See `ReplicaHandle.account`."""
         lines = [line.strip() for line in self._lines if line.strip()]
         if self._has_explained or not lines:
             return self.reason
@@ -202,11 +210,35 @@ class ReplicaProcess:
         return f"{self.reason or 'it ended'}{LAST_LINES}{text}"
 
     def cause(self) -> str:
-        """Why it failed, in the words for clients: class and message of the error, if it was one."""
+        """See `ReplicaHandle.cause`."""
         return self._cause or self.reason or "it ended before it was ready"
 
+    async def use(self) -> GroupUse:
+        """See `ReplicaHandle.use`."""
+        group = self.group
+        return (await asyncio.to_thread(group_uses, {group}))[group] if group else GroupUse()
+
+    async def remains(self) -> list[str]:
+        """See `ReplicaHandle.remains`."""
+        found = list(self.leftovers)
+        if not self.exited.done():
+            found.append(f"replica {self.id}: its guardian has not ended")
+        if self.directory.exists():
+            found.append(f"folder {self.directory}")
+        deadline, groups = time.monotonic() + KILLED_TIMEOUT_S, {self._group}
+        try:
+            while (pids := await asyncio.to_thread(group_members, groups)) and time.monotonic() < deadline:  # noqa: ASYNC110
+                await asyncio.sleep(KILLED_POLL_S)
+        except OSError as error:
+            return [*found, f"perhaps processes, which can't be listed: {error}"]
+        return [*found, *(f"process {pid}" for pid in pids)]
+
+    async def ask_vllm(self, url: str, body: str, timeout_s: float) -> tuple[int, bytes]:
+        """See `ReplicaHandle.ask_vllm`."""
+        return await asyncio.to_thread(ask_vllm, self.directory / "h", "POST", url, body, timeout_s)
+
     def route(self) -> ReplicaRoute:
-        """How gateway workers reach it."""
+        """See `ReplicaHandle.route`."""
         signature = self.signature
         frames = signature is not None and (signature.heads or signature.streams)
         return ReplicaRoute(

@@ -15,8 +15,8 @@ from app.config.sections import ReplicaBounds
 from app.control.messages import Drained
 from app.control.routing import DeploymentRoute, State
 from app.errors import CallableFailed, Conflict, MemoryBudgetExceeded
+from app.supervisor.handle import ReplicaHandle
 from app.supervisor.host import Host
-from app.supervisor.replica_process import ReplicaProcess
 from app.supervisor.served import Served
 from app.supervisor.slot import Slot
 from app.supervisor.starter import ReplicaStarter, Retired
@@ -67,7 +67,7 @@ class ReplicaSet(Served):
         """How often each adapter was loaded into replicas that served."""
 
     @property
-    def ready(self) -> dict[str, ReplicaProcess]:
+    def ready(self) -> dict[str, ReplicaHandle]:
         """The replicas that new requests go to, by id."""
         return _serving(self._slots)
 
@@ -152,7 +152,7 @@ class ReplicaSet(Served):
         self.host.on_change()
         return retired
 
-    async def start_fresh(self, config: Deployment) -> list[ReplicaProcess]:
+    async def start_fresh(self, config: Deployment) -> list[ReplicaHandle]:
         """Start replicas, with this configuration, beside those that serve. Raises as `ReplicaStarter.start_all`."""
         try:
             return await self.starter.start_all(config, self._within(self._bounds_of(config)))
@@ -162,7 +162,7 @@ class ReplicaSet(Served):
                 "these first, or less that takes memory"
             ) from error
 
-    def switch(self, fresh: list[ReplicaProcess]) -> list[Slot]:
+    def switch(self, fresh: list[ReplicaHandle]) -> list[Slot]:
         """Replace the replicas, from the host's next `on_change`. Returns the old ones' slots, for `retire`."""
         old = self._let_go(self._slots)
         self._crashes.clear()
@@ -269,7 +269,7 @@ class ReplicaSet(Served):
         self._leaving += slots
         return slots
 
-    def _take(self, fresh: list[ReplicaProcess]) -> None:
+    def _take(self, fresh: list[ReplicaHandle]) -> None:
         """Add replicas that serve, from the host's next `on_change`."""
         self._slots += [Slot(self, replica) for replica in fresh]
         self.signature = fresh[-1].signature
@@ -314,21 +314,21 @@ class ReplicaSet(Served):
         else:
             self.host.on_change()
 
-    def note_ready(self, slot: Slot, replica: ReplicaProcess) -> None:
+    def note_ready(self, slot: Slot, replica: ReplicaHandle) -> None:
         """A slot's replica serves."""
         self._slots.remove(slot)
         self._slots.append(slot)
         self.signature = replica.signature
         self.set_state(State.READY, f"replica {replica.id} ready")
 
-    def note_lost(self, slot: Slot, replica: ReplicaProcess) -> None:
+    def note_lost(self, slot: Slot, replica: ReplicaHandle) -> None:
         """A replica that served can no longer be used."""
         if slot.is_kept and not self.ready:
             self.set_state(State.UNAVAILABLE, replica.reason)
         else:
             self.host.on_change()
 
-    def note_failed_start(self, slot: Slot, replica: ReplicaProcess, failed_starts: int) -> None:
+    def note_failed_start(self, slot: Slot, replica: ReplicaHandle, failed_starts: int) -> None:
         """A replica ended before it was ready; so did the ones before it in its slot, so many in a row."""
         reason = replica.account() or "ended before it was ready"
         tries = "not tried again" if replica.is_permanent else f"{failed_starts} of {FAILED_STARTS_LIMIT}"
@@ -339,7 +339,7 @@ class ReplicaSet(Served):
         else:
             self.note_trouble(reason, replica.cause())
 
-    def note_crash(self, slot: Slot, replica: ReplicaProcess) -> None:
+    def note_crash(self, slot: Slot, replica: ReplicaHandle) -> None:
         """A replica that served has ended; its slot is about to start another."""
         now_s = time.monotonic()
         recent = self._crashes = [*(at_s for at_s in self._crashes if at_s >= now_s - CRASH_WINDOW_S), now_s]
@@ -378,9 +378,10 @@ class ReplicaSet(Served):
         self.is_decided |= state is not State.LOADING
 
 
-def _serving(slots: Iterable[Slot]) -> dict[str, ReplicaProcess]:
+def _serving(slots: Iterable[Slot]) -> dict[str, ReplicaHandle]:
     """The replicas that serve, by id."""
-    return {slot.replica.id: slot.replica for slot in slots if slot.serves and slot.replica is not None}
+    found = [slot.replica for slot in slots if slot.serves and slot.replica is not None]
+    return {replica.id: replica for replica in found if replica.is_reachable}
 
 
 def _least_needed(slots: Iterable[Slot], count: int) -> list[Slot]:

@@ -10,9 +10,9 @@ from typing import Final, Protocol
 from app.config.schema import Deployment
 from app.errors import CallableFailed, MemoryBudgetExceeded
 from app.supervisor.adapters import fit
+from app.supervisor.handle import ReplicaHandle
 from app.supervisor.host import Backoff, Host
 from app.supervisor.replica_memory import Place
-from app.supervisor.replica_process import ReplicaProcess
 from app.supervisor.starter import FIRST_MEASURED_RETRY_S, ReplicaStarter
 from app.telemetry.recorder import recorder
 
@@ -36,10 +36,10 @@ class Owner(Protocol):
     def note_no_capacity(self, slot: Slot, reason: str) -> None: ...
     def note_progress(self, text: str) -> None: ...
     def note_trouble(self, reason: str, cause: str) -> None: ...
-    def note_ready(self, slot: Slot, replica: ReplicaProcess) -> None: ...
-    def note_failed_start(self, slot: Slot, replica: ReplicaProcess, failed_starts: int) -> None: ...
-    def note_lost(self, slot: Slot, replica: ReplicaProcess) -> None: ...
-    def note_crash(self, slot: Slot, replica: ReplicaProcess) -> None: ...
+    def note_ready(self, slot: Slot, replica: ReplicaHandle) -> None: ...
+    def note_failed_start(self, slot: Slot, replica: ReplicaHandle, failed_starts: int) -> None: ...
+    def note_lost(self, slot: Slot, replica: ReplicaHandle) -> None: ...
+    def note_crash(self, slot: Slot, replica: ReplicaHandle) -> None: ...
 
 
 class Slot:
@@ -48,7 +48,7 @@ class Slot:
     It may begin with a replica that serves already, or with reserved capacity for the first.
     """
 
-    def __init__(self, owner: Owner, replica: ReplicaProcess | None = None, place: Place | None = None) -> None:
+    def __init__(self, owner: Owner, replica: ReplicaHandle | None = None, place: Place | None = None) -> None:
         self.replica = replica
         """The present replica, from its launch to its end."""
         self.serves = replica is not None
@@ -122,7 +122,7 @@ class Slot:
             self.serves = True
             owner.note_ready(self, replica)
 
-    async def _fit(self, replica: ReplicaProcess) -> bool:
+    async def _fit(self, replica: ReplicaHandle) -> bool:
         """Give a replica the present adapters, which may have changed since its start. Returns whether it has them."""
         owner = self._owner
         try:
@@ -134,7 +134,7 @@ class Slot:
             return False
         return True
 
-    async def _see_end(self, replica: ReplicaProcess) -> None:
+    async def _see_end(self, replica: ReplicaHandle) -> None:
         """Wait until a replica has ended, and notify the owner."""
         has_served = self.serves
         if has_served:

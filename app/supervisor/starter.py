@@ -8,15 +8,16 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 from app.config.schema import Deployment
 from app.control.messages import Drained
 from app.errors import CallableFailed, HeadwaterError, Unavailable
-from app.process.proc import GroupUse, group_members, group_uses
+from app.process.proc import GroupUse
+from app.supervisor.handle import ReplicaHandle
 from app.supervisor.host import Host
 from app.supervisor.replica_memory import Place
-from app.supervisor.replica_process import ReplicaProcess
 from app.telemetry.recorder import recorder
 
 __all__ = ["FIRST_MEASURED_RETRY_S", "REPLICA_END_TIMEOUT_S", "ReplicaStarter", "Retired", "stop_or_kill"]
@@ -26,9 +27,6 @@ logger = logging.getLogger("headwater")
 REPLICA_END_TIMEOUT_S: Final = 20.0
 """How long a replica and its guardian may take to end; then they are killed."""
 REPLICA_KILL_TIMEOUT_S: Final = 10.0
-KILLED_TIMEOUT_S: Final = 5.0
-"""How long the processes of a replica that has ended may take to be gone."""
-KILLED_POLL_S: Final = 0.02
 LONG_START_S: Final = 60.0
 """A start that takes longer waits for something other than a core; other starts no longer wait for it."""
 FIRST_MEASURED_RETRY_S: Final = 0.2
@@ -88,7 +86,7 @@ class ReplicaStarter:
             held.callback(asyncio.get_running_loop().call_later(LONG_START_S, held.close).cancel)
             yield
 
-    def launch(self, place: Place, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaProcess:
+    def launch(self, place: Place, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
         """Start a replica in reserved capacity.
 
         Raises:
@@ -102,7 +100,7 @@ class ReplicaStarter:
         self._host.memory.attach(place, replica)
         return replica
 
-    async def await_ready(self, replica: ReplicaProcess, place: Place, config: Deployment) -> bool:
+    async def await_ready(self, replica: ReplicaHandle, place: Place, config: Deployment) -> bool:
         """Wait until a replica is ready, and measure it. Returns whether it got ready."""
         started = time.monotonic()
         try:
@@ -126,7 +124,7 @@ class ReplicaStarter:
 
     async def start_all(
         self, config: Deployment, count: int, on_progress: Callable[[str], None] = lambda text: None
-    ) -> list[ReplicaProcess]:
+    ) -> list[ReplicaHandle]:
         """Start so many replicas, each once. Afterwards all of them are ready, or gone.
 
         ``on_progress`` is called when there is capacity for the first, and with each stage.
@@ -136,7 +134,7 @@ class ReplicaStarter:
             MemoryBudgetExceeded: the memory budget doesn't allow them.
             Unavailable: the server is stopping.
         """
-        fresh: list[ReplicaProcess] = []
+        fresh: list[ReplicaHandle] = []
         try:
             while len(fresh) < count:
                 places = await self._host.memory.reserve(self._name, config, count - len(fresh))
@@ -159,7 +157,7 @@ class ReplicaStarter:
             raise
         return fresh
 
-    def lost(self, fresh: Collection[ReplicaProcess]) -> CallableFailed | None:
+    def lost(self, fresh: Collection[ReplicaHandle]) -> CallableFailed | None:
         """The error if one of the replicas that were started together has ended since it was ready."""
         for one in fresh:
             if one.ending.is_set():
@@ -170,7 +168,7 @@ class ReplicaStarter:
 
     async def _start_one(
         self, place: Place, config: Deployment, on_progress: Callable[[str], None]
-    ) -> ReplicaProcess | str:
+    ) -> ReplicaHandle | str:
         """Start a replica. Returns it once it is ready; or, once it is gone, the reason."""
         async with self.turn():
             if self._host.is_stopping:
@@ -188,45 +186,27 @@ class ReplicaStarter:
         self.failure = replica.cause()
         return replica.account() or "ended before it was ready"
 
-    async def end(self, replicas: Collection[ReplicaProcess]) -> Retired:
+    async def end(self, replicas: Collection[ReplicaHandle]) -> Retired:
         """End replicas, and see what is left of them."""
-        groups = {group for one in replicas if (group := one.group)}
-        before = await _measure(groups)
+        before = await _measure(replicas)
         await stop_or_kill(replicas)
-        after = await _measure(groups)
-        retired = Retired(before=before, after=after)
+        remains = await asyncio.gather(*(one.remains() for one in replicas))
+        retired = Retired(before=before, after=await _measure(replicas), leftovers=[*chain(*remains)])
         for one in replicas:
-            if not one.exited.done():
-                retired.leftovers.append(f"replica {one.id}: its guardian has not ended")
-            retired.leftovers += one.leftovers
-            if one.directory.exists():
-                retired.leftovers.append(f"folder {one.directory}")
             if one.reason not in ("", "stopped", "stopped before it was ready"):
                 retired.warnings.append(f"replica {one.id}: {one.reason}")
-        try:
-            retired.leftovers += [f"process {pid}" for pid in await _remaining(groups)]
-        except OSError as error:
-            retired.leftovers.append(f"perhaps processes, which can't be listed: {error}")
         return retired
 
 
-async def _remaining(groups: Collection[int]) -> list[int]:
-    """The processes of these groups that don't end in time after SIGKILL."""
-    deadline = time.monotonic() + KILLED_TIMEOUT_S
-    while (pids := await asyncio.to_thread(group_members, groups)) and time.monotonic() < deadline:  # noqa: ASYNC110
-        await asyncio.sleep(KILLED_POLL_S)
-    return pids
-
-
-async def _measure(groups: Collection[int]) -> GroupUse:
+async def _measure(replicas: Collection[ReplicaHandle]) -> GroupUse:
     try:
-        return sum((await asyncio.to_thread(group_uses, groups)).values(), GroupUse())
+        return sum(await asyncio.gather(*(one.use() for one in replicas)), GroupUse())
     except OSError as error:  # no descriptors, for one: the replicas are ended all the same
         logger.error("the memory of replicas that are ended can't be measured: %s", error)
         return GroupUse()
 
 
-async def stop_or_kill(replicas: Collection[ReplicaProcess]) -> None:
+async def stop_or_kill(replicas: Collection[ReplicaHandle]) -> None:
     """End replicas, and kill those that take too long. Returns when they have ended, or don't end even so."""
     if not replicas:
         return

@@ -13,23 +13,19 @@ import time
 from collections.abc import Callable
 
 from app.config.schema import Config
-from app.control.load import together
-from app.control.routing import RoutingTable, State
+from app.control.routing import RoutingTable
 from app.control.server import ControlServer
 from app.errors import StartError
 from app.process.sweep import make_instance_folder, sweep_stale
 from app.security.keys_file import keys_are_wanted
 from app.security.operator import is_loopback
 from app.supervisor import preflight
-from app.supervisor.autoscaler import Autoscaler
-from app.supervisor.deployments import Deployments
 from app.supervisor.host import Host
-from app.supervisor.lifecycle import Lifecycle
+from app.supervisor.orchestrator import Orchestrator
 from app.supervisor.replica_memory import ReplicaMemory
-from app.supervisor.served import Served
 from app.supervisor.starter import REPLICA_END_TIMEOUT_S
 from app.supervisor.workers import Workers
-from app.telemetry.observer import DeploymentView, Observer, ReplicaView
+from app.telemetry.observer import Observer, ReplicaView, deployment_view
 from inference.signature import Signature
 
 __all__ = ["Supervisor"]
@@ -59,18 +55,10 @@ class Supervisor:
     ) -> None:
         self._config = config
         self._on_serving = on_serving
-        self._control = ControlServer(lambda command: self._lifecycle.answer(command))
+        self._control = ControlServer(lambda command: self._orchestrator.answer(command))
         self._host = Host(ReplicaMemory.of(config.server), user_paths, self._control.drain, self._on_change)
-        self._deployments = Deployments(config, self._host)
-        self._sets = self._deployments.sets
-        self._graphs = self._deployments.graphs
-        self._lifecycle = Lifecycle(self._deployments, self._host)
-        self._autoscaler = Autoscaler(
-            self._sets,
-            lambda: together(self._control.loads()),
-            self._lifecycle.is_busy,
-            self._host,
-            lambda shares: self._observer.see_utilization(shares),
+        self._orchestrator = Orchestrator(
+            config, self._host, self._control, lambda shares: self._observer.see_utilization(shares)
         )
         self._is_leaving = False
         """Whether it is about to stop: still serving, but no longer ready."""
@@ -109,12 +97,10 @@ class Supervisor:
             self._publish()
             workers = Workers(self._config, self._host, self._control, self._observer)
             workers.start(listener)
-            for replicas in self._sets.values():
-                replicas.start()
             for watch in (self._host.watch(), workers.watch(), self._observer.watch(self._replica_views)):
                 watching.append(asyncio.create_task(watch))
                 watching[-1].add_done_callback(self._host.note_done)
-            self._host.spawn(self._autoscaler.run())
+            self._orchestrator.start()
             await self._host.stopping.wait()
             listener.close()  # the workers have it, too; when the last of them has ended, connections are refused
             await self._stop(workers)
@@ -162,45 +148,22 @@ class Supervisor:
 
     def _on_change(self) -> None:
         self._publish()
-        if not self._is_announced and all(one.is_decided for one in self._sets.values()):
+        orchestrator = self._orchestrator
+        if not self._is_announced and orchestrator.is_decided:
             self._is_announced = True
-            self._on_serving(self._url, [(one.name, one.signature, one.reason) for one in self._served()])
-            signatures = {name: one.signature for name, one in self._sets.items() if one.signature is not None}
+            self._on_serving(self._url, [(one.name, one.signature, one.reason) for one in orchestrator.served()])
+            signatures = {name: one.signature for name, one in orchestrator.sets.items() if one.signature is not None}
             for problem in preflight.shared_memory_warnings(self._config.all_deployments(), signatures):
                 logger.warning("%s", problem)
         # A server of which every deployment has failed ends, so that the operator notices.
-        if all(map(self._has_given_up, self._deployments.config.deployments)) and not self._host.is_stopping:
-            self._failure = "; ".join(f"{one.name}: {one.failure or one.reason}" for one in self._served())
+        if not self._host.is_stopping and (failure := orchestrator.failure):
+            self._failure = failure
             self._host.stop(1)
 
-    def _served(self) -> list[Served]:
-        return [self._sets.get(name) or self._graphs[name] for name in self._deployments.config.deployments]
-
-    def _has_given_up(self, name: str) -> bool:
-        """Whether a deployment has FAILED by itself, and no operator's command is about to change that."""
-        if self._lifecycle.is_busy(name):
-            return False
-        graph = self._graphs.get(name)
-        if graph is None:
-            return self._sets[name].has_given_up
-        steps = [self._sets[step] for step in graph.deployments.values()]
-        by_command = not graph.is_loaded or any(one.state is State.FAILED and not one.has_given_up for one in steps)
-        return graph.state is State.FAILED and not by_command
-
     def _publish(self) -> None:
-        workers = self._config.server.workers
-        sets = {name: replicas.route(workers) for name, replicas in self._sets.items()}
-        for graph in self._graphs.values():
-            graph.update(sets)
-        routes = [*sets.values(), *(graph.route(workers) for graph in self._graphs.values())]
-        order = {name: index for index, name in enumerate(self._deployments.config.deployments)}
-        routes.sort(key=lambda route: (order[route.part_of or route.name], route.part_of is not None))
+        routes = self._orchestrator.routes(self._config.server.workers)
         self._control.publish(RoutingTable(tuple(routes), draining=self._host.is_stopping, leaving=self._is_leaving))
-        views = []
-        for route in routes:
-            wanted = 0 if route.is_graph or route.is_set_aside else route.wanted
-            views.append(DeploymentView(route.name, route.state, len(route.replicas), wanted))
-        self._observer.see_deployments(views)
+        self._observer.see_deployments(map(deployment_view, routes))
 
     def _replica_views(self) -> list[ReplicaView]:
         return [

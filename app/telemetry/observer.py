@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from app.control.routing import State
+from app.control.routing import DeploymentRoute, State
 from app.process.proc import group_uses
 from app.telemetry.catalogue import CATALOGUE
 from app.telemetry.ledger import Ledger
 from app.telemetry.recorder import recorder, use
 from app.telemetry.store import Key
 
-__all__ = ["DeploymentView", "Observer", "ReplicaView"]
+__all__ = ["DeploymentView", "Observer", "ReplicaView", "deployment_view"]
 
 logger = logging.getLogger("headwater")
 
@@ -137,6 +137,12 @@ class Observer:
     def _write(self) -> None:
         if self._ledger is not None:
             self._ledger.write_state({**self._deployments, **self._utilization, **self._replicas})
+
+
+def deployment_view(route: DeploymentRoute) -> DeploymentView:
+    """A deployment of the routing table."""
+    wanted = 0 if route.is_graph or route.is_set_aside else route.wanted
+    return DeploymentView(route.name, route.state, len(route.replicas), wanted)
 
 
 def _share(name: str, labels: tuple[str, ...], share: float) -> tuple[Key, int]:

@@ -12,7 +12,7 @@ import pytest
 
 from app.config.schema import Deployment
 from app.control.messages import Drained
-from app.supervisor.replica_process import ReplicaProcess
+from app.supervisor.handle import ReplicaHandle
 from inference.signature import Signature, VllmSpec
 from tests.app.supervisor.test_lifecycle import Supervisor, settle, until
 from tests.app.vllm.stand_in import Exchange, StandIn, error, stand_ins
@@ -63,7 +63,7 @@ class Served(Supervisor):
 
         return answer
 
-    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaProcess:
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
         launched = super().launch(name, config, on_progress)
         replica = self.launched[-1]
         replica.adapters = config.adapters

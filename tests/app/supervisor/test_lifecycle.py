@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -16,12 +16,14 @@ from app.config.schema import Config, Deployment
 from app.control.messages import Command, CommandAnswer, Drained
 from app.control.routing import ReplicaRoute, State
 from app.errors import MemoryBudgetExceeded
+from app.process.proc import GroupUse
+from app.process.vllm import ask_vllm
 from app.supervisor.deployments import Deployments
 from app.supervisor.graph_state import GraphState
+from app.supervisor.handle import ReplicaHandle
 from app.supervisor.host import Host
 from app.supervisor.lifecycle import Lifecycle
 from app.supervisor.replica_memory import ReplicaMemory
-from app.supervisor.replica_process import ReplicaProcess
 from app.supervisor.replica_set import ReplicaSet
 from inference.signature import Signature, TensorSpec
 
@@ -44,20 +46,21 @@ GRAPH = {
 
 
 class Replica:
-    """Stands for a `ReplicaProcess`."""
+    """Stands for a `ReplicaHandle`."""
 
-    def __init__(self, name: str, id: str, exited: asyncio.Future[int]) -> None:
+    def __init__(self, name: str, id: str, exited: asyncio.Future[None]) -> None:
         self.name = name
         self.id = id
         self.exited = exited
         self.ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.ending = asyncio.Event()
-        self.signature = SIGNATURES.get(name, SIGNATURES["shared"])
+        self.batch_limit = 0
+        self.signature: Signature | None = SIGNATURES.get(name, SIGNATURES["shared"])
         self.facts: dict[str, str] = {}
         self.reason = ""
         self.leftovers: list[str] = []
-        self.directory = Path("/nonexistent")
         self.group = 0
+        self.is_reachable = True
         self.is_stubborn = self.is_permanent = False
         self.config: Deployment | None = None
         """What it was started with."""
@@ -74,7 +77,7 @@ class Replica:
         if not self.ready.done():
             self.ready.set_result(False)
         if not self.exited.done():
-            self.exited.set_result(0)
+            self.exited.set_result(None)
 
     def stop(self) -> None:
         if not self.is_stubborn:
@@ -88,6 +91,15 @@ class Replica:
 
     def cause(self) -> str:
         return self.reason
+
+    async def use(self) -> GroupUse:
+        return GroupUse()
+
+    async def remains(self) -> list[str]:
+        return self.leftovers
+
+    async def ask_vllm(self, url: str, body: str, timeout_s: float) -> tuple[int, bytes]:
+        return await asyncio.to_thread(ask_vllm, Path(self.socket), "POST", url, body, timeout_s)
 
     def route(self) -> ReplicaRoute:
         return ReplicaRoute(self.id, self.socket, "")
@@ -113,8 +125,8 @@ class Supervisor(Host):
         self.drained = Drained()
         self.states: dict[str, list[State]] = {}
 
-    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaProcess:
-        exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
+        exited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         replica = Replica(name, f"{name}-{len(self.launched)}", exited)
         replica.config = config
         replica.device = config.placements[0]
@@ -124,7 +136,7 @@ class Supervisor(Host):
             replica.end("RuntimeError: no weights here")
         elif self.auto_ready:
             replica.get_ready()
-        return cast(ReplicaProcess, replica)
+        return replica
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)

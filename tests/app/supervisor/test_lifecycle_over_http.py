@@ -20,7 +20,7 @@ from app.gateway.app import create_app
 from app.gateway.models import Models
 from app.gateway.routes.repository import repository_routes
 from app.security.operator import OperatorGuard
-from app.supervisor.replica_process import ReplicaProcess
+from app.supervisor.handle import ReplicaHandle
 from tests.app.dispatch.test_dispatcher import NUMBERS
 from tests.app.dispatch.test_dispatcher import Replica as Client
 from tests.app.supervisor.test_lifecycle import Supervisor, one, until
@@ -47,7 +47,7 @@ class Whole(Supervisor):
     def _connect(self, name: str, route: ReplicaRoute) -> Client:
         return self.clients.setdefault(route.id, Client())
 
-    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaProcess:
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
         launched = super().launch(name, config, on_progress)
         self.launched[-1].signature = NUMBERS
         return launched

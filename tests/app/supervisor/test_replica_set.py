@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from app.control.routing import State, unavailable
 from app.errors import CallableFailed, MemoryBudgetExceeded
 from app.process.machine import HOST as HOST_MEMORY
 from app.process.proc import group_members
+from app.supervisor.handle import ReplicaHandle
 from app.supervisor.host import Host as RealHost
 from app.supervisor.memory_budget import MemoryBudget
 from app.supervisor.replica_memory import ReplicaMemory
@@ -83,9 +84,11 @@ class Host(RealHost):
         self.launched: list[ReplicaProcess] = []
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.reap)
 
-    def launch(self, *arguments: Any) -> ReplicaProcess:
-        self.launched.append(super().launch(*arguments))
-        return self.launched[-1]
+    def launch(self, *arguments: Any) -> ReplicaHandle:
+        replica = super().launch(*arguments)
+        assert isinstance(replica, ReplicaProcess)
+        self.launched.append(replica)
+        return replica
 
 
 @pytest.fixture(autouse=True)
@@ -288,3 +291,18 @@ def test_a_start_that_ends_without_a_word_is_told_with_the_last_lines() -> None:
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_what_cannot_be_listed_after_the_end_may_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptors(groups: Collection[int]) -> list[int]:
+        raise OSError(24, "Too many open files")
+
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        await replicas.load()
+        monkeypatch.setattr("app.supervisor.replica_process.group_members", no_descriptors)
+        await replicas.begin_unload(0)
+        retired = await replicas.end_unload()
+        assert retired.leftovers == ["perhaps processes, which can't be listed: [Errno 24] Too many open files"]
+        assert replicas.state is State.FAILED
+
+    run(scenario)

@@ -1,0 +1,91 @@
+"""What is deployed, and all that decides about it: states, commands, scaling. It knows no gateway and no machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from app.config.schema import Config
+from app.control.load import together
+from app.control.messages import Command, CommandAnswer
+from app.control.routing import DeploymentRoute, State
+from app.control.server import ControlServer
+from app.supervisor.autoscaler import Autoscaler
+from app.supervisor.deployments import Deployments
+from app.supervisor.host import Host
+from app.supervisor.lifecycle import Lifecycle
+from app.supervisor.served import Served
+
+__all__ = ["Orchestrator"]
+
+
+class Orchestrator:
+    """Runs a configuration's deployments.
+
+    Args:
+        config: what to serve.
+        host: starts replicas.
+        control: has the gateway workers' loads.
+        on_utilization: see `Autoscaler`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        host: Host,
+        control: ControlServer,
+        on_utilization: Callable[[Mapping[str, float]], None] = lambda shares: None,
+    ) -> None:
+        self.deployments = Deployments(config, host)
+        self.sets = self.deployments.sets
+        self._graphs = self.deployments.graphs
+        self._host = host
+        self._lifecycle = Lifecycle(self.deployments, host)
+        self._autoscaler = Autoscaler(
+            self.sets, lambda: together(control.loads()), self._lifecycle.is_busy, host, on_utilization
+        )
+
+    def start(self) -> None:
+        """Start all replicas that there should be, and keep them running."""
+        for replicas in self.sets.values():
+            replicas.start()
+        self._host.spawn(self._autoscaler.run())
+
+    async def answer(self, command: Command) -> CommandAnswer:
+        """See `Lifecycle.answer`."""
+        return await self._lifecycle.answer(command)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the first start of every deployment has succeeded or failed."""
+        return all(one.is_decided for one in self.sets.values())
+
+    @property
+    def failure(self) -> str:
+        """Why no deployment serves any more: all have FAILED by themselves. Empty: some serve, or may yet."""
+        if not all(map(self._has_given_up, self.deployments.config.deployments)):
+            return ""
+        return "; ".join(f"{one.name}: {one.failure or one.reason}" for one in self.served())
+
+    def served(self) -> list[Served]:
+        """The configuration's deployments, in its order."""
+        return [self.sets.get(name) or self._graphs[name] for name in self.deployments.config.deployments]
+
+    def routes(self, workers: int) -> list[DeploymentRoute]:
+        """What each of so many gateway workers gets of every deployment, steps behind their pipelines."""
+        sets = {name: replicas.route(workers) for name, replicas in self.sets.items()}
+        for graph in self._graphs.values():
+            graph.update(sets)
+        routes = [*sets.values(), *(graph.route(workers) for graph in self._graphs.values())]
+        order = {name: index for index, name in enumerate(self.deployments.config.deployments)}
+        return sorted(routes, key=lambda route: (order[route.part_of or route.name], route.part_of is not None))
+
+    def _has_given_up(self, name: str) -> bool:
+        """Whether a deployment has FAILED by itself, and no operator's command is about to change that."""
+        if self._lifecycle.is_busy(name):
+            return False
+        graph = self._graphs.get(name)
+        if graph is None:
+            return self.sets[name].has_given_up
+        steps = [self.sets[step] for step in graph.deployments.values()]
+        by_command = not graph.is_loaded or any(one.state is State.FAILED and not one.has_given_up for one in steps)
+        return graph.state is State.FAILED and not by_command
