@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from app.config.schema import Deployment
 from app.errors import CallableFailed
@@ -56,7 +55,8 @@ async def fit(replica: ReplicaProcess, adapters: Mapping[str, str], search: Sequ
 
 
 async def _ask(replica: ReplicaProcess, what: str, url: str, timeout_s: float, **fields: str) -> None:
-    path = Path(replica.route().http_socket)
+    path = replica.route().http_path
+    assert path is not None  # the supervisor's replicas are on its machine
     try:
         status, answer = await asyncio.to_thread(ask_vllm, path, "POST", url, json.dumps(fields), timeout_s)
     except (OSError, http.client.HTTPException) as error:

@@ -90,7 +90,7 @@ class Replica:
         return self.reason
 
     def route(self) -> ReplicaRoute:
-        return ReplicaRoute(self.id, self.socket, "")
+        return ReplicaRoute(self.id, f"unix:{self.socket}", "")
 
 
 class Supervisor(Host):
