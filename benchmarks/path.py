@@ -180,9 +180,14 @@ def table(http: Path, grpc_socket: Path, limits: EngineLimits) -> RoutingTable:
     )
     return RoutingTable(
         (
-            DeploymentRoute("scale", State.READY, "", scale, (ReplicaRoute("scale-0", str(http), ""),)),
+            DeploymentRoute("scale", State.READY, "", scale, (ReplicaRoute("scale-0", f"unix:{http}", ""),)),
             DeploymentRoute(
-                "lm", State.READY, "", lm, (ReplicaRoute("lm-0", "", "", str(grpc_socket)),), is_language_model=True
+                "lm",
+                State.READY,
+                "",
+                lm,
+                (ReplicaRoute("lm-0", "unix:", "", f"unix:{grpc_socket}"),),
+                is_language_model=True,
             ),
         )
     )

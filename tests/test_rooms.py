@@ -20,7 +20,7 @@ ROOMS = {
     "app.transport": {"app.codecs"},
     "app.dispatch": {"app.codecs", "app.control", "app.telemetry", "app.transport"},
     "app.lm": {"app.dispatch", "app.codecs", "app.control", "app.telemetry", "app.transport"},
-    "app.vllm": {"app.lm", "app.dispatch", "app.codecs", "app.control", "app.telemetry"},
+    "app.vllm": {"app.lm", "app.dispatch", "app.codecs", "app.control", "app.telemetry", "app.transport"},
     "app.gateway": {
         "app.config", "app.control", "app.codecs", "app.security", "app.telemetry", "app.dispatch", "app.lm",
         "app.vllm",

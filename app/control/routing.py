@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -37,14 +38,21 @@ class ReplicaRoute(msgspec.Struct, frozen=True):
 
     id: str
     """Unique among all replicas ever started by this supervisor."""
-    http_socket: str
-    """Path of the HTTP socket of its Triton, or of its vLLM."""
+    http_address: str
+    """Of the HTTP of its Triton or its vLLM: ``unix:PATH``, or ``HOST:PORT`` of the port of a replica on another
+    machine (`app.cluster.port`)."""
     token: str
     """Triton's access token."""
-    grpc_socket: str = ""
-    """Path of its Triton's gRPC socket, if it answers in frames: fused pipelines and models that stream."""
+    grpc_address: str = ""
+    """The same of its Triton's gRPC, if it answers in frames: fused pipelines and models that stream."""
     device: str = ""
     """The device it computes on."""
+
+    @property
+    def http_path(self) -> Path | None:
+        """The path of its HTTP socket; None if it is reached over TCP."""
+        prefix, _, path = self.http_address.partition(":")
+        return Path(path) if prefix == "unix" else None
 
 
 class DeploymentRoute(msgspec.Struct, frozen=True):

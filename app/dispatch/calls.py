@@ -69,7 +69,7 @@ class Calls:
 
     async def _call(self, replica: ReplicaCalls, parts: list[Part], rows: int) -> None:
         try:
-            if replica.route.grpc_socket:
+            if replica.route.grpc_address:
                 await self._answer_in_frames(replica, parts, rows)
             else:
                 await self._answer_whole(replica, parts, rows)

@@ -136,7 +136,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
     def _open(self, replica: ReplicaRoute) -> ReplicaCalls:
         client = self._connect(self.route.name, replica)
         signature = self.route.signature
-        if replica.grpc_socket and signature is not None:
+        if replica.grpc_address and signature is not None:
             cast(FrameReplicaClient, client).open(encode_nothing(signature), streams=signature.streams)
         return ReplicaCalls(replica, client)
 

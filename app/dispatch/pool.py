@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from app.control.routing import DeploymentRoute, ReplicaRoute
 from app.dispatch.pending import Part
+from app.transport.address import PeerTls
 from app.transport.protocol import FrameReplicaClient, ReplicaClient
 from app.transport.triton import TritonClient
 
@@ -24,13 +25,19 @@ Connect = Callable[[str, ReplicaRoute], ReplicaClient | FrameReplicaClient]
 """Makes the client of a replica, for the name of its deployment."""
 
 
-def connect(name: str, route: ReplicaRoute) -> ReplicaClient | FrameReplicaClient:
-    """The client for a replica's protocol."""
-    if route.grpc_socket:
+def connect(name: str, route: ReplicaRoute, tls: PeerTls | None = None) -> ReplicaClient | FrameReplicaClient:
+    """The client for a replica's protocol.
+
+    Args:
+        name: the deployment's.
+        route: the replica's.
+        tls: the cluster's, for replicas on other machines.
+    """
+    if route.grpc_address:
         from app.transport.frames import FrameClient  # only if it is needed: gRPC takes memory
 
-        return FrameClient(name, route.grpc_socket, route.token)
-    return TritonClient(name, route.http_socket, route.token)
+        return FrameClient(name, route.grpc_address, route.token, tls)
+    return TritonClient(name, route.http_address, route.token, tls)
 
 
 class Client(Protocol):
@@ -139,7 +146,7 @@ class ReplicaPool(Generic[R]):
         if self.connected.get(route.id) is not replica or replica.is_retiring:
             return
         logger.warning("model %s: replica %s was lost, but is still there: trying it again", self._name, route.id)
-        if route.grpc_socket:  # all its calls went over the connection that is gone
+        if route.grpc_address:  # all its calls went over the connection that is gone
             replica.client.close()
             self.connected[route.id] = self._open(route)
         else:

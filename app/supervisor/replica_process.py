@@ -242,7 +242,7 @@ class ReplicaProcess:
         signature = self.signature
         frames = signature is not None and (signature.heads or signature.streams)
         return ReplicaRoute(
-            self.id, str(self.directory / "h"), self.token, str(self.directory / "g:1") if frames else "",
+            self.id, f"unix:{self.directory / 'h'}", self.token, f"unix:{self.directory / 'g:1'}" if frames else "",
             self.facts.get("device", ""),
         )  # fmt: skip
 

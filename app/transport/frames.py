@@ -1,4 +1,4 @@
-"""Calls to a replica that answers in frames: Triton's gRPC on a unix socket, one bidirectional stream for all calls.
+"""Calls to a replica that answers in frames: Triton's gRPC, one bidirectional stream for all calls.
 
 A decoupled model can only be called over a stream, and a message on a shared stream costs a fraction of a gRPC call.
 """
@@ -17,6 +17,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
+from app.transport.address import PeerTls, is_local
 from app.transport.channel import StreamChannel, Taken
 from app.transport.protocol import FrameRequest
 from app.transport.triton import refusal
@@ -74,11 +75,22 @@ class _Call:
 
 
 class FrameClient:
-    """Calls one model of one Triton, on its gRPC socket."""
+    """Calls one model of one Triton.
 
-    def __init__(self, model: str, socket_path: str, token: str) -> None:
+    Args:
+        model: its name.
+        address: of the Triton's gRPC, or of the port in front of it; see `app.transport.address`.
+        token: Triton's access token.
+        tls: the cluster's.
+    """
+
+    def __init__(self, model: str, address: str, token: str, tls: PeerTls | None = None) -> None:
         self._model = model
-        self._channel = grpc.aio.insecure_channel(f"unix:{socket_path}", options=_OPTIONS)
+        if tls is None or is_local(address):
+            self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        else:
+            options = [*_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name)]
+            self._channel = grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
         stub = pb_grpc.GRPCInferenceServiceStub(self._channel)
         self._stream: Any = stub.ModelStreamInfer(metadata=(("triton-grpc-protocol-triton-access-token", token),))
         self._calls: dict[str, _Call] = {}

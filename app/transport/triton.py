@@ -1,4 +1,4 @@
-"""Unary calls to a replica: Triton's HTTP on a unix socket, with binary tensors.
+"""Unary calls to a replica: Triton's HTTP, with binary tensors.
 
 A call costs the gateway a quarter of the CPU time of a gRPC call.
 """
@@ -15,6 +15,7 @@ import msgspec
 
 from app.codecs.tensors import RawTensor
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
+from app.transport.address import TOKEN_HEADER, PeerTls, dial
 from inference.wire.triton_words import is_ending, is_stub_lost
 
 __all__ = ["TritonClient", "refusal"]
@@ -40,17 +41,25 @@ _reply_decoder = msgspec.json.Decoder(_Reply)
 
 
 class TritonClient:
-    """Calls one model of one Triton, on its HTTP socket."""
+    """Calls one model of one Triton.
 
-    def __init__(self, model: str, socket_path: str, token: str) -> None:
-        self._path = socket_path
+    Args:
+        model: its name.
+        address: of the Triton's HTTP, or of the port in front of it; see `app.transport.address`.
+        token: Triton's access token.
+        tls: the cluster's.
+    """
+
+    def __init__(self, model: str, address: str, token: str, tls: PeerTls | None = None) -> None:
+        self._address = address
+        self._tls = tls
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
         self._closed = False
         self._head = (
             f"POST /v2/models/{model}/infer HTTP/1.1\r\n"
             "Host: replica\r\n"
-            f"triton-access-token: {token}\r\n"
+            f"{TOKEN_HEADER}: {token}\r\n"
             "Inference-Header-Content-Length: %d\r\n"
             "Content-Length: %d\r\n\r\n"
         ).encode()
@@ -86,12 +95,10 @@ class TritonClient:
             if not connection.lost:
                 return connection
         if not self._closed:
-            with contextlib.suppress(OSError):
-                loop = asyncio.get_running_loop()
-                _, connection = await loop.create_unix_connection(lambda: _Connection(self._all), self._path)
-                if not self._closed:
-                    return connection
-                connection.close()
+            connection = await dial(self._address, lambda: _Connection(self._all), self._tls)
+            if not self._closed:
+                return connection
+            connection.close()
         raise ReplicaUnreachable("the replica ended")
 
 

@@ -1,14 +1,14 @@
-"""HTTP to one vLLM, on its unix socket: answers whole or piece by piece, with flow control."""
+"""HTTP to one vLLM: answers whole or piece by piece, with flow control."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Final, cast
 
 import httptools
 
 from app.errors import RETRY_AFTER_LOST_S, ReplicaLost, ReplicaUnreachable
+from app.transport.address import TOKEN_HEADER, PeerTls, dial, is_local
 
 __all__ = ["VllmAnswer", "VllmClient"]
 
@@ -23,11 +23,15 @@ class VllmClient:
     """Sends requests to one vLLM.
 
     Args:
-        socket_path: where it listens.
+        address: where it listens, or the port in front of it; see `app.transport.address`.
+        token: the port's.
+        tls: the cluster's.
     """
 
-    def __init__(self, socket_path: str) -> None:
-        self._path = socket_path
+    def __init__(self, address: str, token: str = "", tls: PeerTls | None = None) -> None:
+        self._address = address
+        self._tls = tls
+        self._headers = "" if is_local(address) else f"{TOKEN_HEADER}: {token}\r\n"
         self._idle: list[VllmAnswer] = []
         self._all: set[VllmAnswer] = set()
         self._is_closed = False
@@ -38,18 +42,17 @@ class VllmClient:
         Raises:
             ReplicaUnreachable: vLLM has ended.
         """
-        loop = asyncio.get_running_loop()
+        now_s = asyncio.get_running_loop().time()
         while self._idle:
             answer = self._idle.pop()
-            if loop.time() - answer.idle_since_s < IDLE_S:
+            if now_s - answer.idle_since_s < IDLE_S:
                 return answer
             answer.abort()
         if not self._is_closed:
-            with contextlib.suppress(OSError):
-                _, answer = await loop.create_unix_connection(lambda: VllmAnswer(self._all, self._idle), self._path)
-                if not self._is_closed:
-                    return answer
-                answer.abort()
+            answer = await dial(self._address, lambda: VllmAnswer(self._all, self._idle, self._headers), self._tls)
+            if not self._is_closed:
+                return answer
+            answer.abort()
         raise ReplicaUnreachable("the replica ended", retry_after_s=RETRY_AFTER_LOST_S)
 
     async def get(self, path: str) -> bytes:
@@ -78,9 +81,16 @@ class VllmClient:
 
 
 class VllmAnswer(asyncio.Protocol):
-    """One answer, and its connection, which is used again once the answer is complete and closed."""
+    """One answer, and its connection, which is used again once the answer is complete and closed.
 
-    def __init__(self, all: set[VllmAnswer], idle: list[VllmAnswer]) -> None:
+    Args:
+        all: those of a client.
+        idle: those of them that may be used again.
+        headers: for each request, each with its line end.
+    """
+
+    def __init__(self, all: set[VllmAnswer], idle: list[VllmAnswer], headers: str = "") -> None:
+        self._headers = headers
         self._all = all
         self._idle = idle
         self._transport: asyncio.Transport | None = None
@@ -112,7 +122,7 @@ class VllmAnswer(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._has_head = self._is_complete = False
         length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
-        head = f"{method} {path} HTTP/1.1\r\nHost: replica\r\n{length}{headers}\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: replica\r\n{length}{self._headers}{headers}\r\n"
         self._transport.write(head.encode() + body)
         while not self._has_head:
             await self._wait()

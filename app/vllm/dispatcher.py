@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Final
 
 import anyio
@@ -16,6 +16,7 @@ from app.dispatch.protocol import Fail
 from app.errors import BadRequest, Cancelled, HeadwaterError
 from app.lm.text_dispatcher import TextDispatcher
 from app.telemetry.tracing import add_generation
+from app.transport.address import PeerTls
 from app.vllm.affinity import PrefixAffinity
 from app.vllm.client import VllmClient
 from app.vllm.relay import Relay, VllmReplica
@@ -36,12 +37,12 @@ class VllmDispatcher(TextDispatcher):
 
     Args:
         route: the deployment.
-        connect: makes a replica's client, given the path of its socket.
+        tls: the cluster's, for replicas on other machines.
     """
 
-    def __init__(self, route: DeploymentRoute, connect: Callable[[str], VllmClient] = VllmClient) -> None:
+    def __init__(self, route: DeploymentRoute, tls: PeerTls | None = None) -> None:
         super().__init__(route)
-        self._connect = connect
+        self._tls = tls
         self._pool = ReplicaPool(route.name, self._open)
         self._affinity = PrefixAffinity()
         self._relays: set[Relay] = set()
@@ -137,7 +138,7 @@ class VllmDispatcher(TextDispatcher):
     # Replicas
 
     def _open(self, route: ReplicaRoute) -> VllmReplica:
-        return VllmReplica(route, self._connect(route.http_socket))
+        return VllmReplica(route, VllmClient(route.http_address, route.token, self._tls))
 
     def _choose(self, request: VllmRequest, tried: VllmReplica | None) -> VllmReplica:
         eligible = self._pool.eligible()

@@ -109,7 +109,7 @@ class Gateway:
                         name=signature.name,
                         state=State.READY,
                         signature=signature,
-                        replicas=(ReplicaRoute("r", "", ""),),
+                        replicas=(ReplicaRoute("r", "unix:", ""),),
                     )
                     for signature in (PIPELINE, STREAMING)
                 )

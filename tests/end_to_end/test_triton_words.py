@@ -88,7 +88,7 @@ async def call(client: TritonClient) -> dict[str, RawTensor]:
 
 def run(triton: EmbeddedTriton, model: str, scenario: Callable[[TritonClient], Awaitable[None]]) -> None:
     async def main() -> None:
-        client = TritonClient(model, str(triton.http_socket), TOKEN)
+        client = TritonClient(model, f"unix:{triton.http_socket}", TOKEN)
         try:
             await asyncio.wait_for(scenario(client), 60)
         finally:

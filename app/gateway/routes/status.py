@@ -16,7 +16,6 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 import app
-from app.control.routing import DeploymentRoute, ReplicaRoute
 from app.gateway.models import Models, ServedModel
 from app.gateway.routes.metadata import index_entry
 from app.gateway.sampler import Sampler
@@ -51,9 +50,10 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
         from app.telemetry.exposition import ReplicaTarget, ask_replicas, exposition
 
         targets = [
-            ReplicaTarget(model.route.name, replica.id, _metrics_socket(model.route, replica))
+            ReplicaTarget(model.route.name, replica.id, path if model.route.is_vllm else path.with_name("m"))
             for model in models.with_steps()
             for replica in (*model.route.replicas, *model.route.retiring)
+            if (path := replica.http_path) is not None  # Triton's socket for metrics lies beside that for HTTP
         ]
         answers = await ask_replicas(targets)
         for answer in answers:
@@ -65,11 +65,6 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
         return Response(body, media_type=media_type)
 
     return router
-
-
-def _metrics_socket(route: DeploymentRoute, replica: ReplicaRoute) -> Path:
-    path = Path(replica.http_socket)
-    return path if route.is_vllm else path.with_name("m")  # Triton's lies beside that for HTTP
 
 
 def status_routes(models: Models, folder: Path | None, sampler: Sampler) -> APIRouter:

@@ -25,7 +25,8 @@ Tables = AsyncGenerator[RoutingTable, None]
 def table(*names: str, draining: bool = False) -> RoutingTable:
     return RoutingTable(
         tuple(
-            DeploymentRoute(name, State.READY, replicas=(ReplicaRoute(f"{name}-1", "/h", "token"),)) for name in names
+            DeploymentRoute(name, State.READY, replicas=(ReplicaRoute(f"{name}-1", "unix:/h", "token"),))
+            for name in names
         ),
         draining,
     )

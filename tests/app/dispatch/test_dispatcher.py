@@ -111,7 +111,7 @@ class Bench:
             name="m",
             state=State.READY,
             signature=signature,
-            replicas=tuple(ReplicaRoute(f"m-{index}", "", "") for index in range(replicas)),
+            replicas=tuple(ReplicaRoute(f"m-{index}", "unix:", "") for index in range(replicas)),
             **route,
         )
         self.dispatcher = ModelDispatcher(self.route, self._connect, budget=budget)

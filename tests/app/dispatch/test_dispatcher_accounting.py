@@ -87,8 +87,8 @@ class Deployment:
             msgspec.structs.replace(
                 self.bench.route,
                 signature=msgspec.structs.replace(NUMBERS, max_batch_size=self._size),
-                replicas=tuple(ReplicaRoute(id, "", "") for id, is_old in self._replicas.items() if not is_old),
-                retiring=tuple(ReplicaRoute(id, "", "") for id, is_old in self._replicas.items() if is_old),
+                replicas=tuple(ReplicaRoute(id, "unix:", "") for id, is_old in self._replicas.items() if not is_old),
+                retiring=tuple(ReplicaRoute(id, "unix:", "") for id, is_old in self._replicas.items() if is_old),
             )
         )
 

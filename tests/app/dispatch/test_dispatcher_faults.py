@@ -46,7 +46,9 @@ def lose(bench: Bench, id: str) -> None:
 
 def replace(bench: Bench, *ids: str, **route: Any) -> None:
     """As when the supervisor has taken note: these replicas are there now."""
-    bench.route = msgspec.structs.replace(bench.route, replicas=tuple(ReplicaRoute(id, "", "") for id in ids), **route)
+    bench.route = msgspec.structs.replace(
+        bench.route, replicas=tuple(ReplicaRoute(id, "unix:", "") for id in ids), **route
+    )
     bench.dispatcher.update(bench.route)
 
 
@@ -638,7 +640,7 @@ def test_heads_that_take_two_replicas_down_end_and_the_others_answer() -> None:
         assert frames.numbers(answer) == frames.expected([1], "ab")
         assert [(one.head, one.status) for one in answer.omitted] == [("c", "unavailable")]
         # What was asked for besides is no reason to refuse the rest.
-        other = ReplicaRoute("m-2", "", "", "grpc")
+        other = ReplicaRoute("m-2", "unix:", "", "unix:grpc")
         bench.dispatcher.update(msgspec.structs.replace(bench.route, replicas=(other,)))
         with pytest.raises(Quarantined):
             await bench.send(1)

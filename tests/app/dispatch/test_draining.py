@@ -90,7 +90,7 @@ def test_replicas_that_retire_finish_what_they_have_and_get_nothing_new() -> Non
         first = bench.ask()
         await settle()
         old = bench.route.replicas
-        bench.tell(replicas=(ReplicaRoute("m-new", "", ""),), retiring=old)
+        bench.tell(replicas=(ReplicaRoute("m-new", "unix:", ""),), retiring=old)
         draining = asyncio.create_task(drain(lambda: bench.dispatcher.under_way(["m-0"]), 10, LATE))
         others = [bench.ask() for _ in range(3)]
         await settle()
@@ -110,7 +110,7 @@ def test_only_what_the_retiring_replicas_have_is_ended() -> None:
         bench = Bench()
         first = bench.ask()
         await settle()
-        bench.tell(replicas=(ReplicaRoute("m-new", "", ""),), retiring=bench.route.replicas)
+        bench.tell(replicas=(ReplicaRoute("m-new", "unix:", ""),), retiring=bench.route.replicas)
         other = bench.ask()
         await settle()
         assert await drain(lambda: bench.dispatcher.under_way(["m-0"]), 0.01, LATE) == Drained(0, 1)

@@ -152,7 +152,7 @@ class Bench:
             name="m",
             state=State.READY,
             signature=signature,
-            replicas=tuple(ReplicaRoute(f"m-{index}", "", "", "grpc") for index in range(replicas)),
+            replicas=tuple(ReplicaRoute(f"m-{index}", "unix:", "", "unix:grpc") for index in range(replicas)),
             **route,
         )
         self.dispatcher = ModelDispatcher(self.route, self._connect)

@@ -698,7 +698,7 @@ def test_what_waits_in_a_steps_queue_leaves_it_with_its_client() -> None:
     async def scenario() -> None:
         planned = plan()
         client = Hanging()
-        route = DeploymentRoute("p.trunk", State.READY, "", TRUNK, (ReplicaRoute("r", "", ""),))
+        route = DeploymentRoute("p.trunk", State.READY, "", TRUNK, (ReplicaRoute("r", "unix:", ""),))
         trunk = ModelDispatcher(route, lambda name, route: client)
         whole = DeploymentRoute("p", State.READY, signature=planned.signature, is_graph=True, plan=planned)
         dispatcher = GraphDispatcher(whole, {"p.trunk": trunk}.get)

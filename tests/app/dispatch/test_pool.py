@@ -35,7 +35,7 @@ class Bench:
 
     def update(self, ready: str, retiring: str = "", grpc: str = "") -> None:
         def routes(ids: str) -> tuple[ReplicaRoute, ...]:
-            return tuple(ReplicaRoute(id, "", "", grpc_socket="some" if id in grpc else "") for id in ids)
+            return tuple(ReplicaRoute(id, "unix:", "", grpc_address="unix:some" if id in grpc else "") for id in ids)
 
         self.pool.update(DeploymentRoute("m", State.READY, replicas=routes(ready), retiring=routes(retiring)))
 

@@ -40,7 +40,7 @@ def test_rows_that_wait_are_cut_for_the_batches_of_the_new_replicas() -> None:
         route = msgspec.structs.replace(
             bench.route,
             signature=msgspec.structs.replace(NUMBERS, max_batch_size=3),
-            replicas=(ReplicaRoute("m-9", "", ""),),
+            replicas=(ReplicaRoute("m-9", "unix:", ""),),
             retiring=bench.route.replicas,
         )
         bench.dispatcher.update(route)

@@ -55,18 +55,18 @@ PLAN = make_plan(
 
 def step(name: str) -> DeploymentRoute:
     return DeploymentRoute(
-        f"abc.{name}", State.READY, "", SIGNATURES[name], (ReplicaRoute(name, "", ""),), part_of="abc"
+        f"abc.{name}", State.READY, "", SIGNATURES[name], (ReplicaRoute(name, "unix:", ""),), part_of="abc"
     )
 
 
 PIPELINE = DeploymentRoute("abc", State.READY, signature=PLAN.signature, is_graph=True, plan=PLAN)
-PLAIN = DeploymentRoute("plain", State.READY, "", SIGNATURES["head"], (ReplicaRoute("r", "", ""),))
+PLAIN = DeploymentRoute("plain", State.READY, "", SIGNATURES["head"], (ReplicaRoute("r", "unix:", ""),))
 TABLE = RoutingTable((PIPELINE, step("trunk"), step("head"), PLAIN))
 
 
 def run(scenario: Callable[[Models], Awaitable[None]]) -> None:
     async def main() -> None:
-        models = Models(lambda name, route: Replica() if route.grpc_socket else Hanging())
+        models = Models(lambda name, route: Replica() if route.grpc_address else Hanging())
         models.update(TABLE)
         await asyncio.wait_for(scenario(models), 20)
         models.close()
@@ -214,7 +214,7 @@ def test_adapters_are_models_with_a_parent() -> None:
     async def scenario(models: Models) -> None:
         spec = VllmSpec(max_sequences=8, context_length=64, cache_tokens=1000, version="0", max_lora_rank=8)
         base = DeploymentRoute("base", State.READY, "", Signature("base", (), (), vllm=spec), is_language_model=True,
-                               is_vllm=True, since_s=1.8e9, replicas=(ReplicaRoute("r", "", ""),),
+                               is_vllm=True, since_s=1.8e9, replicas=(ReplicaRoute("r", "unix:", ""),),
                                adapters={"first": 0, "second": 2})  # fmt: skip
         models.update(RoutingTable((PLAIN, base)))
         assert models.vllm("second") is models.vllm("base") is models.get("first").dispatcher

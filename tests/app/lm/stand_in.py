@@ -40,7 +40,7 @@ SIGNATURE = Signature(
 
 def route_of(*replicas: str, **fields: object) -> DeploymentRoute:
     """A language model that is ready on these replicas."""
-    routes = tuple(ReplicaRoute(id, "", "", "grpc") for id in replicas)
+    routes = tuple(ReplicaRoute(id, "unix:", "", "unix:grpc") for id in replicas)
     return DeploymentRoute("lm", State.READY, "", SIGNATURE, routes, is_language_model=True, **fields)  # type: ignore[arg-type]
 
 

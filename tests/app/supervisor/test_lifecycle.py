@@ -102,7 +102,7 @@ class Replica:
         return await asyncio.to_thread(ask_vllm, Path(self.socket), "POST", url, body, timeout_s)
 
     def route(self) -> ReplicaRoute:
-        return ReplicaRoute(self.id, self.socket, "")
+        return ReplicaRoute(self.id, f"unix:{self.socket}", "")
 
 
 class Supervisor(Host):

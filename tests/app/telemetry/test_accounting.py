@@ -96,7 +96,7 @@ class Gateway:
         self.models = Models(lambda name, route: self.replica)
         row = (TensorSpec("x", "FP32", (1,)),)
         signature = Signature("m", row, NUMBERS.outputs, max_batch_size=1)
-        replicas = (ReplicaRoute("m-1", "", ""),)
+        replicas = (ReplicaRoute("m-1", "unix:", ""),)
         fields: dict[str, Any] = {"max_in_flight": 1000, **route}
         routes = (
             DeploymentRoute("m", State.READY, signature=signature, replicas=replicas, **fields),

@@ -136,7 +136,7 @@ class TestTree:
             replica = frames.Replica()
             models = Models(lambda name, route: replica)
             route = DeploymentRoute(
-                "m", State.READY, signature=frames.PIPELINE, replicas=(ReplicaRoute("m-1", "", "", "grpc"),)
+                "m", State.READY, signature=frames.PIPELINE, replicas=(ReplicaRoute("m-1", "unix:", "", "unix:grpc"),)
             )
             models.update(RoutingTable((route,)))
             asking = asyncio.create_task(ask(create_app(models, Server(access_log=False)), "/v2/models/m/infer", BODY))

@@ -93,7 +93,7 @@ def run(scenario: Callable[[FrameClient, Triton], Awaitable[None]]) -> None:
             await server.start()
             triton.stop = lambda: server.stop(None)
             before = asyncio.all_tasks()
-            client = FrameClient("m", path, "secret")
+            client = FrameClient("m", f"unix:{path}", "secret")
             mine = asyncio.all_tasks() - before
             try:
                 await asyncio.wait_for(scenario(client, triton), 20)
@@ -211,7 +211,7 @@ def test_a_replica_that_ends_has_lost_the_calls_that_it_had() -> None:
 
 def test_a_replica_that_cannot_be_reached_never_had_the_call_and_that_is_known_soon() -> None:
     async def main() -> None:
-        client = FrameClient("m", "/nonexistent/g", "secret")
+        client = FrameClient("m", "unix:/nonexistent/g", "secret")
         client.open(NOTHING)
         started_s = time.monotonic()
         for task in [call(client, name) for name in ("one", "two")]:

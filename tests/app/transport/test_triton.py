@@ -67,7 +67,7 @@ def run(answers: list[bytes | None], scenario: Callable[[TritonClient, Seen], Aw
         with tempfile.TemporaryDirectory(prefix="hw-") as folder:
             path = str(Path(folder) / "h")
             server = await asyncio.start_unix_server(serve, path)
-            client = TritonClient("m", path, "secret")
+            client = TritonClient("m", f"unix:{path}", "secret")
             try:
                 await asyncio.wait_for(scenario(client, seen), 20)
             finally:
@@ -179,6 +179,6 @@ def test_a_cancelled_call_does_not_leave_its_answer_to_the_next() -> None:
 def test_a_socket_that_is_not_there_means_a_lost_replica() -> None:
     async def scenario() -> None:
         with pytest.raises(ReplicaLost):
-            await TritonClient("m", "/nonexistent/h", "t").infer(HEAD, [])
+            await TritonClient("m", "unix:/nonexistent/h", "t").infer(HEAD, [])
 
     asyncio.run(scenario())

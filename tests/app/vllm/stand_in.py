@@ -209,7 +209,7 @@ async def stand_ins(*names: str) -> AsyncIterator[dict[str, StandIn]]:
 
 def route_of(replicas: dict[str, StandIn], **fields: Any) -> DeploymentRoute:
     """The deployment ``m``, ready on these replicas."""
-    routes = tuple(ReplicaRoute(name, str(one.path), "") for name, one in replicas.items())
+    routes = tuple(ReplicaRoute(name, f"unix:{one.path}", "") for name, one in replicas.items())
     told: dict[str, Any] = {"timeout_s": 10.0, "is_language_model": True, "is_vllm": True, **fields}
     return DeploymentRoute("m", State.READY, "", told.pop("signature", SIGNATURE), routes, **told)
 

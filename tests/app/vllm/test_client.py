@@ -27,7 +27,7 @@ def test_an_answer_has_status_and_body_and_its_connection_is_used_again() -> Non
     async def scenario() -> None:
         async with stand_ins("a") as found:
             found["a"].script = echo
-            client = VllmClient(str(found["a"].path))
+            client = VllmClient(f"unix:{found['a'].path}")
             for path in ("/one", "/two"):
                 answer = await asked(client, path)
                 assert answer.status == 200
@@ -49,7 +49,7 @@ def test_an_answer_that_is_left_early_ends_its_connection() -> None:
                 await exchange.left()
 
             found["a"].script = endless
-            client = VllmClient(str(found["a"].path))
+            client = VllmClient(f"unix:{found['a'].path}")
             answer = await asked(client)
             assert await answer.read() == b"data: {}\n\n"
             answer.close()
@@ -63,7 +63,7 @@ def test_a_connection_that_vllm_is_about_to_close_is_not_used_again(monkeypatch:
     async def scenario() -> None:
         async with stand_ins("a") as found:
             found["a"].script = echo
-            client = VllmClient(str(found["a"].path))
+            client = VllmClient(f"unix:{found['a'].path}")
             for _ in range(2):
                 monkeypatch.setattr(client_module, "IDLE_S", 0.0)
                 answer = await asked(client)
@@ -79,7 +79,7 @@ def test_a_connection_that_vllm_closed_is_forgotten() -> None:
     async def scenario() -> None:
         async with stand_ins("a") as found:
             found["a"].script = echo
-            client = VllmClient(str(found["a"].path))
+            client = VllmClient(f"unix:{found['a'].path}")
             answer = await asked(client)
             await answer.whole()
             answer.close()
@@ -104,7 +104,7 @@ def test_a_vllm_that_ends_loses_its_answers() -> None:
 
             begun: list[VllmAnswer] = []
             found["a"].script = script
-            client = VllmClient(str(found["a"].path))
+            client = VllmClient(f"unix:{found['a'].path}")
             with pytest.raises(ReplicaLost):
                 await asked(client)
             begun.append(await asked(client, "/begin"))
@@ -123,7 +123,7 @@ def test_what_is_no_http_ends_the_connection() -> None:
                 exchange.writer.write(b"nonsense\r\n\r\n")
 
             found["a"].script = script
-            client = VllmClient(str(found["a"].path))
+            client = VllmClient(f"unix:{found['a'].path}")
             with pytest.raises(ReplicaLost):
                 await asked(client)
             client.close()
@@ -134,7 +134,7 @@ def test_what_is_no_http_ends_the_connection() -> None:
 def test_without_a_socket_a_vllm_is_not_reached() -> None:
     async def scenario() -> None:
         with pytest.raises(ReplicaUnreachable):
-            await VllmClient("/nowhere/h").connect()
+            await VllmClient("unix:/nowhere/h").connect()
 
     run(scenario)
 
@@ -147,7 +147,7 @@ def test_closing_ends_all_connections_and_opens_none() -> None:
                 await exchange.left()
 
             found["a"].script = silent
-            client = VllmClient(str(found["a"].path))
+            client = VllmClient(f"unix:{found['a'].path}")
             answers = [await client.connect() for _ in range(3)]
             waiting = [asyncio.create_task(one.send("POST", "/", b"{}")) for one in answers]
             await until(lambda: len(found["a"].exchanges) == 3)
@@ -176,7 +176,7 @@ def test_a_reader_that_pauses_stops_vllm() -> None:
                     await asyncio.sleep(0)
 
             found["a"].script = endless
-            client = VllmClient(str(found["a"].path))
+            client = VllmClient(f"unix:{found['a'].path}")
             answer = await asked(client)
             before = -1
             while sent != before:
@@ -197,7 +197,7 @@ def test_get_gives_a_body_or_fails() -> None:
         async with stand_ins("a") as found:
             standing: StandIn = found["a"]
             standing.metrics = b"m 1\n"
-            client = VllmClient(str(standing.path))
+            client = VllmClient(f"unix:{standing.path}")
             assert await client.get("/metrics") == b"m 1\n"
 
             async def refuses(exchange: Exchange) -> None:

@@ -39,7 +39,7 @@ def served() -> Models:
     """What a worker serves; made where its event loop runs."""
     models = Models(lambda name, route: _Replica())  # type: ignore[arg-type, return-value]
     heads = (HeadSpec("only", ("x",)),)
-    replicas = (ReplicaRoute("m-1", "", "", device="cpu"), ReplicaRoute("m-3", "", "", device="cuda:1"))
+    replicas = (ReplicaRoute("m-1", "unix:", "", device="cpu"), ReplicaRoute("m-3", "unix:", "", device="cuda:1"))
     models.update(
         RoutingTable(
             (
@@ -49,7 +49,7 @@ def served() -> Models:
                     "replica m-3 ready",
                     signature=Signature("m", X, X),
                     replicas=replicas,
-                    retiring=(ReplicaRoute("m-0", "", ""),),
+                    retiring=(ReplicaRoute("m-0", "unix:", ""),),
                     wanted=3,
                     since_s=1_700_000_000.5,
                 ),
