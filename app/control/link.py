@@ -16,6 +16,7 @@ from app.control import messages
 from app.control.load import LoadReport
 from app.control.messages import Cancel, CancelCount, Command, CommandAnswer, Drain, Drained, Quarantined, encode_line
 from app.control.routing import RoutingTable
+from app.control.table_change import TableChange
 from app.errors import Unavailable
 
 __all__ = ["SupervisorLink"]
@@ -41,6 +42,8 @@ class SupervisorLink:
         self._on_drain = on_drain
         self._on_quarantined = on_quarantined
         self._on_cancel = on_cancel
+        self._table: RoutingTable | None = None
+        """The latest, from whichever supervisor."""
         self._writer: asyncio.StreamWriter | None = None
         self._asked: dict[int, asyncio.Future[Any]] = {}
         """Answers that are awaited, by the message's id."""
@@ -48,13 +51,18 @@ class SupervisorLink:
         self._draining: set[asyncio.Task[None]] = set()
 
     async def tables(self, path: Path) -> AsyncGenerator[RoutingTable, None]:
-        """Yield each routing table as it comes, and handle other messages; ends when the supervisor does."""
+        """Yield each later routing table as it comes, and handle other messages; ends when the supervisor does.
+
+        Each is whole, although only changes come after the first. May be called again, for the next supervisor.
+        """
         reader, self._writer = await asyncio.open_unix_connection(path, limit=messages.MAX_MESSAGE_BYTES)
         try:
             while line := await reader.readline():
                 message = messages.DOWNWARD.decode(line)
-                if isinstance(message, RoutingTable):
-                    yield message
+                if isinstance(message, (RoutingTable, TableChange)):
+                    if (table := self._later(message)) is not None:
+                        self._table = table
+                        yield table
                 elif isinstance(message, (CommandAnswer, CancelCount)):
                     future = self._asked.get(message.id)
                     if future is not None and not future.done():
@@ -106,6 +114,22 @@ class SupervisorLink:
             count: CancelCount = await self._ask(Cancel(next(self._numbers), request_id))
             return count.streams
         return 0
+
+    def _later(self, message: RoutingTable | TableChange) -> RoutingTable | None:
+        """The table that a message leads to, if it is later than the one here and known whole."""
+        held = self._table
+        if held is not None and (message.epoch, message.version) <= held.age:
+            if message.epoch < held.epoch:
+                logger.error(
+                    "the table of an earlier supervisor is ignored (epoch %d, not %d)", message.epoch, held.epoch
+                )
+            return None
+        if isinstance(message, RoutingTable):
+            return message
+        if held is None or not message.follows(held):
+            self._send(messages.TableWanted())
+            return None
+        return message.applied(held)
 
     async def _ask(self, message: Command | Cancel) -> Any:
         if self._writer is None:

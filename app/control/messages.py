@@ -8,6 +8,7 @@ import msgspec
 
 from app.control.load import LoadReport
 from app.control.routing import RoutingTable
+from app.control.table_change import TableChange
 
 __all__ = ["Command", "CommandAnswer", "Drain", "Drained", "WorkerSettings"]
 
@@ -68,6 +69,10 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """Answers a `Ping`."""
 
 
+class TableWanted(msgspec.Struct, frozen=True, tag="table_wanted"):
+    """Asks for the whole routing table: a worker got a change that doesn't follow the table that it has."""
+
+
 class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
     """A request took two replicas down; see `app.dispatch.losses`."""
 
@@ -91,8 +96,10 @@ class CancelCount(msgspec.Struct, frozen=True, tag="cancel_count"):
     streams: int = 0
 
 
-DOWNWARD: Final = msgspec.json.Decoder(RoutingTable | Drain | CommandAnswer | Ping | Quarantined | Cancel | CancelCount)
-Upward = Command | Drained | Pong | Quarantined | LoadReport | Cancel | CancelCount
+DOWNWARD: Final = msgspec.json.Decoder(
+    RoutingTable | TableChange | Drain | CommandAnswer | Ping | Quarantined | Cancel | CancelCount
+)
+Upward = Command | Drained | Pong | Quarantined | LoadReport | Cancel | CancelCount | TableWanted
 UPWARD: Final = msgspec.json.Decoder(Upward)
 
 

@@ -1,4 +1,4 @@
-"""The routing table, which the supervisor sends to gateway workers as a whole whenever anything changes."""
+"""The routing table. A gateway worker gets it whole when it connects, and then what changes (`table_change`)."""
 
 from __future__ import annotations
 
@@ -132,6 +132,15 @@ class RoutingTable(msgspec.Struct, frozen=True, tag="table"):
     """Whether the server is stopping: it is no longer ready, and answers only the requests in flight."""
     leaving: bool = False
     """Whether it is no longer ready because it is about to stop: it still answers all requests."""
+    epoch: int = 0
+    """Grows with each start of a supervisor."""
+    version: int = 0
+    """Grows with each change within an epoch."""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Greater for a later table, whichever supervisor it is from."""
+        return self.epoch, self.version
 
 
 RETRY_AFTER_S: Final = {State.LOADING: 5, State.FAILED: 60}

@@ -1,10 +1,11 @@
 """The supervisor's end of the control socket, which has one JSON message per line.
 
-Downwards go the whole `RoutingTable` whenever anything changes, a `Drain`, which a worker answers with `Drained`, and
-a `CommandAnswer` for each `Command` of a worker. Any number of each may be under way; a message's ``id`` tells which
-answer belongs to it. A `Ping` is answered by a `Pong`. A worker's `Quarantined` is forwarded to the other workers. So
-is a `Cancel`, whose sender gets the sum of their `CancelCount`. The end of the connection tells either side that the
-other is gone; with a worker goes all that was in flight there.
+Downwards go the whole `RoutingTable` to a worker that connects, a `TableChange` whenever anything changes, a `Drain`,
+which a worker answers with `Drained`, and a `CommandAnswer` for each `Command` of a worker. Any number of each may be
+under way; a message's ``id`` tells which answer belongs to it. A worker that gets a change that doesn't follow its
+table asks for the whole one with `TableWanted`. A `Ping` is answered by a `Pong`. A worker's `Quarantined` is forwarded
+to the other workers. So is a `Cancel`, whose sender gets the sum of their `CancelCount`. The end of the connection
+tells either side that the other is gone; with a worker goes all that was in flight there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import logging
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,7 @@ from app.control import messages
 from app.control.load import LoadReport
 from app.control.messages import Cancel, CancelCount, Command, CommandAnswer, Drain, Drained, Upward, encode_line
 from app.control.routing import RoutingTable
+from app.control.table_change import TableChange
 
 __all__ = ["ControlServer"]
 
@@ -62,11 +65,15 @@ class ControlServer:
 
     Args:
         on_command: carries out a command, however long it takes, even if the worker that sent it ends.
+        epoch: must be greater than that of any supervisor that its workers have had; None: the present time, in
+            nanoseconds, which will do for workers on this machine.
     """
 
-    def __init__(self, on_command: Callable[[Command], Awaitable[CommandAnswer]] | None = None) -> None:
+    def __init__(
+        self, on_command: Callable[[Command], Awaitable[CommandAnswer]] | None = None, epoch: int | None = None
+    ) -> None:
         self._on_command = on_command
-        self._table = RoutingTable()
+        self._table = RoutingTable(epoch=time.time_ns() if epoch is None else epoch)
         self._workers: set[_Worker] = set()
         self._numbers = itertools.count()
         self._commands: set[asyncio.Task[None]] = set()
@@ -77,11 +84,16 @@ class ControlServer:
         self._server = await asyncio.start_unix_server(self._serve, path, limit=messages.MAX_MESSAGE_BYTES)
 
     def publish(self, table: RoutingTable) -> None:
-        """Send the table to every worker, and to those that come later."""
-        self._table = table
-        line = encode_line(table)
-        for worker in self._workers:
-            worker.writer.write(line)
+        """Send what changed in the table to every worker, and the whole to those that come later.
+
+        The table's epoch and version are the server's to set.
+        """
+        before = self._table
+        self._table = msgspec.structs.replace(table, epoch=before.epoch, version=before.version + 1)
+        if self._workers:
+            line = encode_line(TableChange.between(before, self._table))
+            for worker in self._workers:
+                worker.writer.write(line)
 
     async def drain(
         self, model: str, timeout_s: float, replicas: list[str] | None = None, adapters: Sequence[str] = ()
@@ -150,6 +162,8 @@ class ControlServer:
             worker.load = asyncio.get_running_loop().time(), message
         elif isinstance(message, messages.Pong):
             worker.unanswered = 0
+        elif isinstance(message, messages.TableWanted):
+            worker.send(self._table)
         elif isinstance(message, messages.Quarantined):
             for other in self._workers - {worker}:
                 other.send(message)
