@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from app.config import sections
+from app.config.cluster import Cluster, placement_of
 from app.config.pipeline import Pipeline
 from app.config.sections import Faults, ReplicaBounds, Section
 from app.config.vllm import VllmOptions, option_faults
@@ -175,7 +176,14 @@ class Deployment(Section):
     @property
     def placements(self) -> tuple[str, ...]:
         """The devices that its replicas may be placed on."""
+        if isinstance(self.device, sections.NodePlacement):
+            return ("cuda" if self.device.gpus else "cpu",)
         return (self.device,) if isinstance(self.device, str) else self.device
+
+    @property
+    def node_placement(self) -> sections.NodePlacement:
+        """What a replica takes of a cluster's node; raises as `placement_of`."""
+        return placement_of(self.device, self.checked_options["tensor_parallel_size"] if self.is_vllm else 1)
 
     def step(self, name: str) -> Deployment:
         """The deployment of a step with its own model, for a pipeline in placement ``graph``."""
@@ -248,6 +256,12 @@ class Config(Section):
     server: Server = Field(default_factory=Server)
     security: sections.SecuritySection = Field(default_factory=sections.SecuritySection)
     deployments: Annotated[dict[str, Deployment], Field(min_length=1)]
+    _cluster: Cluster | None = PrivateAttr(None)
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The section ``cluster``; None: replicas run on this machine."""
+        return self._cluster
 
     @field_validator("deployments")
     @classmethod
@@ -435,11 +449,38 @@ def read_config(
         if isinstance(value, Unparsed):
             value = _parse_yaml(value, where=where)
         overrides[_set(merged, _FLAG_PART.findall(dotted), value, where=where)] = where
+    section = merged.pop("cluster", None)
+    lines: list[str] = []
+    cluster = None
+    if section is not None:
+        try:
+            cluster = Cluster.model_validate(section)
+        except ValidationError as error:
+            details = [{**detail, "loc": ("cluster", *detail["loc"])} for detail in error.errors(include_url=False)]
+            lines = [line for detail in details for line in _describe(detail, overrides)]
     try:
-        return Config.model_validate(merged)
+        config = Config.model_validate(merged)
     except ValidationError as error:
-        lines = [line for detail in error.errors(include_url=False) for line in _describe(detail, overrides)]
+        lines += [line for detail in error.errors(include_url=False) for line in _describe(detail, overrides)]
         raise InvalidConfig(source, lines, _without_faults(merged, error)) from None
+    config._cluster = cluster
+    if lines or (lines := list(_placement_faults(config))):
+        raise InvalidConfig(source, lines, config)
+    return config
+
+
+def _placement_faults(config: Config) -> Iterator[str]:
+    """Devices that don't fit where replicas run."""
+    for name, deployment in config.all_deployments().items():
+        if config.cluster is None:
+            if isinstance(deployment.device, sections.NodePlacement):
+                expected = "expected auto, cpu, cuda or cuda:N"
+                yield f"`deployments.{name}.device`: {expected}: without the section `cluster` there are no nodes"
+            continue
+        try:
+            _ = deployment.node_placement
+        except ValueError as error:
+            yield f"deployments.{name}.{error}"
 
 
 class InvalidConfig(ConfigError):

@@ -7,7 +7,16 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from inference.reference import is_language_model, parse_reference
 
@@ -22,6 +31,7 @@ __all__ = [
     "MemoryLimit",
     "MemorySize",
     "ModelReference",
+    "NodePlacement",
     "PositiveInt",
     "PositiveSeconds",
     "PythonPath",
@@ -89,9 +99,37 @@ def _check_model_reference(value: str) -> str:
     return value
 
 
-def _read_device(value: object) -> str | tuple[str, ...]:
-    if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+class NodePlacement(BaseModel):
+    """What a replica takes of a node of the cluster, and which nodes will do."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpus: Annotated[float, Field(ge=0, le=64)] = 0
+    """GPUs; a fraction shares one, several must be whole."""
+    cpus: Annotated[float, Field(ge=0, le=1024)] = 1
+    labels: dict[str, str] = {}
+    """Labels that a node must have; Ray's label selectors, such as ``in(a,b)`` and ``!a``, may be values."""
+    pack: bool = False
+    """Whether to fill one node before the next; otherwise replicas are spread."""
+
+    @model_validator(mode="after")
+    def _check(self) -> NodePlacement:
+        if self.gpus > 1 and self.gpus != int(self.gpus):
+            raise ValueError(f"gpus: expected a whole number above 1, got {self.gpus:g}")
+        return self
+
+
+def _read_device(value: object) -> str | tuple[str, ...] | NodePlacement:
+    if isinstance(value, NodePlacement) or (isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", value)):
         return value
+    if isinstance(value, dict):
+        try:
+            return NodePlacement.model_validate(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where, text = ".".join(map(str, first["loc"])), str(first["msg"]).removeprefix("Value error, ")
+            expected = "expected {gpus, cpus, labels, pack}"
+            raise ValueError(f"{expected}; {f'{where}: ' if where else ''}{text[:1].lower()}{text[1:]}") from None
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError("expected auto, cpu, cuda or cuda:N, or a list such as [cuda:0, cuda:1]")
     for one in value:
@@ -158,8 +196,8 @@ MemoryLimit = Annotated[float | int, PlainValidator(_read_limit)]
 MemorySize = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 ModelReference = Annotated[str, AfterValidator(_check_model_reference)]
-Device = Annotated[str | tuple[str, ...], PlainValidator(_read_device)]
-"""One, or several over which replicas are placed."""
+Device = Annotated[str | tuple[str, ...] | NodePlacement, PlainValidator(_read_device)]
+"""One, several over which replicas are placed, or what a replica takes of a cluster's node."""
 Environment = Annotated[dict[str, str], BeforeValidator(_stringify)]
 WarmupBatchSizes = tuple[PositiveInt, ...]
 _Weights = dict[Annotated[int, Field(ge=1, le=10)], Annotated[int, Field(ge=1, le=1_000_000)]]

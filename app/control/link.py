@@ -14,7 +14,17 @@ import msgspec
 
 from app.control import messages
 from app.control.load import LoadReport
-from app.control.messages import Cancel, CancelCount, Command, CommandAnswer, Drain, Drained, Quarantined, encode_line
+from app.control.messages import (
+    Cancel,
+    CancelCount,
+    Command,
+    CommandAnswer,
+    Drain,
+    Drained,
+    Hello,
+    Quarantined,
+    encode_line,
+)
 from app.control.routing import RoutingTable
 from app.control.table_change import TableChange
 from app.errors import Unavailable
@@ -31,33 +41,48 @@ class SupervisorLink:
         on_drain: carries out a `Drain`.
         on_quarantined: takes in what another worker found, the model and the fingerprint.
         on_cancel: cancels the streams here that have a request's id, and counts them.
+        on_message: called at each message, a sign of life.
     """
 
     def __init__(
         self,
         on_drain: Callable[[Drain], Awaitable[Drained]],
         on_quarantined: Callable[[str, bytes], None] = lambda model, fingerprint: None,
-        on_cancel: Callable[[str], int] = lambda request_id: 0,
+        on_cancel: Callable[[str], Awaitable[int]] | None = None,
+        on_message: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_drain = on_drain
         self._on_quarantined = on_quarantined
         self._on_cancel = on_cancel
+        self._on_message = on_message
         self._table: RoutingTable | None = None
         """The latest, from whichever supervisor."""
         self._writer: asyncio.StreamWriter | None = None
         self._asked: dict[int, asyncio.Future[Any]] = {}
         """Answers that are awaited, by the message's id."""
         self._numbers = itertools.count()
-        self._draining: set[asyncio.Task[None]] = set()
+        self._working: set[asyncio.Task[None]] = set()
 
     async def tables(self, path: Path) -> AsyncGenerator[RoutingTable, None]:
         """Yield each later routing table as it comes, and handle other messages; ends when the supervisor does.
 
-        Each is whole, although only changes come after the first. May be called again, for the next supervisor.
+        Each is whole, although only changes come after the first.
         """
-        reader, self._writer = await asyncio.open_unix_connection(path, limit=messages.MAX_MESSAGE_BYTES)
+        reader, writer = await asyncio.open_unix_connection(path, limit=messages.MAX_MESSAGE_BYTES)
+        async for table in self.tables_from(reader, writer):
+            yield table
+
+    async def tables_from(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello | None = None
+    ) -> AsyncGenerator[RoutingTable, None]:
+        """As `tables`, from an open connection, which begins with ``hello``. May be called again, for the next
+        supervisor."""
+        self._writer = writer
+        if hello is not None:
+            self._send(hello)
         try:
             while line := await reader.readline():
+                self._on_message()
                 message = messages.DOWNWARD.decode(line)
                 if isinstance(message, (RoutingTable, TableChange)):
                     if (table := self._later(message)) is not None:
@@ -71,18 +96,17 @@ class SupervisorLink:
                     self._send(messages.Pong())
                 elif isinstance(message, Quarantined):
                     self._on_quarantined(message.model, bytes.fromhex(message.fingerprint))
-                elif isinstance(message, Cancel):
-                    self._send(CancelCount(message.id, self._on_cancel(message.request_id)))
                 else:
-                    task = asyncio.create_task(self._drain(message))
-                    self._draining.add(task)
-                    task.add_done_callback(self._draining.discard)
+                    work = self._cancel(message) if isinstance(message, Cancel) else self._drain(message)
+                    task = asyncio.create_task(work)
+                    self._working.add(task)
+                    task.add_done_callback(self._working.discard)
         except ConnectionError:
             return
         finally:
             self._writer.close()
             self._writer = None
-            for task in self._draining:
+            for task in self._working:
                 task.cancel()
             for future in self._asked.values():
                 if not future.done():
@@ -140,6 +164,9 @@ class SupervisorLink:
             return await future
         finally:
             del self._asked[message.id]
+
+    async def _cancel(self, order: Cancel) -> None:
+        self._send(CancelCount(order.id, await self._on_cancel(order.request_id) if self._on_cancel else 0))
 
     async def _drain(self, order: Drain) -> None:
         try:

@@ -61,6 +61,13 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
         return Drained(self.drained + other.drained, self.ended + other.ended)
 
 
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first message of a gateway on another machine, which stands for all its workers."""
+
+    token: str
+    workers: int = 1
+
+
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Asks whether a worker's event loop is running."""
 
@@ -99,8 +106,9 @@ class CancelCount(msgspec.Struct, frozen=True, tag="cancel_count"):
 DOWNWARD: Final = msgspec.json.Decoder(
     RoutingTable | TableChange | Drain | CommandAnswer | Ping | Quarantined | Cancel | CancelCount
 )
-Upward = Command | Drained | Pong | Quarantined | LoadReport | Cancel | CancelCount | TableWanted
+Upward = Hello | Command | Drained | Pong | Quarantined | LoadReport | Cancel | CancelCount | TableWanted
 UPWARD: Final = msgspec.json.Decoder(Upward)
+HELLO: Final = msgspec.json.Decoder(Hello)
 
 
 def encode_line(message: msgspec.Struct) -> bytes:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import itertools
 import logging
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,7 +28,17 @@ import msgspec
 
 from app.control import messages
 from app.control.load import LoadReport
-from app.control.messages import Cancel, CancelCount, Command, CommandAnswer, Drain, Drained, Upward, encode_line
+from app.control.messages import (
+    Cancel,
+    CancelCount,
+    Command,
+    CommandAnswer,
+    Drain,
+    Drained,
+    Quarantined,
+    Upward,
+    encode_line,
+)
 from app.control.routing import RoutingTable
 from app.control.table_change import TableChange
 
@@ -40,6 +52,10 @@ DRAIN_GRACE_S: Final = 5.0
 """How much longer than a drain's timeout a worker's answer may take."""
 CANCEL_TIMEOUT_S: Final = 3.0
 """How long a worker may take to report what it cancelled."""
+HELLO_TIMEOUT_S: Final = 5.0
+"""How long a gateway on another machine may take to introduce itself."""
+SILENT_GATEWAY_PINGS: Final = 10
+"""After so many unanswered pings a gateway on another machine counts as gone."""
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
@@ -49,6 +65,9 @@ class _Worker:
 
     writer: asyncio.StreamWriter
     pid: int
+    """0: it is a gateway on another machine."""
+    workers: int = 1
+    """How many workers it stands for."""
     unanswered: int = 0
     """The number of consecutive unanswered pings."""
     load: tuple[float, LoadReport] | None = None
@@ -65,14 +84,26 @@ class ControlServer:
 
     Args:
         on_command: carries out a command, however long it takes, even if the worker that sent it ends.
+        on_quarantined: called with each `Quarantined` of a worker.
+        on_cancel: cancels what runs under a request's id where no worker is connected here, and counts the streams.
+        on_workers: called when the number of workers has changed.
         epoch: must be greater than that of any supervisor that its workers have had; None: the present time, in
             nanoseconds, which will do for workers on this machine.
     """
 
     def __init__(
-        self, on_command: Callable[[Command], Awaitable[CommandAnswer]] | None = None, epoch: int | None = None
+        self,
+        on_command: Callable[[Command], Awaitable[CommandAnswer]] | None = None,
+        epoch: int | None = None,
+        *,
+        on_quarantined: Callable[[Quarantined], None] = lambda found: None,
+        on_cancel: Callable[[str], Awaitable[int]] | None = None,
+        on_workers: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_command = on_command
+        self._on_quarantined = on_quarantined
+        self._on_cancel = on_cancel
+        self._on_workers = on_workers
         self._table = RoutingTable(epoch=time.time_ns() if epoch is None else epoch)
         self._workers: set[_Worker] = set()
         self._numbers = itertools.count()
@@ -82,6 +113,31 @@ class ControlServer:
     async def start(self, path: Path) -> None:
         """Listen on a unix socket; its folder must be closed to others (0700)."""
         self._server = await asyncio.start_unix_server(self._serve, path, limit=messages.MAX_MESSAGE_BYTES)
+
+    async def start_for_gateways(self, host: str, port: int, token: str, tls: ssl.SSLContext | None) -> int:
+        """Listen for gateways on other machines, which must know the token. Returns the port."""
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                line = await asyncio.wait_for(reader.readline(), HELLO_TIMEOUT_S)
+                hello = messages.HELLO.decode(line)
+            except (asyncio.TimeoutError, ConnectionError, ValueError, msgspec.MsgspecError):
+                writer.close()
+                return
+            if not hmac.compare_digest(hello.token.encode(), token.encode()):
+                logger.error("a gateway with a wrong token was refused")
+                writer.close()
+                return
+            await self._talk(reader, _Worker(writer, 0, hello.workers))
+
+        self._server = await asyncio.start_server(serve, host, port, ssl=tls, limit=messages.MAX_MESSAGE_BYTES)
+        found: int = self._server.sockets[0].getsockname()[1]
+        return found
+
+    @property
+    def workers(self) -> int:
+        """How many gateway workers there are, those on other machines included."""
+        return sum(one.workers for one in self._workers)
 
     def publish(self, table: RoutingTable) -> None:
         """Send what changed in the table to every worker, and the whole to those that come later.
@@ -117,11 +173,27 @@ class ControlServer:
         """Ping every worker. Returns the number of earlier consecutive unanswered pings, by process id."""
         found: dict[int, int] = {}
         for worker in self._workers:
-            found[worker.pid] = worker.unanswered
+            if worker.pid:
+                found[worker.pid] = worker.unanswered
+            elif worker.unanswered >= SILENT_GATEWAY_PINGS:  # its machine is gone, or hangs
+                worker.writer.transport.abort()
             if not worker.unanswered:
                 worker.send(messages.Ping())
             worker.unanswered += 1
         return found
+
+    def quarantine(self, found: Quarantined, by: _Worker | None = None) -> None:
+        """Forward what one worker found to all others."""
+        for worker in self._workers - {by}:
+            worker.send(found)
+
+    async def cancel(self, request_id: str, asking: _Worker | None = None) -> int:
+        """Cancel in all workers but the asking one what runs under a request's id. Returns the number of streams."""
+        order = Cancel(next(self._numbers), request_id)
+        answers, late = await self._ask(self._workers - {asking}, order, CANCEL_TIMEOUT_S)
+        if late:
+            logger.warning("%d gateway workers did not report in time what they cancelled", late)
+        return sum(answer.streams for answer in answers)
 
     async def finish(self) -> None:
         """Wait for the commands under way."""
@@ -138,8 +210,12 @@ class ControlServer:
             task.cancel()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        worker = _Worker(writer, _peer(writer))
+        await self._talk(reader, _Worker(writer, _peer(writer)))
+
+    async def _talk(self, reader: asyncio.StreamReader, worker: _Worker) -> None:
+        writer = worker.writer
         self._workers.add(worker)
+        self._on_workers()
         try:
             worker.send(self._table)
             while line := await reader.readline():
@@ -150,6 +226,7 @@ class ControlServer:
             logger.error("invalid message from a gateway worker: %s", error)
         finally:
             self._workers.discard(worker)
+            self._on_workers()
             for future in worker.asked.values():
                 if not future.done():
                     future.set_result(None)
@@ -164,9 +241,11 @@ class ControlServer:
             worker.unanswered = 0
         elif isinstance(message, messages.TableWanted):
             worker.send(self._table)
-        elif isinstance(message, messages.Quarantined):
-            for other in self._workers - {worker}:
-                other.send(message)
+        elif isinstance(message, Quarantined):
+            self._on_quarantined(message)
+            self.quarantine(message, worker)
+        elif isinstance(message, messages.Hello):
+            raise ValueError("hello again")
         elif isinstance(message, (Drained, CancelCount)):
             future = worker.asked.get(message.id)
             if future is not None and not future.done():  # None: the answer came too late
@@ -205,13 +284,12 @@ class ControlServer:
             worker.send(answer)
 
     async def _cancel(self, order: Cancel, asking: _Worker) -> None:
-        """Forward a worker's `Cancel` to all other workers, and answer it with how much they cancelled."""
-        forwarded = Cancel(next(self._numbers), order.request_id)
-        answers, late = await self._ask(self._workers - {asking}, forwarded, CANCEL_TIMEOUT_S)
-        if late:
-            logger.warning("%d gateway workers did not report in time what they cancelled", late)
+        """Forward a worker's `Cancel`, and answer it with how much was cancelled."""
+        streams = await self.cancel(order.request_id, asking)
+        if self._on_cancel is not None:
+            streams += await self._on_cancel(order.request_id)
         if asking in self._workers:
-            asking.send(CancelCount(order.id, sum(answer.streams for answer in answers)))
+            asking.send(CancelCount(order.id, streams))
 
 
 def _peer(writer: asyncio.StreamWriter) -> int:

@@ -220,12 +220,12 @@ class Models:
 
     async def cancel_request(self, request_id: str) -> int:
         """Cancel the sequences and streams that have a request's id, in all workers. Returns their number."""
-        here = self.cancel_streams(request_id)
+        here = await self.cancel_streams(request_id)
         # Replicas know all workers' sequences; each worker knows its own streams.
         sequences = (model.dispatcher.cancel_sequences(request_id) for model in self.with_steps())
         return here + sum(await asyncio.gather(self.cancel_elsewhere(request_id), *sequences))
 
-    def cancel_streams(self, request_id: str) -> int:
+    async def cancel_streams(self, request_id: str) -> int:
         """Cancel this worker's streams that have a request's id. Returns their number."""
         return sum(model.dispatcher.cancel(request_id) for model in self.with_steps())
 

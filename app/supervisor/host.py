@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,12 @@ from app.supervisor.handle import ReplicaHandle
 from app.supervisor.replica_memory import ReplicaMemory
 from app.supervisor.replica_process import ReplicaProcess
 
-__all__ = ["Backoff", "Host", "kill"]
+__all__ = ["Backoff", "Host", "kill", "until"]
 
 logger = logging.getLogger("headwater")
 
 WATCH_EVERY_S: Final = 0.5
+UNTIL_POLL_S: Final = 0.02
 FIRST_BACKOFF_S: Final = 0.5
 LONGEST_BACKOFF_S: Final = 30.0
 STEADY_AFTER_S: Final = 60.0
@@ -199,3 +201,10 @@ def kill(pid: int) -> None:
     """End a process at once, if it is there."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Wait until the condition holds, or the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(UNTIL_POLL_S)

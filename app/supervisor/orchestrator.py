@@ -1,19 +1,21 @@
-"""What is deployed, and all that decides about it: states, commands, scaling. It knows no gateway and no machine."""
+"""What is deployed, and all that decides about it: states, commands, scaling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from app.config.schema import Config
 from app.control.load import together
 from app.control.messages import Command, CommandAnswer
 from app.control.routing import DeploymentRoute, State
 from app.control.server import ControlServer
+from app.supervisor import preflight
 from app.supervisor.autoscaler import Autoscaler
 from app.supervisor.deployments import Deployments
-from app.supervisor.host import Host
+from app.supervisor.host import Host, until
 from app.supervisor.lifecycle import Lifecycle
-from app.supervisor.served import Served
+from app.supervisor.starter import REPLICA_END_TIMEOUT_S
+from inference.errors import Problem
 
 __all__ = ["Orchestrator"]
 
@@ -36,6 +38,7 @@ class Orchestrator:
         on_utilization: Callable[[Mapping[str, float]], None] = lambda shares: None,
     ) -> None:
         self.deployments = Deployments(config, host)
+        self._config = config
         self.sets = self.deployments.sets
         self._graphs = self.deployments.graphs
         self._host = host
@@ -49,6 +52,15 @@ class Orchestrator:
         for replicas in self.sets.values():
             replicas.start()
         self._host.spawn(self._autoscaler.run())
+
+    async def end(self, is_hurried: Callable[[], bool]) -> None:
+        """End all replicas, orderly if there is time."""
+        replicas = self._host.replicas
+        for replica in replicas.values():
+            replica.stop()
+        await until(lambda: is_hurried() or not replicas, REPLICA_END_TIMEOUT_S)
+        for replica in replicas.values():
+            replica.kill()
 
     async def answer(self, command: Command) -> CommandAnswer:
         """See `Lifecycle.answer`."""
@@ -64,11 +76,18 @@ class Orchestrator:
         """Why no deployment serves any more: all have FAILED by themselves. Empty: some serve, or may yet."""
         if not all(map(self._has_given_up, self.deployments.config.deployments)):
             return ""
-        return "; ".join(f"{one.name}: {one.failure or one.reason}" for one in self.served())
+        served = [self.sets.get(name) or self._graphs[name] for name in self.deployments.config.deployments]
+        return "; ".join(f"{one.name}: {one.failure or one.reason}" for one in served)
 
-    def served(self) -> list[Served]:
-        """The configuration's deployments, in its order."""
-        return [self.sets.get(name) or self._graphs[name] for name in self.deployments.config.deployments]
+    def problems(self) -> Iterable[Problem]:
+        """What on this machine is in the way of replicas."""
+        # Triton's own message for it is a bus error.
+        return preflight.region_problems(self._config.all_deployments().values())
+
+    def warnings(self) -> Iterable[Problem]:
+        """What on this machine is less than replicas should have."""
+        signatures = {name: one.signature for name, one in self.sets.items() if one.signature is not None}
+        return preflight.shared_memory_warnings(self._config.all_deployments(), signatures)
 
     def routes(self, workers: int) -> list[DeploymentRoute]:
         """What each of so many gateway workers gets of every deployment, steps behind their pipelines."""

@@ -2,49 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
-import logging
-import os
-import shutil
-import signal
-import socket
-import time
 from collections.abc import Callable
 
 from app.config.schema import Config
-from app.control.routing import RoutingTable
 from app.control.server import ControlServer
-from app.errors import StartError
-from app.process.sweep import make_instance_folder, sweep_stale
-from app.security.keys_file import keys_are_wanted
-from app.security.operator import is_loopback
-from app.supervisor import preflight
+from app.supervisor.front import Front
 from app.supervisor.host import Host
 from app.supervisor.orchestrator import Orchestrator
 from app.supervisor.replica_memory import ReplicaMemory
-from app.supervisor.starter import REPLICA_END_TIMEOUT_S
-from app.supervisor.workers import Workers
-from app.telemetry.observer import Observer, ReplicaView, deployment_view
 from inference.signature import Signature
 
 __all__ = ["Supervisor"]
 
-logger = logging.getLogger("headwater")
 
-PR_SET_CHILD_SUBREAPER = 36
-WORKER_END_TIMEOUT_S = 5.0
-"""How long a gateway worker may take to end once nothing is under way in it."""
-
-
-class Supervisor:
-    """Runs a configuration until a signal stops it.
+class Supervisor(Front):
+    """Runs a configuration on this machine until a signal stops it.
 
     Args:
         config: what to serve.
         user_paths: put first on every replica's ``sys.path``.
-        on_serving: called once the first start of every deployment has succeeded or failed, with the base URL and each
-            deployment's name, signature and reason.
+        on_serving: see `Front`.
     """
 
     def __init__(
@@ -53,161 +30,7 @@ class Supervisor:
         user_paths: tuple[str, ...],
         on_serving: Callable[[str, list[tuple[str, Signature | None, str]]], None],
     ) -> None:
-        self._config = config
-        self._on_serving = on_serving
-        self._control = ControlServer(lambda command: self._orchestrator.answer(command))
-        self._host = Host(ReplicaMemory.of(config.server), user_paths, self._control.drain, self._on_change)
-        self._orchestrator = Orchestrator(
-            config, self._host, self._control, lambda shares: self._observer.see_utilization(shares)
-        )
-        self._is_leaving = False
-        """Whether it is about to stop: still serving, but no longer ready."""
-        self._hurry = False
-        """Whether a signal came while it was stopping."""
-        self._is_announced = False
-        self._observer = Observer(None)
-        self._url = ""
-        self._failure = ""
-        """Why the server stops by itself: every deployment has failed."""
-
-    async def run(self) -> int:
-        """Serve until SIGTERM or SIGINT. Returns the exit status.
-
-        Raises:
-            StartError: the address can't be bound, or the runtime folder can't be made.
-        """
-        # The supervisor adopts the orphans of children that die unexpectedly, and reaps them; as PID 1 it does anyway.
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._host.reap)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_stop_signal, number)
-        listener = self._listen()
-        lock = self._make_folder()
-        watching: list[asyncio.Task[None]] = []
-        try:
-            host, port = listener.getsockname()[:2]
-            scheme = "http" if self._config.server.tls is None else "https"
-            self._url = f"{scheme}://{_url_host(host)}:{port}"
-            logger.info("listening on %s", self._url)
-            if not is_loopback(listener.getsockname()) and not keys_are_wanted(self._config.security.keys_file):
-                text = "other machines reach %s; without API keys, anyone may use every model: see security.keys_file"
-                logger.warning(text, host)
-            await self._control.start(self._host.folder / "control")
-            self._publish()
-            workers = Workers(self._config, self._host, self._control, self._observer)
-            workers.start(listener)
-            for watch in (self._host.watch(), workers.watch(), self._observer.watch(self._replica_views)):
-                watching.append(asyncio.create_task(watch))
-                watching[-1].add_done_callback(self._host.note_done)
-            self._orchestrator.start()
-            await self._host.stopping.wait()
-            listener.close()  # the workers have it, too; when the last of them has ended, connections are refused
-            await self._stop(workers)
-        finally:
-            for task in watching:
-                task.cancel()
-            listener.close()
-            await self._control.close()
-            shutil.rmtree(self._host.folder, ignore_errors=True)
-            os.close(lock)
-        if self._failure:  # last, where the operator looks first
-            logger.critical("every deployment has failed: %s", self._failure)
-        return self._host.status
-
-    def _listen(self) -> socket.socket:
-        server = self._config.server
-        try:
-            return preflight.open_listener(server.host, server.port)
-        except OSError as error:
-            raise StartError(
-                f"server.host, server.port: can't listen on {server.host}:{server.port}: {error.strerror}; "
-                "is another server running there? Choose another with --port"
-            ) from error
-
-    def _make_folder(self) -> int:
-        # Without these checks some problems would show late; a socket's path that is too long, only in a call.
-        for problem in (
-            *preflight.security_problems(self._config),
-            *preflight.runtime_dir_problems(self._config.server, self._config.all_deployments()),
-            *preflight.tracing_problems(self._config.server),
-        ):
-            raise StartError(str(problem))
-        parent = self._config.server.runtime_dir
-        try:
-            for stale in sweep_stale(parent):
-                logger.warning("swept what an earlier instance left behind: %s", stale)
-            # Triton's own message for it is a bus error.
-            for problem in preflight.region_problems(self._config.all_deployments().values()):
-                raise StartError(str(problem))
-            self._host.folder, lock = make_instance_folder(parent)
-            self._observer = Observer(self._host.folder / "metrics" if self._config.server.metrics else None)
-        except OSError as error:
-            raise StartError(f"server.runtime_dir: can't make a folder there: {error}") from error
-        return lock
-
-    def _on_change(self) -> None:
-        self._publish()
-        orchestrator = self._orchestrator
-        if not self._is_announced and orchestrator.is_decided:
-            self._is_announced = True
-            self._on_serving(self._url, [(one.name, one.signature, one.reason) for one in orchestrator.served()])
-            signatures = {name: one.signature for name, one in orchestrator.sets.items() if one.signature is not None}
-            for problem in preflight.shared_memory_warnings(self._config.all_deployments(), signatures):
-                logger.warning("%s", problem)
-        # A server of which every deployment has failed ends, so that the operator notices.
-        if not self._host.is_stopping and (failure := orchestrator.failure):
-            self._failure = failure
-            self._host.stop(1)
-
-    def _publish(self) -> None:
-        routes = self._orchestrator.routes(self._config.server.workers)
-        self._control.publish(RoutingTable(tuple(routes), draining=self._host.is_stopping, leaving=self._is_leaving))
-        self._observer.see_deployments(map(deployment_view, routes))
-
-    def _replica_views(self) -> list[ReplicaView]:
-        return [
-            ReplicaView(one.id.rpartition("-")[0], one.id, one.group, one.batch_limit)
-            for one in self._host.replicas.values()
-        ]
-
-    def _on_stop_signal(self, number: int) -> None:
-        if self._host.is_stopping:
-            self._hurry = True
-            return
-        name, delay_s = signal.Signals(number).name, self._config.server.drain_delay_s
-        if number == signal.SIGTERM and delay_s and not self._is_leaving:
-            logger.info("%s: not ready from now on; stopping in %g s", name, delay_s)
-            self._is_leaving = True
-            self._publish()
-            asyncio.get_running_loop().call_later(delay_s, self._host.stop)
-            return
-        logger.info("%s: stopping", name)
-        self._host.stop()
-
-    async def _stop(self, workers: Workers) -> None:
-        self._publish()  # workers are then no longer ready, answer what is in flight, and end
-        timeout_s = self._config.server.shutdown_timeout_s + WORKER_END_TIMEOUT_S
-        await self._until(lambda: not workers.pids, timeout_s)
-        workers.kill()
-        replicas = self._host.replicas
-        for replica in replicas.values():
-            replica.stop()
-        await self._until(lambda: not replicas, REPLICA_END_TIMEOUT_S)
-        for replica in replicas.values():
-            replica.kill()
-        await self._control.finish()
-        await self._host.finish()
-        logger.info("stopped")
-
-    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until the condition holds, the time is over, or a further signal came."""
-        deadline = time.monotonic() + timeout_s
-        while not (condition() or self._hurry or time.monotonic() >= deadline):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
-def _url_host(host: str) -> str:
-    if host in ("0.0.0.0", "::"):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
+        control = ControlServer(lambda command: self.orchestrator.answer(command))
+        host = Host(ReplicaMemory.of(config.server), user_paths, control.drain, lambda: self.on_change())
+        self.orchestrator = Orchestrator(config, host, control, lambda shares: self.observer.see_utilization(shares))
+        super().__init__(config, on_serving, control, host, self.orchestrator)

@@ -352,8 +352,12 @@ def test_what_one_worker_is_asked_to_cancel_the_others_cancel_and_count() -> Non
     async def scenario(bench: Bench) -> None:
         asked: list[tuple[int, str]] = []
 
-        def cancels(worker: int) -> Callable[[str], int]:
-            return lambda request_id: asked.append((worker, request_id)) or worker  # type: ignore[func-returns-value]
+        def cancels(worker: int) -> Callable[[str], Awaitable[int]]:
+            async def cancel(request_id: str) -> int:
+                asked.append((worker, request_id))
+                return worker
+
+            return cancel
 
         links = [SupervisorLink(nothing_in_flight, on_cancel=cancels(worker)) for worker in range(3)]
         assert await links[0].cancel_elsewhere("early") == 0

@@ -480,11 +480,11 @@ def test_a_server_whose_last_model_fails_while_a_reload_may_mend_it_waits_for_wh
         config = Config.model_validate({"deployments": one(max_crashes=1)})
         server, fake = RealSupervisor(config, (), lambda url, told: None), Supervisor(one())
         monkeypatch.setattr(server._host, "launch", fake.launch)
-        a = server._orchestrator.sets["a"]
+        a = server.orchestrator.sets["a"]
         a.start()
         await until(lambda: bool(a.ready))
         fake.auto_ready = False
-        reloading = asyncio.create_task(server._orchestrator.answer(Command(1, "reload", "a")))
+        reloading = asyncio.create_task(server.orchestrator.answer(Command(1, "reload", "a")))
         await until(lambda: len(fake.launched) == 2)
         fake.launched[0].end("killed")
         await until(lambda: a.state is State.FAILED)

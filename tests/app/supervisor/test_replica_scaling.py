@@ -340,7 +340,7 @@ def test_replicas_go_where_there_are_fewest_and_leave_where_there_are_most() -> 
     async def scenario() -> None:
         host = Host(one(device=["cuda:0", "cuda:1"], replicas=3, memory=100), limit=10_000)
         a = await started(host, 3)
-        placed = [config.device for config in configs(host)]
+        placed = [str(config.device) for config in configs(host)]
         assert sorted(placed) == ["cuda:0", "cuda:0", "cuda:1"]
         await host.scale("a", 2)
         left = [placed[int(id.removeprefix("a-"))] for id in a.ready]
@@ -354,7 +354,7 @@ def test_a_full_gpu_sends_replicas_to_the_other() -> None:
         fields = {"device": ["cuda:0", "cuda:1"], "replicas": 3, "memory": 100}
         host = Host(one(**fields), limit=10_000, gpus={"GPU 0": 250, "GPU 1": 150})
         a = await started(host, 3)
-        placed = [config.device for config in configs(host)]
+        placed = [str(config.device) for config in configs(host)]
         assert sorted(placed) == ["cuda:0", "cuda:0", "cuda:1"]
         answer = await host.scale("a", 4)
         assert (answer.status, len(a.ready)) == (409, 3)
