@@ -24,7 +24,8 @@ class PeerTls:
     """TLS 1.3 with certificates of both sides, from a folder with ``ca.crt``, ``tls.crt`` and ``tls.key``.
 
     Whoever has a certificate that this authority signed for the name `server_name` belongs to the cluster; no other
-    names are compared, because replicas are reached under the addresses of any machine.
+    names are compared, because replicas are reached under the addresses of any machine. To change the authority, have
+    both the old and the new one in ``ca.crt`` meanwhile.
 
     Args:
         folder: with the three files.
