@@ -25,6 +25,9 @@ ROOMS = {
         "app.config", "app.control", "app.codecs", "app.security", "app.telemetry", "app.dispatch", "app.lm",
         "app.vllm",
     },
+    "app.cluster": {
+        "app.config", "app.control", "app.process", "app.security", "app.supervisor", "app.telemetry", "app.transport",
+    },
     "app.supervisor": {"app.config", "app.control", "app.process", "app.security", "app.telemetry"},
     "app.cli": {"app.supervisor", "app.codecs", "app.config", "app.process", "app.security", "app.telemetry"},
     "inference.wire": {"inference"},

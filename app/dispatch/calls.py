@@ -18,7 +18,7 @@ from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnrea
 from app.telemetry.recorder import DeploymentMeter
 from app.transport.batch import encode_batch, replica_loss, sliced
 from app.transport.protocol import FrameReplicaClient, ReplicaClient
-from app.transport.segments import Segments
+from app.transport.segments import RemoteSegment, RemoteSegments, Segments
 from inference.wire.report import REPORT, Status, decode_reports
 
 __all__ = ["Calls"]
@@ -44,6 +44,7 @@ class Calls:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._segments = Segments()
+        self._remote = RemoteSegments(self._segments)
 
     def start(self, replica: ReplicaCalls, batch: list[Part], gathered_ns: int) -> None:
         """Call a replica.
@@ -104,10 +105,10 @@ class Calls:
         signature = parts[0].pending.signature
         rows_of = [(part.pending.request, part.inputs, part.rows) for part in parts]
         is_alone = self.keep_apart or parts[0].losses > 0
-        segments = self._segments if replica.is_sharing else None
+        segments = (self._remote if replica.is_remote else self._segments) if replica.is_sharing else None
         head, data, segment = encode_batch(signature, rows_of, is_alone=is_alone, segments=segments)
         try:
-            tensors = await client.infer(head, data)
+            tensors = await client.infer(head, data, segment if isinstance(segment, RemoteSegment) else None)
             reports, compute_us, is_merged = decode_reports(tensors.pop(REPORT).data, rows)
         except BaseException:
             if segment is not None:
@@ -139,8 +140,9 @@ class Calls:
         is_stream = pending.signature.streams
         if is_stream and pending.collector.is_done:  # its client left just now
             return
-        # A stream would keep files open as long as it lasts, here and in the replica.
-        call = FrameCall(parts, self._segments if replica.is_sharing and not is_stream else None)
+        # A stream would keep files open as long as it lasts, here and in the replica. A port relays gRPC as it is.
+        is_sharing = replica.is_sharing and not replica.is_remote and not is_stream
+        call = FrameCall(parts, self._segments if is_sharing else None)
         try:
             await self._read(replica, call, pending, rows)
         except BaseException:

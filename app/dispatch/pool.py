@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from app.control.routing import DeploymentRoute, ReplicaRoute
 from app.dispatch.pending import Part
-from app.transport.address import PeerTls
+from app.transport.address import PeerTls, is_local
 from app.transport.protocol import FrameReplicaClient, ReplicaClient
 from app.transport.triton import TritonClient
 
@@ -79,7 +79,12 @@ class ReplicaCalls(Replica):
     batches: dict[int, list[Part]] = field(default_factory=dict)
     """Those of the calls, by identity."""
     is_sharing: bool = True
-    """Whether it can open this worker's memory."""
+    """Whether it can open the memory of this worker, or of its port."""
+    is_remote: bool = False
+    """Whether it is reached over its port."""
+
+    def __post_init__(self) -> None:
+        self.is_remote = not is_local(self.route.http_address)
 
 
 R = TypeVar("R", bound=Replica)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Iterator
 
 from app.codecs.generate import GenerateDecoder, GenerateEncoder
@@ -13,10 +14,12 @@ from app.control.routing import DeploymentRoute, RoutingTable
 from app.dispatch.admission import QueueBudget
 from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.graph import GraphDispatcher
-from app.dispatch.pool import Connect, connect
+from app.dispatch.pool import Connect
+from app.dispatch.pool import connect as dispatch_connect
 from app.dispatch.protocol import Dispatcher, Fail, drain
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, NotFound, Unavailable
 from app.lm.dispatcher import LmDispatcher
+from app.security.peer_tls import PeerTls
 from app.telemetry.recorder import recorder
 from app.vllm.dispatcher import VllmDispatcher
 from inference.signature import Signature
@@ -73,12 +76,16 @@ class Models:
     """All deployments, by name.
 
     Args:
-        connect: makes the clients of replicas; tests and other engines pass their own.
+        connect: makes the clients of replicas other than vLLM's; tests pass their own.
         budget: limits what may wait in all deployments together; language models have limits of their own.
+        tls: the cluster's, for replicas on other machines.
     """
 
-    def __init__(self, connect: Connect = connect, budget: QueueBudget | None = None) -> None:
-        self._connect = connect
+    def __init__(
+        self, connect: Connect | None = None, budget: QueueBudget | None = None, tls: PeerTls | None = None
+    ) -> None:
+        self._connect = connect or functools.partial(dispatch_connect, tls=tls)
+        self._tls = tls
         self._budget = budget or QueueBudget()
         self._models: dict[str, ServedModel] = {}
         self._adapters: dict[str, ServedModel] = {}
@@ -123,7 +130,7 @@ class Models:
 
     def _made(self, route: DeploymentRoute) -> Dispatcher:
         if route.is_vllm:
-            return VllmDispatcher(route)
+            return VllmDispatcher(route, self._tls)
         if route.is_language_model:
             return LmDispatcher(route, self._connect)
         if route.is_graph:

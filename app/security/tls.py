@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import ssl
 import stat
+from pathlib import Path
 
 from app.config.sections import TlsSection
 from app.errors import ConfigError
 
-__all__ = ["Certificate"]
+__all__ = ["Certificate", "load_pair"]
 
 logger = logging.getLogger("headwater")
 
@@ -39,28 +40,43 @@ class Certificate:
 
 
 def _load(context: ssl.SSLContext, section: TlsSection) -> None:
-    for field, path in (("certificate", section.certificate), ("key", section.key)):
+    load_pair(context, ("server.tls.certificate", section.certificate), ("server.tls.key", section.key))
+
+
+def load_pair(context: ssl.SSLContext, certificate: tuple[str, Path], key: tuple[str, Path]) -> None:
+    """Have a context use a certificate and its key.
+
+    Args:
+        context: of a server or a client.
+        certificate: the field of the configuration that names the file, and the file.
+        key: the same of the key.
+
+    Raises:
+        ConfigError: a file can't be read, others may read the key, or certificate and key don't match.
+    """
+    for field, path in (certificate, key):
         try:
             path.read_bytes()
         except OSError as error:
-            raise ConfigError(f"server.tls.{field}: {path}: can't be read: {error.strerror}") from error
-    mode = stat.S_IMODE(section.key.stat().st_mode)
+            raise ConfigError(f"{field}: {path}: can't be read: {error.strerror}") from error
+    field, path = key
+    mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o027:
         raise ConfigError(
-            f"server.tls.key: {section.key}: expected a private key that only its owner may write and at most its "
-            f"group may read, got mode {mode:04o}; chmod 600 {section.key}"
+            f"{field}: {path}: expected a private key that only its owner may write and at most its "
+            f"group may read, got mode {mode:04o}; chmod 600 {path}"
         )
+
+    def no_passphrase() -> str:
+        raise ConfigError(
+            f"{field}: expected a private key without a passphrase, since the server can't ask for one; decrypt the "
+            "key with `openssl pkey`"
+        )
+
     try:
-        context.load_cert_chain(section.certificate, section.key, password=_no_passphrase)
+        context.load_cert_chain(certificate[1], path, password=no_passphrase)
     except ssl.SSLError as error:
         raise ConfigError(
-            f"server.tls: {section.certificate} and {section.key}: expected a certificate and its private key, both in "
-            f"PEM, got files that can't be used together: {error.reason or 'no PEM'}"
+            f"{field.removesuffix('.key')}: {certificate[1]} and {path}: expected a certificate and its private key, "
+            f"both in PEM, got files that can't be used together: {error.reason or 'no PEM'}"
         ) from error
-
-
-def _no_passphrase() -> str:
-    raise ConfigError(
-        "server.tls.key: expected a private key without a passphrase, since the server can't ask for one; decrypt the "
-        "key with `openssl pkey`"
-    )

@@ -26,8 +26,10 @@ KEEP_ALIVE_S: Final = (10, 5, 3)
 class PeerTls(Protocol):
     """The TLS of the cluster, as clients need it."""
 
-    server_name: str
-    """The name that each certificate must have."""
+    @property
+    def server_name(self) -> str:
+        """The name that each certificate must have."""
+        ...
 
     def client_context(self) -> ssl.SSLContext:
         """For connections to other machines."""

@@ -11,7 +11,7 @@ import msgspec
 from app.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, CallableFailed, HeadwaterError, OutOfMemory, ReplicaLost
 from app.transport.protocol import FrameRequest
-from app.transport.segments import Segment, Segments
+from app.transport.segments import RemoteSegment, RemoteSegments, Segment, Segments
 from inference.datatypes import DATATYPES
 from inference.signature import Signature, TensorSpec
 from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, placeholder_shape
@@ -22,13 +22,15 @@ __all__ = ["encode_batch", "encode_inputs", "encode_nothing", "replica_loss", "r
 _Encoded = tuple[str, str, list[int], list[bytes | memoryview]]
 """An input: name, datatype, shape with the batch axis, and bytes in pieces."""
 
+_Source = Segments | RemoteSegments
+
 Rows = tuple[InferRequest, dict[str, RawTensor], int]
 """A request's part of a batch: the request, the tensors of its rows in the batch, and their number."""
 
 
 def encode_batch(
-    signature: Signature, batch: Sequence[Rows], *, is_alone: bool = False, segments: Segments | None = None
-) -> tuple[bytes, list[bytes | memoryview], Segment | None]:
+    signature: Signature, batch: Sequence[Rows], *, is_alone: bool = False, segments: _Source | None = None
+) -> tuple[bytes, list[bytes | memoryview], Segment | RemoteSegment | None]:
     """Encode rows for a replica that answers whole; see `encode_inputs`.
 
     Args:
@@ -61,8 +63,8 @@ def encode_batch(
 
 
 def encode_inputs(
-    signature: Signature, batch: Sequence[Rows], segments: Segments | None = None
-) -> tuple[FrameRequest, Segment | None]:
+    signature: Signature, batch: Sequence[Rows], segments: _Source | None = None
+) -> tuple[FrameRequest, Segment | RemoteSegment | None]:
     """Encode rows that may share a call: they have the same shapes, optional inputs and per-batch parameters.
 
     Returns:
@@ -99,7 +101,9 @@ def encode_nothing(signature: Signature) -> FrameRequest:
     return FrameRequest(inputs, CallNote(cancel="-"))
 
 
-def _share(signature: Signature, inputs: list[_Encoded], segments: Segments, note: CallNote) -> Segment | None:
+def _share(
+    signature: Signature, inputs: list[_Encoded], segments: _Source, note: CallNote
+) -> Segment | RemoteSegment | None:
     """Move the large inputs into a segment, and leave placeholders for them."""
     large: dict[int, int] = {}
     for place, (_, datatype, _, pieces) in enumerate(inputs):

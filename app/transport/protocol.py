@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from app.codecs.tensors import RawTensor
+from app.transport.segments import RemoteSegment
 from inference.wire.report import CallNote
 
 __all__ = ["FrameReplicaClient", "FrameRequest", "ReplicaClient"]
@@ -25,12 +26,15 @@ class FrameRequest(msgspec.Struct):
 class ReplicaClient(Protocol):
     """Calls a replica that answers whole."""
 
-    async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
+    async def infer(
+        self, head: bytes, data: Sequence[bytes | memoryview], segment: RemoteSegment | None = None
+    ) -> dict[str, RawTensor]:
         """Make one call.
 
         Args:
             head: the request's JSON, all tensors binary in both directions.
             data: the inputs' bytes in order, in any number of pieces.
+            segment: of a call to a replica on another machine; it gets its answer.
 
         Returns:
             The outputs, by name.

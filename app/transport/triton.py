@@ -16,6 +16,7 @@ import msgspec
 from app.codecs.tensors import RawTensor
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from app.transport.address import TOKEN_HEADER, PeerTls, dial
+from app.transport.segments import RemoteSegment
 from inference.wire.triton_words import is_ending, is_stub_lost
 
 __all__ = ["TritonClient", "refusal"]
@@ -61,15 +62,23 @@ class TritonClient:
             "Host: replica\r\n"
             f"{TOKEN_HEADER}: {token}\r\n"
             "Inference-Header-Content-Length: %d\r\n"
-            "Content-Length: %d\r\n\r\n"
+            "Content-Length: %d\r\n%b\r\n"
         ).encode()
 
-    async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
+    async def infer(
+        self, head: bytes, data: Sequence[bytes | memoryview], segment: RemoteSegment | None = None
+    ) -> dict[str, RawTensor]:
         """See `ReplicaClient.infer`."""
         connection = await self._connection()
         length = len(head) + sum(map(len, data))
+        if segment is None:
+            pieces = [self._head % (len(head), length, b""), head, *data]
+        else:
+            sizes = b"Headwater-Segment: %d %d\r\n" % (segment.inputs_bytes, segment.size_bytes)
+            first = self._head % (len(head), length + segment.inputs_bytes, sizes)
+            pieces = [first, *segment.pieces, head, *data]
         try:
-            status, json_length, body = await connection.exchange([self._head % (len(head), length), head, *data])
+            status, json_length, body = await connection.exchange(pieces)
         except BaseException:
             # A connection whose exchange was cancelled can't be reused.
             connection.close()
@@ -78,8 +87,12 @@ class TritonClient:
             self._idle.append(connection)
         else:
             connection.close()
+        if connection.is_unsent:
+            raise ReplicaUnreachable(_reason(body))
         if status != 200:
             raise refusal(_reason(body))
+        if segment is not None and connection.shared_length:
+            segment.answer = memoryview(body)[len(body) - connection.shared_length :]
         return _tensors(body, json_length)
 
     def close(self) -> None:
@@ -112,6 +125,10 @@ class _Connection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._body: list[bytes] = []
         self._json_length = 0
+        self.shared_length = 0
+        """The bytes at the end of the last answer that the replica left in the segment."""
+        self.is_unsent = False
+        """Whether the replica's port had no way to pass the request on."""
         self.lost = False
         self.reusable = True
 
@@ -122,7 +139,7 @@ class _Connection(asyncio.Protocol):
         self._waiter = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._body = []
-        self._json_length = 0
+        self._json_length = self.shared_length = 0
         self._transport.writelines(pieces)
         return await self._waiter
 
@@ -152,8 +169,13 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() == b"inference-header-content-length":
+        name = name.lower()
+        if name == b"inference-header-content-length":
             self._json_length = int(value)
+        elif name == b"headwater-answer":
+            self.shared_length = int(value)
+        elif name == b"headwater-unsent":
+            self.is_unsent = True
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)

@@ -11,7 +11,11 @@ What does not go this way, the tensors in frames (`inference.wire.frame`) and th
 PyTriton's own store in shared memory or inline; the store is faster for large tensors only.
 
 From ``answer_at`` on a segment holds the length (little-endian uint32) of a JSON object
-``{"output": [offset, [shape]]}``, 0 if there is none; the object; and, `ANSWER_HEAD_BYTES` further on, the outputs.
+``{"output": [offset, [shape]]}``, 0 if there is none; the offset of the outputs' end (uint64); the object; and,
+`ANSWER_HEAD_BYTES` further on, the outputs.
+
+The segment of a replica on another machine is a file of that machine: its port (`app.cluster.port`) makes it, puts its
+path in the place of `ELSEWHERE`, and sends what the replica left in it after Triton's answer.
 """
 
 from __future__ import annotations
@@ -34,12 +38,14 @@ __all__ = [
     "ALIGNMENT",
     "ANSWER_HEAD_BYTES",
     "ASSUMED_DIMENSION",
+    "ELSEWHERE",
     "SHARED_FROM_BYTES",
     "MappedCall",
     "SharedCall",
     "aligned",
     "batch_bytes",
     "bound_shape",
+    "left_bytes",
     "placed_outputs",
     "stand_in_shape",
     "uses_store",
@@ -58,7 +64,10 @@ STORE_FROM_BYTES: Final = 128 * 1024
 ASSUMED_DIMENSION: Final = 64
 """The assumed size of a dimension that varies, and the assumed bytes of a ``BYTES`` element."""
 
-_LENGTH: Final = struct.Struct("<I")
+ELSEWHERE: Final = "headwater:elsewhere"
+"""The path of a segment that the replica's port has still to make."""
+
+_ANSWER: Final = struct.Struct("<IQ")
 _Placed = dict[str, tuple[int, list[int]]]
 _placed_decoder = msgspec.json.Decoder(_Placed)
 
@@ -102,19 +111,20 @@ class MappedCall:
     def leave(self, outputs: Mapping[str, Array]) -> set[str]:
         """Put the large outputs into the segment as far as its capacity allows. Returns their names."""
         at = self._answer_at
-        offset = at + ANSWER_HEAD_BYTES
+        offset = end = at + ANSWER_HEAD_BYTES
         placed: _Placed = {}
         for name, array in outputs.items():
             if array.dtype.hasobject or array.nbytes < SHARED_FROM_BYTES or offset + array.nbytes > len(self._map):
                 continue
             np.copyto(np.ndarray(array.shape, array.dtype, self._map, offset), array)
             placed[name] = (offset, list(array.shape))
-            offset += aligned(array.nbytes)
+            end = offset + array.nbytes
+            offset = aligned(end)
         if placed:
             text = msgspec.json.encode(placed)
-            if len(text) > ANSWER_HEAD_BYTES - _LENGTH.size:
+            if len(text) > ANSWER_HEAD_BYTES - _ANSWER.size:
                 return set()
-            self._map[at : at + _LENGTH.size + len(text)] = _LENGTH.pack(len(text)) + text
+            self._map[at : at + _ANSWER.size + len(text)] = _ANSWER.pack(len(text), end) + text
         return set(placed)
 
 
@@ -143,11 +153,25 @@ def placed_outputs(segment: memoryview, answer_at: int) -> _Placed:
     Raises:
         msgspec.DecodeError: the segment holds no valid object.
     """
-    (length,) = _LENGTH.unpack_from(segment, answer_at)
+    length, _ = _ANSWER.unpack_from(segment, answer_at)
     if not length:
         return {}
-    start = answer_at + _LENGTH.size
+    start = answer_at + _ANSWER.size
     return _placed_decoder.decode(segment[start : start + length])
+
+
+def left_bytes(segment: memoryview, answer_at: int) -> int:
+    """How many bytes from ``answer_at`` on the replica's answer takes; 0: it left none.
+
+    Raises:
+        ValueError: the answer would end outside of the segment.
+    """
+    length, end = _ANSWER.unpack_from(segment, answer_at)
+    if not length:
+        return 0
+    if not answer_at + ANSWER_HEAD_BYTES <= end <= len(segment):
+        raise ValueError(f"expected an answer between {answer_at} and {len(segment)}, got its end at {end}")
+    return int(end) - answer_at
 
 
 def uses_store(signature: Signature) -> bool:

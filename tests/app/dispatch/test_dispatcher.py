@@ -25,6 +25,7 @@ from app.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
+from app.transport.segments import RemoteSegment
 from inference.datatypes import pack_bytes, unpack_bytes
 from inference.signature import Signature, TensorSpec
 from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, encode_reports
@@ -85,7 +86,9 @@ class Replica:
         self.called = asyncio.Event()
         self.is_closed = False
 
-    async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
+    async def infer(
+        self, head: bytes, data: Sequence[bytes | memoryview], segment: RemoteSegment | None = None
+    ) -> dict[str, RawTensor]:
         if self.is_closed:
             raise ReplicaUnreachable("the replica ended")
         call = Call(head, data)

@@ -24,6 +24,7 @@ from app.errors import (
     ReplicaLost,
     Unavailable,
 )
+from app.transport.segments import RemoteSegment
 from inference.datatypes import pack_bytes
 from inference.model import Parameter
 from inference.pipeline import PipelineSpec, Plan, StepSpec, make_plan
@@ -687,7 +688,9 @@ class Hanging:
     def __init__(self) -> None:
         self.calls = 0
 
-    async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
+    async def infer(
+        self, head: bytes, data: Sequence[bytes | memoryview], segment: RemoteSegment | None = None
+    ) -> dict[str, RawTensor]:
         self.calls += 1
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 

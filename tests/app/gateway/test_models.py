@@ -25,6 +25,7 @@ from app.gateway.routes.metadata import metadata_routes
 from app.lm.dispatcher import LmDispatcher
 from app.telemetry.recorder import recorder, use
 from app.telemetry.store import Store
+from app.transport.segments import RemoteSegment
 from inference.pipeline import PipelineSpec, StepSpec, make_plan
 from inference.signature import Signature, TensorSpec, VllmSpec
 from inference.wire.frame import StepCount
@@ -36,7 +37,9 @@ from tests.counted import count_from_zero
 class Hanging:
     """A `ReplicaClient` that never answers."""
 
-    async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
+    async def infer(
+        self, head: bytes, data: Sequence[bytes | memoryview], segment: RemoteSegment | None = None
+    ) -> dict[str, RawTensor]:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
     def close(self) -> None: ...

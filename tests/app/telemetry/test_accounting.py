@@ -35,6 +35,7 @@ from app.telemetry.catalogue import ACCEPTED, IN_FLIGHT, REQUESTS
 from app.telemetry.ledger import merged
 from app.telemetry.recorder import outcome_of, recorder, use
 from app.telemetry.store import Key, Store
+from app.transport.segments import RemoteSegment
 from inference.signature import Signature, TensorSpec
 from inference.wire.report import RowReport, Status
 from tests.app.dispatch.test_dispatcher import NUMBERS, Call
@@ -76,7 +77,9 @@ class Replica:
     def __init__(self) -> None:
         self.hanging: list[Call] = []
 
-    async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
+    async def infer(
+        self, head: bytes, data: Sequence[bytes | memoryview], segment: RemoteSegment | None = None
+    ) -> dict[str, RawTensor]:
         call = Call(head, data)
         value = int(call.values[0])
         if value == HANG:

@@ -1,0 +1,1 @@
+"""Replicas on other machines: the port through which they are reached."""
