@@ -149,15 +149,15 @@ def _check_choices() -> None:
         for _ in range(5000):
             beginning = rng.choice(beginnings)
             requests = {name: rng.randrange(12) for name in rng.sample("abcd", rng.randrange(1, 5))}
-            chosen = affinity.choose(beginning + rng.randbytes(rng.randrange(40)), requests, factor)
-            least = min(requests.values())
+            idlest = min(requests, key=requests.__getitem__)
+            chosen = affinity.choose(beginning + rng.randbytes(rng.randrange(40)), idlest, requests.get, factor)
+            least = requests[idlest]
             known = last.get(beginning) if factor and len(beginning) >= BLOCK_BYTES else None
             is_free = known in requests and requests[known] <= factor * max(least, 1)
             if (chosen != known) if is_free else (requests[chosen] > least):
                 about: dict[str, Any] = {"requests": requests, "known": known, "factor": factor}
                 raise AnswerWrong(f"expected {known if is_free else 'the least busy one'}, got {chosen}: {about}")
-            if len(requests) > 1:
-                last[beginning] = chosen
+            last[beginning] = chosen
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ class Calls:
         self._on_unsent = on_unsent
         self.on_end: Callable[[], None] = lambda: None
         """Called after each call."""
+        self.on_change: Callable[[ReplicaCalls], None] = lambda replica: None
+        """Called with a replica whose calls have changed."""
         self.keep_apart = False
         """Whether a replica must not merge calls that wait there."""
         self._loop = asyncio.get_running_loop()
@@ -63,7 +65,9 @@ class Calls:
                 pending.trace.call(replica.route.id)
         replica.calls += 1
         replica.rows += rows
+        replica.started_rows += rows
         replica.batches[id(batch)] = batch
+        self.on_change(replica)
         task = self._loop.create_task(self._call(replica, batch, rows))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -95,6 +99,7 @@ class Calls:
             del replica.batches[id(parts)]
             replica.calls -= 1
             replica.rows -= rows
+            self.on_change(replica)
             self._losses.retries.note_end(replica)
             self.on_end()
 

@@ -50,7 +50,9 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         self._connect = connect
         self._loop = asyncio.get_running_loop()
         self._meter = recorder().deployment(route.name)
-        self._pool = ReplicaPool(route.name, self._open, on_back=lambda: self._batching.schedule())
+        self._pool = ReplicaPool(
+            route.name, self._open, lambda: self._batching.schedule(), lambda replica: self._batching.note(replica)
+        )
         self._losses = Losses(route.name, self._meter, self._pool, on_quarantined)
         self._quarantine = self._losses.quarantine
         self._retries = self._losses.retries
@@ -61,6 +63,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
             route, self._admission, self._retries, self._pool.connected, self._calls, self._fitting
         )
         self._calls.on_end = self._batching.schedule
+        self._calls.on_change = self._batching.note
         self.update(route)
 
     @property
@@ -84,7 +87,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
             self._queue.reweigh(weights)
         self._calls.keep_apart = route.max_padding > 0
         super().update(route)
-        self._batching.route = route
+        self._batching.update(route)
         self._pool.update(route)
         self._losses.fail_stranded()
         if not route.replicas:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -152,10 +152,14 @@ class Retries:
         part.is_retry = False
         return part
 
-    def next(self, replicas: Iterable[ReplicaCalls], *, has_others: bool) -> tuple[ReplicaCalls, Part] | None:
-        """The part to be computed now, and its replica. Sets one of all ``replicas`` aside if there is none.
+    def next(
+        self, least: Callable[[], ReplicaCalls | None], *, has_others: bool
+    ) -> tuple[ReplicaCalls, Part] | None:  # fmt: skip
+        """The part to be computed now, and its replica. Sets one aside if there is none.
 
-        Batches of other requests have their turns if ``has_others`` of their rows wait.
+        Args:
+            least: finds the eligible replica with the least to do, one without calls if there is any.
+            has_others: whether rows of other requests wait; then their batches have their turns.
         """
         while self._waiting and self._waiting[0].pending.collector.is_done:
             self._pop()
@@ -166,8 +170,7 @@ class Retries:
                 self._release()
             return None
         if self.aside is None or (self.aside.calls and not self._is_alone):
-            eligible = [one for one in replicas if one.is_eligible]
-            best = min(eligible, key=lambda one: (one.calls, one.rows), default=None)
+            best = least()
             # Only an idle replica is worth a change: a busy one may take long.
             if best is not None and (self.aside is None or not best.calls):
                 self._release()

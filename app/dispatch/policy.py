@@ -17,6 +17,7 @@ from app.codecs.tensors import RawTensor, longest_row
 from app.control.routing import DeploymentRoute
 from app.dispatch.admission import Admission
 from app.dispatch.calls import Calls
+from app.dispatch.choice import Choice
 from app.dispatch.deadlines import TIMER_RESOLUTION_S
 from app.dispatch.losses import Retries
 from app.dispatch.pending import Part
@@ -47,17 +48,26 @@ class Batching:
         calls: Calls,
         fitting: Callable[[Part], list[Part]],
     ) -> None:
-        self.route = route
         self.clock = GatherClock()
         self._queue = admission.queue
         self._rate = admission.rate
         self._retries = retries
-        self._replicas = replicas
+        self._choice = Choice(replicas)
         self._calls = calls
         self._fitting = fitting
         self._loop = asyncio.get_running_loop()
         self._is_due = False
         self._delay: asyncio.TimerHandle | None = None
+        self.update(route)
+
+    def update(self, route: DeploymentRoute) -> None:
+        """Adopt a new state of the deployment."""
+        self.route = route
+        self._choice.bound(route.max_in_flight, route.instances)
+
+    def note(self, replica: ReplicaCalls) -> None:
+        """Take in that a replica's calls, its report or its eligibility has changed."""
+        self._choice.note(replica)
 
     def close(self) -> None:
         """Cancel the timer."""
@@ -81,7 +91,7 @@ class Batching:
 
     def _start_alone(self) -> None:
         """Give the next retry to the replica that is set aside, if it is the retries' turn."""
-        found = self._retries.next(self._replicas.values(), has_others=self._queue.rows > 0)
+        found = self._retries.next(self._choice.least, has_others=self._queue.rows > 0)
         if found is None:
             return
         replica, part = found
@@ -112,20 +122,12 @@ class Batching:
         self.clock.stop()
 
     def _choose(self) -> ReplicaCalls | None:
-        """The replica with the fewest outstanding rows among those that may have another call, idle instances first."""
-        instances = self.route.instances
-        best: ReplicaCalls | None = None
-        aside = self._retries.aside
-        for replica in self._replicas.values():
-            if (
-                replica.calls < self.route.max_in_flight
-                and not replica.is_lost
-                and not replica.is_retiring
-                and (replica is not aside or self._retries.admits(replica))
-                and (best is None or (replica.calls >= instances, replica.rows) < (best.calls >= instances, best.rows))
-            ):
-                best = replica
-        return best
+        """The replica with the least to do among those that may have another call, idle instances first."""
+        aside, choice = self._retries.aside, self._choice
+        best = choice.best(aside)
+        if aside is None or not aside.is_eligible or not self._retries.admits(aside):
+            return best
+        return aside if best is None or choice.weight(aside) < choice.weight(best) else best
 
     def _worth_a_call(self, replica: ReplicaCalls) -> int:
         """The rows that make a call to a busy replica worthwhile: as many as it has, and a good part of a batch.

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from app.control.routing import DeploymentRoute, ReplicaRoute
+from app.dispatch.bag import Bag
 from app.dispatch.pending import Part
 from app.transport.address import PeerTls, is_local
 from app.transport.protocol import FrameReplicaClient, ReplicaClient
 from app.transport.triton import TritonClient
 
-__all__ = ["Connect", "Replica", "ReplicaCalls", "ReplicaPool", "connect"]
+__all__ = ["FEW", "Connect", "Replica", "ReplicaCalls", "ReplicaPool", "connect"]
 
 logger = logging.getLogger("headwater.dispatch")
+
+FEW: Final = 8
+"""So many replicas are all looked at when one is chosen."""
 
 LOST_RETRY_S = 2.0
 """Within this time a replica that ended is removed from the table."""
@@ -76,6 +81,12 @@ class ReplicaCalls(Replica):
     client: ReplicaClient | FrameReplicaClient
     calls: int = 0
     rows: int = 0
+    started_rows: int = 0
+    """Those of all calls ever."""
+    others: int = 0
+    """Rows of other workers that it had, as it last reported,"""
+    heard_s: float = 0.0
+    """and when, by the loop's time."""
     batches: dict[int, list[Part]] = field(default_factory=dict)
     """Those of the calls, by identity."""
     is_sharing: bool = True
@@ -97,28 +108,47 @@ class ReplicaPool(Generic[R]):
         name: the deployment's.
         open: connects to a replica.
         on_back: called when a lost replica becomes eligible again.
+        on_change: called with a replica that is new, or whose eligibility has changed.
+        chance: gives numbers from 0 to below 1; tests pass their own.
     """
 
     def __init__(
-        self, name: str, open: Callable[[ReplicaRoute], R], on_back: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        open: Callable[[ReplicaRoute], R],
+        on_back: Callable[[], None] = lambda: None,
+        on_change: Callable[[R], None] = lambda replica: None,
+        chance: Callable[[], float] = random.random,
     ) -> None:
         self.connected: dict[str, R] = {}
         """By id."""
+        self._eligible: Bag[R] = Bag()
+        self._table: tuple[tuple[ReplicaRoute, ...], tuple[ReplicaRoute, ...]] = (), ()
+        """The replicas of the last route, and its retiring ones."""
         self._name = name
         self._open = open
         self._on_back = on_back
+        self._on_change = on_change
+        self._chance = chance
         self._loop = asyncio.get_running_loop()
 
     def update(self, route: DeploymentRoute) -> None:
         """Connect to a route's new replicas, and close the connections to those that it no longer has."""
+        table = route.replicas, route.retiring
+        if table[0] is self._table[0] and table[1] is self._table[1]:  # as in most changes of the routing table
+            return
+        self._table = table
         wanted = {one.id: one for one in (*route.replicas, *route.retiring)}
         for id in [id for id in self.connected if id not in wanted]:
             self._close(self.connected.pop(id), "the replica ended while it had the request")
         for id, one in wanted.items():
             if id not in self.connected:
-                self.connected[id] = self._open(one)
+                self._connect(one)
         for one in route.retiring:
-            self.connected[one.id].is_retiring = True
+            replica = self.connected[one.id]
+            if not replica.is_retiring:
+                replica.is_retiring = True
+                self._note(replica)
 
     def close(self) -> None:
         """Close all connections."""
@@ -126,24 +156,47 @@ class ReplicaPool(Generic[R]):
         gone = list(self.connected.values())
         self.connected.clear()
         for replica in gone:
-            self._close(replica, "the server is stopping")
+            replica.is_lost = True
+            self._note(replica)
+        for replica in gone:
+            replica.close("the server is stopping")
 
     def held(self, ids: Iterable[str]) -> list[R]:
         """The connected ones among these replicas."""
         return [self.connected[id] for id in ids if id in self.connected]
 
-    def eligible(self) -> list[R]:
+    def eligible(self) -> Collection[R]:
         """The replicas that may get something new."""
-        return [one for one in self.connected.values() if one.is_eligible]
+        return self._eligible
+
+    def candidates(self) -> list[R]:
+        """Replicas that may get something new: all if they are few, otherwise some at random, perhaps one twice."""
+        if len(self._eligible) <= FEW:
+            return list(self._eligible)
+        return [self._eligible.draw(self._chance) for _ in range(FEW)]
 
     def lose(self, replica: R) -> None:
         """Give a replica nothing new; if it is still in the table after `LOST_RETRY_S`, try it again."""
         if not replica.is_lost:
             replica.is_lost = True
+            self._note(replica)
             self._loop.call_later(LOST_RETRY_S, self._try_again, replica)
+
+    def _connect(self, route: ReplicaRoute) -> None:
+        replica = self.connected[route.id] = self._open(route)
+        self._note(replica)
+
+    def _note(self, replica: R) -> None:
+        """Take in whether a replica is eligible."""
+        if replica.is_eligible:
+            self._eligible.add(replica)
+        else:
+            self._eligible.discard(replica)
+        self._on_change(replica)
 
     def _close(self, replica: R, reason: str) -> None:
         replica.is_lost = True
+        self._note(replica)
         replica.close(reason)
 
     def _try_again(self, replica: R) -> None:
@@ -153,7 +206,8 @@ class ReplicaPool(Generic[R]):
         logger.warning("model %s: replica %s was lost, but is still there: trying it again", self._name, route.id)
         if route.grpc_address:  # all its calls went over the connection that is gone
             replica.client.close()
-            self.connected[route.id] = self._open(route)
+            self._connect(route)
         else:
             replica.is_lost = False
+            self._note(replica)
         self._on_back()

@@ -184,17 +184,18 @@ class LmDispatcher(TextDispatcher):
         return EngineReplica(route, client)
 
     def _start(self, generation: int, run: RequestRun) -> None:
-        """Submit a request to the replica with the fewest sequences, of those that have not just ended a channel.
+        """Submit a request to the replica with the fewest sequences, of those that have not just ended a channel; of
+        many replicas, to the best of some.
 
         Only replicas of the deployment's ``generation`` understand its tokens.
         """
         if generation != self.route.generation:
             raise Unavailable(f"model `{self.route.name}` was reloaded", retry_after_s=RETRY_AFTER_LOST_S)
-        eligible = self._pool.eligible()
-        if not eligible:
+        candidates = self._pool.candidates()
+        if not candidates:
             raise self._no_replica()
         now_s = self._loop.time()
-        replica = min(eligible, key=lambda one: (now_s < one.avoided_until_s, one.sequences))
+        replica = min(candidates, key=lambda one: (now_s < one.avoided_until_s, one.sequences))
         if replica.channel is None:
             on_end = partial(self._on_channel_end, replica)
             replica.channel = Channel(self.route.name, replica.client, self.meter, on_end)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Final
 
@@ -22,24 +22,22 @@ class PrefixAffinity:
     def __init__(self) -> None:
         self._replicas: OrderedDict[bytes, str] = OrderedDict()
 
-    def choose(self, prompt: bytes, requests: Mapping[str, int], factor: float) -> str:
+    def choose(self, prompt: bytes, least: str, requests: Callable[[str], int | None], factor: float) -> str:
         """The replica for a prompt, which is remembered as that replica's.
 
         Args:
             prompt: the prompt's text.
-            requests: how many each replica has under way, by id; at least one.
-            factor: how many times the requests of the least busy replica another may have; 0: the least busy one.
+            least: the least busy replica's id.
+            requests: how many a replica has under way, by id; None: it can't have another.
+            factor: how many times the requests of the least busy replica another may have.
         """
-        least = min(requests, key=requests.__getitem__)
-        if not factor or len(requests) == 1:
-            return least
         beginnings = _beginnings(prompt)
-        most = factor * max(requests[least], 1)
+        most = factor * max(requests(least) or 0, 1)
         chosen = least
         for one in reversed(beginnings):
             had = self._replicas.get(one)
-            if had is not None and had in requests:
-                chosen = had if requests[had] <= most else least
+            if had is not None and (count := requests(had)) is not None:
+                chosen = had if count <= most else least
                 break
         for one in beginnings:
             self._replicas[one] = chosen

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Collection
+from operator import attrgetter
 from typing import Final
 
 import anyio
@@ -141,13 +142,21 @@ class VllmDispatcher(TextDispatcher):
         return VllmReplica(route, VllmClient(route.http_address, route.token, self._tls))
 
     def _choose(self, request: VllmRequest, tried: VllmReplica | None) -> VllmReplica:
-        eligible = self._pool.eligible()
-        requests = {one.route.id: one.requests for one in eligible if one is not tried or len(eligible) == 1}
-        if not requests:
+        found = self._pool.candidates()
+        found = [one for one in found if one is not tried] or found
+        if not found:
             raise self._no_replica()
+        least = min(found, key=attrgetter("load"))
         factor = 0 if request.route == "embeddings" else self.route.prefix_affinity
-        prompt = request.model.encode() + request.prompt if factor and len(requests) > 1 else b""
-        return self._pool.connected[self._affinity.choose(prompt, requests, factor)]
+        if not factor or len(self._pool.eligible()) == 1:
+            return least
+
+        def load(id: str) -> int | None:
+            one = self._pool.connected.get(id)
+            return one.load if one is not None and one.is_eligible and one is not tried else None
+
+        prompt = request.model.encode() + request.prompt
+        return self._pool.connected[self._affinity.choose(prompt, least.route.id, load, factor)]
 
     async def _sample(self) -> None:
         """Read the replicas' metrics again and again, until cancelled."""
@@ -157,7 +166,8 @@ class VllmDispatcher(TextDispatcher):
                 with contextlib.suppress(HeadwaterError), anyio.move_on_after(SAMPLE_S):
                     text = await replica.client.get("/metrics")
                     if id in self._pool.connected:
-                        self._sampled[id] = self._load(text)
+                        load = self._sampled[id] = self._load(text)
+                        replica.others = max(0, load.active + load.waiting - replica.requests)
             await asyncio.sleep(SAMPLE_S)
 
     def _load(self, text: bytes) -> Load:

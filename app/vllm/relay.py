@@ -26,10 +26,18 @@ _ENDS = {b"response.completed", b"response.incomplete", b"response.failed"}
 
 @dataclass(slots=True, eq=False)
 class VllmReplica(Replica):
-    """A replica, and the number of this worker's requests that it has."""
+    """A replica, and its requests."""
 
     client: VllmClient
     requests: int = 0
+    """This worker's."""
+    others: int = 0
+    """Those of other workers, as last sampled."""
+
+    @property
+    def load(self) -> int:
+        """Its requests of this worker and, as last sampled, of others."""
+        return self.requests + self.others
 
 
 class Relay:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import pytest
 
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.dispatch.pool import Replica, ReplicaPool
+from app.dispatch.pool import FEW, Replica, ReplicaPool
 
 
 class Client:
@@ -76,6 +78,25 @@ def test_what_retires_keeps_its_connection_and_gets_nothing_new() -> None:
         assert bench.closed() == "a"
 
     run(scenario)
+
+
+def test_of_many_replicas_some_are_drawn_and_only_eligible_ones() -> None:
+    async def scenario() -> None:
+        loaded = Counter[str]()
+        pool = ReplicaPool("m", lambda route: Replica(route, cast(Any, Client())), chance=random.Random(1).random)
+        routes = tuple(ReplicaRoute(str(number), "", "") for number in range(100))
+        pool.update(DeploymentRoute("m", State.READY, replicas=routes[:50], retiring=routes[50:]))
+        pool.lose(pool.connected["0"])
+        for _ in range(1000):
+            found = pool.candidates()
+            assert len(found) == FEW
+            loaded.update(one.route.id for one in found)
+        assert sorted(map(int, loaded)) == list(range(1, 50))
+        assert max(loaded.values()) < 2 * 1000 * FEW / 49
+        pool.update(DeploymentRoute("m", State.READY, replicas=routes[:FEW]))
+        assert {one.route.id for one in pool.candidates()} == {str(number) for number in range(1, FEW)}
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("grpc", "closed"), [("", ""), ("a", "a")])
