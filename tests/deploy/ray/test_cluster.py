@@ -54,7 +54,9 @@ def test_what_the_commands_use_is_copied(name: str) -> None:
     mounts = found["file_mounts"]
     wheel = f"headwater-{__version__}-py3-none-any.whl"
     assert mounts[f"~/{wheel}"] == wheel
-    assert f'/opt/headwater/bin/pip install "$HOME/{wheel}[cluster]"' in found["setup_commands"]
+    install = f'/opt/headwater/bin/pip install -c ~/requirements.lock "$HOME/{wheel}[cluster]"'
+    assert install in found["setup_commands"]
+    assert "~/requirements.lock" in mounts
     assert (FOLDER / mounts["~/headwater.yaml"]).is_file()
     assert found["head_start_ray_commands"][-1].endswith("/opt/headwater/bin/headwater serve $HOME/headwater.yaml")
     assert any(CONFIG["cluster"]["tls"] in line and "~/cluster-tls/*" in line for line in found["setup_commands"])
