@@ -43,6 +43,8 @@ class Peer:
     """Whether binary tensors travel as the KServe protocol's extension says; otherwise they are the whole body."""
     may_be_stopped: bool = True
     """Whether its processes survive being stopped while others are measured."""
+    arguments: Sequence[str] = ()
+    """Of its module, after the scenario and the port."""
 
 
 _JSON = ("scale", "text", "mixed", "fanout")
@@ -61,6 +63,7 @@ PEERS = (
     Peer("fastapi", "fastapi", "fastapi_server", "/health", (*UNARY, "streams")),
     Peer("uvicorn-ceiling", "fastapi", "asgi_server", "/", ("scale",)),
     Peer("ray-serve", "ray", "ray_server", "/-/healthz", ("scale", "text")),
+    Peer("ray-serve-proxy", "ray", "ray_server", "/-/healthz", ("scale", "text"), arguments=("proxy",)),
     Peer("bentoml", "bentoml", "bentoml_server", "/readyz", ("scale", "text"), answers_lists=True),
 )
 
@@ -105,6 +108,7 @@ def start(peer: Peer | None, scenario: str) -> Iterator[Running]:
         f"benchmarks.peers.{peer.module}",
         scenario,
         str(port),
+        *peer.arguments,
     ]
     if grpc_port:
         command.append(str(grpc_port))

@@ -123,6 +123,12 @@ def _around(kind: str, field: str, value: Any) -> Manifest:
     """The smallest manifest of a Kubernetes kind that has a field."""
     if kind == "Pod":
         return {"apiVersion": "v1", "kind": kind, "spec": {"containers": [{"name": "one"}], field: value}}
+    if kind == "Container":
+        return _around("Pod", "containers", [{"name": "one", field: value}])
+    if kind == "EnvVar":
+        return _around("Container", "env", [{"name": "ONE", field: value}])
+    if kind == "PodTemplate":
+        return {"apiVersion": "v1", "kind": kind, field: value}
     if kind == "Deployment":
         pod = {"metadata": {"labels": {"a": "b"}}, "spec": {"containers": [{"name": "one"}]}}
         spec = {"selector": {"matchLabels": {"a": "b"}}, "template": pod, "strategy": value}
