@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import time
 from collections.abc import Callable
 from typing import Final
 
-from inference.wire.parcel import PARCEL_WINDOW, STREAM_WINDOW, STREAM_WINDOW_BYTES, ChannelNote, decode_parcel
+from inference.wire.parcel import LEASE_S, PARCEL_WINDOW, STREAM_WINDOW, STREAM_WINDOW_BYTES, ChannelNote, decode_parcel
 
 __all__ = ["StreamChannel", "Taken"]
+
+_LEASED: Final = -1 - secrets.randbits(62)
+"""Stands for this process on other machines."""
 
 
 class Taken:
@@ -46,18 +50,25 @@ class StreamChannel:
 
     Args:
         post: sends a message with this note; once the message is answered, call `end_post`.
+        is_leased: whether the replica is on another machine, and so can't see this process end.
     """
 
-    def __init__(self, post: Callable[[ChannelNote], None]) -> None:
+    def __init__(self, post: Callable[[ChannelNote], None], *, is_leased: bool = False) -> None:
         self._post = post
         self._loop = asyncio.get_running_loop()
-        self.note: Final = ChannelNote(os.getpid(), time.monotonic_ns())
+        self.note: Final = ChannelNote(_LEASED if is_leased else os.getpid(), time.monotonic_ns())
         """Identifies the channel."""
         self._parcels = 0
         self._acked_parcels = 0
         self._taken: dict[str, tuple[int, int]] = {}
         """By stream, what is to be acknowledged."""
         self._is_posting = False
+        self._timer = self._loop.call_later(LEASE_S / 3, self._renew) if is_leased else None
+
+    def close(self) -> None:
+        """Renew the lease no longer."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     def opening(self) -> ChannelNote:
         """The note that opens the channel."""
@@ -87,6 +98,12 @@ class StreamChannel:
         if not self._is_posting and (self._taken or self._parcels - self._acked_parcels >= PARCEL_WINDOW // 2):
             self._is_posting = True
             self._loop.call_soon(self._post_now)
+
+    def _renew(self) -> None:
+        self._timer = self._loop.call_later(LEASE_S / 3, self._renew)
+        if not self._is_posting:  # else a message is on its way
+            self._is_posting = True
+            self._post_now()
 
     def _post_now(self) -> None:
         taken, self._taken = self._taken, {}

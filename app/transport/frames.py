@@ -86,7 +86,8 @@ class FrameClient:
 
     def __init__(self, model: str, address: str, token: str, tls: PeerTls | None = None) -> None:
         self._model = model
-        if tls is None or is_local(address):
+        self._is_remote = not is_local(address)
+        if tls is None or not self._is_remote:
             self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         else:
             options = [*_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name)]
@@ -197,7 +198,9 @@ class FrameClient:
 
     def _open_channel(self) -> StreamChannel:
         name = f"{_CHANNEL}{next(_numbers)}"
-        channel = StreamChannel(lambda note: self._send_note(name + _POST, CallNote(channel=note)))
+        channel = StreamChannel(
+            lambda note: self._send_note(name + _POST, CallNote(channel=note)), is_leased=self._is_remote
+        )
         self._send_note(name, CallNote(channel=channel.opening()))
         self._channel_name = name
         return channel
@@ -229,6 +232,8 @@ class FrameClient:
 
     def _drop_channel(self, error: HeadwaterError) -> None:
         """End the channel's streams; the next stream opens a new channel."""
+        if self._stream_channel is not None:
+            self._stream_channel.close()
         self._stream_channel = None
         for call in self._calls.values():
             if call.taken is None:
@@ -247,6 +252,8 @@ class FrameClient:
         if self._is_ended:
             return
         self._is_ended = True
+        if self._stream_channel is not None:
+            self._stream_channel.close()
         for call in self._calls.values():
             call.put(
                 ReplicaLost("the replica ended while it had the request")

@@ -12,13 +12,15 @@ from typing import Final
 
 from inference.runtime.stream_control import StreamControl
 from inference.wire.arrays import Array
-from inference.wire.parcel import PARCEL_BYTES, PARCEL_WINDOW, ChannelNote, Entry, encode_parcel
+from inference.wire.parcel import LEASE_S, PARCEL_BYTES, PARCEL_WINDOW, ChannelNote, Entry, encode_parcel
 from inference.wire.report import CallNote
 
 __all__ = ["StreamChannels"]
 
 PARCEL_EVERY_S: Final = 0.002
 """How long frames gather after a parcel; each parcel costs about a millisecond of CPU in Triton and PyTriton."""
+LEASE_LOOKS: Final = 10
+"""How often a lease is looked at until it expires."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +41,16 @@ class _Channel:
         """Parcels sent."""
         self._acknowledged = 0
         self._news = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._looks_left = LEASE_LOOKS
+        """At a lease, until it has expired."""
 
     def watch(self, pid: int) -> None:
-        """Close the channel when the worker's process ends. PyTriton drops Triton's cancellation, so this is the only
-        sign."""
+        """Close the channel when the worker's process ends, or its lease expires. PyTriton drops Triton's cancellation,
+        so this is the only sign."""
+        if pid < 0:
+            self._look_later()
+            return
         try:
             fd = os.pidfd_open(pid)
         except OSError as error:
@@ -55,6 +63,23 @@ class _Channel:
         self._on_close.callback(os.close, fd)
         self._on_close.callback(loop.remove_reader, fd)
         loop.add_reader(fd, self.close)
+
+    def renew(self) -> None:
+        """Note that the worker has been heard."""
+        self._looks_left = LEASE_LOOKS
+
+    def _look_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(LEASE_S / LEASE_LOOKS, self._look)
+
+    def _look(self) -> None:
+        """Count a look at the lease. Looks are counted, not time: what the worker sent in a pause of this process, or
+        while a callable kept its loop from running, must be read first."""
+        self._looks_left -= 1
+        if self._looks_left > 0:
+            self._look_later()
+        else:
+            logger.warning("a gateway worker on another machine was not heard for %g s: its streams end", LEASE_S)
+            self.close()
 
     def add(self, stream: str, frame: Array | None) -> None:
         """Queue a frame of a stream, or its end."""
@@ -92,6 +117,8 @@ class _Channel:
     def close(self) -> None:
         """Close the channel, whose worker is gone, and cancel its streams."""
         self._on_close.close()
+        if self._timer is not None:
+            self._timer.cancel()
         self.is_closed = True
         self._entries = []
         self._news.set()
@@ -114,7 +141,7 @@ class StreamChannels:
 
     def __init__(self) -> None:
         self._channels: dict[int, _Channel] = {}
-        """By the worker's process id."""
+        """By the worker's process id, or what stands for it."""
         self._streams: dict[str, StreamControl] = {}
         """Running streams by name."""
         self._relays: set[asyncio.Task[None]] = set()
@@ -184,6 +211,7 @@ class StreamChannels:
         """The channel of this number, made if need be; a closed one if the worker already has a later channel."""
         channel = self._channels.get(note.pid)
         if channel is not None and channel.number == note.number:
+            channel.renew()
             return channel
         new = _Channel(note.number)
         if channel is not None and channel.number > note.number:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 __all__ = [
+    "LEASE_S",
     "PARCEL_BYTES",
     "PARCEL_WINDOW",
     "STREAM_WINDOW",
@@ -38,6 +39,10 @@ STREAM_WINDOW: Final = 64
 STREAM_WINDOW_BYTES: Final = 1024 * 1024
 """The same in bytes; a frame that is larger goes alone."""
 
+LEASE_S: Final = 10.0
+"""How long the channel of a worker on another machine stays open without a message about it. The worker sends one at
+least three times as often."""
+
 Entry = tuple[str, bytes | memoryview | None]
 """A stream's name and its next frame; None ends the stream."""
 
@@ -46,7 +51,8 @@ class ChannelNote(msgspec.Struct, omit_defaults=True):
     """A worker's message about its one channel; in a call that asks for a stream it only identifies the channel."""
 
     pid: int
-    """The worker's process; the replica closes the channel when it ends."""
+    """The worker's process; the replica closes the channel when it ends. Negative: the worker is on another machine, is
+    known by this number, and has a lease (`LEASE_S`)."""
     number: int
     """Identifies the channel; a greater number closes the worker's previous channel. It is taken from the system's
     monotonic clock in nanoseconds, so that a later worker with the same process id can't repeat one."""

@@ -16,7 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.transport import channel as worker_channel
 from app.transport.channel import StreamChannel, Taken
+from inference.runtime import channel as replica_channel
 from inference.runtime.channel import StreamChannels
 from inference.runtime.stream_control import StreamControl
 from inference.wire.parcel import (
@@ -387,5 +389,85 @@ def test_every_frame_arrives_once_in_order_and_no_window_is_passed(asked: list[t
         await asyncio.wait([receiving])
         other.task.cancel()
         await asyncio.wait([other.task])
+
+    run(scenario)
+
+
+def test_a_worker_on_another_machine_that_is_not_heard_loses_its_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_channel, "LEASE_S", 0.05)
+
+    async def scenario() -> None:
+        channels = StreamChannels()
+        source = Source(10**9)
+        start(channels, source, pid=-7)
+        listener = Listener(channels, note(pid=-7, opens=True))
+        await listener.task
+        await until(lambda: source.is_closed)
+        assert listener.parcels
+
+    run(scenario)
+
+
+def test_any_message_renews_the_lease_and_time_alone_does_not_end_it() -> None:
+    async def scenario() -> None:
+        channels = StreamChannels()
+        source = Source(3)
+        listener = Listener(channels, note(pid=-7, opens=True))
+        await settle()
+        (channel,) = channels._channels.values()
+        for said in (note(pid=-7, parcels=0), note(pid=-7, parcels=1)):
+            for _ in range(replica_channel.LEASE_LOOKS - 1):
+                channel._look()
+            assert not channel.is_closed
+            acknowledge(channels, said)
+        for _ in range(replica_channel.LEASE_LOOKS - 1):
+            channel._look()
+        start(channels, source, pid=-7)
+        for _ in range(replica_channel.LEASE_LOOKS - 1):
+            channel._look()
+        assert not channel.is_closed
+        channel._look()
+        assert channel.is_closed
+        await listener.task
+        await until(lambda: source.is_closed)
+
+    run(scenario)
+
+
+def test_a_leased_channel_is_renewed_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_channel, "LEASE_S", 0.03)
+
+    async def scenario() -> None:
+        posted: list[ChannelNote] = []
+
+        def post(said: ChannelNote) -> None:
+            posted.append(said)
+            channel.end_post()
+
+        channel = StreamChannel(post, is_leased=True)
+        assert channel.note.pid < 0
+        assert channel.opening().pid == channel.note.pid
+        await until(lambda: len(posted) == 5)
+        assert {(one.pid, one.number) for one in posted} == {(channel.note.pid, channel.note.number)}
+        channel.close()
+        await settle()
+        assert len(posted) == 5
+        other = StreamChannel(post, is_leased=True)
+        assert other.note.pid == channel.note.pid  # so that it ends the former one
+        assert other.note.number > channel.note.number
+        other.close()
+
+    run(scenario)
+
+
+def test_a_local_channel_has_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_channel, "LEASE_S", 0.0)
+
+    async def scenario() -> None:
+        posted: list[ChannelNote] = []
+        channel = StreamChannel(posted.append)
+        await settle()
+        assert channel.note.pid == os.getpid()
+        assert not posted
 
     run(scenario)
