@@ -29,7 +29,9 @@ ROOMS = {
         "app.config", "app.control", "app.process", "app.security", "app.supervisor", "app.telemetry", "app.transport",
     },
     "app.supervisor": {"app.config", "app.control", "app.process", "app.security", "app.telemetry"},
-    "app.cli": {"app.supervisor", "app.codecs", "app.config", "app.process", "app.security", "app.telemetry"},
+    "app.cli": {
+        "app.supervisor", "app.cluster", "app.codecs", "app.config", "app.process", "app.security", "app.telemetry",
+    },
     "inference.wire": {"inference"},
     "inference.runtime": {"inference", "inference.wire"},
     "inference.lm": {"inference", "inference.wire", "inference.runtime"},

@@ -10,8 +10,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import app
 from app.cli.bench.options import add_bench_command
@@ -20,6 +21,10 @@ from app.cli.keys import add_key_commands
 from app.cli.options import add_set_option, config_flags
 from app.cli.plan.options import add_plan_command
 from app.errors import CommandError, ConfigError, StartError
+
+if TYPE_CHECKING:
+    from app.config.schema import Config
+    from inference.signature import Signature
 
 __all__ = ["main"]
 
@@ -52,6 +57,16 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--workers", type=int, help="number of gateway processes")
     add_set_option(serve)
     serve.set_defaults(run=_serve)
+
+    join = commands.add_parser("join", help="add a gateway to what `headwater serve` serves on a cluster")
+    _add_address(join)
+    join.add_argument("--host", help="address to listen on")
+    join.add_argument("--port", type=int, help="port to listen on; 0: any free port")
+    join.add_argument("--workers", type=int, help="number of gateway processes")
+    join.set_defaults(run=_join)
+    stop = commands.add_parser("stop", help="end what is served on a cluster: gateways, replicas and supervisor")
+    _add_address(stop)
+    stop.set_defaults(run=_stop)
 
     check = commands.add_parser("check", help="check the environment and, if given, a configuration or model")
     check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | onnx:PATH", help="as for `headwater serve`")
@@ -93,6 +108,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address", default="auto", help="of Ray's head, HOST:PORT; auto: the Ray that this machine belongs to"
+    )
+
+
 def _bounds(text: str) -> dict[str, int]:
     least, separator, most = text.partition("-")
     try:
@@ -113,23 +134,51 @@ def _serve(options: argparse.Namespace) -> int:
         # The kernel drops signals that process 1 has no handler for; the supervisor installs its own a second later.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     import asyncio
-    import functools
 
-    from app.cli.announce import log_what_is_served, print_what_is_served
     from app.config.schema import load_what
-    from app.security.keys_file import keys_are_wanted
     from app.supervisor.supervisor import Supervisor
     from app.telemetry.logs import set_up_logging
 
     config, user_paths = load_what(options.what, flags=config_flags(options))
     set_up_logging(config.server.log_format)
-    asks_for_keys = keys_are_wanted(config.security.keys_file)
-    announce = (
-        log_what_is_served
-        if config.server.log_format == "json"
-        else functools.partial(print_what_is_served, asks_for_keys=asks_for_keys)
-    )
-    return asyncio.run(Supervisor(config, user_paths, announce).run())
+    announce = _announcer(config)
+    if config.cluster is None:
+        return asyncio.run(Supervisor(config, user_paths, announce).run())
+    from app.cluster.gateway import serve_gateway
+
+    return asyncio.run(serve_gateway(config, user_paths, config.cluster.address, {}, announce))
+
+
+def _announcer(config: Config) -> Callable[[str, list[tuple[str, Signature | None, str]]], None]:
+    """What says once what is served."""
+    import functools
+
+    from app.cli.announce import log_what_is_served, print_what_is_served
+    from app.security.keys_file import keys_are_wanted
+
+    if config.server.log_format == "json":
+        return log_what_is_served
+    return functools.partial(print_what_is_served, asks_for_keys=keys_are_wanted(config.security.keys_file))
+
+
+def _join(options: argparse.Namespace) -> int:
+    import asyncio
+
+    from app.cli.announce import log_what_is_served
+    from app.cluster.gateway import serve_gateway
+    from app.telemetry.logs import set_up_logging
+
+    set_up_logging("auto")
+    flags = {name: value for name in ("host", "port", "workers") if (value := getattr(options, name)) is not None}
+    return asyncio.run(serve_gateway(None, (), options.address, flags, log_what_is_served))
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from app.cluster.discovery import stop_cluster
+
+    stop_cluster(options.address)
+    print("stopped")
+    return 0
 
 
 def _check(options: argparse.Namespace) -> int:

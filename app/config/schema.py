@@ -180,6 +180,10 @@ class Deployment(Section):
             return ("cuda" if self.device.gpus else "cpu",)
         return (self.device,) if isinstance(self.device, str) else self.device
 
+    def on(self, device: str) -> Deployment:
+        """The same on one of its `placements`."""
+        return self if isinstance(self.device, sections.NodePlacement) else self.model_copy(update={"device": device})
+
     @property
     def node_placement(self) -> sections.NodePlacement:
         """What a replica takes of a cluster's node; raises as `placement_of`."""
@@ -262,6 +266,12 @@ class Config(Section):
     def cluster(self) -> Cluster | None:
         """The section ``cluster``; None: replicas run on this machine."""
         return self._cluster
+
+    def with_cluster(self, cluster: Cluster | None) -> Config:
+        """The same with another section ``cluster``."""
+        config = self.model_copy()
+        config._cluster = cluster
+        return config
 
     @field_validator("deployments")
     @classmethod
@@ -463,7 +473,7 @@ def read_config(
     except ValidationError as error:
         lines += [line for detail in error.errors(include_url=False) for line in _describe(detail, overrides)]
         raise InvalidConfig(source, lines, _without_faults(merged, error)) from None
-    config._cluster = cluster
+    config = config.with_cluster(cluster)
     if lines or (lines := list(_placement_faults(config))):
         raise InvalidConfig(source, lines, config)
     return config

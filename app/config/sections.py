@@ -119,6 +119,9 @@ class NodePlacement(BaseModel):
         return self
 
 
+_DEVICES = "expected auto, cpu, cuda or cuda:N, or a list such as [cuda:0, cuda:1]"
+
+
 def _read_device(value: object) -> str | tuple[str, ...] | NodePlacement:
     if isinstance(value, NodePlacement) or (isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", value)):
         return value
@@ -128,10 +131,10 @@ def _read_device(value: object) -> str | tuple[str, ...] | NodePlacement:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where, text = ".".join(map(str, first["loc"])), str(first["msg"]).removeprefix("Value error, ")
-            expected = "expected {gpus, cpus, labels, pack}"
+            expected = f"{_DEVICES}, or in a cluster {{gpus, cpus, labels, pack}}"
             raise ValueError(f"{expected}; {f'{where}: ' if where else ''}{text[:1].lower()}{text[1:]}") from None
     if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError("expected auto, cpu, cuda or cuda:N, or a list such as [cuda:0, cuda:1]")
+        raise ValueError(_DEVICES)
     for one in value:
         if not isinstance(one, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", one):
             raise ValueError(f"expected cpu, cuda or cuda:N each, got {one!r}")

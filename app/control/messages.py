@@ -124,6 +124,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """The configuration's `app.config.schema.Server`."""
     security: dict[str, Any] = {}
     """The configuration's `app.config.sections.SecuritySection`."""
+    cluster_tls: str = ""
+    """The folder with the cluster's certificates; empty: there is no cluster, or it is on this machine."""
     index: int = 0
     """This worker's index."""
     metrics: str = ""

@@ -47,6 +47,8 @@ class ReplicaRoute(msgspec.Struct, frozen=True):
     """The same of its Triton's gRPC, if it answers in frames: fused pipelines and models that stream."""
     device: str = ""
     """The device it computes on."""
+    node: str = ""
+    """The address of its machine; empty: this one."""
 
     @property
     def http_path(self) -> Path | None:

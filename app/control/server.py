@@ -19,10 +19,10 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -57,6 +57,18 @@ HELLO_TIMEOUT_S: Final = 5.0
 SILENT_GATEWAY_PINGS: Final = 10
 """After so many unanswered pings a gateway on another machine counts as gone."""
 _CREDENTIALS: Final = struct.Struct("3i")
+
+
+class PeerContexts(Protocol):
+    """The TLS of the cluster, as a server needs it."""
+
+    def server_context(self) -> ssl.SSLContext:
+        """For connections that others open; `is_peer` must then be asked."""
+        ...
+
+    def is_peer(self, certificate: Mapping[str, Any] | None) -> bool:
+        """Whether the certificate of a client, as `ssl` describes it, is one of the cluster's."""
+        ...
 
 
 @dataclass(eq=False)
@@ -114,10 +126,21 @@ class ControlServer:
         """Listen on a unix socket; its folder must be closed to others (0700)."""
         self._server = await asyncio.start_unix_server(self._serve, path, limit=messages.MAX_MESSAGE_BYTES)
 
-    async def start_for_gateways(self, host: str, port: int, token: str, tls: ssl.SSLContext | None) -> int:
-        """Listen for gateways on other machines, which must know the token. Returns the port."""
+    async def start_for_gateways(self, host: str, port: int, token: str, tls: PeerContexts | None) -> int:
+        """Listen for gateways on other machines, which must know the token. Returns the port.
+
+        Args:
+            host: an address of this machine.
+            port: 0: any.
+            token: what gateways must say.
+            tls: the cluster's; None: plain text.
+        """
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if tls is not None and not tls.is_peer(writer.get_extra_info("peercert")):
+                logger.error("a gateway whose certificate has another name was refused")
+                writer.close()
+                return
             try:
                 line = await asyncio.wait_for(reader.readline(), HELLO_TIMEOUT_S)
                 hello = messages.HELLO.decode(line)
@@ -130,7 +153,12 @@ class ControlServer:
                 return
             await self._talk(reader, _Worker(writer, 0, hello.workers))
 
-        self._server = await asyncio.start_server(serve, host, port, ssl=tls, limit=messages.MAX_MESSAGE_BYTES)
+        context = None
+        if tls is not None:
+            context = tls.server_context()
+            # Certificates may be renewed while this listens.
+            context.sni_callback = lambda connection, name, first: setattr(connection, "context", tls.server_context())
+        self._server = await asyncio.start_server(serve, host, port, ssl=context, limit=messages.MAX_MESSAGE_BYTES)
         found: int = self._server.sockets[0].getsockname()[1]
         return found
 

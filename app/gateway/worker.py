@@ -38,6 +38,7 @@ from app.security.key_check import KeyRing
 from app.security.keys_file import keys_are_wanted, known_keys
 from app.security.limits import LimitFiles
 from app.security.operator import OperatorGuard, is_loopback
+from app.security.peer_tls import PeerTls
 from app.security.tls import Certificate
 from app.telemetry import recorder, tracing
 from app.telemetry.logs import set_up_logging
@@ -93,7 +94,11 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     """Run the worker; return the exit status."""
     options = Server.model_validate(settings.server)
     budget = QueueBudget(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
-    models = Models(budget=budget)
+    tasks: list[Callable[[], Awaitable[None]]] = []
+    peer_tls = PeerTls(Path(settings.cluster_tls)) if settings.cluster_tls else None
+    if peer_tls is not None:
+        tasks.append(functools.partial(FileWatch(peer_tls.paths).run, peer_tls.renew))
+    models = Models(budget=budget, tls=peer_tls)
     # It would cut every stream off as soon as the server is told to exit. What ends them is `drain` below, and behind
     # that uvicorn's own timeout.
     AppStatus.enable_automatic_graceful_drain = False
@@ -101,7 +106,6 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     models.on_quarantined = link.report_quarantined
     models.cancel_elsewhere = link.cancel_elsewhere
     security = SecuritySection.model_validate(settings.security)
-    tasks: list[Callable[[], Awaitable[None]]] = []
     keys: KeyRing | None = None
     if keys_are_wanted(security.keys_file):
         key_watch = FileWatch([] if security.keys_file is None else [security.keys_file])

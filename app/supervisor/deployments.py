@@ -110,6 +110,15 @@ class Deployments:
             self._make(name)
         return undo
 
+    def restore(self, config: Config) -> None:
+        """Adopt a whole configuration, to which operators had changed the server's own; no replica may run yet."""
+        for name in [name for name in self.config.deployments if name not in config.deployments]:
+            self._drop(name)
+            self._configure(name, None)
+        for name, deployment in config.deployments.items():
+            if self.config.deployments.get(name) != deployment:
+                self.adopt(name, deployment)
+
     def forget(self, name: str) -> None:
         """Remove an added deployment, of which no replica runs.
 

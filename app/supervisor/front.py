@@ -60,6 +60,10 @@ class Backend(Protocol):
         """What each of so many gateway workers gets of every deployment."""
         ...
 
+    def replica_views(self) -> list[ReplicaView]:
+        """All replicas that have not ended, for metrics."""
+        ...
+
     def problems(self) -> Iterable[Problem]:
         """What on this machine is in the way of serving."""
         ...
@@ -131,7 +135,7 @@ class Front:
             self._publish()
             workers = Workers(self._config, self._host, self._control, self.observer)
             workers.start(listener)
-            for watch in (self._host.watch(), workers.watch(), self.observer.watch(self._replica_views)):
+            for watch in (self._host.watch(), workers.watch(), self.observer.watch(self._backend.replica_views)):
                 watching.append(asyncio.create_task(watch))
                 watching[-1].add_done_callback(self._host.note_done)
             self._backend.start()
@@ -199,12 +203,6 @@ class Front:
         self._control.publish(RoutingTable(tuple(routes), draining=self._host.is_stopping, leaving=self._is_leaving))
         self.observer.see_deployments(map(deployment_view, routes))
         return routes
-
-    def _replica_views(self) -> list[ReplicaView]:
-        return [
-            ReplicaView(one.id.rpartition("-")[0], one.id, one.group, one.batch_limit)
-            for one in self._host.replicas.values()
-        ]
 
     def _on_stop_signal(self, number: int) -> None:
         if self._host.is_stopping:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from app.config.schema import Config
 from app.control.load import together
@@ -12,9 +12,11 @@ from app.control.server import ControlServer
 from app.supervisor import preflight
 from app.supervisor.autoscaler import Autoscaler
 from app.supervisor.deployments import Deployments
+from app.supervisor.handle import ReplicaHandle
 from app.supervisor.host import Host, until
 from app.supervisor.lifecycle import Lifecycle
 from app.supervisor.starter import REPLICA_END_TIMEOUT_S
+from app.telemetry.observer import ReplicaView
 from inference.errors import Problem
 
 __all__ = ["Orchestrator"]
@@ -47,10 +49,15 @@ class Orchestrator:
             self.sets, lambda: together(control.loads()), self._lifecycle.is_busy, host, on_utilization
         )
 
-    def start(self) -> None:
-        """Start all replicas that there should be, and keep them running."""
-        for replicas in self.sets.values():
-            replicas.start()
+    def start(self, running: Mapping[str, Collection[ReplicaHandle]] | None = None) -> None:
+        """Start all replicas that there should be, and keep them running.
+
+        Args:
+            running: replicas that serve already, by deployment.
+        """
+        for name, replicas in self.sets.items():
+            if not replicas.is_set_aside:
+                replicas.start((running or {}).get(name, ()))
         self._host.spawn(self._autoscaler.run())
 
     async def end(self, is_hurried: Callable[[], bool]) -> None:
@@ -78,6 +85,13 @@ class Orchestrator:
             return ""
         served = [self.sets.get(name) or self._graphs[name] for name in self.deployments.config.deployments]
         return "; ".join(f"{one.name}: {one.failure or one.reason}" for one in served)
+
+    def replica_views(self) -> list[ReplicaView]:
+        """All replicas that have not ended."""
+        return [
+            ReplicaView(one.id.rpartition("-")[0], one.id, one.group, one.batch_limit)
+            for one in self._host.replicas.values()
+        ]
 
     def problems(self) -> Iterable[Problem]:
         """What on this machine is in the way of replicas."""

@@ -81,9 +81,18 @@ class ReplicaSet(Served):
         self.bounds = self._bounds_of(config)
         self.config = config
 
-    def start(self) -> None:
-        """Start its replicas, and keep them running."""
-        self._slots += [Slot(self) for _ in range(self.wanted)]
+    def start(self, running: Collection[ReplicaHandle] = ()) -> None:
+        """Keep the replicas that it should have running, of which some may serve already, and start the others."""
+        if running:
+            self.wanted = min(max(self.wanted, len(running)), self.bounds.max)
+            self._take(list(running))
+        self._slots += [Slot(self) for _ in range(self.wanted - len(self._slots))]
+
+    def stay_unloaded(self, bounds: ReplicaBounds) -> None:
+        """Begin as an earlier supervisor left it, unloaded."""
+        self.bounds = bounds
+        self.is_set_aside = True
+        self.note_unloaded(())
 
     def route(self, workers: int) -> DeploymentRoute:
         """What each of so many gateway workers gets, with its share of what is bounded."""

@@ -93,7 +93,7 @@ class ReplicaStarter:
             OSError: as `Host.launch`; the capacity is released.
         """
         try:
-            replica = self._host.launch(self._name, config.model_copy(update={"device": place.device}), on_progress)
+            replica = self._host.launch(self._name, config.on(place.device), on_progress)
         except OSError:
             self._host.memory.release(place)
             raise

@@ -42,10 +42,12 @@ class Workers:
 
     def start(self, listener: socket.socket) -> None:
         """Start the workers, which accept connections from the listener; replace them until the server stops."""
+        cluster = self._config.cluster
         settings = WorkerSettings(
             control=str(self._host.folder / "control"),
             server=self._config.server.model_dump(mode="json"),
             security=self._config.security.model_dump(mode="json"),
+            cluster_tls=str(cluster.tls) if cluster is not None and cluster.tls is not None else "",
         )
         for index in range(self._config.server.workers):
             self._host.spawn(self._keep(index, listener, settings))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from app.control.routing import DeploymentRoute, State
-from app.process.proc import group_uses
+from app.process.proc import GroupUse, group_uses
 from app.telemetry.catalogue import CATALOGUE
 from app.telemetry.ledger import Ledger
 from app.telemetry.recorder import recorder, use
@@ -40,6 +40,8 @@ class ReplicaView(NamedTuple):
     """The group of its processes; 0: none yet."""
     batch_limit: int = 0
     """The most rows, or sequences, that fit in its device's memory at once; 0: no limit is known."""
+    use: GroupUse | None = None
+    """What its processes use, if that was measured on another machine."""
 
 
 class Observer:
@@ -110,11 +112,11 @@ class Observer:
 
     def see_replicas(self, views: Iterable[ReplicaView]) -> None:
         """Measure the threads and memory of all replicas; takes a millisecond or more."""
-        replicas = [view for view in views if view.group]
-        uses = group_uses({view.group for view in replicas})
+        replicas = [view for view in views if view.group or view.use is not None]
+        uses = group_uses({view.group for view in replicas if view.use is None})
         values: dict[Key, int] = {}
         for view in replicas:
-            used = uses[view.group]
+            used = view.use or uses[view.group]
             labels = view.deployment, view.id
             values[Key("headwater_replica_threads", labels)] = used.threads
             values[Key("headwater_replica_resident_memory_bytes", labels)] = used.resident_bytes

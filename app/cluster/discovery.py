@@ -1,0 +1,147 @@
+"""Finds the supervisor of a cluster, for gateways, which so have no connection to Ray of their own: Ray ends a process
+that has one some time after Ray's head is gone.
+
+Run as ``python -m app.cluster.discovery ADDRESS``, with a `SupervisorSpec`, or nothing, on its standard input: with one
+it starts the supervisor if there is none. It writes a line whenever that has changed: an `Announcement`, or an object
+with an ``error``. It ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator
+from typing import Final
+
+import msgspec
+
+from app.cluster.holder import read_spec, write_spec
+from app.cluster.ray_client import ActorGone, RayClient
+from app.cluster.supervisor import Announcement, SupervisorSpec
+from app.control.messages import MAX_MESSAGE_BYTES
+from app.errors import StartError
+
+__all__ = ["NAME", "announcements", "main", "stop_cluster"]
+
+logger = logging.getLogger("headwater")
+
+NAME: Final = "supervisor"
+"""Of the supervisor's actor."""
+LOOK_EVERY_S: Final = 0.5
+ANSWER_TIMEOUT_S: Final = 5.0
+RESTART_S: Final = 2.0
+
+
+async def announcements(address: str, spec: SupervisorSpec | None) -> AsyncGenerator[Announcement, None]:
+    """Yield where the supervisor is, again whenever it is another one.
+
+    Args:
+        address: of Ray's head, or ``auto``.
+        spec: starts it, if there is none.
+
+    Raises:
+        StartError: there is no supervisor, or it can't serve this; only before the first one.
+    """
+    is_first = True
+    while True:
+        process = _search(address)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        transport: asyncio.BaseTransport | None = None
+        try:
+            write_spec(process.stdin, pickle.dumps(spec if is_first else None))
+            reader = asyncio.StreamReader(limit=MAX_MESSAGE_BYTES)
+            make = functools.partial(asyncio.StreamReaderProtocol, reader)
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(make, process.stdout)
+            while line := await reader.readline():
+                said = json.loads(line)
+                if "error" not in said:
+                    is_first = False
+                    yield msgspec.convert(said, Announcement)
+                elif is_first:
+                    raise StartError(said["error"])
+        except BrokenPipeError:
+            pass
+        finally:
+            process.stdin.close()
+            if transport is not None:
+                transport.close()
+        if is_first:
+            raise StartError("cluster: the search for the supervisor ended without a result; see the lines above")
+        await asyncio.sleep(RESTART_S)
+
+
+def stop_cluster(address: str) -> None:
+    """End what a cluster serves, and wait until nothing of it runs.
+
+    Raises:
+        StartError: there is no Ray, or nothing is served there.
+    """
+    ray = RayClient(address)
+    try:
+        actor = ray.find(NAME)
+    except ActorGone:
+        raise StartError("cluster: nothing is served there") from None
+    ray.ask_order(actor, "stop")
+    while True:
+        try:
+            ray.ask(actor, ANSWER_TIMEOUT_S)
+        except ActorGone:
+            return
+        except TimeoutError:
+            pass
+        time.sleep(LOOK_EVERY_S)
+
+
+def _search(address: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "app.cluster.discovery", address]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+
+def main() -> None:
+    """Entry point; see the module's docstring."""
+    spec: SupervisorSpec | None = pickle.loads(read_spec(sys.stdin.buffer))
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    try:
+        ray = RayClient(sys.argv[1])
+        if spec is not None:
+            command = [sys.executable, "-m", "app.cluster.supervisor"]
+            ray.start_supervisor(NAME, command, pickle.dumps(spec), {"PWD": os.getcwd()})
+    except StartError as error:
+        _say({"error": str(error)})
+        return
+    before = ""
+    while True:
+        try:
+            said = ray.ask(ray.find(NAME), ANSWER_TIMEOUT_S)
+        except ActorGone:
+            text = "cluster: nothing is served there; expected `headwater serve CONFIG` on one of its machines before"
+            said = json.dumps({"error": text})
+        except TimeoutError:
+            said = before  # it is about to start, or its node can't be reached
+        if said != before:
+            before = said
+            print(said, flush=True)
+        time.sleep(LOOK_EVERY_S)
+
+
+def _say(content: dict[str, str]) -> None:
+    print(json.dumps(content), flush=True)
+
+
+def _end_with_input() -> None:
+    while os.read(sys.stdin.fileno(), 1024):
+        continue
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The actor of Ray that holds one process of ours: it starts it where Ray places it, and ends with it.
+
+Ray's workers get this class by value, so this module must import nothing but the standard library, and Ray only where
+it is called. The process lives as long as its standard input is open: so it ends with the actor, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from typing import IO, Any
+
+__all__ = ["Holder", "read_spec", "write_spec"]
+
+FENCE_EVERY_S = 0.25
+END_TIMEOUT_S = 30.0
+"""How long the process may take to end after its standard input was closed."""
+LENGTH_BYTES = 8
+
+
+def read_spec(stream: IO[bytes]) -> bytes:
+    """What `Holder` was given for its process: the first thing on that process's standard input."""
+    return stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "little"))
+
+
+def write_spec(stream: IO[bytes], spec: bytes) -> None:
+    """What `read_spec` reads."""
+    stream.write(len(spec).to_bytes(LENGTH_BYTES, "little") + spec)
+    stream.flush()
+
+
+class Holder:
+    """Starts a process, and fences it: it ends when this node's raylet does.
+
+    A raylet that is killed leaves its actors running, while Ray thinks that they are gone and starts others.
+
+    Args:
+        command: the process's; its first line of output is what `said` returns.
+        spec: written to its standard input, see `read_spec`.
+        environment: variables that it gets besides those that Ray gives the actor, ``HEADWATER_NODE``, this node's
+            address, and ``HEADWATER_RAY``, that of Ray's head.
+        is_restarted: whether Ray starts the actor again if the process ends by itself with a status other than 0.
+    """
+
+    def __init__(self, command: list[str], spec: bytes, environment: dict[str, str], is_restarted: bool) -> None:
+        import ray
+
+        self._raylet = os.getppid()
+        node, head = ray.util.get_node_ip_address(), ray.get_runtime_context().gcs_address
+        self._is_restarted = is_restarted
+        self._first = b""
+        self._has_said = threading.Event()
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment, "HEADWATER_NODE": node, "HEADWATER_RAY": head},
+            cwd=environment.get("PWD") or None,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        self._input = self._process.stdin
+        write_spec(self._input, spec)
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._fence, daemon=True).start()
+
+    def said(self) -> str:
+        """The process's first line; empty: it has ended before it said anything."""
+        self._has_said.wait()
+        return self._first.decode().strip()
+
+    def order(self, line: str) -> None:
+        """Write a line to the process's standard input."""
+        self._input.write(line.encode() + b"\n")
+        self._input.flush()
+
+    def _read(self) -> None:
+        output: Any = self._process.stdout
+        self._first = output.readline()
+        self._has_said.set()
+        for line in output:
+            print(line.decode(errors="replace"), end="", flush=True)
+        self._end(self._process.wait())
+
+    def _fence(self) -> None:
+        while os.getppid() == self._raylet:
+            time.sleep(FENCE_EVERY_S)
+        self._input.close()
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        os._exit(1)
+
+    def _end(self, status: int) -> None:
+        """End the actor; Ray does not start one again that is killed so."""
+        import ray
+
+        if status == 0 or not self._is_restarted:
+            context = ray.get_runtime_context()
+            ray.kill(context.current_actor, no_restart=True)
+            time.sleep(END_TIMEOUT_S)
+        os._exit(1)

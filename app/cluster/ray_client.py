@@ -1,0 +1,246 @@
+"""All that is asked of Ray. Each call may take long, so all of them run in threads.
+
+Private parts of Ray: `ray.experimental.internal_kv`, its key-value store, in which Ray Serve keeps its state, too, and
+the prefix of the names of labels' nodes. tests/app/cluster/test_ray_client.py names them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from app.cluster import holder
+from app.config.sections import NodePlacement
+from app.errors import StartError
+
+__all__ = ["PREFIX", "ActorGone", "RayClient"]
+
+logger = logging.getLogger("headwater")
+
+PREFIX: Final = "replica:"
+"""Begins the name of a replica's actor; its id follows."""
+NAMESPACE: Final = "headwater"
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]*\Z")
+THREADS: Final = 32
+"""Calls of Ray at once."""
+
+
+class ActorGone(Exception):
+    """An actor has ended, and won't come back."""
+
+
+class RayClient:
+    """A connection to Ray.
+
+    Args:
+        address: of Ray's head, or ``auto``.
+
+    Raises:
+        StartError: there is no Ray, or it can't be reached.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise StartError("cluster.engine: Ray isn't installed: pip install 'headwater[cluster]'") from error
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        self._ray: Any = ray
+        try:
+            ray.init(
+                address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING,
+                configure_logging=False,
+            )  # fmt: skip
+        except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
+            text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise StartError(
+                f"cluster.address: no Ray at {address!r}: {text}; start one with `ray start --head`, or name its head "
+                "as HOST:PORT"
+            ) from error
+        ray.cloudpickle.register_pickle_by_value(holder)
+        self._threads = ThreadPoolExecutor(THREADS, "ray")
+
+    def close(self) -> None:
+        """End the connection; detached actors go on."""
+        self._ray.shutdown()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def node_address(self) -> str:
+        """This node's address in Ray."""
+        return str(self._ray.util.get_node_ip_address())
+
+    async def _call(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    # Actors
+
+    async def start_replica(
+        self,
+        name: str,
+        command: Sequence[str],
+        spec: bytes,
+        environment: Mapping[str, str],
+        placement: NodePlacement,
+        memory: int | None,
+    ) -> Any:
+        """Have an actor placed that holds a process of a replica, and return it; it may still wait for its place."""
+        options: dict[str, Any] = {
+            "num_gpus": placement.gpus,
+            "num_cpus": placement.cpus,
+            "max_restarts": 0,
+            "scheduling_strategy": "DEFAULT" if placement.pack else "SPREAD",
+        }
+        if placement.labels:
+            options["label_selector"] = dict(placement.labels)
+        if memory is not None and not placement.gpus:
+            options["memory"] = memory
+        return await self._call(self._start, name, list(command), spec, dict(environment), options)
+
+    def start_supervisor(self, name: str, command: Sequence[str], spec: bytes, environment: Mapping[str, str]) -> Any:
+        """Have an actor started that holds the supervisor, or find the one that there is."""
+        options = {"num_cpus": 0, "max_restarts": -1, "get_if_exists": True}
+        return self._start(name, list(command), spec, dict(environment), options)
+
+    def _start(
+        self, name: str, command: list[str], spec: bytes, environment: dict[str, str], options: dict[str, Any]
+    ) -> Any:
+        is_restarted = options["max_restarts"] != 0
+        kind = self._ray.remote(holder.Holder)
+        found = kind.options(name=name, lifetime="detached", max_concurrency=16, **options)
+        return found.remote(command, spec, environment, is_restarted)
+
+    def find(self, name: str) -> Any:
+        """The actor of this name.
+
+        Raises:
+            ActorGone: there is none.
+        """
+        try:
+            return self._ray.get_actor(name)
+        except ValueError as error:
+            raise ActorGone(name) from error
+
+    async def replicas(self) -> dict[str, Any]:
+        """The actors of replicas, by name."""
+
+        def look() -> dict[str, Any]:
+            found = {}
+            for name in self._ray.util.list_named_actors():
+                if name.startswith(PREFIX):
+                    try:
+                        found[name] = self._ray.get_actor(name)
+                    except ValueError:  # it has ended
+                        continue
+            return found
+
+        found: dict[str, Any] = await self._call(look)
+        return found
+
+    async def said(self, actor: Any, timeout_s: float | None = None) -> str:
+        """What the process that an actor holds said first.
+
+        Raises:
+            ActorGone: the actor has ended.
+            TimeoutError: it has not said anything in time, or can't be reached.
+        """
+        return str(await self._call(self.ask, actor, timeout_s))
+
+    def ask(self, actor: Any, timeout_s: float | None) -> str:
+        """As `said`, in the calling thread."""
+        errors = self._ray.exceptions
+        try:
+            return str(self._ray.get(actor.said.remote(), timeout=timeout_s))
+        except errors.GetTimeoutError as error:
+            raise TimeoutError("no answer") from error
+        except errors.ActorUnavailableError as error:
+            raise TimeoutError(str(error)) from error
+        except errors.RayActorError as error:
+            raise ActorGone(_first_line(error)) from error
+        except errors.RayError as error:  # the actor's process raised
+            raise ActorGone(_first_line(error)) from error
+
+    def ask_order(self, actor: Any, line: str) -> None:
+        """Have an actor write a line to its process's standard input."""
+        self._ray.get(actor.order.remote(line))
+
+    async def kill(self, actor: Any) -> None:
+        """End an actor, and with it its process; best effort."""
+
+        def kill() -> None:
+            try:
+                self._ray.kill(actor, no_restart=True)
+            except Exception as error:
+                logger.debug("an actor could not be killed: %s", error)
+
+        await self._call(kill)
+
+    async def node_addresses(self) -> set[str]:
+        """The machines that Ray has."""
+        return {str(node["NodeManagerAddress"]) for node in await self._call(self._ray.nodes) if node["Alive"]}
+
+    async def missing(self, placement: NodePlacement) -> str:
+        """Why no node that Ray has can ever have a replica; empty: some can."""
+        nodes = await self._call(self._ray.nodes)
+        return shortage(placement, [node for node in nodes if node["Alive"]])
+
+    # Storage
+
+    async def put(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        await self._call(self._kv("_internal_kv_put"), key.encode(), value, True, NAMESPACE.encode())
+
+    async def get(self, key: str) -> bytes | None:
+        """A stored value."""
+        found: bytes | None = await self._call(self._kv("_internal_kv_get"), key.encode(), NAMESPACE.encode())
+        return found
+
+    async def delete(self, key: str) -> None:
+        """Remove a stored value."""
+        function = self._kv("_internal_kv_del")
+        await self._call(lambda: function(key.encode(), namespace=NAMESPACE.encode()))
+
+    def _kv(self, name: str) -> Any:
+        from ray.experimental import internal_kv
+
+        function = getattr(internal_kv, name)
+        if name == "_internal_kv_get":
+            return lambda key, namespace: function(key, namespace=namespace)
+        if name == "_internal_kv_put":
+            return lambda key, value, overwrite, namespace: function(
+                key, value, overwrite=overwrite, namespace=namespace
+            )
+        return function
+
+
+def shortage(placement: NodePlacement, nodes: Sequence[Mapping[str, Any]]) -> str:
+    """Why none of these nodes, as `ray.nodes` has them, can have a replica even if it is empty; empty text: one can.
+
+    Label selectors other than plain values are left to Ray.
+    """
+    if not nodes:
+        return "Ray has no node"
+    wants = {"GPU": placement.gpus, "CPU": placement.cpus}
+    plain = {
+        name: value for name, value in placement.labels.items() if value.replace("-", "").replace("_", "").isalnum()
+    }
+    fitting = [
+        one for one in nodes if all((one.get("Labels") or {}).get(name) == value for name, value in plain.items())
+    ]
+    if not fitting:
+        return f"no node has the labels {plain}"
+    for name, wanted in wants.items():
+        most = max(one["Resources"].get(name, 0) for one in fitting)
+        if wanted > most:
+            return f"it takes {wanted:g} {name}, and the largest{' such' * bool(plain)} node has {most:g}"
+    return ""
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,256 @@
+"""A replica that Ray has placed on a node, as the supervisor sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from app.cluster.agent_link import AgentLink
+from app.cluster.messages import Beat, State
+from app.cluster.ray_client import ActorGone, RayClient
+from app.control.routing import ReplicaRoute
+from app.process.proc import GroupUse
+from app.security.peer_tls import PeerTls
+from inference.signature import Signature
+
+__all__ = ["Context", "RemoteReplica"]
+
+logger = logging.getLogger("headwater")
+
+OUT_OF_REACH_S: Final = 10.0
+"""A replica that can't be reached for so long counts as lost."""
+PLACE_LOOK_S: Final = 5.0
+"""How often to look why a replica has no place."""
+
+
+class Context:
+    """What all remote replicas of a supervisor share.
+
+    Args:
+        ray: the connection to Ray.
+        epoch: the supervisor's.
+        tls: the cluster's.
+        on_reach: called when a replica gets out of reach, or back.
+        on_stale: called when an agent says that another supervisor has followed this one.
+    """
+
+    def __init__(
+        self,
+        ray: RayClient,
+        epoch: int,
+        tls: PeerTls | None,
+        on_reach: Callable[[], None],
+        on_stale: Callable[[], None],
+    ) -> None:
+        self.ray = ray
+        self.epoch = epoch
+        self.tls = tls
+        self.on_reach = on_reach
+        self.on_stale = on_stale
+
+
+class RemoteReplica:
+    """Follows one replica to its end; see `app.supervisor.handle.ReplicaHandle`.
+
+    Args:
+        id: unique among all replicas ever.
+        device: what it was placed on.
+        adapters: what it is started with.
+        context: see there.
+        on_progress: called with each stage of the start.
+    """
+
+    group = 0
+
+    def __init__(
+        self,
+        id: str,
+        device: str,
+        adapters: dict[str, str],
+        context: Context,
+        on_progress: Callable[[str], None],
+    ) -> None:
+        self.id = id
+        self.device = device
+        self.adapters = adapters
+        self.signature: Signature | None = None
+        self.facts: dict[str, str] = {}
+        self.batch_limit = 0
+        self.reason = ""
+        self.is_permanent = False
+        self.ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.ending = asyncio.Event()
+        self.exited: asyncio.Future[None]
+        self.is_reachable = True
+        self.state: State | None = None
+        """What its agent said last."""
+        self.heard = asyncio.Event()
+        """Set once its agent has said something."""
+        self._context = context
+        self._on_progress = on_progress
+        self._actor: Any = None
+        self._link: AgentLink | None = None
+        self._use = GroupUse()
+        self._ordered = ""
+        """What was ordered: nothing, ``stop`` or ``kill``."""
+        self._killed = asyncio.Event()
+        self._leftovers: list[str] = []
+
+    async def follow(self, place: Callable[[], Any], missing: Callable[[], Any]) -> None:
+        """Wait for its place, follow it to its end, and see that its actor is gone.
+
+        Args:
+            place: awaited for the actor.
+            missing: awaited for why no node can ever have it.
+        """
+        try:
+            self._actor = await place()
+            said = await self._said(missing)
+            if said:
+                await self._listen(*said.split())
+        except ActorGone as error:
+            self.mark_ending(f"its actor has ended: {error}")
+        except Exception as error:  # Ray's own, of whatever kind; the replica set tries again
+            self.mark_ending(f"Ray could not run it: {str(error).strip().splitlines()[0] if str(error) else error!r}")
+        finally:
+            self.mark_ending("it was stopped" if self._ordered else "its node is gone")
+            if self._actor is not None:
+                await self._context.ray.kill(self._actor)
+
+    def mark_ending(self, reason: str = "") -> None:
+        """Note that it can no longer be used; a reason that is known already stays."""
+        self.reason = self.reason or reason
+        self.ending.set()
+        if not self.ready.done():
+            self.ready.set_result(False)
+
+    def stop(self) -> None:
+        """See `ReplicaHandle.stop`."""
+        self._order("stop")
+
+    def kill(self) -> None:
+        """See `ReplicaHandle.kill`."""
+        self._order("kill")
+        self._killed.set()
+
+    def account(self) -> str:
+        """See `ReplicaHandle.account`."""
+        return (self.state.account if self.state is not None else "") or self.reason
+
+    def cause(self) -> str:
+        """See `ReplicaHandle.cause`."""
+        known = self.state.cause if self.state is not None and self.state.reason else ""
+        return known or self.reason or "it ended before it was ready"
+
+    def route(self) -> ReplicaRoute:
+        """See `ReplicaHandle.route`."""
+        assert self.state is not None
+        return self.state.route
+
+    async def use(self) -> GroupUse:
+        """See `ReplicaHandle.use`: as its agent said last."""
+        return GroupUse() if self.exited.done() else self._use
+
+    async def remains(self) -> list[str]:
+        """See `ReplicaHandle.remains`."""
+        found = list(self._leftovers)
+        if not self.exited.done():
+            found.append(f"replica {self.id}: its node can't be reached, so perhaps all of it")
+        return found
+
+    async def ask_vllm(self, url: str, body: str, timeout_s: float) -> tuple[int, bytes]:
+        """See `ReplicaHandle.ask_vllm`."""
+        if self._link is None:
+            raise ConnectionError("it has no place yet")
+        return await self._link.ask_vllm(url, body, timeout_s)
+
+    async def _said(self, missing: Callable[[], Any]) -> str:
+        """Wait until its agent has opened its port, and says where; empty: it was killed before."""
+        killed = asyncio.create_task(self._killed.wait())
+        asking = asyncio.create_task(self._context.ray.said(self._actor))
+        said = ""
+        try:
+            while not asking.done() and not killed.done():
+                await asyncio.wait({asking, killed}, timeout=PLACE_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if not asking.done() and not killed.done():
+                    reason = await missing()
+                    self._on_progress(
+                        f"no node can have it: {reason}; waiting for one that can" if reason
+                        else "waiting for a place in the cluster"
+                    )  # fmt: skip
+            said = asking.result() if asking.done() else ""
+            if asking.done() and not said:
+                raise ActorGone("its agent ended before it had opened its port; see Ray's log of the actor")
+        finally:
+            killed.cancel()
+            asking.cancel()
+        return said
+
+    async def _listen(self, address: str, token: str) -> None:
+        """Listen to its agent until nothing of the replica runs any more, or it counts as lost."""
+        context = self._context
+        link = self._link = AgentLink(
+            address, token, context.epoch, context.tls,
+            on_state=self._take, on_beat=self._take_beat, on_reach=self._note_reach,
+        )  # fmt: skip
+        running = asyncio.create_task(link.run())
+        lost_s: float | None = None
+        loop = asyncio.get_running_loop()
+        try:
+            while not running.done() and not (self.state is not None and self.state.has_exited):
+                await asyncio.wait({running}, timeout=0.1)
+                if self._ordered:
+                    link.order(self._ordered)
+                    self._ordered = "" if self.state is not None and self.is_reachable else self._ordered
+                lost_s = None if self.is_reachable else (lost_s or loop.time())
+                if lost_s is not None and loop.time() - lost_s > OUT_OF_REACH_S:
+                    self.mark_ending(f"its node could not be reached for {OUT_OF_REACH_S:g} s")
+                    return
+            if running.done() and not (self.state is not None and self.state.has_exited):
+                self.mark_ending("its agent has ended")
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+    def _order(self, what: str) -> None:
+        if self._link is None or not self._link.order(what):
+            self._ordered = what  # once it is in reach
+            if self._link is None:
+                self._killed.set()
+
+    def _take(self, state: State) -> None:
+        if state.is_stale:
+            self._context.on_stale()
+            return
+        before, self.state = self.state, state
+        self.adapters = state.adapters
+        self.facts = state.facts
+        self.batch_limit = state.batch_limit
+        self.is_permanent = state.is_permanent
+        self.reason = state.reason or self.reason
+        self._leftovers = state.leftovers
+        if state.signature is not None and self.signature is None:
+            self.signature = msgspec.convert(state.signature, Signature)
+        if state.stage and (before is None or before.stage != state.stage) and not state.is_ready:
+            logger.info("%s: %s", self.id, state.stage)
+            self._on_progress(state.stage)
+        self.heard.set()
+        if state.is_ending or state.has_exited:
+            self.mark_ending(state.reason)
+        elif state.is_ready and not self.ready.done():
+            self.ready.set_result(True)
+
+    def _take_beat(self, beat: Beat) -> None:
+        self._use = GroupUse(beat.threads, beat.resident_bytes, beat.gpu_bytes, beat.gpu_utilization)
+
+    def _note_reach(self, is_reachable: bool) -> None:
+        self.is_reachable = is_reachable
+        if self.ready.done() and not self.ending.is_set():
+            logger.warning("%s: %s", self.id, "in reach again" if is_reachable else "out of reach")
+            self._context.on_reach()

@@ -1,0 +1,341 @@
+"""The supervisor of a cluster: decides what replicas there should be, has Ray place them, and tells all gateways.
+
+Run by `app.cluster.holder` as ``python -m app.cluster.supervisor``, with a `SupervisorSpec` on its standard input. Its
+first line of output is an `Announcement`, once it has taken over what an earlier supervisor left. It ends at once when
+its standard input does, and leaves the replicas to the next; after the line ``stop`` it ends them, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import json
+import logging
+import os
+import pickle
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from app.cluster.agent import AgentSpec, digest
+from app.cluster.holder import read_spec
+from app.cluster.ray_client import PREFIX, ActorGone, RayClient
+from app.cluster.remote_replica import Context, RemoteReplica
+from app.config.schema import Config, Deployment
+from app.config.sections import ReplicaBounds
+from app.control.routing import RoutingTable
+from app.control.server import ControlServer
+from app.errors import ConfigError, StartError
+from app.security.file_watch import FileWatch
+from app.security.peer_tls import PeerTls
+from app.supervisor.handle import ReplicaHandle
+from app.supervisor.host import Host, until
+from app.supervisor.orchestrator import Orchestrator
+from app.supervisor.replica_memory import ReplicaMemory
+from app.telemetry.logs import set_up_logging
+
+__all__ = ["Announcement", "SupervisorSpec", "main", "what_is_served"]
+
+logger = logging.getLogger("headwater")
+
+DESIRED, EPOCH = "desired", "epoch"
+"""Keys in Ray's storage."""
+STARTS: Final = 64
+"""Replicas that start at once, on all nodes together."""
+PING_EVERY_S: Final = 1.0
+RECONCILE_EVERY_S: Final = 30.0
+"""How often to look for replicas that nobody has, such as those of a node that came back."""
+ADOPT_TIMEOUT_S: Final = 3.0
+"""How long a replica that an earlier supervisor had may take to say how it is."""
+GATEWAYS_DRAIN_S: Final = 5.0
+"""How much longer than their own time gateways may take to end when all is stopped."""
+
+
+class SupervisorSpec(NamedTuple):
+    """What the supervisor is started with."""
+
+    config: Config
+    user_paths: tuple[str, ...]
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """How gateways reach the supervisor, and what they need to know before."""
+
+    address: str
+    token: str
+    epoch: int
+    serves: str
+    """A digest of the deployments that it was started with."""
+    server: dict[str, Any]
+    """The configuration's `app.config.schema.Server`, for gateways that have none of their own."""
+    security: dict[str, Any]
+    tls: str | None
+
+
+class _Desired(NamedTuple):
+    """What an operator's commands have made of the configuration; kept in Ray's storage."""
+
+    config: Config
+    set_aside: frozenset[str]
+    bounds: Mapping[str, ReplicaBounds]
+
+
+class ClusterHost(Host):
+    """Has Ray place replicas, in place of starting them on this machine."""
+
+    def __init__(self, config: Config, user_paths: tuple[str, ...], context: Context, *about: Any) -> None:
+        super().__init__(ReplicaMemory(), user_paths, *about)
+        self.start_slots = asyncio.Semaphore(STARTS)
+        self._config = config
+        self._context = context
+        self._paths = user_paths
+
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
+        """See `Host.launch`."""
+        self._launched += 1
+        id, token = f"{name}-{self._context.epoch}.{self._launched}", secrets.token_urlsafe(24)
+        cluster, server = self._config.cluster, self._config.server
+        assert cluster is not None
+        spec = AgentSpec(
+            name, id, config, self._paths, token, server.runtime_dir, cluster.host, cluster.tls, server.log_format
+        )
+        placement = config.node_placement
+        place = functools.partial(
+            self._context.ray.start_replica, f"{PREFIX}{id}", [sys.executable, "-m", "app.cluster.agent"],
+            pickle.dumps(spec), {"PWD": os.getcwd()}, placement, config.memory,
+        )  # fmt: skip
+        replica = RemoteReplica(id, config.placements[0], config.adapters, self._context, on_progress)
+        self._follow(replica, place, functools.partial(self._context.ray.missing, placement))
+        return replica
+
+    def adopt(self, name: str, actor: Any, config: Deployment) -> RemoteReplica:
+        """Follow a replica that an earlier supervisor started."""
+        id = name.removeprefix(PREFIX)
+        replica = RemoteReplica(id, config.placements[0], config.adapters, self._context, lambda text: None)
+
+        async def place() -> Any:
+            return actor
+
+        async def missing() -> str:
+            return ""
+
+        self._follow(replica, place, missing)
+        return replica
+
+    def _follow(self, replica: RemoteReplica, place: Callable[[], Any], missing: Callable[[], Any]) -> None:
+        self.replicas[replica.id] = replica
+        replica.exited = self.spawn(replica.follow(place, missing))
+        replica.exited.add_done_callback(lambda _: self.replicas.pop(replica.id, None))
+
+
+class ClusterSupervisor:
+    """Runs a configuration on a cluster."""
+
+    def __init__(self, spec: SupervisorSpec, ray: RayClient, epoch: int, tls: PeerTls | None) -> None:
+        self._first = spec.config
+        self._ray = ray
+        self._tls = tls
+        self._token = secrets.token_urlsafe(24)
+        self._epoch = epoch
+        self._is_serving = False
+        """Whether it has taken over what there was."""
+        self._stored: _Desired | None = None
+        self._storing: asyncio.Task[None] | None = None
+        context = Context(ray, epoch, tls, lambda: self._on_change(), self._give_way)
+        self._control = ControlServer(
+            lambda command: self._orchestrator.answer(command), epoch, on_workers=lambda: self._on_change()
+        )
+        self._host = ClusterHost(spec.config, spec.user_paths, context, self._control.drain, self._on_change)
+        self._orchestrator = Orchestrator(spec.config, self._host, self._control)
+
+    async def run(self, orders: asyncio.StreamReader) -> None:
+        """Serve until an order to stop comes, or no more can come."""
+        cluster = self._first.cluster
+        assert cluster is not None
+        await self._take_over()
+        node = os.environ.get("HEADWATER_NODE", "127.0.0.1")
+        host = cluster.host or (node if self._tls is not None else "127.0.0.1")
+        port = await self._control.start_for_gateways(host, 0, self._token, self._tls)
+        self._is_serving = True
+        self._on_change()
+        announcement = Announcement(
+            f"{node if host in ('0.0.0.0', '::') else host}:{port}",
+            self._token,
+            self._epoch,
+            what_is_served(self._first),
+            self._first.server.model_dump(mode="json"),
+            self._first.security.model_dump(mode="json"),
+            None if cluster.tls is None else str(cluster.tls),
+        )
+        print(msgspec.json.encode(announcement).decode(), flush=True)
+        for task in (self._watch_gateways(), self._reconcile()):
+            asyncio.create_task(task).add_done_callback(self._host.note_done)
+        reading = asyncio.create_task(orders.readline())
+        stopping = asyncio.create_task(self._host.stopping.wait())
+        await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done() and reading.result().strip() == b"stop":
+            await self._stop()
+
+    async def _take_over(self) -> None:
+        """Adopt the replicas that an earlier supervisor has left and that fit, end the others, and start what lacks."""
+        raw = await self._ray.get(DESIRED)
+        desired: _Desired | None = None if raw is None else pickle.loads(raw)
+        sets = self._orchestrator.sets
+        if desired is not None:
+            self._stored = desired
+            self._orchestrator.deployments.restore(desired.config)
+            for name, one in sets.items():
+                if name in desired.set_aside:
+                    one.stay_unloaded(desired.bounds.get(name, one.bounds))
+                elif name in desired.bounds:
+                    one.bounds = desired.bounds[name]
+                    one.wanted = max(one.bounds.min, min(one.wanted, one.bounds.max))
+        found: list[tuple[str, RemoteReplica]] = []
+        for actor_name, actor in (await self._ray.replicas()).items():
+            name = actor_name.removeprefix(PREFIX).rpartition("-")[0]
+            if name in sets and not sets[name].is_set_aside:
+                found.append((name, self._host.adopt(actor_name, actor, sets[name].config)))
+            else:
+                logger.warning("%s: nobody wants it any more; it is ended", actor_name)
+                await self._ray.kill(actor)
+        if found:
+            await asyncio.wait(
+                {asyncio.create_task(replica.heard.wait()) for _, replica in found}, timeout=ADOPT_TIMEOUT_S
+            )
+        running: dict[str, list[ReplicaHandle]] = {}
+        for name, replica in found:
+            one, state = sets[name], replica.state
+            fits = (
+                state is not None
+                and state.is_ready
+                and state.deployment == digest(one.config.on(one.config.placements[0]))
+            )
+            if fits and not replica.ending.is_set() and len(running.get(name, ())) < one.bounds.max:
+                running.setdefault(name, []).append(replica)
+            else:
+                logger.warning("%s: was starting, or is not what is wanted; it is ended", replica.id)
+                replica.kill()
+        if running:
+            ids = ", ".join(one.id for those in running.values() for one in those)
+            logger.info("taken over from an earlier supervisor: %s", ids)
+        self._orchestrator.start(running)
+
+    def _on_change(self) -> None:
+        if not self._is_serving:
+            return
+        routes = self._orchestrator.routes(max(1, self._control.workers))
+        self._control.publish(RoutingTable(tuple(routes), draining=self._host.is_stopping))
+        desired = self._desired()
+        if desired != self._stored and not self._host.is_stopping:
+            self._stored = desired
+            if self._storing is None or self._storing.done():
+                self._storing = asyncio.create_task(self._store())
+
+    def _desired(self) -> _Desired:
+        sets = self._orchestrator.sets
+        return _Desired(
+            self._orchestrator.deployments.config,
+            frozenset(name for name, one in sets.items() if one.is_set_aside),
+            {name: one.bounds for name, one in sets.items()},
+        )
+
+    async def _store(self) -> None:
+        """Store what is desired until that is up to date; without storage, a later supervisor begins anew."""
+        stored: _Desired | None = None
+        while stored != self._stored and self._stored is not None:
+            desired = self._stored
+            try:
+                await self._ray.put(DESIRED, pickle.dumps(desired))
+                stored = desired
+            except Exception as error:  # Ray's head is gone, for one
+                logger.error("Ray's storage can't be written; trying again: %s", error)
+                await asyncio.sleep(PING_EVERY_S)
+
+    async def _watch_gateways(self) -> None:
+        while True:
+            self._control.ping()
+            await asyncio.sleep(PING_EVERY_S)
+
+    async def _reconcile(self) -> None:
+        """End replicas that nobody has: their nodes came back after they had counted as lost."""
+        suspects: set[str] = set()
+        while True:
+            await asyncio.sleep(RECONCILE_EVERY_S)
+            try:
+                actors = await self._ray.replicas()
+            except Exception as error:  # Ray's head is gone, for one
+                logger.error("Ray can't say which replicas there are: %s", error)
+                continue
+            unknown = {name for name in actors if name.removeprefix(PREFIX) not in self._host.replicas}
+            for name in unknown & suspects:  # twice, as one may just be starting or ending
+                logger.warning("%s: runs, but nobody has it; it is ended", name)
+                await self._ray.kill(actors[name])
+            suspects = unknown
+
+    def _give_way(self) -> None:
+        logger.error("another supervisor has followed; this one ends")
+        self._host.stop()
+
+    async def _stop(self) -> None:
+        """Let gateways drain, end all replicas, and forget what was desired."""
+        self._host.stop()
+        self._on_change()
+        deadline_s = self._first.server.shutdown_timeout_s + GATEWAYS_DRAIN_S
+        await until(lambda: not self._control.workers, deadline_s)
+        await self._orchestrator.end(lambda: False)
+        await self._ray.delete(DESIRED)
+        await self._control.finish()
+
+
+def what_is_served(config: Config) -> str:
+    """A digest of a configuration's deployments."""
+    return hashlib.sha256(repr(sorted(config.deployments.items())).encode()).hexdigest()
+
+
+async def _run(spec: SupervisorSpec) -> None:
+    loop = asyncio.get_running_loop()
+    orders = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin.buffer)
+    cluster = spec.config.cluster
+    assert cluster is not None
+    ray = await asyncio.to_thread(RayClient, os.environ["HEADWATER_RAY"])
+    tls = None if cluster.tls is None else PeerTls(cluster.tls)
+    if tls is None and len(await ray.node_addresses()) > 1:
+        raise StartError(
+            "cluster.tls: expected a folder with ca.crt, tls.crt and tls.key, since the cluster has several machines"
+        )
+    watch = None if tls is None else asyncio.create_task(FileWatch(tls.paths).run(tls.renew))
+    raw = await ray.get(EPOCH)
+    epoch = 1 if raw is None else int(raw) + 1
+    await ray.put(EPOCH, str(epoch).encode())
+    logger.info("supervisor %d of the cluster", epoch)
+    try:
+        await ClusterSupervisor(spec, ray, epoch, tls).run(orders)
+    finally:
+        if watch is not None:
+            watch.cancel()
+
+
+def main() -> None:
+    """Entry point; see the module's docstring."""
+    spec: SupervisorSpec = pickle.loads(read_spec(sys.stdin.buffer))
+    set_up_logging(spec.config.server.log_format)
+    try:
+        asyncio.run(_run(spec))
+    except (StartError, ConfigError) as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        status = 0  # another start would fail in the same way
+    except ActorGone:
+        status = 1
+    else:
+        status = 0
+    sys.stdout.flush()
+    os._exit(status)  # neither replicas nor Ray's threads are waited for
+
+
+if __name__ == "__main__":
+    main()
