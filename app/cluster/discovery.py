@@ -121,7 +121,7 @@ def main() -> None:
     before = ""
     while True:
         try:
-            said = ray.ask(ray.find(NAME), ANSWER_TIMEOUT_S)
+            said = ray.ask(ray.find(NAME), ANSWER_TIMEOUT_S) or before  # empty: its process has just ended
         except ActorGone:
             text = "cluster: nothing is served there; expected `headwater serve CONFIG` on one of its machines before"
             said = json.dumps({"error": text})

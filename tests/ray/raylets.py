@@ -1,0 +1,266 @@
+"""Three raylets on this machine in place of three machines, what ends them, and gateways in front of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+from benchmarks.servers import free_port
+from tests.running import wait_for
+
+__all__ = ["Gateway", "Load", "Outcome", "Raylets", "agents", "gateway", "groups", "raylets"]
+
+START_S = 90.0
+CPUS = 8
+
+
+class Raylets:
+    """A Ray cluster: a head that has no CPUs for replicas, and nodes that have."""
+
+    def __init__(self, nodes: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        self.nodes = [self.add() for _ in range(nodes)]
+
+    @property
+    def address(self) -> str:
+        """Of the head."""
+        return str(self._cluster.address)
+
+    def add(self) -> Any:
+        """Another node."""
+        return self._cluster.add_node(num_cpus=CPUS)
+
+    def keep(self, count: int) -> None:
+        """See that there are so many nodes, after some were killed."""
+        self.nodes = [node for node in self.nodes if psutil.pid_exists(self.raylet(node).pid) and self.tree(node)]
+        while len(self.nodes) < count:
+            self.nodes.append(self.add())
+
+    @staticmethod
+    def raylet(node: Any) -> Any:
+        """The process of a node's raylet."""
+        return node.all_processes["raylet"][0].process
+
+    def tree(self, node: Any) -> list[psutil.Process]:
+        """All that runs on a node: its raylet, and everything that it has started."""
+        try:
+            raylet = psutil.Process(self.raylet(node).pid)
+            if raylet.status() == psutil.STATUS_ZOMBIE:
+                return []
+            return [raylet, *raylet.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self, node: Any) -> None:
+        """End a node as a power failure does."""
+        tree = self.tree(node)
+        for process in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.raylet(node).wait()
+
+    def stop(self, node: Any, number: int = signal.SIGSTOP) -> None:
+        """Send a signal to all that runs on a node; the raylet first, so that it starts nothing in place of others."""
+        for process in self.tree(node):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def close(self) -> None:
+        """End all of it."""
+        for node in self.nodes:
+            self.stop(node, signal.SIGCONT)
+        self._cluster.shutdown()
+
+
+@contextlib.contextmanager
+def raylets(nodes: int = 2) -> Iterator[Raylets]:
+    """A Ray cluster for tests."""
+    found = Raylets(nodes)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@dataclass
+class Outcome:
+    """What became of one request."""
+
+    at_s: float
+    took_s: float
+    status: int
+    """0: no answer."""
+    text: str = ""
+
+
+class Load:
+    """Requests for `scale` at a steady rate, over one gateway or several, until it ends."""
+
+    def __init__(self, urls: Collection[str], rate: float = 20.0) -> None:
+        self.outcomes: list[Outcome] = []
+        self._urls = list(urls)
+        self._rate = rate
+        self._ends = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Load:
+        self._pacing = threading.Thread(target=self._run)
+        self._pacing.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._pacing.join()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """The requests that were not answered with 200."""
+        return [one for one in self.outcomes if one.status != 200]
+
+    def _run(self) -> None:
+        number, next_s = 0, time.monotonic()
+        while not self._ends.is_set():
+            thread = threading.Thread(target=self._ask, args=(self._urls[number % len(self._urls)], number))
+            thread.start()
+            self._threads.append(thread)
+            number += 1
+            next_s += 1 / self._rate
+            self._ends.wait(max(0.0, next_s - time.monotonic()))
+
+    def _ask(self, url: str, number: int) -> None:
+        began_s = time.monotonic()
+        tensor = {"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [number]}
+        status, text = 0, ""
+        try:
+            answer = httpx.post(f"{url}/v2/models/scale/infer", json={"inputs": [tensor]}, timeout=40, trust_env=False)
+            status, text = answer.status_code, answer.text[:200]
+            if status == 200 and answer.json()["outputs"][0]["data"] != [2.0 * number]:
+                status, text = -1, f"a wrong answer: {text}"
+        except httpx.HTTPError as error:
+            text = repr(error)
+        self.outcomes.append(Outcome(began_s, time.monotonic() - began_s, status, text))
+
+
+class Gateway:
+    """A running ``headwater serve`` or ``headwater join``."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+        self.process = process
+        self.url = url
+        self.log = log
+        self.client = httpx.Client(base_url=url, timeout=60, trust_env=False)
+
+    def replicas(self, model: str = "scale") -> int:
+        """How many replicas of a model this gateway has."""
+        with contextlib.suppress(httpx.HTTPError):
+            for one in self.client.post("/v2/repository/index").json():
+                if one["name"] == model:
+                    return int(one["replicas"]["ready"]) if one["state"] == "READY" else 0
+        return 0
+
+    def command(self, name: str, model: str = "scale", body: Any = None) -> httpx.Response:
+        """An operator's command."""
+        return self.client.post(f"/v2/repository/models/{model}/{name}", json=body or {})
+
+    def is_ready(self) -> bool:
+        """Whether it is ready."""
+        assert self.process.poll() is None, self.log.read_text()
+        with contextlib.suppress(httpx.HTTPError):
+            return self.client.get("/v2/health/ready").status_code == 200
+        return False
+
+
+@contextlib.contextmanager
+def gateway(
+    address: str, folder: Path, deployments: dict[str, Any] | None, *, tls: Path | None = None, port: int = 0
+) -> Iterator[Gateway]:
+    """Serve deployments on a cluster, or join what is served there; wait until it is ready.
+
+    Args:
+        address: of the cluster's head.
+        folder: for the configuration and the log.
+        deployments: of the configuration; None: join.
+        tls: the cluster's certificates.
+        port: 0: any.
+    """
+    port = port or free_port()
+    log = folder / f"gateway-{port}.log"
+    if deployments is None:
+        command = ["join", "--address", address, "--port", str(port)]
+    else:
+        cluster: dict[str, Any] = {"engine": "ray", "address": address}
+        if tls is not None:
+            cluster["tls"] = str(tls)
+        server = {"port": port, "access_log": False, "shutdown_timeout_s": 5}
+        path = folder / "cluster.yaml"
+        path.write_text(yaml.safe_dump({"cluster": cluster, "server": server, "deployments": deployments}))
+        command = ["serve", str(path)]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app", *command], stdout=output, stderr=output, start_new_session=True
+        )
+    found = Gateway(process, f"http://127.0.0.1:{port}", log)
+    try:
+        wait_for(found.is_ready, START_S, "the gateway to be ready", every_s=0.1)
+        yield found
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        found.client.close()
+
+
+def stop_cluster(address: str) -> None:
+    """``headwater stop``."""
+    subprocess.run([sys.executable, "-m", "app", "stop", "--address", address], check=True, timeout=90)
+
+
+def agents() -> dict[str, psutil.Process]:
+    """The agents of replicas on this machine, by the replica's folder or its process id."""
+    return {str(one.pid): one for one in _named("app.cluster.agent")}
+
+
+def supervisors() -> list[psutil.Process]:
+    """The processes of cluster's supervisors."""
+    return _named("app.cluster.supervisor")
+
+
+def groups() -> list[psutil.Process]:
+    """The hosts of replicas."""
+    return _named("inference.replica")
+
+
+def _named(module: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        command = process.info["cmdline"] or []
+        if "-m" in command and module in command and process.info["status"] != psutil.STATUS_ZOMBIE:
+            index = command.index("-m")
+            if command[index + 1 : index + 2] == [module] and Path(command[0]).name.startswith("python"):
+                found.append(process)
+    return found
+
+
+__all__ += ["stop_cluster", "supervisors"]
+_ = (json, os)
