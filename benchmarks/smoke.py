@@ -29,6 +29,7 @@ BENCHMARKS: Final[tuple[str, ...]] = (
     "scaling",
     "keys",
     "large_tensors",
+    "node_port",
     "start",
     "idle",
     "peers",

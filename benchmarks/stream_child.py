@@ -50,6 +50,8 @@ class Child:
         except subprocess.TimeoutExpired:  # in the middle of a job
             self._process.kill()
             self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def send(self, line: bytes) -> None:
         """Give it a job.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import ssl
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -30,14 +31,15 @@ from app.transport.frames import FrameClient
 from app.transport.segments import RemoteSegment, RemoteSegments, Segments
 from app.transport.triton import TritonClient
 from app.vllm.client import VllmClient
+from benchmarks.certificates import authority, issue
 from inference.signature import Signature, TensorSpec
 from inference.wire.report import HEADWATER, CallNote
 from inference.wire.shared_memory import ELSEWHERE, MappedCall
 from tests.app.transport import test_frames as frames
 from tests.app.vllm import stand_in as vllm
-from tests.certificates import NEEDS_OPENSSL, authority, issue
 
 TOKEN = "secret"
+NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 SIGNATURE = Signature(
     name="m",
     inputs=(TensorSpec("x", "FP32", (-1,)), TensorSpec("t", "BYTES", (1,))),
@@ -502,6 +504,10 @@ def test_frames_are_relayed(secured: bool, run: Run, folders: dict[str, Path]) -
             assert triton.metadata["triton-grpc-protocol-triton-access-token"] == TOKEN
             triton.say(frames.frame("one", b"1" * 1_000_000), frames.final("one"))
             assert await call == [b"1" * 1_000_000]
+            client.open(frames.NOTHING, streams=True)
+            opening = msgspec.json.decode((await triton.next()).parameters[HEADWATER].string_param, type=CallNote)
+            assert opening.channel is not None
+            assert opening.channel.pid < 0  # it has a lease
             call = frames.call(client, "two")
             await triton.next()
             (connection,) = port.connections

@@ -12,9 +12,9 @@ import pytest
 
 from app.errors import ConfigError
 from app.security.peer_tls import PeerTls
-from tests.certificates import NEEDS_OPENSSL, authority, issue
+from benchmarks.certificates import authority, issue
 
-pytestmark = NEEDS_OPENSSL
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 
 
 async def shown(server: PeerTls, client: PeerTls) -> tuple[bytes, bool]:

@@ -6,11 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
+__all__ = ["authority", "issue"]
 
-__all__ = ["NEEDS_OPENSSL", "authority", "issue"]
-
-NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 _KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
 
 
