@@ -68,16 +68,20 @@ class Calls:
         replica.started_rows += rows
         replica.batches[id(batch)] = batch
         self.on_change(replica)
-        task = self._loop.create_task(self._call(replica, batch, rows))
+        own = replica.rows - replica.started_rows
+        task = self._loop.create_task(self._call(replica, batch, rows, own))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _call(self, replica: ReplicaCalls, parts: list[Part], rows: int) -> None:
+    async def _call(self, replica: ReplicaCalls, parts: list[Part], rows: int, own: int) -> None:
+        """Make a call; ``own`` and the rows started in the meantime are those of this worker that the replica had."""
         try:
             if replica.route.grpc_address:
-                await self._answer_in_frames(replica, parts, rows)
+                held = await self._answer_in_frames(replica, parts, rows)
             else:
-                await self._answer_whole(replica, parts, rows)
+                held = await self._answer_whole(replica, parts, rows)
+            replica.others = max(0, held - own - replica.started_rows)
+            replica.heard_s = self._loop.time()
             if parts[0].losses and not replica.is_lost:  # the part was alone there, so another one ended the replica
                 self._losses.quarantine.clear(parts[0].pending.fingerprint)
         except ReplicaUnreachable:
@@ -103,8 +107,8 @@ class Calls:
             self._losses.retries.note_end(replica)
             self.on_end()
 
-    async def _answer_whole(self, replica: ReplicaCalls, parts: list[Part], rows: int) -> None:
-        """Make one call of a model that answers its batch whole."""
+    async def _answer_whole(self, replica: ReplicaCalls, parts: list[Part], rows: int) -> int:
+        """Make one call of a model that answers its batch whole. Returns the rows that the replica had meanwhile."""
         client = cast(ReplicaClient, replica.client)
         started_ns = time.perf_counter_ns()
         signature = parts[0].pending.signature
@@ -114,7 +118,7 @@ class Calls:
         head, data, segment = encode_batch(signature, rows_of, is_alone=is_alone, segments=segments)
         try:
             tensors = await client.infer(head, data, segment if isinstance(segment, RemoteSegment) else None)
-            reports, compute_us, is_merged = decode_reports(tensors.pop(REPORT).data, rows)
+            reports, compute_us, is_merged, held = decode_reports(tensors.pop(REPORT).data, rows)
         except BaseException:
             if segment is not None:
                 segment.spoil()
@@ -122,8 +126,7 @@ class Calls:
         if segment is not None:
             if reports[0].status is Status.UNSHARED:
                 self._stop_sharing(replica, reports[0].message)
-                await self._answer_whole(replica, parts, rows)
-                return
+                return await self._answer_whole(replica, parts, rows)
             tensors.update(segment.outputs(signature))
         if replica.is_sharing:
             self._segments.note_answer(tensors.values(), rows)
@@ -138,13 +141,14 @@ class Calls:
         hand_out(parts, WHOLE, outputs, reports, is_last=True)
         if lost is not None:
             raise lost
+        return held
 
-    async def _answer_in_frames(self, replica: ReplicaCalls, parts: list[Part], rows: int) -> None:
-        """Make one call of a pipeline, or of a model that streams."""
+    async def _answer_in_frames(self, replica: ReplicaCalls, parts: list[Part], rows: int) -> int:
+        """Make one call of a pipeline, or of a model that streams. Returns the rows that the replica had at its end."""
         pending = parts[0].pending
         is_stream = pending.signature.streams
         if is_stream and pending.collector.is_done:  # its client left just now
-            return
+            return 0
         # A stream would keep files open as long as it lasts, here and in the replica. A port relays gRPC as it is.
         is_sharing = replica.is_sharing and not replica.is_remote and not is_stream
         call = FrameCall(parts, self._segments if is_sharing else None)
@@ -156,7 +160,8 @@ class Calls:
             raise
         if call.unshared:
             self._stop_sharing(replica, call.unshared)
-            await self._answer_in_frames(replica, parts, rows)
+            return await self._answer_in_frames(replica, parts, rows)
+        return call.held_rows
 
     async def _read(self, replica: ReplicaCalls, call: FrameCall, pending: Pending, rows: int) -> None:
         """Pass a call's frames to its requests, as long as these want them."""

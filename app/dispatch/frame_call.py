@@ -60,6 +60,8 @@ class FrameCall:
         self._started_ns = time.perf_counter_ns()
         self.compute_ns = 0
         """Time in the callable so far."""
+        self.held_rows = 0
+        """Rows of all gateway workers that the replica had, as it last said."""
 
     def _patience_s(self) -> float:
         """How long one head's answer may wait for the others', if no request can use it alone.
@@ -91,6 +93,7 @@ class FrameCall:
     def take(self, raw: bytes, meter: DeploymentMeter) -> None:
         """Count one of the call's frames, and pass it to the requests."""
         frame, pieces = decode_frame(raw)
+        self.held_rows = frame.held_rows
         for count in frame.counts:
             meter.note_step(count)
             self.compute_ns += count.compute_us * 1000

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from inference.errors import DeclarationError
@@ -64,18 +64,25 @@ class _Result(NamedTuple):
 
 class BatchRun:
     """Runs one batch and answers in frames. `ancestors` has for each head the steps that must run, itself included.
+    `held_rows` says how many rows the replica has.
 
     Raises:
         DeclarationError: the masks of wanted heads are not as many as the rows.
     """
 
     def __init__(
-        self, plan: Plan, ancestors: Mapping[str, frozenset[str]], steps: Mapping[str, Step], part: Part
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        ancestors: Mapping[str, frozenset[str]],
+        steps: Mapping[str, Step],
+        part: Part,
+        held_rows: Callable[[], int],
+    ) -> None:
         self._plan = plan
         self._ancestors = ancestors
         self._steps = steps
         self._part = part
+        self._held_rows = held_rows
         self._wanted = _wanted(plan, part)
         """Rows that want a head, by its name."""
         self._needed: dict[str, list[int]] = {}
@@ -357,7 +364,7 @@ class BatchRun:
 
     def _frame(self, answers: Sequence[_Answer]) -> Array:
         """A frame of these pieces and the step counts since the last frame."""
-        frame = Frame([piece for piece, _ in answers], list(self._counts.values()))
+        frame = Frame([piece for piece, _ in answers], list(self._counts.values()), self._held_rows())
         encoded = encode_frame(frame, [raw for _, data in answers for raw in data])
         self._counts = {}
         for piece in frame.pieces:

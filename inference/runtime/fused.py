@@ -77,6 +77,8 @@ class FusedPipeline:
         self._turn = asyncio.Lock()
         self._pace = Pace(wait_for_next_s)
         self._channels = StreamChannels()
+        self._held_rows = 0
+        """Rows that it has, computed or waiting for their turn."""
 
     async def handle(self, requests: Sequence[TritonRequest]) -> AsyncGenerator[list[dict[str, Array]], None]:
         """Answer one Triton request with frames, a channel's parcels, or nothing, depending on its note."""
@@ -104,8 +106,9 @@ class FusedPipeline:
         rows of the heads that have not answered yet.
         """
         run: BatchRun | None = None
+        self._held_rows += part.rows
         try:
-            run = BatchRun(self._plan, self._ancestors, self.steps, part)
+            run = BatchRun(self._plan, self._ancestors, self.steps, part, lambda: self._held_rows)
             if self._plan.signature.streams:
                 frames = run.stream(self._turn, control)
             else:
@@ -116,6 +119,8 @@ class FusedPipeline:
         except Exception as error:
             report = _report_of(error)
             yield self._refusal(part.rows, report) if run is None else run.failed(report)
+        finally:
+            self._held_rows -= part.rows
 
     def _refusal(self, rows: int, report: RowReport) -> Array:
         """A frame that fails all rows of all heads with one report."""

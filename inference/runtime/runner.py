@@ -78,6 +78,7 @@ class Runner:
                 answers[index] = self._answer(self._blank(rows), [refusal(error)] * rows, 0)
             else:
                 groups.setdefault(_group_key(part), []).append((index, part))
+        held = sum(part.rows for members in groups.values() for _, part in members)
         for members in groups.values():
             group = [part for _, part in members]
             rows = sum(part.rows for part in group)
@@ -94,7 +95,9 @@ class Runner:
                 end = start + part.rows
                 piece = {name: array[start:end] for name, array in outputs.items()}
                 report = reports[start:end]
-                answers[index] = self._answer(piece, report, compute_us, part.memory, is_merged=start > 0)
+                answers[index] = self._answer(
+                    piece, report, compute_us, part.memory, is_merged=start > 0, held_rows=held
+                )
                 start = end
         return answers
 
@@ -109,7 +112,7 @@ class Runner:
 
     def _answer(
         self, outputs: Arrays, reports: Sequence[RowReport], compute_us: int, memory: MappedCall | None = None, *,
-        is_merged: bool = False,
+        is_merged: bool = False, held_rows: int = 0,
     ) -> Arrays:  # fmt: skip
         """Outputs and report as sent to Triton. Outputs without elements, whose shape is in the report, and outputs in
         shared memory are replaced with placeholders."""
@@ -124,7 +127,7 @@ class Runner:
         if empty:
             text = msgspec.json.encode(empty).decode()
             reports = [RowReport(Status.OK, text) if report.status is Status.OK else report for report in reports]
-        outputs[REPORT] = encode_reports(reports, compute_us, is_merged=is_merged)
+        outputs[REPORT] = encode_reports(reports, compute_us, is_merged=is_merged, held_rows=held_rows)
         return outputs
 
     def _blank(self, rows: int) -> Arrays:

@@ -75,6 +75,8 @@ class Frame(msgspec.Struct, array_like=True):
 
     pieces: list[Piece]
     counts: list[StepCount]
+    held_rows: int = 0
+    """Rows of all gateway workers that the replica has now, this call's included, computed or waiting."""
 
 
 _encoder = msgspec.msgpack.Encoder()

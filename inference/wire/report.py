@@ -2,9 +2,10 @@
 
 No exception of a callable reaches PyTriton (it would fail the whole batch, and cost Triton's log), so every bound
 model has one more output, `REPORT`: ``UINT8 [rows, width]``. Of each row's bytes the first is a `Status`, the next
-four are the microseconds that the callable took (little-endian uint32, the same in all rows of a call), and the rest
-is UTF-8 text padded with zeros: the message of a row that failed; in a row that did not, empty, or the JSON
-``{"output": shape}`` of those outputs that have no elements (they travel as placeholders, see `placeholder_shape`).
+four are the microseconds that the callable took (little-endian uint32, the same in all rows of a call), the next two
+the rows that the replica had (uint16, likewise), and the rest is UTF-8 text padded with zeros: the message of a row
+that failed; in a row that did not, empty, or the JSON ``{"output": shape}`` of those outputs that have no elements
+(they travel as placeholders, see `placeholder_shape`).
 Triton may merge calls that wait together; in all but one of them the first byte's high bit is set, so that whoever
 counts what the callable did counts it once.
 
@@ -40,7 +41,7 @@ REPORT: Final = "headwater_report"
 HEADWATER: Final = "headwater"
 MAX_MESSAGE_BYTES: Final = 2000
 
-_HEAD = struct.Struct("<BI")
+_HEAD = struct.Struct("<BIH")
 _MERGED: Final = 0x80
 
 
@@ -78,6 +79,9 @@ class CallReport(NamedTuple):
     """Microseconds that the callable took."""
     is_merged: bool
     """Whether another call's report counts these microseconds too, because both were computed together."""
+    held_rows: int
+    """Rows of all gateway workers that the replica had when it computed these, which it counts too; at most 65,535.
+    Those that waited in Triton although a batch had place for them are unknown to it."""
 
 
 class CallNote(msgspec.Struct, omit_defaults=True):
@@ -121,16 +125,17 @@ def placeholder_shape(rows: int, declared: Sequence[int]) -> list[int]:
 
 
 def encode_reports(
-    reports: Sequence[RowReport], compute_us: int, *, is_merged: bool = False
+    reports: Sequence[RowReport], compute_us: int, *, is_merged: bool = False, held_rows: int = 0
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Encode one report per row (see `CallReport`). Returns UINT8 [rows, width]."""
     # Only a callable's message may be cut; the JSON of a row that succeeded must stay whole.
     texts = [report.message.encode() if report.status is Status.OK else _cut(report.message) for report in reports]
     width = _HEAD.size + max((len(text) for text in texts), default=0)
     compute_us = min(compute_us, 0xFFFFFFFF)
+    held_rows = min(held_rows, 0xFFFF)
     flag = _MERGED if is_merged else 0
     raw = b"".join(
-        (_HEAD.pack(report.status | flag, compute_us) + text).ljust(width, b"\0")
+        (_HEAD.pack(report.status | flag, compute_us, held_rows) + text).ljust(width, b"\0")
         for report, text in zip(reports, texts, strict=True)
     )
     return np.frombuffer(raw, np.uint8).reshape(len(reports), width)
@@ -146,16 +151,16 @@ def decode_reports(raw: bytes | memoryview, rows: int) -> CallReport:
     if width < _HEAD.size or width * rows != len(raw):
         raise ValueError(f"expected reports of {rows} rows, got {len(raw)} bytes")
     reports = []
-    compute_us = first = 0
+    compute_us = first = held_rows = 0
     for offset in range(0, len(raw), width):
-        first, compute_us = _HEAD.unpack_from(raw, offset)
+        first, compute_us, held_rows = _HEAD.unpack_from(raw, offset)
         status = first & ~_MERGED
         if width == _HEAD.size:
             reports.append(RowReport(Status(status)))
             continue
         text = bytes(raw[offset + _HEAD.size : offset + width]).rstrip(b"\0")
         reports.append(RowReport(Status(status), text.decode("utf-8", "replace")))
-    return CallReport(reports, compute_us, bool(first & _MERGED))
+    return CallReport(reports, compute_us, bool(first & _MERGED), held_rows)
 
 
 def _cut(message: str) -> bytes:

@@ -57,7 +57,9 @@ def report(data: bytes) -> bool:
     except ValueError:
         return False
     assert len(found.rows) == rows
-    again = decode_reports(encode_reports(found.rows, found.compute_us, is_merged=found.is_merged).tobytes(), rows)
+    again = decode_reports(
+        encode_reports(*found[:2], is_merged=found.is_merged, held_rows=found.held_rows).tobytes(), rows
+    )
     assert _as_sent(again) == _as_sent(found)
     return True
 
@@ -65,7 +67,7 @@ def report(data: bytes) -> bool:
 def _as_sent(found: CallReport) -> tuple[Any, ...]:
     """Without what is cut, or is no text: zeros within a message, and its end if it is long."""
     texts = [(row.status, row.message.replace("\0", "")[:400]) for row in found.rows]
-    return texts, found.compute_us, found.is_merged
+    return texts, found.compute_us, found.is_merged, found.held_rows
 
 
 def _has_nan(value: object) -> bool:

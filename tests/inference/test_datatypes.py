@@ -72,11 +72,15 @@ def test_every_fixed_size_is_numpys_own() -> None:
     ),
     st.integers(0, 2**33),
     st.booleans(),
+    st.integers(0, 2**17),
 )
-def test_row_reports_survive(rows: list[tuple[Status, str]], compute_us: int, is_merged: bool) -> None:
+def test_row_reports_survive(
+    rows: list[tuple[Status, str]], compute_us: int, is_merged: bool, held_rows: int
+) -> None:  # fmt: skip
     reports = [RowReport(status, text) for status, text in rows]
-    raw = encode_reports(reports, compute_us, is_merged=is_merged).tobytes()
-    assert decode_reports(raw, len(reports)) == (reports, min(compute_us, 2**32 - 1), is_merged)
+    raw = encode_reports(reports, compute_us, is_merged=is_merged, held_rows=held_rows).tobytes()
+    expected = reports, min(compute_us, 2**32 - 1), is_merged, min(held_rows, 2**16 - 1)
+    assert decode_reports(raw, len(reports)) == expected
 
 
 def test_a_long_message_is_cut_between_characters() -> None:

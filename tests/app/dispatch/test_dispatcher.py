@@ -66,15 +66,25 @@ class Call:
     def note(self) -> CallNote:
         return msgspec.json.decode(self.head.get("parameters", {}).get(HEADWATER, "{}"), type=CallNote)
 
-    def answer(self, reports: Sequence[RowReport] | None = None, *, is_merged: bool = False) -> None:
+    def answer(
+        self, reports: Sequence[RowReport] | None = None, *, is_merged: bool = False, held_rows: int = 0
+    ) -> None:
         """Answer with the inputs doubled."""
         doubled = (np.frombuffer(self.data, np.float32) * 2).tobytes()
-        self.give({"y": RawTensor("FP32", tuple(self.shape), doubled)}, reports, is_merged=is_merged)
+        self.give(
+            {"y": RawTensor("FP32", tuple(self.shape), doubled)}, reports, is_merged=is_merged, held_rows=held_rows
+        )
 
     def give(
-        self, outputs: dict[str, RawTensor], reports: Sequence[RowReport] | None = None, *, is_merged: bool = False
+        self,
+        outputs: dict[str, RawTensor],
+        reports: Sequence[RowReport] | None = None,
+        *,
+        is_merged: bool = False,
+        held_rows: int = 0,
     ) -> None:
-        report = encode_reports(reports or [RowReport(Status.OK)] * self.rows, 5, is_merged=is_merged)
+        reports = reports or [RowReport(Status.OK)] * self.rows
+        report = encode_reports(reports, 5, is_merged=is_merged, held_rows=held_rows)
         self.answered.set_result({**outputs, REPORT: RawTensor("UINT8", report.shape, report.tobytes())})
 
 
@@ -217,6 +227,43 @@ def test_calls_that_triton_merged_count_as_one() -> None:
         assert [numbers(await task) for task in tasks] == [[2], [4]]
         assert requests_of("m") == (2, 2, 1, 0)
         assert counts_of("m").statistics("headwater_batches") == [("1", [1, 5000])]
+
+    run(scenario)
+
+
+def test_a_replica_that_reported_rows_of_other_workers_comes_after_others() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2)
+        first, second = bench.replicas.values()
+        tasks = [bench.send(1)]
+        await settle()
+        first.calls[0].answer(held_rows=4)
+        await tasks[0]
+        tasks.append(bench.send(2))
+        await settle()
+        assert [len(one.calls) for one in (first, second)] == [1, 1]
+        second.calls[0].answer(held_rows=1)  # its own
+        await tasks[1]
+        tasks.append(bench.send(3))
+        await settle()
+        assert [len(one.calls) for one in (first, second)] == [1, 2]
+
+    run(scenario)
+
+
+def test_rows_of_this_workers_own_calls_are_not_those_of_others() -> None:
+    async def scenario() -> None:
+        bench = Bench(msgspec.structs.replace(NUMBERS, max_batch_size=2), max_in_flight=3)
+        (replica,) = bench.dispatcher._pool.connected.values()
+        tasks = [bench.send(1)]
+        await settle()
+        tasks += [bench.send(2, 3), bench.send(4, 5)]
+        await settle()
+        for call in bench.calls:  # merged by Triton; the first answers to arrive make room, but were there
+            call.answer(held_rows=5)
+            await settle()
+            assert replica.others == 0
+        await asyncio.gather(*tasks)
 
     run(scenario)
 

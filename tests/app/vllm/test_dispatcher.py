@@ -177,6 +177,21 @@ def test_the_load_is_what_the_replicas_metrics_say() -> None:
     run(scenario)
 
 
+def test_requests_of_other_workers_count_as_last_sampled() -> None:
+    async def scenario() -> None:
+        async with benched("a", "b") as bench:
+            for one in bench.replicas.values():
+                one.script = hangs
+            bench.replicas["a"].metrics = METRICS
+            await until(lambda: bench.dispatcher.load == Load(3, 2, 250))
+            for _ in range(5):
+                await begun(bench)
+            assert counts(bench) == [0, 5]
+            bench.leave()
+
+    run(scenario)
+
+
 def test_a_replica_that_says_nothing_keeps_no_other_from_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with benched("a", "b") as bench:

@@ -216,6 +216,20 @@ class TestFrames:
 
         assert asyncio.run(listen()) == [["quick"], ["slow"]]
 
+    def test_they_say_how_many_rows_the_replica_has_those_that_wait_included(self) -> None:
+        pipeline, _ = trunk_and_heads(1)
+
+        async def held(count: int) -> list[int]:
+            frames = [answer[FRAME] async for (answer,) in pipeline.handle([Request({"x": rows(*range(count))})])]
+            return [decode_frame(frame.tobytes())[0].held_rows for frame in frames]
+
+        async def together() -> tuple[list[int], list[int]]:
+            first, second = await asyncio.gather(held(2), held(3))
+            return first, second
+
+        assert asyncio.run(together()) == ([5], [3])
+        assert asyncio.run(held(1)) == [1]
+
     def test_a_head_whose_time_is_over_is_cancelled_where_it_awaits_and_others_are_not_begun(self) -> None:
         cancelled = []
 

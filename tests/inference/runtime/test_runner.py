@@ -70,6 +70,7 @@ def test_merged_requests_share_a_call_and_get_their_own_rows() -> None:
     assert answers[0]["y"].tolist() == [[2]]
     assert answers[1]["y"].tolist() == [[4], [6]]
     assert [is_merged(answer) for answer in answers] == [False, True]
+    assert [decode_reports(one[REPORT].tobytes(), len(one[REPORT])).held_rows for one in answers] == [3, 3]
 
 
 def test_requests_of_different_shapes_do_not_share_a_call() -> None:

@@ -49,7 +49,7 @@ Drawn = tuple[list[tuple[Piece, list[bytes]]], list[StepCount]]
 
 
 def encoded(drawn: Drawn) -> tuple[Frame, bytes]:
-    frame = Frame([piece for piece, _ in drawn[0]], drawn[1])
+    frame = Frame([piece for piece, _ in drawn[0]], drawn[1], held_rows=7)
     array = encode_frame(frame, [raw for _, data in drawn[0] for raw in data])
     assert array.dtype == np.uint8
     assert array.shape == (1, array.size)
