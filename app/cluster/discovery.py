@@ -23,7 +23,7 @@ from typing import Final
 
 import msgspec
 
-from app.cluster.holder import read_spec, write_spec
+from app.cluster.holder import own_output, read_spec, write_spec
 from app.cluster.ray_client import ActorGone, RayClient
 from app.cluster.supervisor import Announcement, SupervisorSpec
 from app.control.messages import MAX_MESSAGE_BYTES
@@ -109,6 +109,7 @@ def _search(address: str) -> subprocess.Popen[bytes]:
 def main() -> None:
     """Entry point; see the module's docstring."""
     spec: SupervisorSpec | None = pickle.loads(read_spec(sys.stdin.buffer))
+    output = own_output()
     threading.Thread(target=_end_with_input, daemon=True).start()
     try:
         ray = RayClient(sys.argv[1])
@@ -116,7 +117,7 @@ def main() -> None:
             command = [sys.executable, "-m", "app.cluster.supervisor"]
             ray.start_supervisor(NAME, command, pickle.dumps(spec), {"PWD": os.getcwd()})
     except StartError as error:
-        _say({"error": str(error)})
+        print(json.dumps({"error": str(error)}), file=output, flush=True)
         return
     before = ""
     while True:
@@ -129,12 +130,8 @@ def main() -> None:
             said = before  # it is about to start, or its node can't be reached
         if said != before:
             before = said
-            print(said, flush=True)
+            print(said, file=output, flush=True)
         time.sleep(LOOK_EVERY_S)
-
-
-def _say(content: dict[str, str]) -> None:
-    print(json.dumps(content), flush=True)
 
 
 def _end_with_input() -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import IO, Any
 
-__all__ = ["Holder", "read_spec", "write_spec"]
+__all__ = ["Holder", "own_output", "read_spec", "write_spec"]
 
 FENCE_EVERY_S = 0.25
 END_TIMEOUT_S = 30.0
@@ -24,6 +24,13 @@ LENGTH_BYTES = 8
 def read_spec(stream: IO[bytes]) -> bytes:
     """What `Holder` was given for its process: the first thing on that process's standard input."""
     return stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "little"))
+
+
+def own_output() -> IO[str]:
+    """This process's standard output, for us alone: what libraries print goes to standard error from now on."""
+    found = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return found
 
 
 def write_spec(stream: IO[bytes], spec: bytes) -> None:

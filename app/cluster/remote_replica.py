@@ -117,10 +117,10 @@ class RemoteReplica:
             self.mark_ending(f"its actor has ended: {error}")
         except Exception as error:  # Ray's own, of whatever kind; the replica set tries again
             self.mark_ending(f"Ray could not run it: {str(error).strip().splitlines()[0] if str(error) else error!r}")
-        finally:
-            self.mark_ending("it was stopped" if self._ordered else "its node is gone")
-            if self._actor is not None:
-                await self._context.ray.kill(self._actor)
+        # Not if this is cancelled: the replica is for the next supervisor then.
+        self.mark_ending("it was stopped" if self._ordered else "its node is gone")
+        if self._actor is not None:
+            await self._context.ray.kill(self._actor)
 
     def mark_ending(self, reason: str = "") -> None:
         """Note that it can no longer be used; a reason that is known already stays."""

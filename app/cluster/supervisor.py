@@ -17,12 +17,12 @@ import pickle
 import secrets
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple
 
 import msgspec
 
 from app.cluster.agent import AgentSpec, digest
-from app.cluster.holder import read_spec
+from app.cluster.holder import own_output, read_spec
 from app.cluster.ray_client import PREFIX, ActorGone, RayClient
 from app.cluster.remote_replica import Context, RemoteReplica
 from app.config.schema import Config, Deployment
@@ -152,8 +152,8 @@ class ClusterSupervisor:
         self._host = ClusterHost(spec.config, spec.user_paths, context, self._control.drain, self._on_change)
         self._orchestrator = Orchestrator(spec.config, self._host, self._control)
 
-    async def run(self, orders: asyncio.StreamReader) -> None:
-        """Serve until an order to stop comes, or no more can come."""
+    async def run(self, orders: asyncio.StreamReader, output: IO[str]) -> None:
+        """Serve until an order to stop comes, or no more can come; announce on the output that it serves."""
         cluster = self._first.cluster
         assert cluster is not None
         await self._take_over()
@@ -171,14 +171,15 @@ class ClusterSupervisor:
             self._first.security.model_dump(mode="json"),
             None if cluster.tls is None else str(cluster.tls),
         )
-        print(msgspec.json.encode(announcement).decode(), flush=True)
+        print(msgspec.json.encode(announcement).decode(), file=output, flush=True)
         for task in (self._watch_gateways(), self._reconcile()):
             asyncio.create_task(task).add_done_callback(self._host.note_done)
         reading = asyncio.create_task(orders.readline())
         stopping = asyncio.create_task(self._host.stopping.wait())
         await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if reading.done() and reading.result().strip() == b"stop":
-            await self._stop()
+        if not reading.done() or reading.result().strip() != b"stop":
+            os._exit(1)  # what runs is for the next supervisor
+        await self._stop()
 
     async def _take_over(self) -> None:
         """Adopt the replicas that an earlier supervisor has left and that fit, end the others, and start what lacks."""
@@ -296,7 +297,7 @@ def what_is_served(config: Config) -> str:
     return hashlib.sha256(repr(sorted(config.deployments.items())).encode()).hexdigest()
 
 
-async def _run(spec: SupervisorSpec) -> None:
+async def _run(spec: SupervisorSpec, output: IO[str]) -> None:
     loop = asyncio.get_running_loop()
     orders = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin.buffer)
@@ -314,7 +315,7 @@ async def _run(spec: SupervisorSpec) -> None:
     await ray.put(EPOCH, str(epoch).encode())
     logger.info("supervisor %d of the cluster", epoch)
     try:
-        await ClusterSupervisor(spec, ray, epoch, tls).run(orders)
+        await ClusterSupervisor(spec, ray, epoch, tls).run(orders, output)
     finally:
         if watch is not None:
             watch.cancel()
@@ -324,16 +325,16 @@ def main() -> None:
     """Entry point; see the module's docstring."""
     spec: SupervisorSpec = pickle.loads(read_spec(sys.stdin.buffer))
     set_up_logging(spec.config.server.log_format)
+    output = own_output()
     try:
-        asyncio.run(_run(spec))
+        asyncio.run(_run(spec, output))
     except (StartError, ConfigError) as error:
-        print(json.dumps({"error": str(error)}), flush=True)
+        print(json.dumps({"error": str(error)}), file=output, flush=True)
         status = 0  # another start would fail in the same way
     except ActorGone:
         status = 1
     else:
         status = 0
-    sys.stdout.flush()
     os._exit(status)  # neither replicas nor Ray's threads are waited for
 
 

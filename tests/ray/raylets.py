@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
+import itertools
 import signal
 import subprocess
 import sys
@@ -22,7 +21,18 @@ import yaml
 from benchmarks.servers import free_port
 from tests.running import wait_for
 
-__all__ = ["Gateway", "Load", "Outcome", "Raylets", "agents", "gateway", "groups", "raylets"]
+__all__ = [
+    "Gateway",
+    "Load",
+    "Outcome",
+    "Raylets",
+    "agents",
+    "gateway",
+    "hosts",
+    "raylets",
+    "stop_cluster",
+    "supervisors",
+]
 
 START_S = 90.0
 CPUS = 8
@@ -109,6 +119,10 @@ class Outcome:
     text: str = ""
 
 
+_firsts = itertools.count(0, 10_000)
+"""So that no request is one that an earlier load had."""
+
+
 class Load:
     """Requests for `scale` at a steady rate, over one gateway or several, until it ends."""
 
@@ -116,6 +130,7 @@ class Load:
         self.outcomes: list[Outcome] = []
         self._urls = list(urls)
         self._rate = rate
+        self._first = next(_firsts)
         self._ends = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -147,12 +162,12 @@ class Load:
 
     def _ask(self, url: str, number: int) -> None:
         began_s = time.monotonic()
-        tensor = {"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [number]}
+        tensor = {"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [number + self._first]}
         status, text = 0, ""
         try:
             answer = httpx.post(f"{url}/v2/models/scale/infer", json={"inputs": [tensor]}, timeout=40, trust_env=False)
             status, text = answer.status_code, answer.text[:200]
-            if status == 200 and answer.json()["outputs"][0]["data"] != [2.0 * number]:
+            if status == 200 and answer.json()["outputs"][0]["data"] != [2.0 * (number + self._first)]:
                 status, text = -1, f"a wrong answer: {text}"
         except httpx.HTTPError as error:
             text = repr(error)
@@ -236,31 +251,28 @@ def stop_cluster(address: str) -> None:
     subprocess.run([sys.executable, "-m", "app", "stop", "--address", address], check=True, timeout=90)
 
 
-def agents() -> dict[str, psutil.Process]:
-    """The agents of replicas on this machine, by the replica's folder or its process id."""
-    return {str(one.pid): one for one in _named("app.cluster.agent")}
+def agents(address: str) -> list[psutil.Process]:
+    """The agents of a cluster's replicas."""
+    return _named("app.cluster.agent", address)
 
 
-def supervisors() -> list[psutil.Process]:
-    """The processes of cluster's supervisors."""
-    return _named("app.cluster.supervisor")
+def supervisors(address: str) -> list[psutil.Process]:
+    """The processes of a cluster's supervisors."""
+    return _named("app.cluster.supervisor", address)
 
 
-def groups() -> list[psutil.Process]:
-    """The hosts of replicas."""
-    return _named("inference.replica")
+def hosts(address: str) -> list[psutil.Process]:
+    """The hosts of a cluster's replicas."""
+    return _named("inference.replica", address)
 
 
-def _named(module: str) -> list[psutil.Process]:
+def _named(module: str, address: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         command = process.info["cmdline"] or []
-        if "-m" in command and module in command and process.info["status"] != psutil.STATUS_ZOMBIE:
-            index = command.index("-m")
-            if command[index + 1 : index + 2] == [module] and Path(command[0]).name.startswith("python"):
+        if process.info["status"] == psutil.STATUS_ZOMBIE or command[1:3] != ["-m", module]:
+            continue
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("HEADWATER_RAY") == address:
                 found.append(process)
     return found
-
-
-__all__ += ["stop_cluster", "supervisors"]
-_ = (json, os)
