@@ -260,7 +260,8 @@ async def balance(way: Way, replicas: int, workers: int, load: float, seconds: f
         await asyncio.sleep(WARM_S)
         while loop.time() < WARM_S + seconds:
             rows = sorted(one.rows for one in found.values())
-            samples.append(rows[int(0.99 * len(rows))] / statistics.mean(rows))
+            if rows[-1]:
+                samples.append(rows[int(0.99 * len(rows))] / statistics.mean(rows))
             await asyncio.sleep(SAMPLE_S)
 
     await asyncio.gather(look(), *map(send, dispatchers))
