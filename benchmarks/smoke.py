@@ -40,6 +40,7 @@ BENCHMARKS: Final[tuple[str, ...]] = (
     "zero_shot",
     "profiles",
     "path",
+    "cluster_sim",
     "gpu",
 )
 TIMEOUT_S: Final = 600.0

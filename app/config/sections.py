@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 LogFormat = Literal["auto", "human", "json"]
-MAX_REPLICAS = 64
+MAX_REPLICAS = 1000
 _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 
 

@@ -40,7 +40,7 @@ class Choice:
         self._free = Bag[ReplicaCalls]()
         """Those without calls, whose last answer reported no rows of other workers."""
         self._shared = Bag[ReplicaCalls]()
-        """Those without calls, of which others' rows were reported."""
+        """Those without calls that reported others' rows, or nothing yet."""
         self._partly = Bag[ReplicaCalls]()
         """Those with calls and an idle instance."""
         self._busy = Bag[ReplicaCalls]()
@@ -77,12 +77,13 @@ class Choice:
             self._keep_out(without)
             return self._lighter(self._free, self._shared, self._partly, self._busy)
         best: ReplicaCalls | None = None
-        best_key = (True, 0)
+        least = (True, 0)
         for replica in self._replicas.values():
-            if replica.calls < self._max_in_flight and replica.is_eligible and replica is not without:
-                key = self.weight(replica)
-                if best is None or key < best_key:
-                    best, best_key = replica, key
+            calls = replica.calls
+            if calls < self._max_in_flight and replica is not without and not replica.is_lost:
+                weight = self.weight(replica) if replica.others else (calls >= self._instances, replica.rows)
+                if (best is None or weight < least) and not replica.is_retiring:
+                    best, least = replica, weight
         return best
 
     def least(self) -> ReplicaCalls | None:
@@ -135,7 +136,7 @@ class Choice:
         if not replica.is_eligible or replica is self._without:
             return None
         if not replica.calls:
-            return self._shared if replica.others else self._free
+            return self._free if replica.heard_s and not replica.others else self._shared
         if replica.calls >= self._max_in_flight:
             return self._full
         return self._partly if replica.calls < self._instances else self._busy

@@ -86,7 +86,7 @@ class ReplicaCalls(Replica):
     others: int = 0
     """Rows of other workers that it had, as it last reported,"""
     heard_s: float = 0.0
-    """and when, by the loop's time."""
+    """and when, by the loop's time; 0: it has reported nothing."""
     batches: dict[int, list[Part]] = field(default_factory=dict)
     """Those of the calls, by identity."""
     is_sharing: bool = True

@@ -147,13 +147,13 @@ def test_replicas_are_a_number_or_bounds() -> None:
 @pytest.mark.parametrize(
     ("replicas", "message"),
     [
-        (0, "`deployments.a.replicas`: expected 1 to 64, or {min: 1, max: 3}, got 0"),
-        (65, "expected 1 to 64"),
+        (0, "`deployments.a.replicas`: expected 1 to 1000, or {min: 1, max: 3}, got 0"),
+        (1001, "expected 1 to 1000"),
         (True, "expected a number, or bounds such as {min: 1, max: 3}, got True"),
         ("3", "expected a number, or bounds such as {min: 1, max: 3}, got '3'"),
         ({"min": 3, "max": 2}, "expected min <= max, got min 3 and max 2"),
         ({"min": 1}, "`deployments.a.replicas.max`: required"),
-        ({"min": 1, "max": 65}, "`deployments.a.replicas.max`: "),
+        ({"min": 1, "max": 1001}, "`deployments.a.replicas.max`: "),
         ({"min": 1, "max": 2, "step": 1}, "`deployments.a.replicas.step`: unknown field"),
     ],
 )

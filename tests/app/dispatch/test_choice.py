@@ -20,7 +20,7 @@ from app.dispatch.pool import FEW, ReplicaCalls
 class Loop:
     """The clock of an event loop that never runs."""
 
-    now_s = 0.0
+    now_s = 1.0
 
     def time(self) -> float:
         return self.now_s
