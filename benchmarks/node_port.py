@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--requests", type=int, default=4000)
-    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=10000)
     options = parse_with_smoke(parser, rounds=1, calls=3, requests=200, tokens=20)
     engine = {"engine": "benchmarks.stream_engine:null", "max_sequences": CONCURRENT}
     models = {

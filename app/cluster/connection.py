@@ -339,6 +339,8 @@ class PortConnection(asyncio.BufferedProtocol):
     async def _dial(self) -> None:
         try:
             replica = await dial(self._address, lambda: _Replica(self))
+            if replica.transport.is_closing():  # it has ended meanwhile
+                raise ReplicaUnreachable("the replica ended")
         except ReplicaUnreachable as error:
             if not self._is_relay:
                 self._refuse(Refusal("502 Bad Gateway", error.message, unsent=True))

@@ -15,7 +15,7 @@ import msgspec
 
 from app.codecs.tensors import RawTensor
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
-from app.transport.address import TOKEN_HEADER, PeerTls, dial
+from app.transport.address import TOKEN_HEADER, UNSENT_HEADER, PeerTls, dial
 from app.transport.segments import RemoteSegment
 from inference.wire.triton_words import is_ending, is_stub_lost
 
@@ -174,7 +174,7 @@ class _Connection(asyncio.Protocol):
             self._json_length = int(value)
         elif name == b"headwater-answer":
             self.shared_length = int(value)
-        elif name == b"headwater-unsent":
+        elif name == UNSENT_HEADER:
             self.is_unsent = True
 
     def on_body(self, body: bytes) -> None:

@@ -545,6 +545,8 @@ def test_a_vllm_is_relayed_with_the_token_on_its_routes_only() -> None:
             ):
                 assert (await exchange(address, raw))[0].startswith(b"HTTP/1.1 " + status)
             assert standing.connections == 0
+            with pytest.raises(ReplicaUnreachable):
+                await (await VllmClient(address, "of another replica").connect()).send("POST", "/v1/completions", b"{}")
             client = VllmClient(address, TOKEN)
             for _ in range(2):
                 upstream = await client.connect()
@@ -571,23 +573,29 @@ def test_a_vllm_is_relayed_with_the_token_on_its_routes_only() -> None:
     vllm.run(scenario)
 
 
-def test_a_control_connection_is_handed_over(run: Run) -> None:
+@pytest.mark.parametrize("secured", [False, pytest.param(True, marks=NEEDS_OPENSSL)])
+def test_a_control_connection_is_handed_over(secured: bool, run: Run, folders: dict[str, Path]) -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while line := await reader.readline():
+        while (line := await reader.readline()) not in (b"", b"end\n"):
             writer.write(b"you said " + line)
 
     async def scenario() -> None:
-        async with opened(on_control=echo) as (_, address, replica):
-            reader, writer = await asyncio.open_connection(*host_and_port(address))
+        tls = PeerTls(folders["port"]) if secured else None
+        options: dict[str, Any] = {}
+        if secured:
+            options = {"ssl": PeerTls(folders["gateway"]).client_context(), "server_hostname": "headwater"}
+        async with opened(on_control=echo, tls=tls) as (port, address, replica):
+            reader, writer = await asyncio.open_connection(*host_and_port(address), **options)
             writer.write(head("GET /control") + b"one\n")
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
             assert await reader.readline() == b"you said one\n"
             writer.write(b"two\n")
             assert await reader.readline() == b"you said two\n"
-            writer.write_eof()
+            writer.write(b"end\n")
             assert await reader.read() == b""
             writer.close()
             assert replica.connections == 0
+            assert not port.connections
 
     run(scenario())
 
