@@ -23,7 +23,7 @@ from app.cluster import port as port_module
 from app.cluster.port import Port
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.control.routing import ReplicaRoute
-from app.errors import ReplicaLost, ReplicaUnreachable
+from app.errors import ConfigError, ReplicaLost, ReplicaUnreachable
 from app.security.peer_tls import PeerTls
 from app.transport.address import host_and_port
 from app.transport.batch import encode_batch
@@ -598,6 +598,16 @@ def test_a_control_connection_is_handed_over(secured: bool, run: Run, folders: d
             assert not port.connections
 
     run(scenario())
+
+
+def test_without_tls_it_listens_on_loopback_only() -> None:
+    async def scenario() -> None:
+        port = Port("m", ReplicaRoute("m-1", "unix:/nonexistent/h", TOKEN), on_control=ignore)
+        with pytest.raises(ConfigError, match=r"^cluster\.tls: expected a folder .* at 0\.0\.0\.0, got none"):
+            await port.start("0.0.0.0")
+        await port.close()
+
+    asyncio.run(scenario())
 
 
 def test_closing_ends_everything(run: Run) -> None:
