@@ -8,7 +8,7 @@ import numpy as np
 
 from inference import Model, Tensor
 
-__all__ = ["IMAGE_SHAPE", "ChannelMeans", "Echo"]
+__all__ = ["IMAGE_SHAPE", "ChannelMeans", "Echo", "Means"]
 
 IMAGE_SHAPE = (3, 224, 224)
 
@@ -30,6 +30,23 @@ class ChannelMeans(Model):
 
     def __call__(self, image: Floats) -> dict[str, Floats]:
         return {"means": image.mean(axis=(2, 3))}
+
+
+class Means(Model):
+    """A head of a pipeline whose trunk is `ChannelMeans`: what it gets.
+
+    Inputs:
+        means: FP32 [3].
+
+    Outputs:
+        found: FP32 [3].
+    """
+
+    inputs = (Tensor("means", "FP32", [IMAGE_SHAPE[0]]),)
+    outputs = (Tensor("found", "FP32", [IMAGE_SHAPE[0]]),)
+
+    def __call__(self, means: Floats) -> dict[str, Floats]:
+        return {"found": means}
 
 
 class Echo(Model):

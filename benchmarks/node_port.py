@@ -3,8 +3,8 @@
 ``python -m benchmarks.node_port [--rounds N] [--calls N] [--requests N] [--tokens N] [--smoke]``: a gateway's own
 dispatchers, without HTTP in front of them, call the same replicas over unix sockets with shared memory (`LOCAL`), over
 their ports on loopback, and over their ports with TLS of both sides. One call after the other: 16 floats, an image of
-602,112 bytes whose means come back, and the image both ways; `scale` from 64 callers; 64 streams of an engine that
-computes nothing. The ways take turns, and a ratio is taken within a round. Every answer is checked.
+602,112 bytes whose means come back, the image both ways, and the image into a fused pipeline; `scale` from 64 callers;
+64 streams of an engine that computes nothing. The ways take turns, and a ratio is taken within a round. Every answer is checked.
 
 Everything is on one machine, so a network's own time and its bandwidth are not in the figures.
 """
@@ -45,6 +45,7 @@ CASES: Final = {
     "16 floats, p50": (1.6, 2.5),
     "600 KB in, p50": (1.6, 2.5),
     "600 KB both ways, p50": (1.6, 2.5),
+    "600 KB into a fused pipeline, p50": (1.6, 2.5),
     "scale, requests/s": (0.9, 0.7),
     "streams, tokens/s": (0.95, 0.95),
 }
@@ -65,12 +66,15 @@ class Caller:
     def __init__(self, served: Served, way: str, connect: Connect, tensor: RawTensor, answer: bytes) -> None:
         self.dispatcher = ModelDispatcher(served.route(way), connect)
         self._input, self._output = served.signature.inputs[0].name, served.signature.outputs[0].name
+        self._heads = tuple(head.name for head in served.signature.heads)
         self._tensor = tensor
         self._answer = answer
 
     async def call(self) -> float:
         """One call. Returns how long it took, in seconds."""
-        request = InferRequest("", {self._input: self._tensor}, 1, [OutputWish(self._output, True)], {}, {})
+        request = InferRequest(
+            "", {self._input: self._tensor}, 1, [OutputWish(self._output, True)], {}, {}, self._heads
+        )
         began_s = time.perf_counter()
         answer = await self.dispatcher.infer(request)
         took_s = time.perf_counter() - began_s
@@ -123,6 +127,7 @@ async def measure(served: dict[str, Served], tls: PeerTls, options: argparse.Nam
         "scale": (small, small * 2),
         "means": (image, image.mean(axis=(2, 3))),
         "echo": (image, image),
+        "fused": (image, image.mean(axis=(2, 3))),
     }
     cases: dict[str, dict[str, Callable[[], Awaitable[float]]]] = {case: {} for case in CASES}
     with contextlib.ExitStack() as stack:
@@ -154,7 +159,7 @@ async def measure(served: dict[str, Served], tls: PeerTls, options: argparse.Nam
 
 def report(found: dict[str, list[list[float]]]) -> None:
     """Print medians, and the ratios to `LOCAL` with their ranges."""
-    print(f"{'case':<22} {'way':<14} {'median':>10}   ratio to local (range), goal")
+    print(f"{'case':<34} {'way':<14} {'median':>10}   ratio to local (range), goal")
     for case, rounds in found.items():
         for place, way in enumerate(WAYS):
             median = statistics.median(figures[place] for figures in rounds)
@@ -163,7 +168,7 @@ def report(found: dict[str, list[list[float]]]) -> None:
             if place:
                 goal = f"{'at least' if '/s' in case else 'at most'} {CASES[case][place - 1]:g}"
                 text = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), {goal}"
-            print(f"{case:<22} {way:<14} {median:>10,.2f}   {text}")
+            print(f"{case:<34} {way:<14} {median:>10,.2f}   {text}")
 
 
 def main() -> None:
@@ -172,13 +177,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--requests", type=int, default=4000)
-    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=10000)
     options = parse_with_smoke(parser, rounds=1, calls=3, requests=200, tokens=20)
     engine = {"engine": "benchmarks.stream_engine:null", "max_sequences": CONCURRENT}
     models = {
         "scale": {"model": "inference.zoo.scale:Scale", "batching": {"max_batch_size": 64}},
         "means": {"model": "benchmarks.large_tensors_model:ChannelMeans", "batching": {"max_batch_size": 16}},
         "echo": {"model": "benchmarks.large_tensors_model:Echo", "batching": {"max_batch_size": 16}},
+        "fused": {
+            "pipeline": {
+                "trunk": {"model": "benchmarks.large_tensors_model:ChannelMeans"},
+                "heads": {"head": {"model": "benchmarks.large_tensors_model:Means"}},
+            },
+            "batching": {"max_batch_size": 16},
+        },
         "lm": {"model": MODEL, "options": engine},
         "lm, too": {"model": MODEL, "options": engine},  # a process has one channel to a replica over ports
     }

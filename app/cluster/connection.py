@@ -142,7 +142,7 @@ class PortConnection(asyncio.BufferedProtocol):
         """Whether the replica has a request, or will get it."""
         self._shared_left = 0
         """The bytes of the segment that follow the answer."""
-        self._is_last = False
+        self._is_last = self._is_placing = False
         self._is_relay = False
         self._address = port.route.http_address
         self._deadline_s = math.inf
@@ -172,6 +172,7 @@ class PortConnection(asyncio.BufferedProtocol):
         if self._segment is not None and self._filled < self._inputs_bytes:
             self._filled += nbytes
             self._expect_within(STALLED_S)
+            self._note_filled()
             return
         try:
             self._read(bytes(memoryview(self._port.buffer)[:nbytes]))
@@ -212,8 +213,13 @@ class PortConnection(asyncio.BufferedProtocol):
             # A gateway that comes with another token looks for a replica that had this address before.
             raise Refusal("401 Unauthorized", f"{TOKEN_HEADER}: expected this replica's token", unsent=True)
         self._expect_within(None)
+        if self._segment is not None:  # placed before, for a call that has been answered
+            self._segment[0].is_spoiled = False
+            self._segment = None
         if head.path == "/control":
             self._begin_control(head, rest)
+        elif head.path == "/segment" and self._port.route.grpc_address:
+            self._begin_place(head, rest)
         elif self._port.is_vllm:
             self._relay_vllm(head, raw)
         else:
@@ -244,27 +250,57 @@ class PortConnection(asyncio.BufferedProtocol):
             self._send(self._call_head(json_length, length))
             self._read = self._read_body
         else:
-            if self._inputs_bytes + ANSWER_HEAD_BYTES > size_bytes:
-                raise Refusal("400 Bad Request", "Headwater-Segment: expected space for an answer behind the inputs")
-            if size_bytes > LARGEST_REMOTE_BYTES or json_length > MOST_JSON_BYTES:
-                message = f"expected a segment of at most {LARGEST_REMOTE_BYTES} bytes and JSON of {MOST_JSON_BYTES}"
-                raise Refusal("413 Content Too Large", message)
-            try:
-                self._segment = self._port.files.take(size_bytes)
-            except OSError as error:
-                message = f"the machine has no memory for a segment: {error.strerror}"
-                raise Refusal("503 Service Unavailable", message, unsent=True) from error
-            self._segment[0].is_spoiled = True  # until it has answered, the replica may write at any time
-            memory = self._segment[1]
-            memory[self._inputs_bytes : self._inputs_bytes + 4] = bytes(4)  # no outputs yet
-            self._filled = min(len(rest), self._inputs_bytes)
-            memory[: self._filled] = rest[: self._filled]
-            rest = rest[self._filled :]
+            if json_length > MOST_JSON_BYTES:
+                raise Refusal("413 Content Too Large", f"expected JSON of at most {MOST_JSON_BYTES} bytes")
+            rest = self._take_segment(size_bytes, rest)
             self._json_length = json_length
             self._read = self._read_json
-            self._expect_within(STALLED_S)
         if rest or not self._body_left:
             self._read(rest)
+
+    def _begin_place(self, head: RequestHead, rest: bytes) -> None:
+        """Take a segment for a call that comes over gRPC, and keep it until this connection's next request or end."""
+        if head.method != "POST":
+            raise Refusal("405 Method Not Allowed", "method: expected POST")
+        self._inputs_bytes, size_bytes = head.segment or (0, 0)
+        if not self._inputs_bytes or self._inputs_bytes != head.length:
+            raise Refusal("400 Bad Request", "Headwater-Segment: expected the body's length and the segment's")
+        rest = self._take_segment(size_bytes, rest)
+        self._is_placing = True
+        self._read = self._read_body  # which takes nothing
+        self._note_filled()
+        if rest:
+            self._read(rest)
+
+    def _take_segment(self, size_bytes: int, rest: bytes) -> bytes:
+        """Take a segment for inputs, the first of which are there. Returns what isn't theirs."""
+        if self._inputs_bytes + ANSWER_HEAD_BYTES > size_bytes:
+            raise Refusal("400 Bad Request", "Headwater-Segment: expected space for an answer behind the inputs")
+        if size_bytes > LARGEST_REMOTE_BYTES:
+            raise Refusal("413 Content Too Large", f"expected a segment of at most {LARGEST_REMOTE_BYTES} bytes")
+        try:
+            self._segment = self._port.files.take(size_bytes)
+        except OSError as error:
+            message = f"the machine has no memory for a segment: {error.strerror}"
+            raise Refusal("503 Service Unavailable", message, unsent=True) from error
+        self._segment[0].is_spoiled = True  # until it has answered, the replica may write at any time
+        memory = self._segment[1]
+        memory[self._inputs_bytes : self._inputs_bytes + 4] = bytes(4)  # no outputs yet
+        self._filled = min(len(rest), self._inputs_bytes)
+        memory[: self._filled] = rest[: self._filled]
+        self._expect_within(STALLED_S)
+        return rest[self._filled :]
+
+    def _note_filled(self) -> None:
+        """Say where a segment is, once its inputs are there."""
+        if not self._is_placing or self._filled < self._inputs_bytes:
+            return
+        assert self._segment is not None
+        self._is_placing = False
+        path = self._segment[0].path.encode()
+        self._transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(path), path))
+        self._expect_within(None)
+        self._read = self._read_head
 
     def _call_head(self, json_length: int, length: int) -> bytes:
         """The head of the request to Triton."""
@@ -339,6 +375,8 @@ class PortConnection(asyncio.BufferedProtocol):
     async def _dial(self) -> None:
         try:
             replica = await dial(self._address, lambda: _Replica(self))
+            if replica.transport.is_closing():  # it has ended meanwhile
+                raise ReplicaUnreachable("the replica ended")
         except ReplicaUnreachable as error:
             if not self._is_relay:
                 self._refuse(Refusal("502 Bad Gateway", error.message, unsent=True))

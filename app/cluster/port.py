@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
@@ -18,6 +19,7 @@ from typing import Any, Final
 from app.cluster.connection import HEAD_TIMEOUT_S, READ_BYTES, PortConnection
 from app.cluster.request_head import Refusal
 from app.control.routing import ReplicaRoute
+from app.errors import ConfigError
 from app.security.peer_tls import PeerTls
 from app.transport.address import keep_alive
 from app.transport.segments import SegmentFiles
@@ -43,7 +45,7 @@ class Port:
         name: the deployment's, which is the model's in Triton.
         route: the replica's id and token, and the addresses of its unix sockets.
         is_vllm: whether it is a vLLM.
-        tls: the cluster's; None: plain text, for this machine only.
+        tls: the cluster's; None: plain text, on a loopback address only.
         on_control: speaks on a connection that asked for ``/control`` with the token; it is closed afterwards.
     """
 
@@ -77,9 +79,15 @@ class Port:
 
         Raises:
             OSError: it can't be listened on.
+            ConfigError: others could reach it, and there is no TLS.
         """
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
+        if self._tls is None and not ipaddress.ip_address(address[0]).is_loopback:
+            raise ConfigError(
+                f"cluster.tls: expected a folder with ca.crt, tls.crt and tls.key, since other machines reach replicas "
+                f"at {host}, got none; set it, or listen on 127.0.0.1"
+            )
         self._listener = socket.create_server(address, family=family, backlog=128)
         self._listener.setblocking(False)
         self.spawn(self._accept(self._listener))

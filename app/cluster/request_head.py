@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from app.transport.address import UNSENT_HEADER
+
 __all__ = ["MOST_HEAD_BYTES", "Refusal", "RequestHead"]
 
 MOST_HEAD_BYTES: Final = 16 * 1024
@@ -32,7 +34,7 @@ class Refusal(Exception):
     def encoded(self) -> bytes:
         """The whole answer. A message has nothing of the request, so it needs no escapes."""
         body = f'{{"error":"{self.message}"}}'
-        unsent = "Headwater-Unsent: 1\r\n" if self.unsent else ""
+        unsent = f"{UNSENT_HEADER.decode()}: 1\r\n" if self.unsent else ""
         head = f"HTTP/1.1 {self.status}\r\nContent-Type: application/json\r\nConnection: close\r\n{unsent}"
         return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 

@@ -149,11 +149,17 @@ class Calls:
         is_stream = pending.signature.streams
         if is_stream and pending.collector.is_done:  # its client left just now
             return 0
-        # A stream would keep files open as long as it lasts, here and in the replica. A port relays gRPC as it is.
-        is_sharing = replica.is_sharing and not replica.is_remote and not is_stream
-        call = FrameCall(parts, self._segments if is_sharing else None)
+        # A stream would keep files open as long as it lasts, here and in the replica.
+        segments = (self._remote if replica.is_remote else self._segments) if replica.is_sharing else None
+        call = FrameCall(parts, None if is_stream else segments)
         try:
-            await self._read(replica, call, pending, rows)
+            if isinstance(call.segment, RemoteSegment):
+                client = cast(FrameReplicaClient, replica.client)
+                async with client.placed(call.segment) as path:
+                    call.tell_path(path)
+                    await self._read(replica, call, pending, rows)
+            else:
+                await self._read(replica, call, pending, rows)
         except BaseException:
             if call.segment is not None:
                 call.segment.spoil()

@@ -14,7 +14,7 @@ from app.errors import CallableFailed, HeadwaterError
 from app.telemetry.recorder import DeploymentMeter
 from app.transport.batch import encode_inputs, replica_loss
 from app.transport.protocol import FrameRequest
-from app.transport.segments import Segments
+from app.transport.segments import RemoteSegments, Segments
 from inference.wire.frame import Piece, decode_frame
 from inference.wire.report import RowReport, Status
 
@@ -33,7 +33,7 @@ class FrameCall:
         segments: where large inputs go; None: all go inline.
     """
 
-    def __init__(self, parts: Sequence[Part], segments: Segments | None = None) -> None:
+    def __init__(self, parts: Sequence[Part], segments: Segments | RemoteSegments | None = None) -> None:
         self._parts = parts
         for part in parts:
             part.awaited.intersection_update(part.pending.collector.undecided)
@@ -62,6 +62,11 @@ class FrameCall:
         """Time in the callable so far."""
         self.held_rows = 0
         """Rows of all gateway workers that the replica had, as it last said."""
+
+    def tell_path(self, path: str) -> None:
+        """Note where the replica's port has put the segment."""
+        assert self.request.note.shared is not None
+        self.request.note.shared.path = path
 
     def _patience_s(self) -> float:
         """How long one head's answer may wait for the others', if no request can use it alone.

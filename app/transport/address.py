@@ -12,12 +12,14 @@ import anyio
 
 from app.errors import RETRY_AFTER_LOST_S, ReplicaUnreachable
 
-__all__ = ["LOCAL", "TOKEN_HEADER", "PeerTls", "dial", "host_and_port", "is_local", "keep_alive"]
+__all__ = ["LOCAL", "TOKEN_HEADER", "UNSENT_HEADER", "PeerTls", "dial", "host_and_port", "is_local", "keep_alive"]
 
 LOCAL: Final = "unix:"
 """Begins the address of a unix socket."""
 TOKEN_HEADER: Final = "triton-access-token"
 """Carries a replica's token: Triton's own name for it, which a replica's port takes too."""
+UNSENT_HEADER: Final = b"headwater-unsent"
+"""In an answer of a replica's port: the replica did not get the request, and another one should."""
 CONNECT_TIMEOUT_S: Final = 3.0
 KEEP_ALIVE_S: Final = (10, 5, 3)
 """Of a quiet TCP connection: seconds until the first probe and between probes, and how many may stay unanswered."""

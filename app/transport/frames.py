@@ -6,6 +6,7 @@ A decoupled model can only be called over a stream, and a message on a shared st
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import AsyncGenerator
@@ -20,7 +21,8 @@ from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnrea
 from app.transport.address import PeerTls, is_local
 from app.transport.channel import StreamChannel, Taken
 from app.transport.protocol import FrameRequest
-from app.transport.triton import refusal
+from app.transport.segments import RemoteSegment
+from app.transport.triton import TritonClient, refusal
 from inference.wire.report import HEADWATER, CallNote
 
 __all__ = ["FrameClient"]
@@ -87,6 +89,8 @@ class FrameClient:
     def __init__(self, model: str, address: str, token: str, tls: PeerTls | None = None) -> None:
         self._model = model
         self._is_remote = not is_local(address)
+        self._segments = TritonClient(model, address, token, tls)
+        """Connected only for segments."""
         if tls is None or not self._is_remote:
             self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         else:
@@ -136,6 +140,10 @@ class FrameClient:
         finally:
             del self._calls[name]
 
+    def placed(self, segment: RemoteSegment) -> contextlib.AbstractAsyncContextManager[str]:
+        """See `FrameReplicaClient.placed`."""
+        return self._segments.placed(segment)
+
     def cancel(self, name: str) -> None:
         """See `FrameReplicaClient.cancel`."""
         if not self._is_ended:
@@ -144,6 +152,7 @@ class FrameClient:
     def close(self) -> None:
         """See `FrameReplicaClient.close`."""
         self._end()
+        self._segments.close()
         for task in self._tasks:
             task.cancel()
         if self._closing is None:

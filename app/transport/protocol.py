@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
@@ -73,6 +74,14 @@ class FrameReplicaClient(Protocol):
             ReplicaUnreachable: the replica was gone before it received the call.
             ReplicaLost: the replica ended before its answer was complete.
             CallableFailed: the replica answered with an error.
+        """
+        ...
+
+    def placed(self, segment: RemoteSegment) -> contextlib.AbstractAsyncContextManager[str]:
+        """A segment's path on the replica's machine, until the block ends; if it fails, nobody uses the memory again.
+
+        Raises:
+            HeadwaterError: as `frames`.
         """
         ...
 

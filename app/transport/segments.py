@@ -28,7 +28,15 @@ from inference.wire.shared_memory import (
     placed_outputs,
 )
 
-__all__ = ["LARGEST_REMOTE_BYTES", "RemoteSegment", "RemoteSegments", "Segment", "SegmentFiles", "Segments"]
+__all__ = [
+    "KEPT_FOR_S",
+    "LARGEST_REMOTE_BYTES",
+    "RemoteSegment",
+    "RemoteSegments",
+    "Segment",
+    "SegmentFiles",
+    "Segments",
+]
 
 SMALLEST_BYTES: Final = 256 * 1024
 KEPT_BYTES: Final = 64 * 1024 * 1024
@@ -36,6 +44,7 @@ KEPT_BYTES: Final = 64 * 1024 * 1024
 LARGEST_REMOTE_BYTES: Final = 1024 * 1024 * 1024
 """The largest segment that a replica's port makes."""
 KEPT_FOR_S: Final = 10.0
+"""How long an unused segment is kept."""
 SLACK_BYTES: Final = 1024
 """Space for aligning the outputs."""
 _NO_ANSWER_BYTES: Final = 4

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import cast
 
 import httptools
@@ -15,8 +15,8 @@ import msgspec
 
 from app.codecs.tensors import RawTensor
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
-from app.transport.address import TOKEN_HEADER, PeerTls, dial
-from app.transport.segments import RemoteSegment
+from app.transport.address import TOKEN_HEADER, UNSENT_HEADER, PeerTls, dial
+from app.transport.segments import KEPT_FOR_S, RemoteSegment
 from inference.wire.triton_words import is_ending, is_stub_lost
 
 __all__ = ["TritonClient", "refusal"]
@@ -64,6 +64,10 @@ class TritonClient:
             "Inference-Header-Content-Length: %d\r\n"
             "Content-Length: %d\r\n%b\r\n"
         ).encode()
+        self._segment_head = (
+            f"POST /segment HTTP/1.1\r\nHost: replica\r\n{TOKEN_HEADER}: {token}\r\n"
+            "Content-Length: %d\r\nHeadwater-Segment: %d %d\r\n\r\n"
+        ).encode()
 
     async def infer(
         self, head: bytes, data: Sequence[bytes | memoryview], segment: RemoteSegment | None = None
@@ -94,6 +98,30 @@ class TritonClient:
         if segment is not None and connection.shared_length:
             segment.answer = memoryview(body)[len(body) - connection.shared_length :]
         return _tensors(body, json_length)
+
+    @contextlib.asynccontextmanager
+    async def placed(self, segment: RemoteSegment) -> AsyncIterator[str]:
+        """A segment's path on the replica's machine, until the block ends; see `FrameReplicaClient.placed`."""
+        connection = await self._connection()
+        sizes = segment.inputs_bytes, segment.inputs_bytes, segment.size_bytes
+        try:
+            status, _, body = await connection.exchange([self._segment_head % sizes, *segment.pieces])
+            if status != 200:
+                raise (ReplicaUnreachable if connection.is_unsent else CallableFailed)(_reason(body))
+            yield body.decode()
+        except BaseException:
+            connection.close()  # the replica may still write to it
+            raise
+        connection.placed += 1
+        self._idle.append(connection)
+        # The port keeps the segment as long as the connection isn't used.
+        asyncio.get_running_loop().call_later(KEPT_FOR_S, self._drop, connection, connection.placed)
+
+    def _drop(self, connection: _Connection, placed: int) -> None:
+        """Close a connection, unless it was used since it placed its last segment."""
+        if connection.placed == placed and connection in self._idle:
+            self._idle.remove(connection)
+            connection.close()
 
     def close(self) -> None:
         """See `ReplicaClient.close`."""
@@ -129,6 +157,8 @@ class _Connection(asyncio.Protocol):
         """The bytes at the end of the last answer that the replica left in the segment."""
         self.is_unsent = False
         """Whether the replica's port had no way to pass the request on."""
+        self.placed = 0
+        """How many segments it has placed."""
         self.lost = False
         self.reusable = True
 
@@ -174,7 +204,7 @@ class _Connection(asyncio.Protocol):
             self._json_length = int(value)
         elif name == b"headwater-answer":
             self.shared_length = int(value)
-        elif name == b"headwater-unsent":
+        elif name == UNSENT_HEADER:
             self.is_unsent = True
 
     def on_body(self, body: bytes) -> None:

@@ -8,7 +8,7 @@ from typing import Final, cast
 import httptools
 
 from app.errors import RETRY_AFTER_LOST_S, ReplicaLost, ReplicaUnreachable
-from app.transport.address import TOKEN_HEADER, PeerTls, dial, is_local
+from app.transport.address import TOKEN_HEADER, UNSENT_HEADER, PeerTls, dial, is_local
 
 __all__ = ["VllmAnswer", "VllmClient"]
 
@@ -98,7 +98,7 @@ class VllmAnswer(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._size = 0
         self._is_paused = False
-        self._has_head = self._is_complete = self._is_kept = False
+        self._has_head = self._is_complete = self._is_kept = self._is_unsent = False
         self._waiter: asyncio.Future[None] | None = None
         self.is_lost = False
         self.idle_since_s = 0.0
@@ -120,12 +120,16 @@ class VllmAnswer(asyncio.Protocol):
         if self._transport is None or self.is_lost:
             raise ReplicaUnreachable("the replica ended", retry_after_s=RETRY_AFTER_LOST_S)
         self._parser = httptools.HttpResponseParser(self)
-        self._has_head = self._is_complete = False
+        self._has_head = self._is_complete = self._is_unsent = False
         length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
         head = f"{method} {path} HTTP/1.1\r\nHost: replica\r\n{length}{self._headers}{headers}\r\n"
         self._transport.write(head.encode() + body)
         while not self._has_head:
             await self._wait()
+        if self._is_unsent:
+            raise ReplicaUnreachable(
+                f"the replica's port didn't pass the request on: {self.status}", retry_after_s=RETRY_AFTER_LOST_S
+            )
 
     async def read(self) -> bytes:
         """The next bytes of the body; empty at its end.
@@ -212,6 +216,9 @@ class VllmAnswer(asyncio.Protocol):
             self._transport.pause_reading()
 
     # httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._is_unsent = self._is_unsent or name.lower() == UNSENT_HEADER
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None

@@ -23,6 +23,7 @@ from app.errors import CallableFailed, Unavailable
 from app.lm.dispatcher import LmDispatcher
 from app.lm.sequence import SequenceSpec
 from app.security.peer_tls import PeerTls
+from app.transport.frames import FrameClient
 from benchmarks.certificates import authority, issue
 from benchmarks.node_port_agent import SECURED, Served, serving
 from benchmarks.stream_engine import MODEL
@@ -31,13 +32,11 @@ from tests.running import SERVICES
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 
 HERE = str(Path(__file__).parents[2])
-PIPELINE = {
-    "trunk": {"model": "fanout:Trunk"},
-    "heads": {
-        "plus": {"model": "fanout:Head", "options": {"output": "plus", "add": 1}},
-        "faulty": {"model": "fanout:Head", "options": {"output": "faulty", "fail_on": 14}, "on_error": "omit"},
-    },
+HEADS: dict[str, Any] = {
+    "plus": {"model": "fanout:Head", "options": {"output": "plus", "add": 1}},
+    "faulty": {"model": "fanout:Head", "options": {"output": "faulty", "fail_on": 14}, "on_error": "omit"},
 }
+PIPELINE = {"trunk": {"model": "fanout:Trunk"}, "heads": HEADS}
 MANY = 100_000
 """Pieces of a stream: far more than are ever read here."""
 
@@ -135,6 +134,29 @@ def test_a_fused_pipeline(folder: Path) -> None:
         model.close()
 
     with served(folder, "fan", {"pipeline": PIPELINE, "batching": {"max_batch_size": 8}}) as replica:
+        run(scenario(replica))
+
+
+def test_a_fused_pipelines_large_inputs(folder: Path) -> None:
+    async def scenario(replica: Served) -> None:
+        model = dispatcher(replica, folder)
+
+        async def call(number: int) -> None:
+            size = 150_529 if number % 2 else 16
+            array = np.arange(number, number + size, dtype=np.float32).reshape(1, size)
+            answer = await model.infer(request(replica, array, "plus"))
+            assert np.array_equal(floats(answer.outputs["plus"]), np.repeat(array[:, :1] + 1, 4, 1))
+
+        for _ in range(3):
+            await asyncio.gather(*map(call, range(20)))
+        (connected,) = model._pool.connected.values()
+        assert connected.is_sharing
+        assert isinstance(connected.client, FrameClient)
+        assert connected.client._segments._idle  # which have placed segments
+        model.close()
+
+    pipeline = {"trunk": {"model": "fanout:FirstNumber"}, "heads": {"plus": HEADS["plus"]}}
+    with served(folder, "fan", {"pipeline": pipeline, "batching": {"max_batch_size": 4}}) as replica:
         run(scenario(replica))
 
 

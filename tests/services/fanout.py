@@ -60,6 +60,16 @@ class Trunk(Model):
         return {"features": features}
 
 
+class FirstNumber(Model):
+    """features = the first number of any, four times."""
+
+    inputs = (Tensor("x", "FP32", [-1]),)
+    outputs = (Tensor("features", "FP32", [WIDTH]),)
+
+    def __call__(self, x: Any) -> dict[str, Any]:
+        return {"features": np.repeat(x[:, :1], WIDTH, 1)}
+
+
 class Head(Model):
     """``{output}`` = features + add.
 

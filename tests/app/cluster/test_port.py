@@ -23,8 +23,9 @@ from app.cluster import port as port_module
 from app.cluster.port import Port
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.control.routing import ReplicaRoute
-from app.errors import ReplicaLost, ReplicaUnreachable
+from app.errors import ConfigError, ReplicaLost, ReplicaUnreachable
 from app.security.peer_tls import PeerTls
+from app.transport import triton
 from app.transport.address import host_and_port
 from app.transport.batch import encode_batch
 from app.transport.frames import FrameClient
@@ -384,6 +385,64 @@ def test_a_segment_of_a_failed_call_is_not_used_again(run: Run) -> None:
     run(scenario())
 
 
+def test_a_segment_for_a_call_over_grpc_is_kept_until_the_next_request(run: Run) -> None:
+    async def scenario() -> None:
+        async with opened(grpc=True) as (port, address, replica):
+            client = TritonClient("m", address, TOKEN)
+            paths = []
+            for _ in range(2):
+                segment = segment_call()[2]
+                async with client.placed(segment) as path:
+                    shared = msgspec.structs.replace(segment.shared(), path=path)
+                    assert np.array_equal(MappedCall(shared).input(SIGNATURE.inputs[0]), IMAGE)
+                assert len(port.files._used) == 1
+                paths.append(path)
+            assert paths[0] == paths[1]
+            with pytest.raises(ZeroDivisionError):
+                async with client.placed(segment_call()[2]):
+                    raise ZeroDivisionError  # the call failed
+            await until(lambda: not port.files._used)
+            assert not port.files._free
+            client.close()
+            assert replica.connections == 0
+
+    run(scenario())
+
+
+def test_a_connection_that_has_placed_a_segment_is_not_kept_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "KEPT_FOR_S", 0.01)
+
+    async def scenario() -> None:
+        async with opened(grpc=True) as (port, address, _):
+            client = TritonClient("m", address, TOKEN)
+            async with client.placed(segment_call()[2]):
+                pass
+            await until(lambda: not port.connections and not port.files._used)
+            client.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (head("GET /segment"), b"405"),
+        (head("POST /segment", content_length=64), b"400"),
+        (head("POST /segment", content_length=64, headwater_segment="32 9000"), b"400"),
+        (head("POST /segment", content_length=64, headwater_segment="64 64"), b"400"),
+        (head("POST /segment", content_length=64, headwater_segment=f"64 {1 << 40}"), b"413"),
+        (head("POST /segment", token="x", content_length=64, headwater_segment="64 9000"), b"401"),
+    ],
+)
+def test_no_segment_of_other_sizes(raw: bytes, status: bytes) -> None:
+    async def scenario() -> None:
+        async with opened(grpc=True) as (port, address, _):
+            assert (await exchange(address, raw))[0].startswith(b"HTTP/1.1 " + status)
+            assert not port.files._used
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 def test_a_replica_that_reads_slowly_slows_the_client(run: Run) -> None:
     async def scenario() -> None:
         async with opened() as (_, address, replica):
@@ -493,23 +552,23 @@ def test_a_port_of_another_authority_gets_no_request(run: Run, folders: dict[str
 def test_frames_are_relayed(secured: bool, run: Run, folders: dict[str, Path]) -> None:
     async def scenario() -> None:
         async with opened(grpc=True, tls=PeerTls(folders["port"]) if secured else None) as (port, address, replica):
-            triton = frames.Triton()
+            standing = frames.Triton()
             server = grpc.aio.server()
-            pb_grpc.add_GRPCInferenceServiceServicer_to_server(triton, server)
+            pb_grpc.add_GRPCInferenceServiceServicer_to_server(standing, server)
             server.add_insecure_port(port.route.grpc_address)
             await server.start()
             client = FrameClient("m", address, TOKEN, PeerTls(folders["gateway"]) if secured else None)
             call = frames.call(client, "one")
-            assert (await triton.next()).id == "one"
-            assert triton.metadata["triton-grpc-protocol-triton-access-token"] == TOKEN
-            triton.say(frames.frame("one", b"1" * 1_000_000), frames.final("one"))
+            assert (await standing.next()).id == "one"
+            assert standing.metadata["triton-grpc-protocol-triton-access-token"] == TOKEN
+            standing.say(frames.frame("one", b"1" * 1_000_000), frames.final("one"))
             assert await call == [b"1" * 1_000_000]
             client.open(frames.NOTHING, streams=True)
-            opening = msgspec.json.decode((await triton.next()).parameters[HEADWATER].string_param, type=CallNote)
+            opening = msgspec.json.decode((await standing.next()).parameters[HEADWATER].string_param, type=CallNote)
             assert opening.channel is not None
             assert opening.channel.pid < 0  # it has a lease
             call = frames.call(client, "two")
-            await triton.next()
+            await standing.next()
             (connection,) = port.connections
             connection.abort()
             with pytest.raises(ReplicaLost):
@@ -545,6 +604,8 @@ def test_a_vllm_is_relayed_with_the_token_on_its_routes_only() -> None:
             ):
                 assert (await exchange(address, raw))[0].startswith(b"HTTP/1.1 " + status)
             assert standing.connections == 0
+            with pytest.raises(ReplicaUnreachable):
+                await (await VllmClient(address, "of another replica").connect()).send("POST", "/v1/completions", b"{}")
             client = VllmClient(address, TOKEN)
             for _ in range(2):
                 upstream = await client.connect()
@@ -571,25 +632,41 @@ def test_a_vllm_is_relayed_with_the_token_on_its_routes_only() -> None:
     vllm.run(scenario)
 
 
-def test_a_control_connection_is_handed_over(run: Run) -> None:
+@pytest.mark.parametrize("secured", [False, pytest.param(True, marks=NEEDS_OPENSSL)])
+def test_a_control_connection_is_handed_over(secured: bool, run: Run, folders: dict[str, Path]) -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while line := await reader.readline():
+        while (line := await reader.readline()) not in (b"", b"end\n"):
             writer.write(b"you said " + line)
 
     async def scenario() -> None:
-        async with opened(on_control=echo) as (_, address, replica):
-            reader, writer = await asyncio.open_connection(*host_and_port(address))
+        tls = PeerTls(folders["port"]) if secured else None
+        options: dict[str, Any] = {}
+        if secured:
+            options = {"ssl": PeerTls(folders["gateway"]).client_context(), "server_hostname": "headwater"}
+        async with opened(on_control=echo, tls=tls) as (port, address, replica):
+            reader, writer = await asyncio.open_connection(*host_and_port(address), **options)
             writer.write(head("GET /control") + b"one\n")
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
             assert await reader.readline() == b"you said one\n"
             writer.write(b"two\n")
             assert await reader.readline() == b"you said two\n"
-            writer.write_eof()
+            writer.write(b"end\n")
             assert await reader.read() == b""
             writer.close()
             assert replica.connections == 0
+            assert not port.connections
 
     run(scenario())
+
+
+def test_without_tls_it_listens_on_loopback_only() -> None:
+    async def scenario() -> None:
+        port = Port("m", ReplicaRoute("m-1", "unix:/nonexistent/h", TOKEN), on_control=ignore)
+        with pytest.raises(ConfigError, match=r"^cluster\.tls: expected a folder .* at 0\.0\.0\.0, got none"):
+            await port.start("0.0.0.0")
+        await port.close()
+
+    asyncio.run(scenario())
 
 
 def test_closing_ends_everything(run: Run) -> None:

@@ -32,6 +32,7 @@ from app.errors import (
     Unavailable,
 )
 from app.transport.protocol import FrameRequest
+from app.transport.segments import RemoteSegment
 from inference.signature import HeadSpec, Signature, TensorSpec
 from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, encode_frame
 from inference.wire.report import CallNote, Status
@@ -133,6 +134,9 @@ class Replica:
                 yield answer
         finally:
             call.is_left = True
+
+    def placed(self, segment: RemoteSegment) -> contextlib.AbstractAsyncContextManager[str]:
+        raise NotImplementedError  # it is on this machine
 
     def cancel(self, name: str) -> None:
         self.cancelled.append(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
@@ -10,6 +11,7 @@ from app.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
 from app.lm.dispatcher import LmDispatcher
 from app.lm.sequence import SequenceSpec
 from app.transport.protocol import FrameRequest
+from app.transport.segments import RemoteSegment
 from inference.engine import EngineLimits
 from inference.signature import LanguageModelSpec, Signature, TensorSpec
 from inference.wire.lm import (
@@ -82,6 +84,9 @@ class Replica:
 
     def open(self, nothing: FrameRequest, *, streams: bool = False) -> None:
         self.opened.append(nothing)
+
+    def placed(self, segment: RemoteSegment) -> contextlib.AbstractAsyncContextManager[str]:
+        raise NotImplementedError  # it is on this machine
 
     def cancel(self, name: str) -> None:
         for channel in self.channels:

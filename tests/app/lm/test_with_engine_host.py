@@ -15,6 +15,7 @@ from app.errors import BadRequest, Cancelled, ContractBroken, QueueFull, Unavail
 from app.lm.dispatcher import LmDispatcher
 from app.lm.sequence import Generation
 from app.transport.protocol import FrameRequest
+from app.transport.segments import RemoteSegment
 from inference.engine import Engine, EngineLimits
 from inference.lm.engine_host import EngineHost
 from inference.lm.null_engine import NullEngine
@@ -34,6 +35,9 @@ class HostClient:
 
     def open(self, nothing: FrameRequest, *, streams: bool = False) -> None:
         self._nothing = nothing
+
+    def placed(self, segment: RemoteSegment) -> contextlib.AbstractAsyncContextManager[str]:
+        raise NotImplementedError  # it is on this machine
 
     def cancel(self, name: str) -> None:
         asked = asyncio.create_task(self._whole(FrameRequest(self._nothing.inputs, CallNote(cancel=name))))
