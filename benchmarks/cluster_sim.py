@@ -37,6 +37,7 @@ from app.dispatch.choice import Choice
 from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.pool import ReplicaCalls
 from app.gateway.models import Models
+from app.transport.segments import RemoteSegment
 from benchmarks.smoke import parse_with_smoke
 from inference.signature import Signature, TensorSpec
 from inference.wire.report import REPORT, RowReport, Status, encode_reports
@@ -100,7 +101,9 @@ class StandIn:
         self._waiting: deque[tuple[int, asyncio.Future[dict[str, RawTensor]]]] = deque()
         self._is_busy = False
 
-    async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
+    async def infer(
+        self, head: bytes, data: Sequence[bytes | memoryview], segment: RemoteSegment | None = None
+    ) -> dict[str, RawTensor]:
         """A `ReplicaClient`'s."""
         rows = sum(map(len, data)) // len(ROW)
         answer = self._loop.create_future()
@@ -308,7 +311,9 @@ class AtOnce:
         report = encode_reports([RowReport(Status.OK)], 1)
         self._report = RawTensor("UINT8", report.shape, report.tobytes())
 
-    async def infer(self, head: bytes, data: Sequence[bytes | memoryview]) -> dict[str, RawTensor]:
+    async def infer(
+        self, head: bytes, data: Sequence[bytes | memoryview], segment: RemoteSegment | None = None
+    ) -> dict[str, RawTensor]:
         """A `ReplicaClient`'s."""
         return {"y": RawTensor("FP32", (1, 16), ROW), REPORT: self._report}
 

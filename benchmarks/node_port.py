@@ -4,7 +4,8 @@
 dispatchers, without HTTP in front of them, call the same replicas over unix sockets with shared memory (`LOCAL`), over
 their ports on loopback, and over their ports with TLS of both sides. One call after the other: 16 floats, an image of
 602,112 bytes whose means come back, the image both ways, and the image into a fused pipeline; `scale` from 64 callers;
-64 streams of an engine that computes nothing. The ways take turns, and a ratio is taken within a round. Every answer is checked.
+64 streams of an engine that computes nothing. The ways take turns, and a ratio is taken within a round. Every answer is
+checked.
 
 Everything is on one machine, so a network's own time and its bandwidth are not in the figures.
 """
@@ -21,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import uvloop
@@ -180,7 +181,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=10000)
     options = parse_with_smoke(parser, rounds=1, calls=3, requests=200, tokens=20)
     engine = {"engine": "benchmarks.stream_engine:null", "max_sequences": CONCURRENT}
-    models = {
+    models: dict[str, dict[str, Any]] = {
         "scale": {"model": "inference.zoo.scale:Scale", "batching": {"max_batch_size": 64}},
         "means": {"model": "benchmarks.large_tensors_model:ChannelMeans", "batching": {"max_batch_size": 16}},
         "echo": {"model": "benchmarks.large_tensors_model:Echo", "batching": {"max_batch_size": 16}},
