@@ -40,7 +40,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help serve test test-fast test-clients test-vllm vllm-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke gpu screenshots soak chaos fuzz drill kustomize-base lock clean image base-image image-test image-suite engine offline offline-test
+.PHONY: help serve test test-fast test-clients test-vllm test-ray vllm-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke gpu screenshots soak chaos fuzz drill kustomize-base lock clean image base-image image-test image-suite engine offline offline-test
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
@@ -67,6 +67,10 @@ vllm-env: $(VLLM_STAMP)  ## install a vLLM of a tested version in an environment
 # Another vLLM's interpreter: HEADWATER_VLLM_PYTHON.
 test-vllm: $(VENV)/.dev $(if $(HEADWATER_VLLM_PYTHON),,vllm-env)  ## run the tests that need a vLLM
 	@exec $(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+test-ray: $(VENV)/.dev  ## run the tests that start several nodes of Ray
+	@$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/pip install -q -c requirements.lock -e '.[cluster]'
+	@exec $(BIN)/python -m pytest -m ray tests/ray $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff: rules and formatting
 	@$(BIN)/ruff check .

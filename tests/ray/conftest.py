@@ -1,0 +1,66 @@
+"""Three raylets for each module, and two gateways, with TLS between all: run by ``make test-ray``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from benchmarks.certificates import authority, issue
+from tests.ray.raylets import Gateway, Raylets, agents, gateway, hosts, raylets, stop_cluster, supervisors
+from tests.running import wait_for
+
+DEPLOYMENTS: dict[str, Any] = {
+    "scale": {"model": "inference.zoo.scale:Scale", "replicas": 2},
+    "faulty": {"model": "tests.services.faulty:Faulty", "replicas": 2, "batching": {"max_batch_size": 4}},
+    "pieces": {"model": "tests.services.light:Pieces", "options": {"count": 10_000, "interval_s": 0.02}},
+}
+
+
+class Served(NamedTuple):
+    """A cluster of three nodes, one of them the head, and what is served on it."""
+
+    raylets: Raylets
+    serving: Gateway
+    """Which started it."""
+    joined: Gateway
+
+    @property
+    def address(self) -> str:
+        """Of Ray's head."""
+        return self.raylets.address
+
+    def make_whole(self) -> None:
+        """Have two nodes again, and a replica of ``scale`` on each."""
+        self.raylets.keep(2)
+        wait_for(lambda: self.serving.replicas() == 2, 90, "two replicas", every_s=0.1)
+        assert self.serving.command("reload").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A cluster with TLS, on which `DEPLOYMENTS` are served. Tests must leave it whole."""
+    pytest.importorskip("ray", reason="needs Ray: run `make test-ray`")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    folder = tmp_path_factory.mktemp("ray")
+    tls = issue(authority(folder), folder / "peer")
+    with raylets() as found:
+        try:
+            with (
+                gateway(found.address, folder, DEPLOYMENTS, tls=tls) as serving,
+                gateway(found.address, folder, None) as joined,
+            ):
+                yield Served(found, serving, joined)
+        finally:
+            stop_cluster(found.address)
+            left = [*hosts(found.address), *agents(found.address), *supervisors(found.address)]
+            assert left == []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For files of a module's tests."""
+    return tmp_path_factory.mktemp("files")
