@@ -4,7 +4,8 @@
 dispatchers, without HTTP in front of them, call the same replicas over unix sockets with shared memory (`LOCAL`), over
 their ports on loopback, and over their ports with TLS of both sides. One call after the other: 16 floats, an image of
 602,112 bytes whose means come back, the image both ways, and the image into a fused pipeline; `scale` from 64 callers;
-64 streams of an engine that computes nothing. The ways take turns, and a ratio is taken within a round. Every answer is checked.
+64 streams of an engine that computes nothing. The ways take turns, and a ratio is taken within a round. Every answer is
+checked.
 
 Everything is on one machine, so a network's own time and its bandwidth are not in the figures.
 """
