@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import uvloop
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=10000)
     options = parse_with_smoke(parser, rounds=1, calls=3, requests=200, tokens=20)
     engine = {"engine": "benchmarks.stream_engine:null", "max_sequences": CONCURRENT}
-    models = {
+    models: dict[str, dict[str, Any]] = {
         "scale": {"model": "inference.zoo.scale:Scale", "batching": {"max_batch_size": 64}},
         "means": {"model": "benchmarks.large_tensors_model:ChannelMeans", "batching": {"max_batch_size": 16}},
         "echo": {"model": "benchmarks.large_tensors_model:Echo", "batching": {"max_batch_size": 16}},
