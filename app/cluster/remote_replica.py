@@ -100,6 +100,8 @@ class RemoteReplica:
         """What was ordered: nothing, ``stop`` or ``kill``."""
         self._killed = asyncio.Event()
         self._leftovers: list[str] = []
+        self._missing = ""
+        """Why no node can have it; empty: some can."""
 
     async def follow(self, place: Callable[[], Any], missing: Callable[[], Any]) -> None:
         """Wait for its place, follow it to its end, and see that its actor is gone.
@@ -140,7 +142,9 @@ class RemoteReplica:
 
     def account(self) -> str:
         """See `ReplicaHandle.account`."""
-        return (self.state.account if self.state is not None else "") or self.reason
+        if self.state is not None and self.state.account:
+            return self.state.account
+        return f"{self.reason}: no node can have it: {self._missing}" if self._missing else self.reason
 
     def cause(self) -> str:
         """See `ReplicaHandle.cause`."""
@@ -178,11 +182,9 @@ class RemoteReplica:
             while not asking.done() and not killed.done():
                 await asyncio.wait({asking, killed}, timeout=PLACE_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if not asking.done() and not killed.done():
-                    reason = await missing()
-                    self._on_progress(
-                        f"no node can have it: {reason}; waiting for one that can" if reason
-                        else "waiting for a place in the cluster"
-                    )  # fmt: skip
+                    self._missing = await missing()
+                    waits = f"no node can have it: {self._missing}; waiting for one that can"
+                    self._on_progress(waits if self._missing else "waiting for a place in the cluster")
             said = asking.result() if asking.done() else ""
             if asking.done() and not said:
                 raise ActorGone("its agent ended before it had opened its port; see Ray's log of the actor")

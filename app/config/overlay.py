@@ -88,7 +88,7 @@ def lay_over(first: Config, now: Config, name: str, fields: dict[str, Any]) -> C
     """
     configured = first.deployments.get(name)
     section = _merged(_given(configured) if configured is not None else {}, fields)
-    content = {"server": now.server, "deployments": {**now.deployments, name: section}}
+    content = {"server": now.server, "deployments": {**now.deployments, name: section}, "cluster": first.cluster}
     try:
         return read_config(content, source=FIELD, environment={}, flags={})
     except ConfigError as error:
