@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import sys
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -124,7 +125,7 @@ class Agent:
             if self._port is not None:
                 await self._port.close()
             await self._host.finish()
-            self._host.folder.rmdir()
+            shutil.rmtree(self._host.folder, ignore_errors=True)
             os.close(lock)
 
     def _note(self, stage: str) -> None:

@@ -78,7 +78,8 @@ class AgentLink:
             finally:
                 self._writer = None
                 for future in self._asked.values():
-                    future.cancel()
+                    if not future.done():
+                        future.set_exception(ConnectionError("its node can't be reached"))
             self._note_reach(False)
             if not self.has_ended:
                 await asyncio.sleep(RETRY_S)

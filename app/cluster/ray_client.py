@@ -238,6 +238,8 @@ def shortage(placement: NodePlacement, nodes: Sequence[Mapping[str, Any]]) -> st
         most = max(one["Resources"].get(name, 0) for one in fitting)
         if wanted > most:
             return f"it takes {wanted:g} {name}, and the largest{' such' * bool(plain)} node has {most:g}"
+    if not any(all(one["Resources"].get(name, 0) >= wanted for name, wanted in wants.items()) for one in fitting):
+        return f"no{' such' * bool(plain)} node has the {placement.gpus:g} GPU and {placement.cpus:g} CPU that it takes"
     return ""
 
 

@@ -118,7 +118,7 @@ class RemoteReplica:
         except ActorGone as error:
             self.mark_ending(f"its actor has ended: {error}")
         except Exception as error:  # Ray's own, of whatever kind; the replica set tries again
-            self.mark_ending(f"Ray could not run it: {str(error).strip().splitlines()[0] if str(error) else error!r}")
+            self.mark_ending(f"Ray could not run it: {(str(error).strip() or repr(error)).splitlines()[0]}")
         # Not if this is cancelled: the replica is for the next supervisor then.
         self.mark_ending("it was stopped" if self._ordered else "its node is gone")
         if self._actor is not None:
@@ -231,7 +231,8 @@ class RemoteReplica:
             self._context.on_stale()
             return
         before, self.state = self.state, state
-        self.adapters = state.adapters
+        # An agent has absolute folders; one that is known here stays as the configuration has it.
+        self.adapters = {name: self.adapters.get(name, folder) for name, folder in state.adapters.items()}
         self.facts = state.facts
         self.batch_limit = state.batch_limit
         self.is_permanent = state.is_permanent

@@ -243,9 +243,9 @@ class ControlServer:
     async def _talk(self, reader: asyncio.StreamReader, worker: _Worker) -> None:
         writer = worker.writer
         self._workers.add(worker)
+        worker.send(self._table)  # first, as changes follow it
         self._on_workers()
         try:
-            worker.send(self._table)
             while line := await reader.readline():
                 self._take(messages.UPWARD.decode(line), worker)
         except ConnectionError:

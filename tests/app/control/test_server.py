@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import shutil
+import ssl
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,11 +19,13 @@ import pytest
 from app.control import server as control
 from app.control.link import SupervisorLink
 from app.control.load import DeploymentLoad, LoadReport
-from app.control.messages import DOWNWARD, Command, CommandAnswer, Drain, Drained
+from app.control.messages import DOWNWARD, Command, CommandAnswer, Drain, Drained, Hello, encode_line
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.control.server import ControlServer
 from app.control.table_change import TableChange
 from app.errors import Unavailable
+from app.security.peer_tls import PeerTls
+from benchmarks.certificates import authority, issue
 
 Tables = AsyncGenerator[RoutingTable, None]
 
@@ -480,3 +486,173 @@ def test_without_workers_nothing_is_in_flight() -> None:
         assert await bench.server.drain("a", 9) == Drained()
 
     run(scenario)
+
+
+# Gateways on other machines
+
+
+class Far:
+    """A supervisor's end for gateways on other machines."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        """The number of workers after each change of it."""
+        self.server = ControlServer(on_workers=lambda: self.counts.append(self.server.workers))
+        self.port = 0
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def connect(self, first: bytes, **options: Any) -> asyncio.StreamReader:
+        """Open a connection, and send this."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, **options)
+        self._writers.append(writer)
+        writer.write(first)
+        return reader
+
+    async def close(self) -> None:
+        await self.server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+
+def run_far(scenario: Callable[[Far], Awaitable[None]], tls: PeerTls | None = None) -> None:
+    async def main() -> None:
+        far = Far()
+        far.port = await far.server.start_for_gateways("127.0.0.1", 0, "secret", tls)
+        far.server.publish(table("a"))
+        try:
+            await scenario(far)
+        finally:
+            await far.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def heard(reader: asyncio.StreamReader) -> bytes:
+    """All that comes until the connection is closed."""
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+
+
+def test_a_gateway_stands_for_all_its_workers() -> None:
+    async def scenario(far: Far) -> None:
+        readers = [await far.connect(encode_line(Hello("secret", workers))) for workers in (3, 2)]
+        for reader in readers:
+            assert content(DOWNWARD.decode(await reader.readline())) == table("a")
+        assert far.server.workers == 5
+        assert far.server.ping() == {}  # they have no process here
+        far._writers[0].close()
+        await until(lambda: far.server.workers == 2)
+        assert sorted(far.counts) in ([2, 2, 5], [2, 3, 5])
+
+    run_far(scenario)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        encode_line(Hello("secre", 3)),
+        encode_line(Hello("", 3)),
+        encode_line(Hello("s\xe9cret", 3)),
+        encode_line(Command(1, "unload", "a")),
+        b"{}\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\n",
+        b"\n",
+    ],
+)
+def test_who_does_not_know_the_token_is_told_nothing(first: bytes) -> None:
+    async def scenario(far: Far) -> None:
+        assert await heard(await far.connect(first)) == b""
+        assert (far.server.workers, far.counts) == (0, [])
+
+    run_far(scenario)
+
+
+def test_who_sends_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "HELLO_TIMEOUT_S", 0.05)
+
+    async def scenario(far: Far) -> None:
+        assert await heard(await far.connect(b'{"type":"hello"')) == b""
+        assert far.counts == []
+
+    run_far(scenario)
+
+
+def test_a_second_hello_ends_a_gateway(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(far: Far) -> None:
+        hello = encode_line(Hello("secret", 3))
+        assert (await heard(await far.connect(hello + hello))).count(b"\n") == 1  # the table
+        assert far.counts == [3, 0]
+
+    run_far(scenario)
+    assert "invalid message from a gateway worker: hello again" in caplog.text
+
+
+def test_a_gateway_that_answers_no_pings_is_dropped() -> None:
+    async def scenario(far: Far) -> None:
+        reader = await far.connect(encode_line(Hello("secret", 3)))
+        await reader.readline()
+        for _ in range(control.SILENT_GATEWAY_PINGS):
+            far.server.ping()
+        assert (await reader.readline()).strip() == b'{"type":"ping"}'
+        far._writers[0].write(b'{"type":"pong"}\n')
+        await until(lambda: not any(worker.unanswered for worker in far.server._workers))
+        for _ in range(control.SILENT_GATEWAY_PINGS):
+            far.server.ping()
+        assert far.server.workers == 3
+        far.server.ping()
+        await heard(reader)
+        await until(lambda: far.server.workers == 0)
+
+    run_far(scenario)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
+@pytest.mark.parametrize("who", ["peer", "other-name", "stranger", "nobody", "plain"])
+def test_only_peers_of_the_cluster_may_say_hello(who: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    signer = authority(tmp_path)
+    server = PeerTls(issue(signer, tmp_path / "server"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(signer / "ca.crt")
+    if who not in ("nobody", "plain"):
+        name = "DNS:other" if who == "other-name" else "DNS:headwater"
+        folder = issue(authority(tmp_path, who) if who == "stranger" else signer, tmp_path / "client", name=name)
+        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+
+    async def scenario(far: Far) -> None:
+        options = {} if who == "plain" else {"ssl": context, "server_hostname": "headwater"}
+        try:
+            reader = await far.connect(encode_line(Hello("secret", 3)), **options)
+            found = await reader.readline() if who == "peer" else await heard(reader)
+        except (OSError, ssl.SSLError):
+            found = b""
+        assert bool(found) is (who == "peer")
+        assert far.server.workers == (3 if who == "peer" else 0)
+
+    run_far(scenario, server)
+    assert ("a gateway whose certificate has another name was refused" in caplog.text) is (who == "other-name")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
+def test_new_connections_have_the_renewed_certificate(tmp_path: Path) -> None:
+    signer = authority(tmp_path)
+    server, client = (PeerTls(issue(signer, tmp_path / name)) for name in ("server", "client"))
+
+    async def scenario(far: Far) -> None:
+        shown = []
+        for _ in range(2):
+            context = client.client_context()
+            reader = await far.connect(encode_line(Hello("secret")), ssl=context, server_hostname=client.server_name)
+            await reader.readline()
+            tls = far._writers[-1].get_extra_info("ssl_object")
+            shown.append(tls.getpeercert(binary_form=True))
+            issue(signer, tmp_path / "server")
+            server.renew()
+        assert shown[0] != shown[1]
+        assert far.server.workers == 2
+
+    run_far(scenario, server)

@@ -1,0 +1,220 @@
+"""A cluster without Ray: what stands for its actors, and agents that say what a test has them say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from app.cluster.agent import AgentSpec, digest
+from app.cluster.messages import LISTENER, Ask, Beat, Hello, Order, Said, State, encode
+from app.cluster.port import Port
+from app.cluster.ray_client import PREFIX, ActorGone
+from app.config.schema import Deployment
+from app.config.sections import NodePlacement
+from app.control.routing import ReplicaRoute
+from app.security.peer_tls import PeerTls
+from inference.signature import Signature, TensorSpec
+
+__all__ = ["READY", "Agent", "Ray", "clustered", "run", "until"]
+
+SIGNATURE = Signature("", (TensorSpec("x", "FP32", (2,)),), (TensorSpec("y", "FP32", (1,)),), max_batch_size=8)
+READY: dict[str, Any] = {"is_ready": True, "signature": msgspec.to_builtins(SIGNATURE), "facts": {"device": "cpu"}}
+"""What an agent says once its replica serves."""
+BEAT_S = 0.5
+
+
+class Agent:
+    """An actor and its agent, whose replica does nothing by itself; it ends when the actor does."""
+
+    def __init__(
+        self, id: str, token: str = "token", deployment: Deployment | None = None, tls: PeerTls | None = None
+    ) -> None:
+        self.id = id
+        self.token = token
+        self.state = State(
+            ReplicaRoute(id, "", token), digest(deployment) if deployment is not None else b"", id.rpartition("-")[0]
+        )
+        self.orders: list[str] = []
+        self.epochs: list[int] = []
+        """Of those who said hello."""
+        self.asked: list[Ask] = []
+        self.answer: Said | None = Said(0, 200, "done")
+        """To what is asked of vLLM; None: nothing is said."""
+        self.is_away = False
+        """Whether every connection is closed again at once."""
+        self.turned_away = 0
+        self.is_open = asyncio.Event()
+        """Whether it has said where its port is."""
+        self.gone = asyncio.Event()
+        self.address = ""
+        self._port = Port("m", ReplicaRoute(id, "unix:/nonexistent/h", token), tls=tls, on_control=self._listen)
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def open(self, beats: bool = True, **said: Any) -> None:
+        """Open the port, and have this said there."""
+        self.address = await self._port.start("127.0.0.1")
+        node = "127.0.0.1"
+        route = msgspec.structs.replace(self.state.route, http_address=self.address, node=node)
+        self.say(route=route, **said)
+        if beats:
+            self._port.spawn(self._beat())
+        self.is_open.set()
+
+    def say(self, **changes: Any) -> None:
+        """Change what is said of the replica."""
+        self.state = msgspec.structs.replace(self.state, **changes)
+        self.send(self.state)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message to all who listen."""
+        for writer in self._writers:
+            writer.write(encode(message))
+
+    def leave(self) -> None:
+        """Get out of reach, although the port is still there."""
+        self.is_away = True
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def end(self) -> None:
+        """End as a process does that is killed."""
+        self.gone.set()
+        self.is_open.set()
+        await self._port.close()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self.send(Beat())
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_away:
+            self.turned_away += 1
+            return
+        hello = LISTENER.decode(await reader.readline())
+        assert isinstance(hello, Hello)
+        self.epochs.append(hello.epoch)
+        writer.write(encode(self.state))
+        self._writers.add(writer)
+        try:
+            while line := await reader.readline():
+                message = LISTENER.decode(line)
+                if isinstance(message, Order):
+                    self.orders.append(message.what)
+                    self.say(is_ending=True, has_exited=True, reason="stopped" if message.what == "stop" else "killed")
+                elif isinstance(message, Ask):
+                    self.asked.append(message)
+                    if self.answer is not None:
+                        writer.write(encode(msgspec.structs.replace(self.answer, number=message.number)))
+        finally:
+            self._writers.discard(writer)
+
+
+class Ray:
+    """Stands for a `RayClient`: its actors are `Agent`s of this process."""
+
+    def __init__(self, storage: dict[str, bytes] | None = None) -> None:
+        self.storage = {} if storage is None else storage
+        self.actors: dict[str, Agent] = {}
+        self.started: list[tuple[AgentSpec, NodePlacement]] = []
+        self.said_at_start: dict[str, Any] | None = READY
+        """What an agent that is started says; None: it has no place yet."""
+        self.shortage = ""
+        self.failures = 0
+        """So many times it says that its head is gone."""
+        self.looks = 0
+        """How often it was asked which replicas there are."""
+        self.killed: list[str] = []
+
+    async def add(self, id: str, deployment: Deployment, /, **said: Any) -> Agent:
+        """An agent that an earlier supervisor has started."""
+        agent = self.actors[f"{PREFIX}{id}"] = Agent(id, deployment=deployment)
+        await agent.open(**{**READY, **said})
+        return agent
+
+    async def start_replica(
+        self,
+        name: str,
+        command: Sequence[str],
+        spec: bytes,
+        environment: Mapping[str, str],
+        placement: NodePlacement,
+        memory: int | None,
+    ) -> Agent:
+        found: AgentSpec = pickle.loads(spec)
+        assert name == f"{PREFIX}{found.id}"
+        self.started.append((found, placement))
+        agent = self.actors[name] = Agent(found.id, found.token, found.deployment)
+        if self.said_at_start is not None:
+            await agent.open(**self.said_at_start)
+        return agent
+
+    async def replicas(self) -> dict[str, Agent]:
+        self._fail()
+        self.looks += 1
+        return {name: agent for name, agent in self.actors.items() if not agent.gone.is_set()}
+
+    async def said(self, actor: Agent, timeout_s: float | None = None) -> str:
+        await actor.is_open.wait()
+        if actor.gone.is_set():
+            raise ActorGone("the actor died")
+        return f"{actor.address} {actor.token}"
+
+    async def kill(self, actor: Agent) -> None:
+        self.killed.append(actor.id)
+        await actor.end()
+
+    async def missing(self, placement: NodePlacement) -> str:
+        return self.shortage
+
+    async def put(self, key: str, value: bytes) -> None:
+        self._fail()
+        self.storage[key] = value
+
+    async def get(self, key: str) -> bytes | None:
+        return self.storage.get(key)
+
+    async def delete(self, key: str) -> None:
+        self.storage.pop(key, None)
+
+    def _fail(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("the head is gone")
+
+
+@contextlib.asynccontextmanager
+async def clustered(storage: dict[str, bytes] | None = None) -> AsyncIterator[Ray]:
+    """A cluster, whose actors end with the context."""
+    ray = Ray(storage)
+    try:
+        yield ray
+    finally:
+        for agent in list(ray.actors.values()):
+            await agent.end()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for a condition."""
+    while not holds():  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.001)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    """Run a scenario, but not for ever; nothing of it goes on."""
+
+    async def main() -> None:
+        try:
+            await asyncio.wait_for(scenario(), 30)
+        finally:
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+
+    asyncio.run(main())

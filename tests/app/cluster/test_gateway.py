@@ -1,0 +1,339 @@
+"""A gateway of a cluster, between its own workers and a supervisor that does what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from app.cluster import agent_link
+from app.cluster import gateway as gateway_module
+from app.cluster.gateway import AWAY, ClusterGateway, Uplink, joined, serve_gateway
+from app.cluster.messages import Beat
+from app.cluster.supervisor import Announcement, what_is_served
+from app.config.cluster import Cluster
+from app.config.schema import Config
+from app.control.link import SupervisorLink
+from app.control.load import DeploymentLoad, LoadReport
+from app.control.messages import Command, CommandAnswer, Drain, Drained, Quarantined
+from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from app.control.server import ControlServer
+from app.errors import StartError
+from app.transport.address import host_and_port
+from tests.app.cluster.stand_in import READY, Agent, run, until
+
+CONFIG = Config.model_validate({"server": {"workers": 2}, "deployments": {"a": {"model": "m:M"}}})
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried again, or done from time to time, is done soon."""
+    monkeypatch.setattr(agent_link, "RETRY_S", 0.01)
+    monkeypatch.setattr(gateway_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(gateway_module, "REPORT_EVERY_S", 0.02)
+    monkeypatch.setattr(gateway_module, "SILENCE_S", 60)
+
+
+def table(*replicas: ReplicaRoute, state: State = State.READY, **fields: Any) -> RoutingTable:
+    return RoutingTable((DeploymentRoute("a", state, replicas=replicas),), **fields)
+
+
+class Supervisor:
+    """A supervisor's end."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.commands: list[Command] = []
+        self.quarantined: list[Quarantined] = []
+        self.control = ControlServer(self._answer, epoch, on_quarantined=self.quarantined.append)
+        self.address = ""
+
+    async def _answer(self, command: Command) -> CommandAnswer:
+        self.commands.append(command)
+        return CommandAnswer(command.id, 200, {"did": command.action})
+
+    async def start(self, port: int = 0) -> Announcement:
+        """Listen. Returns what it announces."""
+        self.address = f"127.0.0.1:{await self.control.start_for_gateways('127.0.0.1', port, 'secret', None)}"
+        return self.announcement
+
+    @property
+    def announcement(self) -> Announcement:
+        server = CONFIG.server.model_dump(mode="json")
+        return Announcement(self.address, "secret", self.epoch, what_is_served(CONFIG), server, {}, None)
+
+
+class Worker:
+    """A worker of the gateway."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.table = RoutingTable()
+        self.drains: list[Drain] = []
+        self.cancelled: list[str] = []
+        self.quarantined: list[str] = []
+        self.link = SupervisorLink(self._drain, lambda model, fingerprint: self.quarantined.append(model), self._cancel)
+
+    async def _drain(self, order: Drain) -> Drained:
+        self.drains.append(order)
+        return Drained(self.number, 1)
+
+    async def _cancel(self, request_id: str) -> int:
+        self.cancelled.append(request_id)
+        return self.number
+
+    async def follow(self, path: Path) -> None:
+        async with contextlib.aclosing(self.link.tables(path)) as tables:
+            async for table in tables:
+                self.table = table
+
+    @property
+    def route(self) -> DeploymentRoute:
+        return self.table.deployments[0]
+
+    @property
+    def ids(self) -> list[str]:
+        return [one.id for route in self.table.deployments for one in route.replicas]
+
+
+class Bench:
+    """A gateway, its two workers, and where it finds supervisors."""
+
+    def __init__(self, first: Announcement) -> None:
+        self.found: asyncio.Queue[Announcement] = asyncio.Queue()
+        self.gateway = ClusterGateway(CONFIG, lambda url, served: None, self._announcements(), first, None)
+        backend = self.gateway._backend
+        assert isinstance(backend, Uplink)
+        self.uplink = backend
+        self.workers = [Worker(1), Worker(2)]
+
+    async def _announcements(self) -> AsyncGenerator[Announcement, None]:
+        while True:
+            yield await self.found.get()
+
+    @property
+    def is_connected(self) -> bool:
+        return self.uplink.link._writer is not None
+
+
+@contextlib.asynccontextmanager
+async def joining(supervisor: Supervisor) -> AsyncIterator[Bench]:
+    """A gateway of this supervisor, whose table all have."""
+    bench = Bench(await supervisor.start())
+    control = bench.gateway._control
+    with tempfile.TemporaryDirectory(prefix="hw-") as folder:
+        path = Path(folder) / "control"
+        await control.start(path)
+        following = [asyncio.create_task(worker.follow(path)) for worker in bench.workers]
+        try:
+            bench.uplink.start()
+            await until(lambda: supervisor.control.workers == 2 and control.workers == 2)
+            yield bench
+        finally:
+            await bench.uplink.end(lambda: True)
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
+            await control.close()
+            await supervisor.control.close()
+
+
+def plain(id: str) -> ReplicaRoute:
+    """A replica that nobody watches."""
+    return ReplicaRoute(id, "127.0.0.1:1", "token")
+
+
+def test_the_last_table_stays_while_the_supervisor_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        first, second = Supervisor(4), Supervisor(5)
+        async with joining(first) as bench:
+            worker = bench.workers[0]
+            first.control.publish(table(plain("a-4.1")))
+            await until(lambda: worker.ids == ["a-4.1"])
+            assert bench.uplink.is_decided
+            await first.control.close()
+            await until(lambda: not bench.is_connected)
+            answer = await worker.link.command("unload", "a")
+            assert answer.status == 503
+            assert answer.content["error"].startswith("model `a`: unload: the cluster's supervisor is gone")
+            assert await worker.link.cancel_elsewhere("mine") == 2  # of the other worker here
+            assert worker.ids == ["a-4.1"]
+            second.control.publish(table(plain("a-5.1")))
+            await bench.found.put(await second.start())
+            await until(lambda: worker.ids == ["a-5.1"])
+            assert bench.uplink._table.epoch == 5
+            answer = await worker.link.command("unload", "a", {"config": "{}"})
+            assert (answer.status, answer.content) == (200, {"did": "unload"})
+            (command,) = second.commands
+            assert (command.action, command.model, command.arguments) == ("unload", "a", {"config": "{}"})
+            await second.control.close()
+
+    run(scenario)
+    assert "what it said last stays until it is back" in caplog.text
+
+
+def test_an_earlier_supervisor_is_not_listened_to(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        supervisor, earlier = Supervisor(4), Supervisor(3)
+        async with joining(supervisor) as bench:
+            supervisor.control.publish(table(plain("a-4.1")))
+            await until(lambda: bench.workers[0].ids == ["a-4.1"])
+            earlier.control.publish(table(plain("a-3.1")))
+            await bench.found.put(await earlier.start())
+            await until(bench.found.empty)
+            supervisor.control.publish(table(plain("a-4.2")))
+            await until(lambda: bench.workers[0].ids == ["a-4.2"])
+            assert earlier.control.workers == 0
+            # One that has its address is connected to, but not obeyed.
+            await earlier.control.close()
+            await supervisor.control.close()
+            await until(lambda: not bench.is_connected)
+            again = Supervisor(3)
+            again.control.publish(table(plain("a-3.2")))
+            await again.start(host_and_port(supervisor.address)[1])
+            await until(lambda: "the table of an earlier supervisor is ignored" in caplog.text)
+            assert bench.workers[0].ids == ["a-4.2"]
+            await again.control.close()
+
+    run(scenario)
+
+
+def test_replicas_out_of_reach_are_set_aside_until_they_are_back() -> None:
+    async def scenario() -> None:
+        agents = [Agent("a-4.1"), Agent("a-4.2")]
+        for agent in agents:
+            await agent.open(**READY)
+        supervisor = Supervisor(4)
+        async with joining(supervisor) as bench:
+            worker = bench.workers[0]
+            routes = [agent.state.route for agent in agents]
+            supervisor.control.publish(table(*routes, plain("b-4.3")))
+            await until(lambda: len(worker.ids) == 3 and all(agent.epochs for agent in agents))
+            assert {epoch for agent in agents for epoch in agent.epochs} == {0}
+            agents[0].leave()
+            await until(lambda: worker.ids == ["a-4.2", "b-4.3"])
+            supervisor.control.publish(table(*routes))
+            await until(lambda: worker.ids == ["a-4.2"])
+            agents[1].leave()
+            await until(lambda: worker.ids == [])
+            assert (worker.route.state, worker.route.reason) == (State.UNAVAILABLE, AWAY)
+            agents[0].is_away = False
+            await until(lambda: worker.ids == ["a-4.1"])
+            assert worker.route.state is State.READY
+            agents[1].is_away = False
+            await until(lambda: worker.ids == ["a-4.1", "a-4.2"])
+            agents[0].send(Beat(3, 1000))
+            await until(lambda: any(view.use and view.use.threads == 3 for view in bench.uplink.replica_views()))
+            supervisor.control.publish(table(routes[1]))
+            await until(lambda: worker.ids == ["a-4.2"])
+            await until(lambda: not agents[0]._writers)  # it is no longer watched
+            assert list(bench.uplink._watches) == ["a-4.2"]
+        for agent in agents:
+            await agent.end()
+
+    run(scenario)
+
+
+def test_drains_are_passed_on_and_summed() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(4)
+        async with joining(supervisor) as bench:
+            assert await supervisor.control.drain("a", 9, ["a-4.1"], ["x"]) == Drained(1 + 2, 1 + 1)
+            for worker in bench.workers:
+                (order,) = worker.drains
+                assert (order.model, order.timeout_s, order.replicas, order.adapters) == ("a", 9, ["a-4.1"], ["x"])
+
+    run(scenario)
+
+
+def test_a_cluster_that_is_stopped_ends_the_gateway() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(4)
+        async with joining(supervisor) as bench:
+            supervisor.control.publish(table(plain("a-4.1"), draining=True))
+            await bench.gateway._host.stopping.wait()
+            await until(lambda: all(worker.table.draining for worker in bench.workers))
+            assert bench.gateway._host.status == 0
+
+    run(scenario)
+
+
+def test_loads_of_its_workers_are_reported_together() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(4)
+        async with joining(supervisor) as bench:
+            for worker in bench.workers:
+                worker.link.report(LoadReport([DeploymentLoad("a", worker.number, 0.1 * worker.number, 0.5, 1)]))
+            expected = [LoadReport([DeploymentLoad("a", 3, 0.2, 1.0, 2)])]
+            await until(lambda: supervisor.control.loads() == expected)
+
+    run(scenario)
+
+
+def test_cancelling_and_quarantine_go_both_ways() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(4)
+        async with joining(supervisor) as bench:
+            one, two = bench.workers
+            assert await supervisor.control.cancel("theirs") == 1 + 2
+            assert await one.link.cancel_elsewhere("mine") == 2
+            assert (one.cancelled, two.cancelled) == (["theirs"], ["theirs", "mine"])
+            supervisor.control.quarantine(Quarantined("a", "00"))
+            await until(lambda: one.quarantined == two.quarantined == ["a"])
+            one.link.report_quarantined("b", b"\xff")
+            await until(lambda: two.quarantined == ["a", "b"])
+            await until(lambda: supervisor.quarantined == [Quarantined("b", "ff")])
+            assert one.quarantined == ["a"]
+
+    run(scenario)
+
+
+def test_a_silent_supervisor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_module, "SILENCE_S", 0.05)
+
+    async def scenario() -> None:
+        supervisor = Supervisor(4)
+        connections = 0
+
+        def count() -> None:
+            nonlocal connections
+            connections += 1
+
+        supervisor.control._on_workers = count
+        async with joining(supervisor):
+            await until(lambda: connections > 4)  # it comes, goes, comes again, ...
+
+    run(scenario)
+
+
+# Its start
+
+
+def announcing(monkeypatch: pytest.MonkeyPatch, said: Announcement) -> None:
+    async def found(address: str, spec: object) -> AsyncGenerator[Announcement, None]:
+        yield said
+
+    monkeypatch.setattr(gateway_module, "announcements", found)
+
+
+def test_a_cluster_that_serves_something_else_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Config.model_validate({"deployments": {"b": {"model": "m:M"}}}).with_cluster(Cluster(engine="ray"))
+    announcing(monkeypatch, msgspec.structs.replace(Supervisor(1).announcement, address="127.0.0.1:1"))
+    with pytest.raises(StartError, match="it serves other deployments than this configuration; expected `headwater jo"):
+        asyncio.run(serve_gateway(other, (), "auto", {}, lambda url, served: None))
+
+
+def test_who_joins_has_the_clusters_settings_and_his_own_flags(tmp_path: Path) -> None:
+    first = msgspec.structs.replace(
+        Supervisor(1).announcement, tls=str(tmp_path), security={"cors_origins": ["https://app.example"]}
+    )
+    found = joined(first, "head:6379", {"port": 9000})
+    assert (found.server.port, found.server.workers) == (9000, 2)
+    assert found.security.cors_origins == ("https://app.example",)
+    assert found.cluster == Cluster(engine="ray", address="head:6379", tls=tmp_path)

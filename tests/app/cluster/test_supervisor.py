@@ -1,0 +1,497 @@
+"""The supervisor of a cluster: what it takes over, what it remembers, and what gateways are told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import pickle
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from app.cluster import agent_link, remote_replica
+from app.cluster import supervisor as supervisor_module
+from app.cluster.supervisor import DESIRED, Announcement, ClusterSupervisor, SupervisorSpec, what_is_served
+from app.config.cluster import Cluster
+from app.config.schema import Config
+from app.config.sections import NodePlacement
+from app.control.link import SupervisorLink
+from app.control.messages import Command, Drain, Drained, Hello
+from app.control.routing import DeploymentRoute, RoutingTable, State
+from app.transport.address import host_and_port
+from tests.app.cluster.stand_in import READY, Ray, clustered, run, until
+
+
+class Ended(BaseException):
+    """The supervisor has ended at once, with this status."""
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried again is tried again soon, and a supervisor that ends doesn't end the tests."""
+
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    monkeypatch.setattr(agent_link, "RETRY_S", 0.01)
+    monkeypatch.setattr(remote_replica, "PLACE_LOOK_S", 0.01)
+    monkeypatch.setattr(os, "_exit", end)
+
+
+def config(**deployments: dict[str, Any]) -> Config:
+    """Deployments of a cluster with one model each."""
+    found = {name: {"model": "m:M", **fields} for name, fields in (deployments or {"a": {}}).items()}
+    content = {"server": {"allow_load": "any"}, "deployments": found}
+    return Config.model_validate(content).with_cluster(Cluster(engine="ray"))
+
+
+class Bench:
+    """A supervisor, and the end of its input and output that is the actor's."""
+
+    def __init__(self, ray: Ray, config: Config, epoch: int) -> None:
+        client: Any = ray
+        self.supervisor = ClusterSupervisor(SupervisorSpec(config, ("/srv/models",)), client, epoch, None)
+        self.orders = asyncio.StreamReader()
+        self.output = io.StringIO()
+        self.running = asyncio.create_task(self._run())
+        self.ended: int | None = None
+        """The status with which it has ended at once."""
+
+    async def _run(self) -> None:
+        try:
+            await self.supervisor.run(self.orders, self.output)
+        except Ended as error:
+            self.ended = error.args[0]
+
+    async def announced(self) -> Announcement:
+        """What it says once it serves."""
+        await until(lambda: "\n" in self.output.getvalue() or self.running.done())
+        return msgspec.json.decode(self.output.getvalue(), type=Announcement)
+
+    async def end(self) -> None:
+        """End it as a process that is killed."""
+        self.running.cancel()
+        self.supervisor._host.stop()
+        tasks = [self.running, *self.supervisor._host._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.supervisor._control.close()
+
+
+class Gateway:
+    """One gateway, and what it is told."""
+
+    def __init__(self, name: int = 0) -> None:
+        self.table = RoutingTable()
+        self.tables = 0
+        self.drains: list[tuple[str, list[str] | None]] = []
+        self.quarantined: list[tuple[str, bytes]] = []
+        self.cancelled: list[str] = []
+        self.link = SupervisorLink(
+            self._drain, lambda model, fingerprint: self.quarantined.append((model, fingerprint)), self._cancel
+        )
+        self._name = name
+        self._following: asyncio.Task[None] | None = None
+
+    async def _drain(self, order: Drain) -> Drained:
+        self.drains.append((order.model, order.replicas))
+        return Drained()
+
+    async def _cancel(self, request_id: str) -> int:
+        self.cancelled.append(request_id)
+        return self._name
+
+    async def join(self, where: Announcement, workers: int = 1) -> Gateway:
+        """Connect, and wait for the first table."""
+        reader, writer = await asyncio.open_connection(*host_and_port(where.address))
+
+        async def follow() -> None:
+            async with contextlib.aclosing(
+                self.link.tables_from(reader, writer, Hello(where.token, workers))
+            ) as tables:
+                async for table in tables:
+                    self.table, self.tables = table, self.tables + 1
+
+        self._following = asyncio.create_task(follow())
+        await until(lambda: self.tables > 0)
+        return self
+
+    async def leave(self) -> None:
+        """Close the connection."""
+        assert self._following is not None
+        self._following.cancel()
+        await asyncio.gather(self._following, return_exceptions=True)
+
+    def route(self, name: str = "a") -> DeploymentRoute:
+        """The route of a deployment."""
+        return next(one for one in self.table.deployments if one.name == name)
+
+    def ids(self, name: str = "a") -> list[str]:
+        """The replicas that serve."""
+        return [one.id for one in self.route(name).replicas]
+
+    async def tell(self, action: str, model: str, **arguments: Any) -> None:
+        """Have a command carried out."""
+        answer = await self.link.command(action, model, arguments)
+        assert answer.status == 200, answer.content
+
+
+@contextlib.asynccontextmanager
+async def supervised(ray: Ray, served: Config, epoch: int = 3) -> AsyncIterator[tuple[Bench, Gateway]]:
+    """A supervisor that serves, and a gateway with its table."""
+    bench, gateway = Bench(ray, served, epoch), Gateway()
+    try:
+        await gateway.join(await bench.announced())
+        yield bench, gateway
+    finally:
+        if gateway._following is not None:
+            await gateway.leave()
+        await bench.end()
+
+
+def test_it_starts_what_is_configured_and_tells_where_it_is() -> None:
+    async def scenario() -> None:
+        served = config(a={"replicas": 2, "device": {"gpus": 1, "labels": {"kind": "x"}}}, b={})
+        async with clustered() as ray, supervised(ray, served) as (bench, gateway):
+            await until(lambda: len(gateway.ids()) == 2 and len(gateway.ids("b")) == 1)
+            assert sorted(gateway.ids() + gateway.ids("b")) == sorted(spec.id for spec, _ in ray.started)
+            assert all(spec.id.startswith(f"{spec.name}-3.") for spec, _ in ray.started)
+            assert {spec.name: placement for spec, placement in ray.started} == {
+                "a": NodePlacement(gpus=1, labels={"kind": "x"}), "b": NodePlacement(),
+            }  # fmt: skip
+            assert {spec.user_paths for spec, _ in ray.started} == {("/srv/models",)}
+            assert len({spec.token for spec, _ in ray.started}) == 3
+            where = await bench.announced()
+            assert (where.epoch, where.serves, where.tls) == (3, what_is_served(served), None)
+            assert where.server == served.server.model_dump(mode="json")
+            assert (gateway.table.epoch, gateway.route().state) == (3, State.READY)
+
+    run(scenario)
+
+
+# Taking over
+
+
+def test_replicas_that_fit_are_taken_over_and_what_lacks_is_started() -> None:
+    async def scenario() -> None:
+        served = config(a={"replicas": 2}, b={"replicas": {"min": 1, "max": 3}})
+        async with clustered() as ray:
+            kept = [await ray.add("a-1.1", served.deployments["a"])]
+            kept += [await ray.add(f"b-2.{number}", served.deployments["b"]) for number in (1, 2)]
+            async with supervised(ray, served) as (_, gateway):
+                assert {"b-2.1", "b-2.2"} == set(gateway.ids("b"))
+                await until(lambda: len(gateway.ids()) == 2)
+                assert gateway.ids()[0] == "a-1.1"
+                assert [spec.name for spec, _ in ray.started] == ["a"]
+                assert gateway.route("b").wanted == 2
+                assert ([agent.orders for agent in kept], ray.killed) == ([[], [], []], [])
+                assert {epoch for agent in kept for epoch in agent.epochs} == {3}
+
+    run(scenario)
+
+
+UNFIT: dict[str, dict[str, Any]] = {
+    "starting": {"is_ready": False},
+    "another configuration": {"deployment": b"another"},
+    "ending": {"is_ending": True, "reason": "crashed"},
+}
+
+
+@pytest.mark.parametrize("said", UNFIT.values(), ids=UNFIT)
+def test_what_does_not_fit_is_ended_and_replaced(said: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        served = config()
+        async with clustered() as ray:
+            agent = await ray.add("a-1.1", served.deployments["a"], **said)
+            async with supervised(ray, served) as (_, gateway):
+                await until(lambda: len(gateway.ids()) == 1)
+                assert gateway.ids()[0].startswith("a-3.")
+                await agent.gone.wait()
+                assert (set(agent.orders), ray.killed) == ({"kill"}, ["a-1.1"])
+
+    run(scenario)
+
+
+def test_those_that_are_too_many_and_those_that_nobody_wants_are_ended() -> None:
+    async def scenario() -> None:
+        served = config(a={"replicas": 2})
+        async with clustered() as ray:
+            agents = [await ray.add(f"a-1.{number}", served.deployments["a"]) for number in range(3)]
+            stranger = await ray.add("z-1.1", served.deployments["a"])
+            async with supervised(ray, served) as (_, gateway):
+                assert gateway.ids() == ["a-1.0", "a-1.1"]
+                await agents[2].gone.wait()
+                assert stranger.gone.is_set()
+                assert sorted(ray.killed) == ["a-1.2", "z-1.1"]
+                assert (ray.started, stranger.epochs) == ([], [])
+
+    run(scenario)
+
+
+def test_it_announces_itself_only_once_it_has_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "ADOPT_TIMEOUT_S", 20)
+
+    async def scenario() -> None:
+        served = config()
+        async with clustered() as ray:
+            agent = await ray.add("a-1.1", served.deployments["a"])
+            agent.is_away = True
+            bench, gateway = Bench(ray, served, 3), Gateway()
+            try:
+                await until(lambda: agent.turned_away > 2)
+                assert bench.output.getvalue() == ""
+                assert bench.supervisor._control._server is None
+                agent.is_away = False
+                await gateway.join(await bench.announced())
+                assert (gateway.ids(), ray.started) == (["a-1.1"], [])
+                await gateway.leave()
+            finally:
+                await bench.end()
+
+    run(scenario)
+
+
+def test_replicas_that_say_nothing_are_waited_for_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "ADOPT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(remote_replica, "OUT_OF_REACH_S", 0.2)
+
+    async def scenario() -> None:
+        served = config()
+        async with clustered() as ray:
+            agent = await ray.add("a-1.1", served.deployments["a"])
+            agent.is_away = True
+            async with supervised(ray, served) as (_, gateway):
+                await until(lambda: len(gateway.ids()) == 1)
+                assert gateway.ids() != ["a-1.1"]
+                await agent.gone.wait()
+
+    run(scenario)
+
+
+# What operators have changed
+
+
+def test_what_operators_have_changed_outlives_a_supervisor() -> None:
+    storage: dict[str, bytes] = {}
+    served = config(a={}, b={"replicas": {"min": 1, "max": 2}}, c={})
+
+    async def first() -> None:
+        async with clustered(storage) as ray, supervised(ray, served) as (bench, gateway):
+            await until(lambda: all(gateway.ids(name) for name in "abc"))
+            await gateway.tell("scale", "b", min=2, max=3)
+            await gateway.tell("unload", "a")
+            await gateway.tell("reload", "c", config=json.dumps({"timeout_s": 7}))
+            await gateway.tell("load", "d", config=json.dumps({"model": "m:D"}))
+            now = bench.supervisor._desired()
+            await until(lambda: pickle.loads(storage[DESIRED]) == now)
+
+    async def second() -> None:
+        async with clustered(storage) as ray, supervised(ray, served, epoch=4) as (_, gateway):
+            await until(lambda: len(gateway.ids("b")) == 2 and bool(gateway.ids("c")) and bool(gateway.ids("d")))
+            a, b = gateway.route("a"), gateway.route("b")
+            assert (a.state, a.is_set_aside, a.replicas) == (State.UNAVAILABLE, True, ())
+            assert (b.least, b.most, b.wanted) == (2, 3, 2)
+            assert gateway.route("c").timeout_s == 7
+            assert sorted(spec.name for spec, _ in ray.started) == ["b", "b", "c", "d"]
+            await gateway.tell("load", "a")
+            await until(lambda: gateway.route("a").state is State.READY)
+            await gateway.tell("unload", "d")
+            await until(lambda: "d" not in pickle.loads(storage[DESIRED]).config.deployments)
+
+    async def third() -> None:
+        async with clustered(storage) as ray, supervised(ray, served, epoch=5) as (_, gateway):
+            await until(lambda: bool(gateway.ids("a")))
+            assert [one.name for one in gateway.table.deployments] == ["a", "b", "c"]
+
+    for scenario in (first, second, third):
+        run(scenario)
+
+
+def test_replicas_of_what_was_unloaded_are_ended() -> None:
+    async def scenario() -> None:
+        served = config()
+        async with clustered() as ray:
+            async with supervised(ray, served) as (bench, gateway):
+                await until(lambda: bool(gateway.ids()))
+                await gateway.tell("unload", "a")
+                await until(lambda: pickle.loads(ray.storage[DESIRED]).set_aside == {"a"})
+            left = await ray.add("a-1.1", served.deployments["a"])
+            async with supervised(ray, served, epoch=4) as (bench, gateway):
+                assert left.gone.is_set()
+                assert gateway.route().is_set_aside
+                assert len(ray.started) == 1
+                assert bench.ended is None
+
+    run(scenario)
+
+
+def test_storage_that_can_not_be_written_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor_module, "PING_EVERY_S", 0.01)
+
+    async def scenario() -> None:
+        async with clustered() as ray:
+            bench = Bench(ray, config(), 3)
+            try:
+                await bench.announced()
+                orchestrator = bench.supervisor._orchestrator
+                await until(lambda: bool(orchestrator.sets["a"].ready) and DESIRED in ray.storage)
+                ray.failures = 2
+                assert (await orchestrator.answer(Command(1, "unload", "a"))).status == 200
+                await until(lambda: pickle.loads(ray.storage[DESIRED]).set_aside == {"a"})
+                assert ray.failures == 0
+            finally:
+                await bench.end()
+
+    run(scenario)
+    assert caplog.text.count("Ray's storage can't be written; trying again: the head is gone") == 2
+
+
+# While it serves
+
+
+def test_what_nobody_has_is_ended_if_it_is_seen_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "RECONCILE_EVERY_S", 0.02)
+
+    async def scenario() -> None:
+        served = config()
+        async with clustered() as ray, supervised(ray, served) as (_, gateway):
+            await until(lambda: bool(gateway.ids()))
+            ray.failures = 1  # which it survives
+            stranger = await ray.add("a-1.7", served.deployments["a"])
+            looks = ray.looks
+            await stranger.gone.wait()
+            assert ray.looks >= looks + 2
+            assert (ray.killed, stranger.orders) == (["a-1.7"], [])
+            looks = ray.looks
+            await until(lambda: ray.looks > looks + 3)
+            assert ray.killed == ["a-1.7"]
+
+    run(scenario)
+
+
+def test_a_replica_out_of_reach_gets_no_requests_and_one_that_is_lost_is_replaced() -> None:
+    async def scenario() -> None:
+        async with clustered() as ray, supervised(ray, config(a={"replicas": 2})) as (_, gateway):
+            await until(lambda: len(gateway.ids()) == 2)
+            first, second = ray.actors.values()
+            first.leave()
+            await until(lambda: gateway.ids() == [second.id])
+            first.is_away = False
+            await until(lambda: len(gateway.ids()) == 2)
+            assert len(ray.started) == 2
+            await second.end()
+            await until(lambda: len(ray.started) == 3 and len(gateway.ids()) == 2)
+            assert second.id not in gateway.ids()
+
+    run(scenario)
+
+
+def test_what_has_no_place_says_why() -> None:
+    async def scenario() -> None:
+        async with clustered() as ray:
+            ray.said_at_start, ray.shortage = None, "it takes 1 GPU, and the largest node has 0"
+            async with supervised(ray, config()) as (_, gateway):
+                await until(lambda: ray.shortage in gateway.route().reason)
+                assert gateway.route().state is State.LOADING
+                (agent,) = ray.actors.values()
+                await agent.open(**READY)
+                await until(lambda: gateway.route().state is State.READY)
+
+    run(scenario)
+
+
+def test_workers_of_all_gateways_share_what_is_bounded() -> None:
+    async def scenario() -> None:
+        served = config(a={"batching": {"max_queue_size": 60}})
+        async with clustered() as ray, supervised(ray, served) as (bench, gateway):
+            assert gateway.route().max_queue_size == 60
+            other = await Gateway().join(await bench.announced(), workers=2)
+            await until(lambda: gateway.route().max_queue_size == other.route().max_queue_size == 20)
+            await other.leave()
+            await until(lambda: gateway.route().max_queue_size == 60)
+
+    run(scenario)
+
+
+def test_a_gateway_that_joins_gets_each_table_once() -> None:
+    async def scenario() -> None:
+        async with clustered() as ray, supervised(ray, config()) as (bench, gateway):
+            await until(lambda: bool(gateway.ids()))
+            reader, writer = await asyncio.open_connection(*host_and_port((await bench.announced()).address))
+            writer.write(msgspec.json.encode(Hello((await bench.announced()).token)) + b"\n")
+            found = [json.loads(await reader.readline())["type"] for _ in range(2)]
+            writer.close()
+            await writer.wait_closed()
+            assert found == ["table", "change"]
+
+    run(scenario)
+
+
+def test_cancelling_and_quarantine_reach_the_other_gateways() -> None:
+    async def scenario() -> None:
+        async with clustered() as ray, supervised(ray, config()) as (bench, first):
+            others = [await Gateway(number).join(await bench.announced()) for number in (2, 3)]
+            assert await first.link.cancel_elsewhere("key:mine") == 5
+            assert [one.cancelled for one in (first, *others)] == [[], ["key:mine"], ["key:mine"]]
+            others[0].link.report_quarantined("a", b"\x01")
+            await until(lambda: bool(first.quarantined) and bool(others[1].quarantined))
+            assert (first.quarantined, others[0].quarantined) == ([("a", b"\x01")], [])
+            for one in others:
+                await one.leave()
+
+    run(scenario)
+
+
+# Its end
+
+
+def test_a_stop_lets_gateways_drain_ends_all_and_forgets_what_was_desired() -> None:
+    async def scenario() -> None:
+        async with clustered() as ray, supervised(ray, config(a={"replicas": 2})) as (bench, gateway):
+            await until(lambda: len(gateway.ids()) == 2 and DESIRED in ray.storage)
+            bench.orders.feed_data(b"stop\n")
+            await until(lambda: gateway.table.draining)
+            agents = list(ray.actors.values())
+            assert [agent.orders for agent in agents] == [[], []]  # the gateway is still there
+            await gateway.leave()
+            await bench.running
+            assert bench.ended is None
+            assert [agent.orders for agent in agents] == [["stop"], ["stop"]]
+            assert all(agent.gone.is_set() for agent in agents)
+            assert DESIRED not in ray.storage
+
+    run(scenario)
+
+
+def test_what_runs_stays_if_it_ends_otherwise() -> None:
+    async def scenario() -> None:
+        async with clustered() as ray, supervised(ray, config()) as (bench, gateway):
+            await until(lambda: bool(gateway.ids()) and DESIRED in ray.storage)
+            bench.orders.feed_eof()
+            await bench.running
+            assert bench.ended == 1
+            (agent,) = ray.actors.values()
+            assert (agent.orders, ray.killed, DESIRED in ray.storage) == ([], [], True)
+
+    run(scenario)
+
+
+def test_it_gives_way_to_one_that_has_followed(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with clustered() as ray, supervised(ray, config()) as (bench, gateway):
+            await until(lambda: bool(gateway.ids()))
+            (agent,) = ray.actors.values()
+            agent.say(is_stale=True)
+            await bench.running
+            assert (bench.ended, agent.orders, ray.killed) == (1, [], [])
+
+    run(scenario)
+    assert "another supervisor has followed" in caplog.text
