@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import os
 import pickle
@@ -21,7 +20,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from app.cluster.holder import read_spec
-from app.cluster.messages import BEAT_S, LISTENER, Ask, Beat, Hello, Order, Said, State, encode
+from app.cluster.messages import BEAT_S, LISTENER, Adapters, Ask, Beat, Hello, Order, Said, State, encode
 from app.cluster.port import Port
 from app.config.schema import Deployment
 from app.control.messages import Drained
@@ -38,6 +37,8 @@ __all__ = ["AgentSpec", "digest", "main"]
 
 logger = logging.getLogger("headwater")
 
+UNREAD_BYTES: Final = 16 * 1024 * 1024
+"""Who doesn't read, and for whom so much waits, is cut off."""
 LINGER_S: Final = 10.0
 """How long the port stays open after the replica has ended, so that the supervisor can read why."""
 
@@ -60,8 +61,8 @@ class AgentSpec(NamedTuple):
 
 
 def digest(deployment: Deployment) -> bytes:
-    """Tells whether two replicas were started alike."""
-    return hashlib.sha256(repr(deployment).encode()).digest()[:16]
+    """Tells whether two replicas were started alike, but for adapters, which may change while they run."""
+    return hashlib.sha256(repr(deployment.with_adapters({})).encode()).digest()[:16]
 
 
 class Agent:
@@ -124,6 +125,8 @@ class Agent:
                 task.cancel()
             if self._port is not None:
                 await self._port.close()
+            if self._replica is not None:
+                self._replica.kill()  # unless it has ended
             await self._host.finish()
             shutil.rmtree(self._host.folder, ignore_errors=True)
             os.close(lock)
@@ -158,7 +161,10 @@ class Agent:
 
     def _send(self, line: bytes) -> None:
         for writer in self._listeners:
-            writer.write(line)
+            if writer.transport.get_write_buffer_size() > UNREAD_BYTES:
+                writer.transport.abort()
+            elif not writer.is_closing():
+                writer.write(line)
 
     def _state(self, *, is_stale: bool = False) -> State:
         replica, address = self._replica, self._address
@@ -213,6 +219,10 @@ class Agent:
                     raise ValueError("not obeyed")
                 if isinstance(message, Order):
                     self._obey(message)
+                elif isinstance(message, Adapters):
+                    assert self._replica is not None
+                    self._replica.adapters = message.adapters
+                    self._tell()
                 elif isinstance(message, Ask):
                     task = asyncio.create_task(self._ask(message, writer))
                     answers.add(task)
@@ -239,12 +249,6 @@ class Agent:
         except Exception as error:  # whatever it is, the supervisor says it to the operator
             writer.write(encode(Said(message.number, 0, str(error) or type(error).__name__)))
             return
-        if status == 200:
-            asked = json.loads(message.body)
-            adapters = {name: path for name, path in replica.adapters.items() if name != asked["lora_name"]}
-            if "lora_path" in asked:
-                adapters[asked["lora_name"]] = asked["lora_path"]
-            replica.adapters = adapters
         writer.write(encode(Said(message.number, status, body.decode(errors="replace"))))
         self._tell()
 

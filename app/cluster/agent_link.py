@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from app.cluster.messages import AGENT, BEAT_S, Ask, Beat, Hello, Order, Said, State, encode
+from app.cluster.messages import AGENT, BEAT_S, Adapters, Ask, Beat, Hello, Order, Said, State, encode
 from app.control.messages import MAX_MESSAGE_BYTES
 from app.security.peer_tls import PeerTls
 from app.transport.address import CONNECT_TIMEOUT_S, TOKEN_HEADER, host_and_port, keep_alive
@@ -36,6 +36,7 @@ class AgentLink:
         tls: the cluster's.
         on_state: called with each state.
         on_beat: called with each sign of life.
+        on_open: called when orders can be given.
         on_reach: called when the agent gets out of reach, and when it is in reach again.
     """
 
@@ -48,6 +49,7 @@ class AgentLink:
         *,
         on_state: Callable[[State], None] = lambda state: None,
         on_beat: Callable[[Beat], None] = lambda beat: None,
+        on_open: Callable[[], None] = lambda: None,
         on_reach: Callable[[bool], None] = lambda is_reachable: None,
     ) -> None:
         self.has_ended = False
@@ -58,6 +60,7 @@ class AgentLink:
         self._tls = tls
         self._on_state = on_state
         self._on_beat = on_beat
+        self._on_open = on_open
         self._on_reach = on_reach
         self._is_reachable = True
         self._refusals = 0
@@ -72,9 +75,11 @@ class AgentLink:
                 await self._talk()
             except ConnectionRefusedError:
                 self._refusals += 1
-                self.has_ended = self._refusals >= REFUSALS
+                # A gateway goes on: the supervisor says when it is gone.
+                self.has_ended = self._refusals >= REFUSALS and self._epoch > 0
             except (OSError, EOFError, asyncio.TimeoutError, ValueError, msgspec.MsgspecError) as error:
                 logger.debug("%s: %s", self._address, error)
+                self._refusals = 0
             finally:
                 self._writer = None
                 for future in self._asked.values():
@@ -84,26 +89,24 @@ class AgentLink:
             if not self.has_ended:
                 await asyncio.sleep(RETRY_S)
 
-    def order(self, what: str) -> bool:
-        """Give an order: ``stop`` or ``kill``. Returns whether there is a connection for it."""
-        if self._writer is None:
-            return False
-        self._writer.write(encode(Order(what)))
-        return True
+    def tell(self, message: Order | Adapters) -> None:
+        """Tell the agent something, if there is a connection."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(encode(message))
 
     async def ask_vllm(self, url: str, body: str, timeout_s: float) -> tuple[int, bytes]:
         """See `ReplicaHandle.ask_vllm`."""
         if self._writer is None:
             raise ConnectionError("its node can't be reached")
-        self._number += 1
-        future = self._asked[self._number] = asyncio.get_running_loop().create_future()
-        self._writer.write(encode(Ask(self._number, url, body, timeout_s)))
+        number = self._number = self._number + 1
+        future = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(encode(Ask(number, url, body, timeout_s)))
         try:
             said = await asyncio.wait_for(future, timeout_s + CONNECT_TIMEOUT_S)
         except asyncio.TimeoutError as error:
             raise ConnectionError(f"no answer within {timeout_s:g} s") from error
         finally:
-            del self._asked[self._number]
+            del self._asked[number]
         if not said.status:
             raise ConnectionError(said.text)
         return said.status, said.text.encode()
@@ -116,6 +119,7 @@ class AgentLink:
                 raise ValueError(f"expected 101, got {head[:80]!r}")
             writer.write(encode(Hello(self._epoch)))
             self._writer, self._refusals = writer, 0
+            self._on_open()
             while True:
                 try:
                     line = await asyncio.wait_for(reader.readline(), MISSED_BEATS * BEAT_S)
@@ -127,6 +131,7 @@ class AgentLink:
                 self._note_reach(True)
                 self._take(AGENT.decode(line))
         finally:
+            self._writer = None
             writer.transport.abort()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()

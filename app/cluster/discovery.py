@@ -9,6 +9,7 @@ with an ``error``. It ends with its standard input.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -38,6 +39,7 @@ NAME: Final = "supervisor"
 LOOK_EVERY_S: Final = 0.5
 ANSWER_TIMEOUT_S: Final = 5.0
 RESTART_S: Final = 2.0
+STOP_AGAIN_S: Final = 60.0
 
 
 async def announcements(address: str, spec: SupervisorSpec | None) -> AsyncGenerator[Announcement, None]:
@@ -52,7 +54,13 @@ async def announcements(address: str, spec: SupervisorSpec | None) -> AsyncGener
     """
     is_first = True
     while True:
-        process = _search(address)
+        try:
+            process = _search(address)
+        except OSError as error:  # no descriptors, for one
+            if is_first:
+                raise StartError(f"cluster: the search for the supervisor can't be started: {error}") from error
+            await asyncio.sleep(RESTART_S)
+            continue
         assert process.stdin is not None
         assert process.stdout is not None
         transport: asyncio.BaseTransport | None = None
@@ -71,7 +79,8 @@ async def announcements(address: str, spec: SupervisorSpec | None) -> AsyncGener
         except BrokenPipeError:
             pass
         finally:
-            process.stdin.close()
+            with contextlib.suppress(OSError):
+                process.stdin.close()
             if transport is not None:
                 transport.close()
         if is_first:
@@ -90,9 +99,12 @@ def stop_cluster(address: str) -> None:
         actor = ray.find(NAME)
     except ActorGone:
         raise StartError("cluster: nothing is served there") from None
-    ray.ask_order(actor, "stop")
+    asked_s = float("-inf")
     while True:
         try:
+            if time.monotonic() - asked_s > STOP_AGAIN_S:  # a supervisor that has ended meanwhile has forgotten it
+                ray.ask_order(actor, "stop")
+                asked_s = time.monotonic()
             ray.ask(actor, ANSWER_TIMEOUT_S)
         except ActorGone:
             return

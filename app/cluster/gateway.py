@@ -24,6 +24,7 @@ from app.control.server import ControlServer
 from app.errors import StartError, Unavailable
 from app.process.proc import GroupUse
 from app.security.file_watch import FileWatch
+from app.security.keys_file import keys_are_wanted
 from app.security.peer_tls import PeerTls
 from app.supervisor.front import Front
 from app.supervisor.host import Host
@@ -106,6 +107,7 @@ class Uplink:
         self._control = control
         self._on_change = on_change
         self._table = RoutingTable()
+        self._is_known = asyncio.Event()
         self._watches: dict[str, _Watch] = {}
         self._heard_s = 0.0
         self._tasks: list[asyncio.Task[None]] = []
@@ -118,11 +120,19 @@ class Uplink:
         return bool(self._table.deployments) and all(one.state is not State.LOADING for one in self._table.deployments)
 
     def start(self) -> None:
-        """Begin to listen to the supervisor."""
+        """Nothing more: it has begun already."""
+
+    async def prepare(self) -> None:
+        """Listen to the supervisor, and wait for its first table."""
         for work in (self._follow(), self._find(), self._report()):
             task = asyncio.create_task(work)
             task.add_done_callback(self._host.note_done)
             self._tasks.append(task)
+        known = asyncio.create_task(self._is_known.wait())
+        stopping = asyncio.create_task(self._host.stopping.wait())
+        await asyncio.wait({known, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        known.cancel()
+        stopping.cancel()
 
     async def end(self, is_hurried: Callable[[], bool]) -> None:
         """Listen no longer."""
@@ -219,6 +229,7 @@ class Uplink:
 
     def _take(self, table: RoutingTable) -> None:
         self._table = table
+        self._is_known.set()
         routes = {one.id: one for route in table.deployments for one in (*route.replicas, *route.retiring) if one.node}
         for id in [id for id in self._watches if id not in routes]:
             self._watches.pop(id).task.cancel()
@@ -297,6 +308,11 @@ async def serve_gateway(
             )
         if config is None:
             config = joined(first, address, flags)
+        if first.asks_for_keys and not keys_are_wanted(config.security.keys_file):
+            raise StartError(
+                "security: the cluster's other gateways ask for API keys, and this machine has none: expected the file "
+                "of `security.keys_file`, or the variable HEADWATER_KEYS, here as well"
+            )
         cluster = config.cluster
         tls = None if cluster is None or cluster.tls is None else PeerTls(cluster.tls)
         watch = None if tls is None else asyncio.create_task(FileWatch(tls.paths).run(tls.renew))

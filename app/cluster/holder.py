@@ -23,7 +23,18 @@ LENGTH_BYTES = 8
 
 def read_spec(stream: IO[bytes]) -> bytes:
     """What `Holder` was given for its process: the first thing on that process's standard input."""
-    return stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "little"))
+    # Not from a buffer, which would take what comes after it, too.
+    return _read(stream.fileno(), int.from_bytes(_read(stream.fileno(), LENGTH_BYTES), "little"))
+
+
+def _read(fd: int, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        piece = os.read(fd, size - len(found))
+        if not piece:
+            raise EOFError("the specification is incomplete")
+        found += piece
+    return found
 
 
 def own_output() -> IO[str]:
@@ -58,12 +69,13 @@ class Holder:
         self._raylet = os.getppid()
         node, head = ray.util.get_node_ip_address(), ray.get_runtime_context().gcs_address
         self._is_restarted = is_restarted
+        folder = environment.get("PWD", "")
         self._first = b""
         self._has_said = threading.Event()
         self._process = subprocess.Popen(
             command,
             env={**os.environ, **environment, "HEADWATER_NODE": node, "HEADWATER_RAY": head},
-            cwd=environment.get("PWD") or None,
+            cwd=folder if os.path.isdir(folder) else None,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -8,7 +8,7 @@ import msgspec
 
 from app.control.routing import ReplicaRoute
 
-__all__ = ["AGENT", "BEAT_S", "LISTENER", "Ask", "Beat", "Hello", "Order", "Said", "State", "encode"]
+__all__ = ["AGENT", "BEAT_S", "LISTENER", "Adapters", "Ask", "Beat", "Hello", "Order", "Said", "State", "encode"]
 
 BEAT_S: Final = 1.0
 """How often an agent gives a sign of life."""
@@ -25,6 +25,12 @@ class Order(msgspec.Struct, frozen=True, tag="order"):
     """What the supervisor wants of a replica: ``stop`` or ``kill``."""
 
     what: str
+
+
+class Adapters(msgspec.Struct, frozen=True, tag="adapters"):
+    """The adapters that the supervisor has given the replica, for a later supervisor."""
+
+    adapters: dict[str, str]
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
@@ -81,7 +87,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 AGENT: Final = msgspec.json.Decoder(State | Beat | Said)
-LISTENER: Final = msgspec.json.Decoder(Hello | Order | Ask)
+LISTENER: Final = msgspec.json.Decoder(Hello | Order | Adapters | Ask)
 
 
 def encode(message: msgspec.Struct) -> bytes:

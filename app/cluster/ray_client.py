@@ -7,10 +7,11 @@ the prefix of the names of labels' nodes. tests/app/cluster/test_ray_client.py n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ PREFIX: Final = "replica:"
 """Begins the name of a replica's actor; its id follows."""
 NAMESPACE: Final = "headwater"
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]*\Z")
+ORDER_TIMEOUT_S: Final = 5.0
 THREADS: Final = 32
 """Calls of Ray at once."""
 
@@ -142,32 +144,38 @@ class RayClient:
         found: dict[str, Any] = await self._call(look)
         return found
 
-    async def said(self, actor: Any, timeout_s: float | None = None) -> str:
-        """What the process that an actor holds said first.
+    async def said(self, actor: Any) -> str:
+        """What the process that an actor holds says first, once it does. No thread waits for that.
 
         Raises:
             ActorGone: the actor has ended.
-            TimeoutError: it has not said anything in time, or can't be reached.
+            TimeoutError: it can't be reached now.
         """
-        return str(await self._call(self.ask, actor, timeout_s))
+        reference = await self._call(actor.said.remote)
+        with self._translated():
+            return str(await asyncio.wrap_future(reference.future()))
 
-    def ask(self, actor: Any, timeout_s: float | None) -> str:
-        """As `said`, in the calling thread."""
+    def ask(self, actor: Any, timeout_s: float) -> str:
+        """As `said`, in the calling thread, for so long at most."""
+        with self._translated():
+            return str(self._ray.get(actor.said.remote(), timeout=timeout_s))
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
         errors = self._ray.exceptions
         try:
-            return str(self._ray.get(actor.said.remote(), timeout=timeout_s))
+            yield
         except errors.GetTimeoutError as error:
             raise TimeoutError("no answer") from error
         except errors.ActorUnavailableError as error:
-            raise TimeoutError(str(error)) from error
-        except errors.RayActorError as error:
-            raise ActorGone(_first_line(error)) from error
-        except errors.RayError as error:  # the actor's process raised
+            raise TimeoutError(_first_line(error)) from error
+        except errors.RayError as error:
             raise ActorGone(_first_line(error)) from error
 
     def ask_order(self, actor: Any, line: str) -> None:
         """Have an actor write a line to its process's standard input."""
-        self._ray.get(actor.order.remote(line))
+        with self._translated():
+            self._ray.get(actor.order.remote(line), timeout=ORDER_TIMEOUT_S)
 
     async def kill(self, actor: Any) -> None:
         """End an actor, and with it its process; best effort."""

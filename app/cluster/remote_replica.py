@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from app.cluster.agent_link import AgentLink
-from app.cluster.messages import Beat, State
+from app.cluster.messages import Adapters, Beat, Order, State
 from app.cluster.ray_client import ActorGone, RayClient
 from app.control.routing import ReplicaRoute
 from app.process.proc import GroupUse
@@ -24,6 +24,7 @@ logger = logging.getLogger("headwater")
 
 OUT_OF_REACH_S: Final = 10.0
 """A replica that can't be reached for so long counts as lost."""
+RETRY_S: Final = 1.0
 PLACE_LOOK_S: Final = 5.0
 """How often to look why a replica has no place."""
 
@@ -77,7 +78,7 @@ class RemoteReplica:
     ) -> None:
         self.id = id
         self.device = device
-        self.adapters = adapters
+        self._adapters = adapters
         self.signature: Signature | None = None
         self.facts: dict[str, str] = {}
         self.batch_limit = 0
@@ -99,6 +100,7 @@ class RemoteReplica:
         self._ordered = ""
         """What was ordered: nothing, ``stop`` or ``kill``."""
         self._killed = asyncio.Event()
+        self._placed = asyncio.Event()
         self._leftovers: list[str] = []
         self._missing = ""
         """Why no node can have it; empty: some can."""
@@ -123,6 +125,37 @@ class RemoteReplica:
         self.mark_ending("it was stopped" if self._ordered else "its node is gone")
         if self._actor is not None:
             await self._context.ray.kill(self._actor)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """See `ReplicaHandle.adapters`."""
+        return self._adapters
+
+    @adapters.setter
+    def adapters(self, adapters: dict[str, str]) -> None:
+        self._adapters = adapters
+        if self._link is not None:
+            self._link.tell(Adapters(adapters))
+
+    async def wait_for_place(self, timeout_s: float) -> None:
+        """See `ReplicaHandle.wait_for_place`."""
+        ending = asyncio.create_task(self.ending.wait())
+        placed = asyncio.create_task(self._placed.wait())
+        try:
+            await asyncio.wait({ending, placed}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ending.cancel()
+            placed.cancel()
+
+    @property
+    def has_place(self) -> bool:
+        """See `ReplicaHandle.has_place`."""
+        return self._placed.is_set()
+
+    @property
+    def is_lost_with_node(self) -> bool:
+        """See `ReplicaHandle.is_lost_with_node`."""
+        return self.state is None or not (self.state.is_ending or self.state.has_exited)
 
     def mark_ending(self, reason: str = "") -> None:
         """Note that it can no longer be used; a reason that is known already stays."""
@@ -177,28 +210,32 @@ class RemoteReplica:
         """Wait until its agent has opened its port, and says where; empty: it was killed before."""
         killed = asyncio.create_task(self._killed.wait())
         asking = asyncio.create_task(self._context.ray.said(self._actor))
-        said = ""
         try:
-            while not asking.done() and not killed.done():
+            while not killed.done():
                 await asyncio.wait({asking, killed}, timeout=PLACE_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                if not asking.done() and not killed.done():
+                if asking.done() and isinstance(asking.exception(), TimeoutError):  # its node can't be reached now
+                    await asyncio.sleep(RETRY_S)
+                    asking = asyncio.create_task(self._context.ray.said(self._actor))
+                elif asking.done():
+                    self._placed.set()  # what fails from now on is no lack of capacity
+                    if not (said := asking.result()):
+                        raise ActorGone("its agent ended before it had opened its port; see Ray's log of the actor")
+                    return said
+                elif not killed.done():
                     self._missing = await missing()
                     waits = f"no node can have it: {self._missing}; waiting for one that can"
                     self._on_progress(waits if self._missing else "waiting for a place in the cluster")
-            said = asking.result() if asking.done() else ""
-            if asking.done() and not said:
-                raise ActorGone("its agent ended before it had opened its port; see Ray's log of the actor")
         finally:
             killed.cancel()
             asking.cancel()
-        return said
+        return ""
 
     async def _listen(self, address: str, token: str) -> None:
         """Listen to its agent until nothing of the replica runs any more, or it counts as lost."""
         context = self._context
         link = self._link = AgentLink(
             address, token, context.epoch, context.tls,
-            on_state=self._take, on_beat=self._take_beat, on_reach=self._note_reach,
+            on_state=self._take, on_beat=self._take_beat, on_open=self._repeat, on_reach=self._note_reach,
         )  # fmt: skip
         running = asyncio.create_task(link.run())
         lost_s: float | None = None
@@ -206,9 +243,6 @@ class RemoteReplica:
         try:
             while not running.done() and not (self.state is not None and self.state.has_exited):
                 await asyncio.wait({running}, timeout=0.1)
-                if self._ordered:
-                    link.order(self._ordered)
-                    self._ordered = "" if self.state is not None and self.is_reachable else self._ordered
                 lost_s = None if self.is_reachable else (lost_s or loop.time())
                 if lost_s is not None and loop.time() - lost_s > OUT_OF_REACH_S:
                     self.mark_ending(f"its node could not be reached for {OUT_OF_REACH_S:g} s")
@@ -221,18 +255,25 @@ class RemoteReplica:
                 await running
 
     def _order(self, what: str) -> None:
-        if self._link is None or not self._link.order(what):
-            self._ordered = what  # once it is in reach
-            if self._link is None:
-                self._killed.set()
+        if self._ordered != "kill":
+            self._ordered = what
+        if self._link is None:  # it has no place yet
+            self._killed.set()
+        else:
+            self._link.tell(Order(self._ordered))
+
+    def _repeat(self) -> None:
+        """Give the last order again, which may have been lost with the connection before."""
+        if self._ordered and self._link is not None:
+            self._link.tell(Order(self._ordered))
 
     def _take(self, state: State) -> None:
         if state.is_stale:
             self._context.on_stale()
             return
         before, self.state = self.state, state
-        # An agent has absolute folders; one that is known here stays as the configuration has it.
-        self.adapters = {name: self.adapters.get(name, folder) for name, folder in state.adapters.items()}
+        if before is None:  # later ones are only what was set here
+            self._adapters = state.adapters
         self.facts = state.facts
         self.batch_limit = state.batch_limit
         self.is_permanent = state.is_permanent

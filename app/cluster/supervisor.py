@@ -16,6 +16,7 @@ import os
 import pickle
 import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import IO, Any, Final, NamedTuple
 
@@ -23,7 +24,7 @@ import msgspec
 
 from app.cluster.agent import AgentSpec, digest
 from app.cluster.holder import own_output, read_spec
-from app.cluster.ray_client import PREFIX, ActorGone, RayClient
+from app.cluster.ray_client import PREFIX, RayClient
 from app.cluster.remote_replica import Context, RemoteReplica
 from app.config.schema import Config, Deployment
 from app.config.sections import ReplicaBounds
@@ -31,6 +32,7 @@ from app.control.routing import RoutingTable
 from app.control.server import ControlServer
 from app.errors import ConfigError, StartError
 from app.security.file_watch import FileWatch
+from app.security.keys_file import keys_are_wanted
 from app.security.peer_tls import PeerTls
 from app.supervisor.handle import ReplicaHandle
 from app.supervisor.host import Host, until
@@ -49,7 +51,7 @@ STARTS: Final = 64
 PING_EVERY_S: Final = 1.0
 RECONCILE_EVERY_S: Final = 30.0
 """How often to look for replicas that nobody has, such as those of a node that came back."""
-ADOPT_TIMEOUT_S: Final = 3.0
+ADOPT_TIMEOUT_S: Final = 6.0
 """How long a replica that an earlier supervisor had may take to say how it is."""
 GATEWAYS_DRAIN_S: Final = 5.0
 """How much longer than their own time gateways may take to end when all is stopped."""
@@ -73,6 +75,8 @@ class Announcement(msgspec.Struct, frozen=True):
     server: dict[str, Any]
     """The configuration's `app.config.schema.Server`, for gateways that have none of their own."""
     security: dict[str, Any]
+    asks_for_keys: bool
+    """Whether its own machine has API keys: no gateway may be without."""
     tls: str | None
 
 
@@ -82,6 +86,8 @@ class _Desired(NamedTuple):
     config: Config
     set_aside: frozenset[str]
     bounds: Mapping[str, ReplicaBounds]
+    began_as: str
+    """A digest of the configuration that was changed."""
 
 
 class ClusterHost(Host):
@@ -97,7 +103,7 @@ class ClusterHost(Host):
     def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
         """See `Host.launch`."""
         self._launched += 1
-        id, token = f"{name}-{self._context.epoch}.{self._launched}", secrets.token_urlsafe(24)
+        id, token = f"{name}-{self._context.epoch:x}.{self._launched}", secrets.token_urlsafe(24)
         cluster, server = self._config.cluster, self._config.server
         assert cluster is not None
         spec = AgentSpec(
@@ -141,6 +147,8 @@ class ClusterSupervisor:
         self._tls = tls
         self._token = secrets.token_urlsafe(24)
         self._epoch = epoch
+        self._is_stopped = False
+        """Whether an order to stop has come."""
         self._is_serving = False
         """Whether it has taken over what there was."""
         self._stored: _Desired | None = None
@@ -169,6 +177,7 @@ class ClusterSupervisor:
             what_is_served(self._first),
             self._first.server.model_dump(mode="json"),
             self._first.security.model_dump(mode="json"),
+            keys_are_wanted(self._first.security.keys_file),
             None if cluster.tls is None else str(cluster.tls),
         )
         print(msgspec.json.encode(announcement).decode(), file=output, flush=True)
@@ -183,8 +192,10 @@ class ClusterSupervisor:
 
     async def _take_over(self) -> None:
         """Adopt the replicas that an earlier supervisor has left and that fit, end the others, and start what lacks."""
-        raw = await self._ray.get(DESIRED)
-        desired: _Desired | None = None if raw is None else pickle.loads(raw)
+        desired = _read_desired(await self._ray.get(DESIRED))
+        if desired is not None and desired.began_as != what_is_served(self._first):
+            logger.warning("what an earlier supervisor stored is of another configuration, and is ignored")
+            desired = None
         sets = self._orchestrator.sets
         if desired is not None:
             self._stored = desired
@@ -229,7 +240,7 @@ class ClusterSupervisor:
         if not self._is_serving:
             return
         routes = self._orchestrator.routes(max(1, self._control.workers))
-        self._control.publish(RoutingTable(tuple(routes), draining=self._host.is_stopping))
+        self._control.publish(RoutingTable(tuple(routes), draining=self._is_stopped))
         desired = self._desired()
         if desired != self._stored and not self._host.is_stopping:
             self._stored = desired
@@ -242,6 +253,7 @@ class ClusterSupervisor:
             self._orchestrator.deployments.config,
             frozenset(name for name, one in sets.items() if one.is_set_aside),
             {name: one.bounds for name, one in sets.items()},
+            what_is_served(self._first),
         )
 
     async def _store(self) -> None:
@@ -283,13 +295,30 @@ class ClusterSupervisor:
 
     async def _stop(self) -> None:
         """Let gateways drain, end all replicas, and forget what was desired."""
+        self._is_stopped = True
         self._host.stop()
         self._on_change()
         deadline_s = self._first.server.shutdown_timeout_s + GATEWAYS_DRAIN_S
         await until(lambda: not self._control.workers, deadline_s)
         await self._orchestrator.end(lambda: False)
+        if self._storing is not None:
+            self._storing.cancel()
+            await asyncio.wait({self._storing})
         await self._ray.delete(DESIRED)
+        for actor in (await self._ray.replicas()).values():  # those that could not be reached
+            await self._ray.kill(actor)
         await self._control.finish()
+
+
+def _read_desired(raw: bytes | None) -> _Desired | None:
+    if raw is None:
+        return None
+    try:
+        found: _Desired = pickle.loads(raw)
+    except Exception as error:  # another version of Headwater stored it
+        logger.warning("what an earlier supervisor stored can't be read, and is ignored: %r", error)
+        return None
+    return found
 
 
 def what_is_served(config: Config) -> str:
@@ -304,14 +333,19 @@ async def _run(spec: SupervisorSpec, output: IO[str]) -> None:
     cluster = spec.config.cluster
     assert cluster is not None
     ray = await asyncio.to_thread(RayClient, os.environ["HEADWATER_RAY"])
-    tls = None if cluster.tls is None else PeerTls(cluster.tls)
-    if tls is None and len(await ray.node_addresses()) > 1:
-        raise StartError(
-            "cluster.tls: expected a folder with ca.crt, tls.crt and tls.key, since the cluster has several machines"
-        )
-    watch = None if tls is None else asyncio.create_task(FileWatch(tls.paths).run(tls.renew))
     raw = await ray.get(EPOCH)
-    epoch = 1 if raw is None else int(raw) + 1
+    try:
+        tls = None if cluster.tls is None else PeerTls(cluster.tls)
+        if tls is None and len(await ray.node_addresses()) > 1:
+            text = "expected a folder with ca.crt, tls.crt and tls.key, since the cluster has several machines"
+            raise StartError(f"cluster.tls: {text}")
+    except (StartError, ConfigError) as error:
+        print(json.dumps({"error": str(error)}), file=output, flush=True)
+        # Only of the first one nobody depends; later ones may find what lacks on another machine, or in a while.
+        os._exit(0 if raw is None else 1)
+    watch = None if tls is None else asyncio.create_task(FileWatch(tls.paths).run(tls.renew))
+    # Greater than any before, even if Ray has lost what was stored.
+    epoch = max(1 if raw is None else int(raw) + 1, int(time.time()))
     await ray.put(EPOCH, str(epoch).encode())
     logger.info("supervisor %d of the cluster", epoch)
     try:
@@ -326,15 +360,12 @@ def main() -> None:
     spec: SupervisorSpec = pickle.loads(read_spec(sys.stdin.buffer))
     set_up_logging(spec.config.server.log_format)
     output = own_output()
+    status = 1
     try:
         asyncio.run(_run(spec, output))
-    except (StartError, ConfigError) as error:
-        print(json.dumps({"error": str(error)}), file=output, flush=True)
-        status = 0  # another start would fail in the same way
-    except ActorGone:
-        status = 1
-    else:
         status = 0
+    except Exception:
+        logger.critical("the supervisor can't go on", exc_info=True)
     os._exit(status)  # neither replicas nor Ray's threads are waited for
 
 

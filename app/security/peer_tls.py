@@ -87,7 +87,10 @@ class _Loaded:
             load_pair(context, (FIELD, folder / CERTIFICATE), (FIELD, folder / KEY))
             _trust(context, folder / AUTHORITY)
         self._try(folder)
-        self.raw = tuple((folder / name).read_bytes() for name in (AUTHORITY, CERTIFICATE, KEY))
+        try:
+            self.raw = tuple((folder / name).read_bytes() for name in (AUTHORITY, CERTIFICATE, KEY))
+        except OSError as error:  # replaced just now
+            raise ConfigError(f"{FIELD}: {folder}: can't be read: {error.strerror}") from error
 
     def _try(self, folder: Path) -> None:
         """Let the certificate be checked as peers will."""

@@ -48,6 +48,10 @@ class Backend(Protocol):
         """Why no deployment serves any more; empty: some serve, or may yet."""
         ...
 
+    async def prepare(self) -> None:
+        """Wait until routes are known, or the server is to stop: no worker starts before."""
+        ...
+
     def start(self) -> None:
         """Begin."""
         ...
@@ -132,6 +136,7 @@ class Front:
                 text = "other machines reach %s; without API keys, anyone may use every model: see security.keys_file"
                 logger.warning(text, host)
             await self._control.start(self._host.folder / "control")
+            await self._backend.prepare()
             self._publish()
             workers = Workers(self._config, self._host, self._control, self.observer)
             workers.start(listener)

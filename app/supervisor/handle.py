@@ -45,6 +45,20 @@ class ReplicaHandle(Protocol):
         """Whether requests reach it: a replica on another machine may be out of reach for a while."""
         ...
 
+    @property
+    def has_place(self) -> bool:
+        """Whether it has been placed on a machine; until then no start has failed, if it ends."""
+        ...
+
+    @property
+    def is_lost_with_node(self) -> bool:
+        """Whether its machine was lost, or the way there, rather than the replica itself."""
+        ...
+
+    async def wait_for_place(self, timeout_s: float) -> None:
+        """Wait until it has a place, it has ended, or the time is over."""
+        ...
+
     def stop(self) -> None:
         """Ask for an orderly end: the callable's `unload()` runs first."""
         ...

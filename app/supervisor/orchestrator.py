@@ -49,6 +49,9 @@ class Orchestrator:
             self.sets, lambda: together(control.loads()), self._lifecycle.is_busy, host, on_utilization
         )
 
+    async def prepare(self) -> None:
+        """See `app.supervisor.front.Backend`: routes are known."""
+
     def start(self, running: Mapping[str, Collection[ReplicaHandle]] | None = None) -> None:
         """Start all replicas that there should be, and keep them running.
 

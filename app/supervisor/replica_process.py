@@ -111,6 +111,19 @@ class ReplicaProcess:
         return self._group
 
     @property
+    def has_place(self) -> bool:
+        """See `ReplicaHandle.has_place`."""
+        return True
+
+    @property
+    def is_lost_with_node(self) -> bool:
+        """See `ReplicaHandle.is_lost_with_node`."""
+        return False
+
+    async def wait_for_place(self, timeout_s: float) -> None:
+        """See `ReplicaHandle.wait_for_place`."""
+
+    @property
     def is_reachable(self) -> bool:
         """See `ReplicaHandle.is_reachable`."""
         return True

@@ -148,7 +148,10 @@ class Slot:
         if not self._is_wanted:
             return
         if has_served:
-            self._owner.note_crash(self, replica)
+            if not replica.is_lost_with_node:
+                self._owner.note_crash(self, replica)
+        elif not replica.has_place:
+            self._owner.note_no_capacity(self, replica.account())
         else:
             self._failed_starts += 1
             recorder().count("headwater_replica_start_failures", self._owner.name)

@@ -102,6 +102,11 @@ class ReplicaStarter:
 
     async def await_ready(self, replica: ReplicaHandle, place: Place, config: Deployment) -> bool:
         """Wait until a replica is ready, and measure it. Returns whether it got ready."""
+        await replica.wait_for_place(config.load_timeout_s)
+        if not replica.has_place and not replica.ending.is_set():
+            replica.reason = f"no place for it within load_timeout_s = {config.load_timeout_s:g} s"
+            replica.kill()
+            return False
         started = time.monotonic()
         try:
             is_ready = await asyncio.wait_for(asyncio.shield(replica.ready), config.load_timeout_s)

@@ -12,7 +12,7 @@ import pytest
 
 from app.cluster import agent_link
 from app.cluster.agent_link import AgentLink
-from app.cluster.messages import Beat, State
+from app.cluster.messages import Beat, Order, State
 from app.security.peer_tls import PeerTls
 from benchmarks.certificates import authority, issue
 from tests.app.cluster.stand_in import READY, Agent, run, until
@@ -55,13 +55,13 @@ def test_states_and_beats_are_heard_and_orders_given() -> None:
     async def scenario() -> None:
         agent = Agent("m-1")
         async with listening(agent) as one:
-            assert one.link.order("stop") is False  # it is not connected yet
+            one.link.tell(Order("stop"))  # lost: it is not connected yet
             await until(lambda: bool(one.states))
             agent.say(batch_limit=8)
             agent.send(Beat(2, 3))
             await until(lambda: Beat(2, 3) in one.beats)
             assert [state.batch_limit for state in one.states] == [0, 8]
-            assert one.link.order("kill")
+            one.link.tell(Order("kill"))
             await until(lambda: one.states[-1].has_exited)
             assert (agent.orders, agent.epochs, one.reaches) == (["kill"], [3], [])
 
@@ -75,7 +75,6 @@ def test_a_broken_connection_is_opened_again() -> None:
             await until(lambda: bool(one.states))
             agent.leave()
             await until(lambda: one.reaches == [False])
-            assert one.link.order("stop") is False
             agent.is_away = False
             await until(lambda: one.reaches == [False, True])
             assert not one.link.has_ended
@@ -141,7 +140,8 @@ def test_with_a_wrong_token_nothing_is_heard() -> None:
         async with listening(agent):
             other = Listener(agent, token="of an earlier replica")
             await until(lambda: other.reaches == [False])
-            assert (other.states, other.link.has_ended, other.link.order("kill")) == ([], False, False)
+            other.link.tell(Order("kill"))
+            assert (other.states, other.link.has_ended, agent.orders) == ([], False, [])
             other.running.cancel()
 
     run(scenario)

@@ -66,7 +66,7 @@ class Supervisor:
     @property
     def announcement(self) -> Announcement:
         server = CONFIG.server.model_dump(mode="json")
-        return Announcement(self.address, "secret", self.epoch, what_is_served(CONFIG), server, {}, None)
+        return Announcement(self.address, "secret", self.epoch, what_is_served(CONFIG), server, {}, False, None)
 
 
 class Worker:

@@ -60,7 +60,8 @@ class Replica:
         self.reason = ""
         self.leftovers: list[str] = []
         self.group = 0
-        self.is_reachable = True
+        self.is_reachable = self.has_place = True
+        self.is_lost_with_node = False
         self.is_stubborn = self.is_permanent = False
         self.config: Deployment | None = None
         """What it was started with."""
@@ -91,6 +92,9 @@ class Replica:
 
     def cause(self) -> str:
         return self.reason
+
+    async def wait_for_place(self, timeout_s: float) -> None:
+        return
 
     async def use(self) -> GroupUse:
         return GroupUse()
