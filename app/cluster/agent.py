@@ -61,7 +61,7 @@ class AgentSpec(NamedTuple):
 
 
 def digest(deployment: Deployment) -> bytes:
-    """Tells whether two replicas were started alike, but for adapters, which may change while they run."""
+    """Tells whether two replicas were started alike, but for their adapters, which may change while they run."""
     return hashlib.sha256(repr(deployment.with_adapters({})).encode()).digest()[:16]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -15,7 +15,9 @@ from app.control.messages import MAX_MESSAGE_BYTES
 from app.security.peer_tls import PeerTls
 from app.transport.address import CONNECT_TIMEOUT_S, TOKEN_HEADER, host_and_port, keep_alive
 
-__all__ = ["AgentLink"]
+__all__ = ["AgentLink", "within"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger("headwater")
 
@@ -112,9 +114,9 @@ class AgentLink:
         return said.status, said.text.encode()
 
     async def _talk(self) -> None:
-        reader, writer = await asyncio.wait_for(self._connect(), CONNECT_TIMEOUT_S)
+        reader, writer = await within(CONNECT_TIMEOUT_S, self._connect())
         try:
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), CONNECT_TIMEOUT_S)
+            head = await within(CONNECT_TIMEOUT_S, reader.readuntil(b"\r\n\r\n"))
             if b" 101 " not in head.partition(b"\r\n")[0]:
                 raise ValueError(f"expected 101, got {head[:80]!r}")
             writer.write(encode(Hello(self._epoch)))
@@ -122,7 +124,7 @@ class AgentLink:
             self._on_open()
             while True:
                 try:
-                    line = await asyncio.wait_for(reader.readline(), MISSED_BEATS * BEAT_S)
+                    line = await within(MISSED_BEATS * BEAT_S, reader.readline())
                 except asyncio.TimeoutError:
                     self._note_reach(False)
                     continue
@@ -160,3 +162,21 @@ class AgentLink:
         if is_reachable is not self._is_reachable:
             self._is_reachable = is_reachable
             self._on_reach(is_reachable)
+
+
+async def within(timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes just when the work is done.
+
+    Raises:
+        asyncio.TimeoutError: the work is not done in time; it is cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if not done:
+            task.cancel()
+            await asyncio.wait({task})
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        task.cancel()

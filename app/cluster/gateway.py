@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from app.cluster.agent_link import AgentLink
+from app.cluster.agent_link import AgentLink, within
 from app.cluster.discovery import announcements
 from app.cluster.messages import Beat
 from app.cluster.supervisor import Announcement, SupervisorSpec, what_is_served
@@ -194,7 +194,7 @@ class Uplink:
             where = self._where
             self._has_moved.clear()
             try:
-                reader, writer = await asyncio.wait_for(self._connect(where.address), CONNECT_TIMEOUT_S)
+                reader, writer = await within(CONNECT_TIMEOUT_S, self._connect(where.address))
             except (OSError, ValueError, asyncio.TimeoutError) as error:
                 logger.debug("%s can't be reached: %s", hello, error)
             else:
@@ -210,7 +210,7 @@ class Uplink:
                 if not self._host.is_stopping:
                     logger.warning("%s is gone; what it said last stays until it is back", hello)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._has_moved.wait(), RETRY_S)
+                await within(RETRY_S, self._has_moved.wait())
 
     async def _connect(self, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         host, port = host_and_port(address)

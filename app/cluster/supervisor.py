@@ -225,6 +225,7 @@ class ClusterSupervisor:
                 state is not None
                 and state.is_ready
                 and state.deployment == digest(one.config.on(one.config.placements[0]))
+                and replica.adapters == one.config.adapters
             )
             if fits and not replica.ending.is_set() and len(running.get(name, ())) < one.bounds.max:
                 running.setdefault(name, []).append(replica)

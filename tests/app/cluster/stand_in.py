@@ -36,9 +36,10 @@ class Agent:
     ) -> None:
         self.id = id
         self.token = token
-        self.state = State(
-            ReplicaRoute(id, "", token), digest(deployment) if deployment is not None else b"", id.rpartition("-")[0]
-        )
+        self.state = State(ReplicaRoute(id, "", token), name=id.rpartition("-")[0])
+        if deployment is not None:
+            started_with = {"deployment": digest(deployment), "adapters": deployment.adapters}
+            self.state = msgspec.structs.replace(self.state, **started_with)
         self.orders: list[str] = []
         self.epochs: list[int] = []
         """Of those who said hello."""

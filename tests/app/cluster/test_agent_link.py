@@ -14,6 +14,7 @@ from app.cluster import agent_link
 from app.cluster.agent_link import AgentLink
 from app.cluster.messages import Beat, Order, State
 from app.security.peer_tls import PeerTls
+from app.transport.address import host_and_port
 from benchmarks.certificates import authority, issue
 from tests.app.cluster.stand_in import READY, Agent, run, until
 
@@ -159,6 +160,33 @@ def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch: pytest.Monk
             with pytest.raises(ConnectionError, match=r"no answer within 0\.01 s"):
                 await one.link.ask_vllm("/v1/x", "{}", 0.01)
             assert not one.link._asked
+
+    run(scenario)
+
+
+def test_a_cancellation_just_when_it_has_connected_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        agent = Agent("m-1")
+        await agent.open(**READY)
+        opened = await asyncio.open_connection(*host_and_port(agent.address))
+        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        is_waiting = asyncio.Event()
+
+        async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            is_waiting.set()
+            await gate
+            return opened
+
+        link = AgentLink(agent.address, "token", 3, None)
+        monkeypatch.setattr(link, "_connect", connect)
+        running = asyncio.create_task(link.run())
+        await is_waiting.wait()
+        gate.set_result(None)
+        asyncio.get_running_loop().call_soon(running.cancel)  # after the connection, before who waits for that
+        await asyncio.wait({running}, timeout=1)
+        assert running.cancelled()
+        opened[1].close()
+        await agent.end()
 
     run(scenario)
 

@@ -132,7 +132,7 @@ async def joining(supervisor: Supervisor) -> AsyncIterator[Bench]:
         await control.start(path)
         following = [asyncio.create_task(worker.follow(path)) for worker in bench.workers]
         try:
-            bench.uplink.start()
+            await bench.uplink.prepare()
             await until(lambda: supervisor.control.workers == 2 and control.workers == 2)
             yield bench
         finally:

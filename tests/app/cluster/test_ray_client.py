@@ -1,13 +1,20 @@
-"""What is asked of Ray, as far as that needs no Ray."""
+"""What is asked of Ray, of which a stand-in keeps what it was asked."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import sys
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from app.cluster.ray_client import shortage
+from app.cluster import holder
+from app.cluster.ray_client import ActorGone, RayClient, shortage
 from app.config.sections import NodePlacement
+from app.errors import StartError
 
 
 def node(gpus: float = 0, cpus: float = 4, **labels: str) -> dict[str, Any]:
@@ -54,3 +61,170 @@ def test_selectors_are_left_to_ray(selector: str) -> None:
     assert shortage(NodePlacement(labels={"kind": selector}), [SMALL, LARGE]) == ""
     found = shortage(NodePlacement(labels={"kind": selector}, gpus=9), [SMALL, LARGE])
     assert found == "it takes 9 GPU, and the largest node has 8"
+
+
+class GetTimeoutError(Exception):
+    """As Ray's, of which the others are no kinds."""
+
+
+class RayError(Exception):
+    pass
+
+
+class RayActorError(RayError):
+    pass
+
+
+class ActorUnavailableError(RayActorError):
+    pass
+
+
+class Kind:
+    """A class of actors; it keeps the options and arguments that its actors are started with."""
+
+    def __init__(self, made: object) -> None:
+        assert made is holder.Holder
+        self.given: dict[str, Any] = {}
+
+    def options(self, **options: Any) -> Kind:
+        self.given = options
+        return self
+
+    def remote(self, *arguments: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        return self.given, arguments
+
+
+class Actor:
+    """An actor that answers, or raises."""
+
+    def __init__(self, answer: object) -> None:
+        self.said = types.SimpleNamespace(remote=lambda: answer)
+
+
+def get(answer: object, timeout: float | None = None) -> object:
+    """Stands for `ray.get`."""
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def get_actor(name: str) -> object:
+    """Stands for `ray.get_actor`."""
+    if name.endswith("gone"):
+        raise ValueError(f"no actor {name}")
+    return name
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """What stands for the package, with two nodes."""
+    found: Any = types.ModuleType("ray")
+    found.init = lambda **options: None
+    found.shutdown = lambda: None
+    found.cloudpickle = types.SimpleNamespace(register_pickle_by_value=lambda module: None)
+    found.exceptions = types.SimpleNamespace(
+        GetTimeoutError=GetTimeoutError, RayError=RayError, RayActorError=RayActorError,
+        ActorUnavailableError=ActorUnavailableError,
+    )  # fmt: skip
+    found.remote, found.get, found.get_actor = Kind, get, get_actor
+    names = ["supervisor", "replica:a-1.1", "replica:a-1.gone", "replica:b-1.2"]
+    found.util = types.SimpleNamespace(list_named_actors=lambda: names)
+    found.nodes = lambda: [
+        {**SMALL, "NodeManagerAddress": "10.0.0.1"},
+        {**LARGE, "NodeManagerAddress": "10.0.0.2", "Alive": False},
+    ]
+    monkeypatch.setitem(sys.modules, "ray", found)
+    module: types.ModuleType = found
+    return module
+
+
+@pytest.fixture
+def client(ray: types.ModuleType) -> Iterator[RayClient]:
+    found = RayClient("head:6379")
+    yield found
+    found.close()
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(StartError, match=r"^cluster\.engine: Ray isn't installed: pip install 'headwater\[cluster\]'"):
+        RayClient("auto")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(ConnectionError("no head\nat line 3"), "no head"), (TimeoutError(), "TimeoutError"), (ValueError("x"), "x")],
+)
+def test_a_head_that_is_not_there_is_named(ray: types.ModuleType, error: Exception, text: str) -> None:
+    def init(**options: object) -> None:
+        raise error
+
+    ray.__dict__["init"] = init
+    with pytest.raises(StartError, match=rf"^cluster\.address: no Ray at 'head:6379': {text}; start one with"):
+        RayClient("head:6379")
+
+
+@pytest.mark.parametrize(
+    ("placement", "memory", "expected"),
+    [
+        ({}, None, {"num_gpus": 0, "num_cpus": 1, "scheduling_strategy": "SPREAD"}),
+        ({"cpus": 2, "pack": True}, 1000,
+         {"num_gpus": 0, "num_cpus": 2, "scheduling_strategy": "DEFAULT", "memory": 1000}),
+        ({"gpus": 0.5, "labels": {"kind": "!x"}}, 1000,  # the memory is the GPU's
+         {"num_gpus": 0.5, "num_cpus": 1, "scheduling_strategy": "SPREAD", "label_selector": {"kind": "!x"}}),
+    ],
+)  # fmt: skip
+def test_what_a_replica_takes_is_said_to_ray(
+    client: RayClient, placement: dict[str, Any], memory: int | None, expected: dict[str, Any]
+) -> None:
+    place = NodePlacement.model_validate(placement)
+    options, arguments = asyncio.run(client.start_replica("replica:a-1.1", ["x"], b"spec", {"A": "1"}, place, memory))
+    assert options == {
+        "name": "replica:a-1.1", "lifetime": "detached", "max_concurrency": 16, "max_restarts": 0, **expected
+    }  # fmt: skip
+    assert arguments == (["x"], b"spec", {"A": "1"}, False)
+
+
+def test_the_supervisor_is_one_and_started_again(client: RayClient) -> None:
+    options, arguments = client.start_supervisor("supervisor", ["x"], b"spec", {})
+    assert (options["max_restarts"], options["get_if_exists"], options["num_cpus"]) == (-1, True, 0)
+    assert arguments == (["x"], b"spec", {}, True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "text"),
+    [
+        (GetTimeoutError(), TimeoutError, "no answer"),
+        (ActorUnavailableError("its node can't be reached"), TimeoutError, "its node can't be reached"),
+        (RayActorError("the actor died\nat line 3"), ActorGone, r"the actor died\Z"),
+        (RayError(""), ActorGone, "RayError"),
+    ],
+)
+def test_an_actor_that_is_gone_is_told_from_one_that_can_not_be_reached(
+    client: RayClient, answer: Exception, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        asyncio.run(client.said(Actor(answer)))
+
+
+def test_actors_are_found_by_name(client: RayClient) -> None:
+    assert asyncio.run(client.said(Actor("10.0.0.1:1 token"))) == "10.0.0.1:1 token"
+    assert list(asyncio.run(client.replicas())) == ["replica:a-1.1", "replica:b-1.2"]
+    assert client.find("supervisor") == "supervisor"
+    with pytest.raises(ActorGone):
+        client.find("gone")
+
+
+def test_only_nodes_that_are_alive_count(client: RayClient) -> None:
+    assert asyncio.run(client.node_addresses()) == {"10.0.0.1"}
+    assert asyncio.run(client.missing(NodePlacement(gpus=8))) == "it takes 8 GPU, and the largest node has 1"
+
+
+def test_private_parts_of_ray_are_still_there() -> None:
+    internal_kv = pytest.importorskip("ray.experimental.internal_kv")
+    for name, wanted in {
+        "_internal_kv_get": ["key", "namespace"],
+        "_internal_kv_put": ["key", "value", "overwrite", "namespace"],
+        "_internal_kv_del": ["key", "namespace"],
+    }.items():
+        assert set(wanted) <= set(inspect.signature(getattr(internal_kv, name)).parameters)

@@ -8,7 +8,10 @@ import io
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +19,7 @@ import pytest
 
 from app.cluster import agent_link, remote_replica
 from app.cluster import supervisor as supervisor_module
+from app.cluster.holder import write_spec
 from app.cluster.supervisor import DESIRED, Announcement, ClusterSupervisor, SupervisorSpec, what_is_served
 from app.config.cluster import Cluster
 from app.config.schema import Config
@@ -214,6 +218,24 @@ def test_what_does_not_fit_is_ended_and_replaced(said: dict[str, Any]) -> None:
                 assert gateway.ids()[0].startswith("a-3.")
                 await agent.gone.wait()
                 assert (set(agent.orders), ray.killed) == ({"kill"}, ["a-1.1"])
+
+    run(scenario)
+
+
+def test_adapters_may_have_been_loaded_since_the_start() -> None:
+    async def scenario() -> None:
+        model = {"model": "vllm:/models/x", "python": "/usr/bin/python3", "options": {"adapters": {"fr": "fr"}}}
+        served = config(a={**model, "replicas": 2})
+        before = served.deployments["a"].with_adapters({})
+        async with clustered() as ray:
+            # An agent knows where the adapter is, not what the configuration calls that.
+            await ray.add("a-1.1", before, adapters={"fr": "/models/fr"})
+            unloaded = await ray.add("a-1.2", before)
+            async with supervised(ray, served) as (_, gateway):
+                await until(lambda: len(gateway.ids()) == 2)
+                assert gateway.ids()[0] == "a-1.1"
+                await unloaded.gone.wait()
+                assert ray.killed == ["a-1.2"]
 
     run(scenario)
 
@@ -495,3 +517,72 @@ def test_it_gives_way_to_one_that_has_followed(caplog: pytest.LogCaptureFixture)
 
     run(scenario)
     assert "another supervisor has followed" in caplog.text
+
+
+# As a process
+
+PROCESS = """
+import asyncio, os, sys
+from pathlib import Path
+from app.cluster import supervisor
+from app.cluster.ray_client import ActorGone
+folder = Path(sys.argv[1])
+class Ray:
+    def __init__(self, address):
+        assert address == "head:6379"
+    async def node_addresses(self):
+        return set(sys.argv[2].split())
+    async def get(self, key):
+        return (folder / key).read_bytes() if (folder / key).exists() else None
+    async def put(self, key, value):
+        (folder / key).write_bytes(value)
+    async def delete(self, key):
+        (folder / key).unlink(missing_ok=True)
+    async def replicas(self):
+        return {}
+    async def start_replica(self, *arguments):
+        return "actor"
+    async def said(self, actor, timeout_s=None):
+        await asyncio.Event().wait()
+    async def missing(self, placement):
+        return ""
+    async def kill(self, actor):
+        pass
+supervisor.RayClient = Ray
+supervisor.main()
+"""
+
+
+def process(folder: Path, orders: bytes | None, nodes: str = "10.0.0.1") -> tuple[dict[str, Any], int]:
+    """The first line of a supervisor's process, and its exit status after these orders, or without any more of them."""
+    found = subprocess.Popen(
+        [sys.executable, "-c", PROCESS, str(folder), nodes], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "HEADWATER_RAY": "head:6379", "HEADWATER_NODE": "10.0.0.1"},
+    )  # fmt: skip
+    assert found.stdin is not None
+    assert found.stdout is not None
+    write_spec(found.stdin, pickle.dumps(SupervisorSpec(config(), ())))
+    said = json.loads(found.stdout.readline())
+    if orders is not None:
+        found.stdin.write(orders)
+        found.stdin.flush()
+        found.wait()
+    found.stdin.close()
+    status = found.wait()
+    found.stdout.close()
+    return said, status
+
+
+def test_each_process_has_a_greater_epoch_and_only_a_stop_ends_it_for_good(tmp_path: Path) -> None:
+    first, status = process(tmp_path, None)
+    assert (first["epoch"], status, (tmp_path / DESIRED).exists()) == (1, 1, True)  # Ray starts another one
+    assert first["address"].startswith("127.0.0.1:")  # not this node's address, as there is no TLS
+    second, status = process(tmp_path, b"stop\n")
+    assert (second["epoch"], status, (tmp_path / DESIRED).exists()) == (2, 0, False)
+    assert second["token"] != first["token"]
+
+
+def test_several_machines_need_tls(tmp_path: Path) -> None:
+    said, status = process(tmp_path, None, "10.0.0.1 10.0.0.2")
+    assert said["error"].startswith("cluster.tls: expected a folder with ca.crt, tls.crt and tls.key")
+    assert status == 0  # another start would fail in the same way

@@ -1,0 +1,94 @@
+"""How a gateway finds the cluster's supervisor; the process that asks Ray is a script here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from app.cluster import discovery
+from app.cluster.discovery import announcements
+from app.cluster.supervisor import Announcement, SupervisorSpec
+from app.config.schema import Config
+from app.errors import StartError
+
+SEARCH = """
+import pickle, sys
+from pathlib import Path
+from app.cluster.holder import read_spec
+spec = pickle.loads(read_spec(sys.stdin.buffer))
+with Path(sys.argv[1]).open("a") as log:
+    print("none" if spec is None else " ".join(spec.config.deployments), file=log)
+for line in sys.argv[2:]:
+    print(line, flush=True)
+"""
+SPEC = SupervisorSpec(Config.model_validate({"deployments": {"a": {"model": "m:M"}}}), ())
+
+
+def announcement(epoch: int) -> Announcement:
+    return Announcement(f"10.0.0.1:{epoch}", "secret", epoch, "digest", {}, {}, False, None)
+
+
+def said(epoch: int) -> str:
+    return msgspec.json.encode(announcement(epoch)).decode()
+
+
+@pytest.fixture
+def searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
+    """What one search after the other says; the last one says it again and again."""
+    monkeypatch.setattr(discovery, "RESTART_S", 0.01)
+    found: list[list[str]] = []
+    started: list[subprocess.Popen[bytes]] = []
+
+    def search(address: str) -> subprocess.Popen[bytes]:
+        assert address == "head:6379"
+        lines = found.pop(0) if len(found) > 1 else found[0]
+        command = [sys.executable, "-c", SEARCH, str(tmp_path / "log"), *lines]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        return started[-1]
+
+    monkeypatch.setattr(discovery, "_search", search)
+    yield found
+    for process in started:
+        process.wait()
+
+
+def first(count: int, spec: SupervisorSpec | None) -> list[Announcement]:
+    """So many of the announcements that come first."""
+
+    async def main() -> list[Announcement]:
+        found = []
+        async with contextlib.aclosing(announcements("head:6379", spec)) as all_of_them:
+            async for one in all_of_them:
+                found.append(one)
+                if len(found) == count:
+                    break
+        return found
+
+    return asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_each_supervisor_is_told_over_searches_that_end(searches: list[list[str]], tmp_path: Path) -> None:
+    searches += [[said(1), said(2)], ['{"error": "Ray is gone for now"}'], [said(3)]]
+    assert first(3, SPEC) == [announcement(1), announcement(2), announcement(3)]
+    # Only the first search may start a supervisor: a later one would serve again what was stopped.
+    assert (tmp_path / "log").read_text().split() == ["a", "none", "none"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"error": "cluster.address: no Ray at auto"}'], r"^cluster\.address: no Ray at auto$"),
+        ([], r"^cluster: the search for the supervisor ended without a result"),
+    ],
+)
+def test_what_is_wrong_at_the_start_is_told(searches: list[list[str]], lines: list[str], message: str) -> None:
+    searches.append(lines)
+    with pytest.raises(StartError, match=message):
+        first(1, None)
