@@ -25,7 +25,8 @@ MISSED_BEATS: Final = 3
 """After so many an agent is out of reach."""
 RETRY_S: Final = 0.5
 REFUSALS: Final = 2
-"""After so many refused connections in a row the agent has ended."""
+"""After so many refused connections in a row the agent has ended, for its supervisor. A gateway may be refused on its
+way, and tries again."""
 
 
 class AgentLink:
@@ -74,7 +75,7 @@ class AgentLink:
                 await self._talk()
             except ConnectionRefusedError:
                 self._refusals += 1
-                self.has_ended = self._refusals >= REFUSALS
+                self.has_ended = bool(self._epoch) and self._refusals >= REFUSALS
             except (OSError, EOFError, asyncio.TimeoutError, ValueError, msgspec.MsgspecError) as error:
                 logger.debug("%s: %s", self._address, error)
             finally:
