@@ -25,7 +25,8 @@ MISSED_BEATS: Final = 3
 """After so many an agent is out of reach."""
 RETRY_S: Final = 0.5
 REFUSALS: Final = 2
-"""After so many refused connections in a row the agent has ended."""
+"""After so many refused connections in a row the agent has ended, for its supervisor. A gateway may be refused on its
+way, and tries again."""
 
 
 class AgentLink:

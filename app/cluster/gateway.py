@@ -53,10 +53,8 @@ class _Watch:
         self.is_reachable = True
         self.use: GroupUse | None = None
         self._on_reach = on_reach
-        link = AgentLink(
-            route.http_address, route.token, 0, tls, on_beat=self._take, on_reach=self._note
-        )  # fmt: skip
-        self.task = asyncio.create_task(link.run())
+        self.link = AgentLink(route.http_address, route.token, 0, tls, on_beat=self._take, on_reach=self._note)
+        self.task = asyncio.create_task(self.link.run())
 
     def _take(self, beat: Beat) -> None:
         self.use = GroupUse(beat.threads, beat.resident_bytes, beat.gpu_bytes, beat.gpu_utilization)

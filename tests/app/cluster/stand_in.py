@@ -56,9 +56,9 @@ class Agent:
         self._port = Port("m", ReplicaRoute(id, "unix:/nonexistent/h", token), tls=tls, on_control=self._listen)
         self._writers: set[asyncio.StreamWriter] = set()
 
-    async def open(self, beats: bool = True, **said: Any) -> None:
+    async def open(self, beats: bool = True, port: int = 0, **said: Any) -> None:
         """Open the port, and have this said there."""
-        self.address = await self._port.start("127.0.0.1")
+        self.address = await self._port.start("127.0.0.1", port)
         node = "127.0.0.1"
         route = msgspec.structs.replace(self.state.route, http_address=self.address, node=node)
         self.say(route=route, **said)

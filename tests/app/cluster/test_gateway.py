@@ -240,6 +240,25 @@ def test_replicas_out_of_reach_are_set_aside_until_they_are_back() -> None:
     run(scenario)
 
 
+def test_a_replica_that_refused_connections_is_taken_back() -> None:
+    async def scenario() -> None:
+        agent, again = Agent("a-4.1"), Agent("a-4.1")
+        await agent.open(**READY)
+        supervisor = Supervisor(4)
+        async with joining(supervisor) as bench:
+            worker = bench.workers[0]
+            supervisor.control.publish(table(agent.state.route))
+            await until(lambda: worker.ids == ["a-4.1"] and bool(agent.epochs))
+            await agent.end()
+            link = bench.uplink._watches["a-4.1"].link
+            await until(lambda: worker.ids == [] and link._refusals > agent_link.REFUSALS)
+            await again.open(port=host_and_port(agent.address)[1], **READY)
+            await until(lambda: worker.ids == ["a-4.1"])
+        await again.end()
+
+    run(scenario)
+
+
 def test_drains_are_passed_on_and_summed() -> None:
     async def scenario() -> None:
         supervisor = Supervisor(4)
