@@ -41,6 +41,11 @@ def test_the_model_side_imports_no_web_framework_and_nothing_of_ours_from_the_ht
     assert not loaded & {"fastapi", "starlette", "uvicorn", "app"}
 
 
+@pytest.mark.parametrize("module", ["app.cli.main", "app.supervisor.supervisor", "app.gateway.worker"])
+def test_without_a_cluster_nothing_of_ray_is_imported(module: str) -> None:
+    assert not modules_after(f"import {module}") & {"ray", "app.cluster"}
+
+
 def test_declaring_a_model_needs_no_torch() -> None:
     assert "torch" not in modules_after("from inference import Model, Tensor, Parameter, Embedding, BadInput")
 

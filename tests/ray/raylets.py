@@ -269,16 +269,20 @@ def supervisors(address: str) -> list[psutil.Process]:
     return _named("app.cluster.supervisor", address)
 
 
-def hosts(address: str) -> list[psutil.Process]:
-    """The hosts of a cluster's replicas."""
-    return _named("inference.replica", address)
+def hosts(address: str, model: str = "") -> list[psutil.Process]:
+    """The hosts of a cluster's replicas, of one model if it is named."""
+    return _named("inference.replica", address, model)
 
 
-def _named(module: str, address: str) -> list[psutil.Process]:
+def _named(module: str, address: str, argument: str = "") -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         command = process.info["cmdline"] or []
-        if process.info["status"] == psutil.STATUS_ZOMBIE or command[1:3] != ["-m", module]:
+        if (
+            process.info["status"] == psutil.STATUS_ZOMBIE
+            or command[1:3] != ["-m", module]
+            or (argument and argument not in command)
+        ):
             continue
         with contextlib.suppress(psutil.Error):
             if process.environ().get("HEADWATER_RAY") == address:

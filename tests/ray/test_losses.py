@@ -46,20 +46,13 @@ class Timed:
 
 def one_agent(served: Served, model: str = "scale") -> psutil.Process:
     """The agent of a replica of a model."""
-    for host in hosts(served.address):
-        if model in host.cmdline():
-            return next(one for one in host.parents() if one in agents(served.address))
-    raise AssertionError("no agent")
+    host = one_host(served, model)
+    return next(one for one in host.parents() if one in agents(served.address))
 
 
 def one_host(served: Served, model: str = "scale") -> psutil.Process:
     """The host of a replica of a model."""
-    return next(one for one in hosts(served.address) if model in one.cmdline())
-
-
-def node_of(served: Served, process: psutil.Process) -> Any:
-    """The node that a process runs on."""
-    return next(node for node in served.raylets.nodes if process in served.raylets.tree(node))
+    return hosts(served.address, model)[0]
 
 
 def node_with_replica(served: Served, *, of_supervisor: bool) -> Any:
@@ -68,8 +61,8 @@ def node_with_replica(served: Served, *, of_supervisor: bool) -> Any:
     nodes = [node for node in served.raylets.nodes if (supervisor in served.raylets.tree(node)) is of_supervisor]
     if not nodes:
         pytest.skip("the supervisor is on the head")
-    found = [node for node in nodes if any("scale" in one.cmdline() for one in served.raylets.tree(node))]
-    return found[0]
+    found = set(hosts(served.address, "scale"))
+    return next(node for node in nodes if found & set(served.raylets.tree(node)))
 
 
 def test_a_replicas_group_is_killed(served: Served) -> None:
@@ -116,11 +109,11 @@ def test_the_supervisor_is_killed_and_adopts_what_runs(served: Served, holder: b
 def test_the_supervisor_is_killed_while_a_replica_starts_and_none_is_doubled_or_lost(served: Served) -> None:
     os.killpg(one_host(served).pid, signal.SIGKILL)
     wait_for(lambda: served.serving.replicas() == 1)
-    wait_for(lambda: len([one for one in hosts(served.address) if "scale" in one.cmdline()]) == 2, 20, "a start")
+    wait_for(lambda: len(hosts(served.address, "scale")) == 2, 20, "a start")
     supervisors(served.address)[0].kill()
     wait_for(lambda: served.serving.replicas() == 2, 40, "two replicas")
     wait_for(lambda: len(agents(served.address)) == 5, 20, "five agents, of which none is left over")
-    assert len([one for one in hosts(served.address) if "scale" in one.cmdline()]) == 2
+    assert len(hosts(served.address, "scale")) == 2
 
 
 @pytest.mark.parametrize("turn", range(int(os.environ.get("HEADWATER_TURNS", "2"))))
@@ -157,6 +150,6 @@ def test_a_node_hangs(served: Served) -> None:
     timed.report("node hung")
     assert timed.out_s < 4
     assert len(timed.failed) <= 4  # what it held: two calls of each gateway
-    wait_for(lambda: len([one for one in hosts(served.address) if "scale" in one.cmdline()]) == 2, 60, "the old to end")
+    wait_for(lambda: len(hosts(served.address, "scale")) == 2, 60, "the old to end")
     served.raylets.kill(node)
     served.make_whole()

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.ray.conftest import Served
-from tests.ray.raylets import Gateway, Load, hosts
+from tests.ray.raylets import Gateway, Load, hosts, supervisors
 from tests.running import wait_for
 
 pytestmark = pytest.mark.ray
@@ -37,7 +37,7 @@ def test_unload_and_load_through_different_gateways(served: Served) -> None:
     answer = served.joined.command("unload")
     assert (answer.status_code, answer.json()["leftovers"]) == (200, [])
     assert answer.json()["freed"]["host_bytes"] > 100e6
-    assert not [one for one in hosts(served.address) if "scale" in one.cmdline()]
+    assert hosts(served.address, "scale") == []
     wait_for(lambda: infer(served.serving, "scale", 1).status_code == 503)
     assert served.serving.command("load").status_code == 200
     wait_for(lambda: infer(served.joined, "scale", 1).status_code == 200)
@@ -88,7 +88,7 @@ def test_a_request_that_takes_two_replicas_down_is_refused_by_all_gateways(serve
 def test_what_operators_changed_outlives_the_supervisor(served: Served) -> None:
     assert served.serving.command("unload", "pieces").status_code == 200
     assert served.serving.command("scale", body={"min": 2, "max": 3}).status_code == 200
-    for process in _supervisors(served):
+    for process in supervisors(served.address):
         process.kill()
     wait_for(lambda: served.joined.command("load").status_code == 409, 30, "the next supervisor")
 
@@ -119,9 +119,3 @@ def test_another_configuration_is_refused(served: Served, folder: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "app", "serve", str(path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "it serves other deployments than this configuration; expected `headwater join`" in done.stderr
-
-
-def _supervisors(served: Served) -> list[Any]:
-    from tests.ray.raylets import supervisors
-
-    return supervisors(served.address)
