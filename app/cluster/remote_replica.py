@@ -218,6 +218,7 @@ class RemoteReplica:
                     asking = asyncio.create_task(self._context.ray.said(self._actor))
                 elif asking.done():
                     self._placed.set()  # what fails from now on is no lack of capacity
+                    self._missing = ""
                     if not (said := asking.result()):
                         raise ActorGone("its agent ended before it had opened its port; see Ray's log of the actor")
                     return said

@@ -152,6 +152,7 @@ class Slot:
                 self._owner.note_crash(self, replica)
         elif not replica.has_place:
             self._owner.note_no_capacity(self, replica.account())
+            return
         else:
             self._failed_starts += 1
             recorder().count("headwater_replica_start_failures", self._owner.name)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from app.cluster.agent import AgentSpec, digest
-from app.cluster.messages import LISTENER, Ask, Beat, Hello, Order, Said, State, encode
+from app.cluster.messages import LISTENER, Adapters, Ask, Beat, Hello, Order, Said, State, encode
 from app.cluster.port import Port
 from app.cluster.ray_client import PREFIX, ActorGone
 from app.config.schema import Deployment
@@ -108,6 +108,8 @@ class Agent:
                 if isinstance(message, Order):
                     self.orders.append(message.what)
                     self.say(is_ending=True, has_exited=True, reason="stopped" if message.what == "stop" else "killed")
+                elif isinstance(message, Adapters):
+                    self.say(adapters=message.adapters)
                 elif isinstance(message, Ask):
                     self.asked.append(message)
                     if self.answer is not None:

@@ -239,7 +239,7 @@ def test_the_greatest_epoch_is_obeyed() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("message", [Order("kill"), Ask(1, "/v1/load_lora_adapter", "{}", 1)])
+@pytest.mark.parametrize("message", [Order("kill"), Adapters({"a": "a"}), Ask(1, "/v1/load_lora_adapter", "{}", 1)])
 def test_a_gateway_can_order_nothing(message: Any) -> None:
     async def scenario() -> None:
         async with agent() as bench:
@@ -248,7 +248,7 @@ def test_a_gateway_can_order_nothing(message: Any) -> None:
             gateway.send(message)
             await gateway.end()
             state = await (await bench.listen(0)).heard(lambda state: True)
-            assert not state.is_ending
+            assert (state.is_ending, state.adapters) == (False, {})
             assert len(group_members({bench.group()})) == 2
 
     run(scenario)
@@ -315,10 +315,12 @@ def test_what_is_asked_of_vllm_is_answered_and_adapters_are_kept() -> None:
                 assert await one.said() == Said(number, 200, f"/v1/load_lora_adapter {name}")
             one.send(Ask(3, "/v1/load_lora_adapter", json.dumps({"lora_name": "bad", "lora_path": "/bad"}), 10))
             assert await one.said() == Said(3, 400, "/v1/load_lora_adapter bad")
+            state = await (await bench.listen(1)).heard(lambda state: True)
+            assert state.adapters == {}  # the supervisor tells what they are called
             one.send(Adapters({"a": "a", "b": "b"}))
             await gateway.heard(lambda state: state.adapters == {"a": "a", "b": "b"})
             # The next supervisor learns what there is.
-            assert (await (await bench.listen(2)).heard(lambda state: True)).adapters == {"b": "/b"}
+            assert (await (await bench.listen(2)).heard(lambda state: True)).adapters == {"a": "a", "b": "b"}
 
     run(scenario)
 

@@ -334,6 +334,38 @@ def test_a_silent_supervisor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 # Its start
 
 
+@pytest.mark.parametrize("ending", ["table", "stop"])
+def test_nothing_is_known_before_the_first_table(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(4)
+        supervisor.control.publish(table(plain("a-4.1")))
+        announcement = await supervisor.start()
+        bench = Bench(msgspec.structs.replace(announcement, epoch=3, address="127.0.0.1:1"))
+        connect, tries = bench.uplink._connect, 0
+
+        async def count(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            nonlocal tries
+            tries += 1
+            return await connect(address)
+
+        monkeypatch.setattr(bench.uplink, "_connect", count)
+        preparing = asyncio.create_task(bench.uplink.prepare())
+        await until(lambda: tries > 3)
+        assert not preparing.done()
+        if ending == "table":
+            await bench.found.put(announcement)
+        else:
+            bench.gateway._host.stop()
+        await preparing
+        ids = [one.id for route in bench.uplink.routes(2) for one in route.replicas]
+        assert ids == (["a-4.1"] if ending == "table" else [])
+        await bench.uplink.end(lambda: True)
+        await bench.gateway._control.close()
+        await supervisor.control.close()
+
+    run(scenario)
+
+
 def announcing(monkeypatch: pytest.MonkeyPatch, said: Announcement) -> None:
     async def found(address: str, spec: object) -> AsyncGenerator[Announcement, None]:
         yield said
@@ -346,6 +378,30 @@ def test_a_cluster_that_serves_something_else_is_not_served(monkeypatch: pytest.
     announcing(monkeypatch, msgspec.structs.replace(Supervisor(1).announcement, address="127.0.0.1:1"))
     with pytest.raises(StartError, match="it serves other deployments than this configuration; expected `headwater jo"):
         asyncio.run(serve_gateway(other, (), "auto", {}, lambda url, served: None))
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_without_keys_no_gateway_stands_beside_those_that_ask_for_them(
+    monkeypatch: pytest.MonkeyPatch, joins: bool
+) -> None:
+    async def serve(self: ClusterGateway) -> int:
+        return 7
+
+    def start() -> int:
+        served = None if joins else CONFIG.with_cluster(Cluster(engine="ray"))
+        return asyncio.run(serve_gateway(served, (), "auto", {}, lambda url, served: None))
+
+    monkeypatch.setattr(ClusterGateway, "run", serve)
+    monkeypatch.delenv("HEADWATER_KEYS", raising=False)
+    said = msgspec.structs.replace(Supervisor(1).announcement, asks_for_keys=True)
+    announcing(monkeypatch, said)
+    with pytest.raises(StartError, match="the cluster's other gateways ask for API keys, and this machine has none"):
+        start()
+    monkeypatch.setenv("HEADWATER_KEYS", "")
+    assert start() == 7
+    monkeypatch.delenv("HEADWATER_KEYS")
+    announcing(monkeypatch, msgspec.structs.replace(said, asks_for_keys=False))
+    assert start() == 7
 
 
 def test_who_joins_has_the_clusters_settings_and_his_own_flags(tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -102,12 +102,28 @@ def raylet(is_restarted: bool = False) -> Iterator[Raylet]:
 
 @pytest.mark.parametrize("spec", [b"", b"x", bytes(range(256)) * 1000])
 def test_a_spec_is_read_as_it_was_written_and_what_follows_is_not(spec: bytes) -> None:
-    stream = io.BytesIO()
-    write_spec(stream, spec)
-    stream.write(b"orders\n")
-    stream.seek(0)
-    assert read_spec(stream) == spec
-    assert stream.read() == b"orders\n"
+    source, sink = os.pipe()
+
+    def write() -> None:
+        with open(sink, "wb") as stream:
+            write_spec(stream, spec)
+            stream.write(b"orders\n")
+
+    writing = threading.Thread(target=write)  # the pipe holds less than the largest
+    writing.start()
+    with open(source, "rb") as stream:
+        assert read_spec(stream) == spec
+        assert os.read(source, 100) == b"orders\n"
+    writing.join()
+
+
+@pytest.mark.parametrize("written", [b"", b"\x05\0\0", (5).to_bytes(8, "little") + b"four"])
+def test_a_spec_that_is_incomplete_is_none(written: bytes) -> None:
+    source, sink = os.pipe()
+    os.write(sink, written)
+    os.close(sink)
+    with open(source, "rb") as stream, pytest.raises(EOFError, match="the specification is incomplete"):
+        read_spec(stream)
 
 
 def test_the_process_gets_its_spec_its_environment_and_orders() -> None:

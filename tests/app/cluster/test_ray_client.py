@@ -7,6 +7,7 @@ import inspect
 import sys
 import types
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -94,18 +95,31 @@ class Kind:
         return self.given, arguments
 
 
+class Reference:
+    """What a call of an actor returns at once."""
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def future(self) -> Future[object]:
+        found: Future[object] = Future()
+        if isinstance(self.answer, Exception):
+            found.set_exception(self.answer)
+        else:
+            found.set_result(self.answer)
+        return found
+
+
 class Actor:
     """An actor that answers, or raises."""
 
     def __init__(self, answer: object) -> None:
-        self.said = types.SimpleNamespace(remote=lambda: answer)
+        self.said = self.order = types.SimpleNamespace(remote=lambda *arguments: Reference(answer))
 
 
-def get(answer: object, timeout: float | None = None) -> object:
+def get(reference: Reference, timeout: float | None = None) -> object:
     """Stands for `ray.get`."""
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+    return reference.future().result(timeout)
 
 
 def get_actor(name: str) -> object:
@@ -205,10 +219,15 @@ def test_an_actor_that_is_gone_is_told_from_one_that_can_not_be_reached(
 ) -> None:
     with pytest.raises(error, match=text):
         asyncio.run(client.said(Actor(answer)))
+    with pytest.raises(error, match=text):
+        client.ask(Actor(answer), 1)
+    with pytest.raises(error, match=text):
+        client.ask_order(Actor(answer), "stop")
 
 
 def test_actors_are_found_by_name(client: RayClient) -> None:
     assert asyncio.run(client.said(Actor("10.0.0.1:1 token"))) == "10.0.0.1:1 token"
+    assert client.ask(Actor("10.0.0.1:1 token"), 1) == "10.0.0.1:1 token"
     assert list(asyncio.run(client.replicas())) == ["replica:a-1.1", "replica:b-1.2"]
     assert client.find("supervisor") == "supervisor"
     with pytest.raises(ActorGone):

@@ -80,10 +80,15 @@ def test_from_its_place_over_its_stages_to_ready() -> None:
         async with followed() as one:
             replica, agent = one.replica, one.agent
             await until(lambda: "waiting for a place in the cluster" in one.stages)
+            await replica.wait_for_place(0)
+            assert not replica.has_place
             one.ray.shortage = "it takes 2 GPU, and the largest node has 1"
             waiting = f"no node can have it: {one.ray.shortage}; waiting for one that can"
             await until(lambda: one.stages[-1] == waiting)
+            placing = asyncio.create_task(replica.wait_for_place(60))
             await agent.open(stage="importing")
+            await placing
+            assert replica.has_place
             await until(lambda: one.stages[-1] == "importing")
             agent.say(stage="loading")
             await until(lambda: one.stages[-1] == "loading")
@@ -117,6 +122,7 @@ def test_one_that_ends_by_itself_says_why_and_what_is_left() -> None:
             replica = one.replica
             assert (replica.account(), replica.cause()) == ("killed by SIGSEGV; the last lines", "it crashed")
             assert await replica.remains() == ["folder /x"]
+            assert (replica.has_place, replica.is_lost_with_node) == (True, False)
             assert await replica.use() == GroupUse()
             assert one.ray.killed == ["m-5.1"]
 
@@ -161,6 +167,7 @@ def test_out_of_reach_for_too_long_it_counts_as_lost(monkeypatch: pytest.MonkeyP
             one.agent.leave()
             assert await one.end() == "its node could not be reached for 0.3 s"
             assert (one.ray.killed, one.reaches) == (["m-5.1"], [False])
+            assert one.replica.is_lost_with_node
 
     run(scenario)
 
@@ -193,6 +200,8 @@ def test_what_ray_cannot_place_ends_with_its_reason() -> None:
             one.place.set_exception(RuntimeError("no such resource\nat line 3"))
             await one.following
             assert one.replica.reason == "Ray could not run it: no such resource"
+            await one.replica.wait_for_place(60)  # no longer, as it has ended
+            assert not one.replica.has_place
             assert one.ray.killed == []
 
     run(scenario)
@@ -255,20 +264,19 @@ def test_a_supervisor_that_another_one_has_followed_is_told() -> None:
     run(scenario)
 
 
-def test_adapters_have_the_folders_that_the_configuration_names() -> None:
-    """An agent is told where they are; compared with the configuration, they would be other ones."""
-
+def test_adapters_are_the_agents_at_first_and_then_it_is_told() -> None:
     async def scenario() -> None:
-        async with followed(**READY, adapters={"early": "/models/early"}) as one:
+        async with followed(**READY, adapters={"early": "early"}) as one:
             replica, agent = one.replica, one.agent
             await replica.ready
-            assert replica.adapters == {"early": "/models/early"}
-            replica.adapters = {**replica.adapters, "late": "late"}
-            agent.say(adapters={"early": "/models/early", "late": "/models/late"}, batch_limit=3)
+            assert replica.adapters == {"early": "early"}
+            replica.adapters = {"early": "early", "late": "late"}
+            agent.say(batch_limit=3)  # it has not been told yet
             await until(lambda: replica.batch_limit == 3)
-            assert replica.adapters == {"early": "/models/early", "late": "late"}
-            agent.say(adapters={"late": "/models/late"})
-            await until(lambda: replica.adapters == {"late": "late"})
+            assert replica.adapters == {"early": "early", "late": "late"}
+            await until(lambda: agent.state.adapters == {"early": "early", "late": "late"})
+            replica.adapters = {"late": "late"}
+            await until(lambda: agent.state.adapters == {"late": "late"})
 
     run(scenario)
 

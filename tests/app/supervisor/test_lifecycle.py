@@ -25,6 +25,8 @@ from app.supervisor.host import Host
 from app.supervisor.lifecycle import Lifecycle
 from app.supervisor.replica_memory import ReplicaMemory
 from app.supervisor.replica_set import ReplicaSet
+from app.telemetry.recorder import recorder, use
+from app.telemetry.store import Key, Store
 from inference.signature import Signature, TensorSpec
 
 SIGNATURES = {
@@ -121,7 +123,7 @@ class Supervisor(Host):
         self.sets = self.deployments.sets
         self.lifecycle = Lifecycle(self.deployments, self)
         self.launched: list[Replica] = []
-        self.auto_ready = True
+        self.auto_ready = self.has_place = True
         self.failing: set[str] = set()
         """Deployments of which nothing starts."""
         self.drains: list[tuple[str, float, list[str] | None]] = []
@@ -134,11 +136,12 @@ class Supervisor(Host):
         replica = Replica(name, f"{name}-{len(self.launched)}", exited)
         replica.config = config
         replica.device = config.placements[0]
+        replica.has_place = self.has_place
         self.launched.append(replica)
         on_progress("importing")
         if name in self.failing:
             replica.end("RuntimeError: no weights here")
-        elif self.auto_ready:
+        elif self.auto_ready and self.has_place:
             replica.get_ready()
         return replica
 
@@ -369,6 +372,47 @@ def test_a_deployment_that_has_given_up_can_be_loaded() -> None:
         supervisor.failing.clear()
         assert await supervisor.told("load", "a") == (200, "")
         assert (a.state, a.has_given_up) == (State.READY, False)
+
+    run(scenario)
+
+
+def test_without_a_place_no_start_has_failed_and_the_slot_waits() -> None:
+    use(Store())
+
+    async def scenario() -> None:
+        supervisor = Supervisor(one(load_timeout_s=60))
+        supervisor.has_place = False
+        await supervisor.start()
+        a = supervisor.sets["a"]
+        await until(lambda: len(supervisor.launched) > 10)  # more than failed starts may be
+        assert (a.state, a.has_given_up) == (State.LOADING, False)
+        assert a.shortage == "no place for it within load_timeout_s = 60 s"
+        supervisor.has_place = True
+        await until(lambda: a.state is State.READY)
+        assert (list(a.ready), a.shortage) == ([supervisor.launched[-1].id], "")
+        assert all(replica.exited.done() for replica in supervisor.launched[:-1])
+        counted = recorder().store.snapshot().records
+        for name in ("headwater_replica_start_failures", "headwater_replica_restarts"):
+            assert Key(name, ("a",)) not in counted
+
+    run(scenario)
+
+
+def test_a_loss_with_the_node_is_no_crash() -> None:
+    use(Store())
+
+    async def scenario() -> None:
+        supervisor = Supervisor(one(max_crashes=1))
+        await supervisor.start()
+        a = supervisor.sets["a"]
+        for count in range(1, 4):
+            supervisor.launched[-1].is_lost_with_node = True
+            supervisor.launched[-1].end("its node is gone")
+            await until(lambda count=count: list(a.ready) == [f"a-{count}"])  # type: ignore[misc]
+        assert recorder().store.snapshot().records[Key("headwater_replica_restarts", ("a",))] == [3]
+        supervisor.launched[-1].end("killed by SIGSEGV")
+        await until(lambda: a.state is State.FAILED)
+        assert (a.has_given_up, len(supervisor.launched)) == (True, 4)
 
     run(scenario)
 
@@ -675,7 +719,7 @@ def test_a_reload_with_a_config_switches_to_it_with_the_new_replicas() -> None:
         ("{", 400, "parameters.config: not valid JSON"),
         ({"timeout_s": 0}, 400, "`deployments.a.timeout_s`: input should be greater than 0, got 0"),
         ({"colour": "blue"}, 400, "`deployments.a.colour`: unknown field"),
-        ({"replicas": 65}, 400, "`deployments.a.replicas"),
+        ({"replicas": 1001}, 400, "`deployments.a.replicas"),
         ({"options": {"mode": "x"}}, 403, "parameters.config.options: it chooses what is executed"),
         ({"model": "os:system"}, 403, "parameters.config.model: it chooses what is executed"),
     ],
