@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from app import __version__
-from app.config.schema import Config, read_config
+from app.config.schema import read_config
 from tests.deploy.charts import DEPLOY
 
 FOLDER = DEPLOY / "ray"
@@ -69,6 +69,5 @@ def test_no_replica_is_placed_on_the_head(name: str) -> None:
     assert "--num-cpus=0" in start
 
 
-@pytest.mark.skipif("cluster" not in Config.model_fields, reason="needs the configuration's `cluster`")
 def test_headwater_takes_the_configuration() -> None:
     assert set(read_config(CONFIG, source="headwater.yaml", environment={}, flags={}).deployments) == {"scale", "text"}

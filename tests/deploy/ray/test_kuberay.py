@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from app import __version__
-from app.config.schema import Config, read_config
+from app.config.schema import read_config
 from tests.deploy.charts import DEPLOY, VERSIONS, Manifest, only, problems, variants
 
 FOUND: list[Manifest] = [
@@ -23,7 +23,6 @@ TEMPLATES: dict[str, Any] = {
     "gateway": only(FOUND, "Deployment")["spec"]["template"],
 }
 CONFIG: Any = yaml.safe_load(only(FOUND, "ConfigMap")["data"]["config.yaml"])
-KNOWS_CLUSTERS = pytest.mark.skipif("cluster" not in Config.model_fields, reason="needs the configuration's `cluster`")
 TOKEN = {"secretKeyRef": {"name": "headwater-ray", "key": "auth_token"}}
 
 
@@ -185,6 +184,5 @@ def test_the_head_serves_the_configuration() -> None:
     assert {"name": "http", "containerPort": CONFIG["server"]["port"]} in server["ports"]
 
 
-@KNOWS_CLUSTERS
 def test_headwater_takes_the_configuration() -> None:
     assert set(read_config(CONFIG, source="config.yaml", environment={}, flags={}).deployments) == {"scale", "text"}
