@@ -20,6 +20,9 @@ DEPLOYMENTS: dict[str, Any] = {
 }
 
 
+RELOADS = 10
+
+
 class Served(NamedTuple):
     """A cluster of three nodes, one of them the head, and what is served on it."""
 
@@ -37,7 +40,16 @@ class Served(NamedTuple):
         """Have two nodes again, and a replica of ``scale`` on each."""
         self.raylets.keep(2)
         wait_for(lambda: self.serving.replicas() == 2, 90, "two replicas", every_s=0.1)
-        assert self.serving.command("reload").status_code == 200
+        self.spread()
+
+    def spread(self) -> None:
+        """Have a replica of ``scale`` on each node: Ray spreads all actors, not those of a deployment."""
+        for _ in range(RELOADS):
+            of_scale = set(hosts(self.address, "scale"))
+            if all(of_scale & set(self.raylets.tree(node)) for node in self.raylets.nodes):
+                return
+            assert self.serving.command("reload").status_code == 200
+        raise AssertionError(f"after {RELOADS} reloads both replicas are on one node")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +65,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
                 gateway(found.address, folder, DEPLOYMENTS, tls=tls) as serving,
                 gateway(found.address, folder, None) as joined,
             ):
-                yield Served(found, serving, joined)
+                served = Served(found, serving, joined)
+                served.spread()
+                yield served
         finally:
             stop_cluster(found.address)
             left = [*hosts(found.address), *agents(found.address), *supervisors(found.address)]
