@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import os
-import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -22,6 +22,7 @@ import msgspec
 from app.cluster.holder import read_spec
 from app.cluster.messages import BEAT_S, LISTENER, Adapters, Ask, Beat, Hello, Order, Said, State, encode
 from app.cluster.port import Port
+from app.config.content import content
 from app.config.schema import Deployment
 from app.control.messages import Drained
 from app.control.routing import ReplicaRoute
@@ -58,6 +59,19 @@ class AgentSpec(NamedTuple):
     """The address that the port listens on; None: this node's with TLS, and without it 127.0.0.1."""
     tls: Path | None
     log_format: Literal["auto", "human", "json"]
+
+    def encoded(self) -> bytes:
+        """As JSON."""
+        return json.dumps({name: content(value) for name, value in self._asdict().items()}).encode()
+
+    @classmethod
+    def decoded(cls, raw: bytes) -> AgentSpec:
+        """From JSON."""
+        found = json.loads(raw)
+        for name in ("runtime_dir", "tls"):
+            found[name] = None if found[name] is None else Path(found[name])
+        found["deployment"] = Deployment.model_validate(found["deployment"])
+        return cls(**{**found, "user_paths": tuple(found["user_paths"])})
 
 
 def digest(deployment: Deployment) -> bytes:
@@ -259,7 +273,7 @@ async def _no_drain(*_: object) -> Drained:
 
 def main() -> None:
     """Entry point; see the module's docstring."""
-    spec: AgentSpec = pickle.loads(read_spec(sys.stdin.buffer))
+    spec = AgentSpec.decoded(read_spec(sys.stdin.buffer))
     set_up_logging(spec.log_format)
     os.set_blocking(sys.stdin.fileno(), True)
 

@@ -14,7 +14,6 @@ import functools
 import json
 import logging
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -65,7 +64,7 @@ async def announcements(address: str, spec: SupervisorSpec | None) -> AsyncGener
         assert process.stdout is not None
         transport: asyncio.BaseTransport | None = None
         try:
-            write_spec(process.stdin, pickle.dumps(spec if is_first else None))
+            write_spec(process.stdin, spec.encoded() if spec is not None and is_first else b"")
             reader = asyncio.StreamReader(limit=MAX_MESSAGE_BYTES)
             make = functools.partial(asyncio.StreamReaderProtocol, reader)
             transport, _ = await asyncio.get_running_loop().connect_read_pipe(make, process.stdout)
@@ -120,14 +119,14 @@ def _search(address: str) -> subprocess.Popen[bytes]:
 
 def main() -> None:
     """Entry point; see the module's docstring."""
-    spec: SupervisorSpec | None = pickle.loads(read_spec(sys.stdin.buffer))
+    spec = read_spec(sys.stdin.buffer)
     output = own_output()
     threading.Thread(target=_end_with_input, daemon=True).start()
     try:
         ray = RayClient(sys.argv[1])
-        if spec is not None:
+        if spec:
             command = [sys.executable, "-m", "app.cluster.supervisor"]
-            ray.start_supervisor(NAME, command, pickle.dumps(spec), {"PWD": os.getcwd()})
+            ray.start_supervisor(NAME, command, spec, {"PWD": os.getcwd()})
     except StartError as error:
         print(json.dumps({"error": str(error)}), file=output, flush=True)
         return

@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import pickle
 import secrets
 import sys
 import time
@@ -26,7 +25,8 @@ from app.cluster.agent import AgentSpec, digest
 from app.cluster.holder import own_output, read_spec
 from app.cluster.ray_client import PREFIX, RayClient
 from app.cluster.remote_replica import Context, RemoteReplica
-from app.config.schema import Config, Deployment
+from app.config.content import config_content, content
+from app.config.schema import Config, Deployment, read_config
 from app.config.sections import ReplicaBounds
 from app.control.routing import RoutingTable
 from app.control.server import ControlServer
@@ -63,6 +63,20 @@ class SupervisorSpec(NamedTuple):
     config: Config
     user_paths: tuple[str, ...]
 
+    def encoded(self) -> bytes:
+        """As JSON."""
+        return json.dumps({"config": config_content(self.config), "user_paths": self.user_paths}).encode()
+
+    @classmethod
+    def decoded(cls, raw: bytes) -> SupervisorSpec:
+        """From JSON."""
+        found = json.loads(raw)
+        return cls(_config(found["config"]), tuple(found["user_paths"]))
+
+
+def _config(found: Any) -> Config:
+    return read_config(found, source="the cluster's configuration", environment={}, flags={})
+
 
 class Announcement(msgspec.Struct, frozen=True):
     """How gateways reach the supervisor, and what they need to know before."""
@@ -89,6 +103,20 @@ class _Desired(NamedTuple):
     began_as: str
     """A digest of the configuration that was changed."""
 
+    def encoded(self) -> bytes:
+        """As JSON."""
+        bounds = {name: content(one) for name, one in self.bounds.items()}
+        config = config_content(self.config)
+        found = {"config": config, "set_aside": sorted(self.set_aside), "bounds": bounds, "began_as": self.began_as}
+        return json.dumps(found).encode()
+
+    @classmethod
+    def decoded(cls, raw: bytes) -> _Desired:
+        """From JSON."""
+        found = json.loads(raw)
+        bounds = {name: ReplicaBounds.model_validate(one) for name, one in found["bounds"].items()}
+        return cls(_config(found["config"]), frozenset(found["set_aside"]), bounds, found["began_as"])
+
 
 class ClusterHost(Host):
     """Has Ray place replicas, in place of starting them on this machine."""
@@ -112,7 +140,7 @@ class ClusterHost(Host):
         placement = config.node_placement
         place = functools.partial(
             self._context.ray.start_replica, f"{PREFIX}{id}", [sys.executable, "-m", "app.cluster.agent"],
-            pickle.dumps(spec), {"PWD": os.getcwd()}, placement, config.memory,
+            spec.encoded(), {"PWD": os.getcwd()}, placement, config.memory,
         )  # fmt: skip
         replica = RemoteReplica(id, config.placements[0], config.adapters, self._context, on_progress)
         self._follow(replica, place, functools.partial(self._context.ray.missing, placement))
@@ -263,7 +291,7 @@ class ClusterSupervisor:
         while stored != self._stored and self._stored is not None:
             desired = self._stored
             try:
-                await self._ray.put(DESIRED, pickle.dumps(desired))
+                await self._ray.put(DESIRED, desired.encoded())
                 stored = desired
             except Exception as error:  # Ray's head is gone, for one
                 logger.error("Ray's storage can't be written; trying again: %s", error)
@@ -315,11 +343,10 @@ def _read_desired(raw: bytes | None) -> _Desired | None:
     if raw is None:
         return None
     try:
-        found: _Desired = pickle.loads(raw)
+        return _Desired.decoded(raw)
     except Exception as error:  # another version of Headwater stored it
         logger.warning("what an earlier supervisor stored can't be read, and is ignored: %r", error)
         return None
-    return found
 
 
 def what_is_served(config: Config) -> str:
@@ -358,7 +385,7 @@ async def _run(spec: SupervisorSpec, output: IO[str]) -> None:
 
 def main() -> None:
     """Entry point; see the module's docstring."""
-    spec: SupervisorSpec = pickle.loads(read_spec(sys.stdin.buffer))
+    spec = SupervisorSpec.decoded(read_spec(sys.stdin.buffer))
     set_up_logging(spec.config.server.log_format)
     output = own_output()
     status = 1

@@ -145,7 +145,7 @@ def test_instances_compute_at_once_on_one_copy_of_the_model(running: Running) ->
 def test_what_cannot_be_is_refused_and_changes_nothing(running: Running) -> None:
     for status, model, bounds in (
         (400, "slow", {"replicas": 0}),
-        (400, "slow", {"replicas": 65}),
+        (400, "slow", {"replicas": 1001}),
         (400, "slow", {"min": 3, "max": 2}),
         (400, "slow", {"replicas": 2, "min": 1}),
         (400, "slow", {"count": 2}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -149,7 +148,7 @@ class Ray:
         placement: NodePlacement,
         memory: int | None,
     ) -> Agent:
-        found: AgentSpec = pickle.loads(spec)
+        found = AgentSpec.decoded(spec)
         assert name == f"{PREFIX}{found.id}"
         self.started.append((found, placement))
         agent = self.actors[name] = Agent(found.id, found.token, found.deployment)

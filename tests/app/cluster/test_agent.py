@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -130,7 +129,7 @@ class Bench:
         )
         spec = AgentSpec("m", "m-1.1", self.deployment, (), TOKEN, folder, None, None, "human")
         assert self.process.stdin is not None
-        write_spec(self.process.stdin, pickle.dumps(spec))
+        write_spec(self.process.stdin, spec.encoded())
         self.address = ""
         self._writers: list[asyncio.StreamWriter] = []
 

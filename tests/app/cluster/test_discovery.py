@@ -19,12 +19,13 @@ from app.config.schema import Config
 from app.errors import StartError
 
 SEARCH = """
-import pickle, sys
+import sys
 from pathlib import Path
 from app.cluster.holder import read_spec
-spec = pickle.loads(read_spec(sys.stdin.buffer))
+from app.cluster.supervisor import SupervisorSpec
+spec = read_spec(sys.stdin.buffer)
 with Path(sys.argv[1]).open("a") as log:
-    print("none" if spec is None else " ".join(spec.config.deployments), file=log)
+    print(" ".join(SupervisorSpec.decoded(spec).config.deployments) if spec else "none", file=log)
 for line in sys.argv[2:]:
     print(line, flush=True)
 """

@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -21,7 +20,15 @@ import pytest
 from app.cluster import agent_link, remote_replica
 from app.cluster import supervisor as supervisor_module
 from app.cluster.holder import write_spec
-from app.cluster.supervisor import DESIRED, EPOCH, Announcement, ClusterSupervisor, SupervisorSpec, what_is_served
+from app.cluster.supervisor import (
+    DESIRED,
+    EPOCH,
+    Announcement,
+    ClusterSupervisor,
+    SupervisorSpec,
+    _Desired,
+    what_is_served,
+)
 from app.config.cluster import Cluster
 from app.config.schema import Config
 from app.config.sections import NodePlacement
@@ -311,7 +318,7 @@ def test_what_operators_have_changed_outlives_a_supervisor() -> None:
             await gateway.tell("reload", "c", config=json.dumps({"timeout_s": 7}))
             await gateway.tell("load", "d", config=json.dumps({"model": "m:D"}))
             now = bench.supervisor._desired()
-            await until(lambda: pickle.loads(storage[DESIRED]) == now)
+            await until(lambda: _Desired.decoded(storage[DESIRED]) == now)
 
     async def second() -> None:
         async with clustered(storage) as ray, supervised(ray, served, epoch=4) as (_, gateway):
@@ -324,7 +331,7 @@ def test_what_operators_have_changed_outlives_a_supervisor() -> None:
             await gateway.tell("load", "a")
             await until(lambda: gateway.route("a").state is State.READY)
             await gateway.tell("unload", "d")
-            await until(lambda: "d" not in pickle.loads(storage[DESIRED]).config.deployments)
+            await until(lambda: "d" not in _Desired.decoded(storage[DESIRED]).config.deployments)
 
     async def third() -> None:
         async with clustered(storage) as ray, supervised(ray, served, epoch=5) as (_, gateway):
@@ -342,7 +349,7 @@ def test_replicas_of_what_was_unloaded_are_ended() -> None:
             async with supervised(ray, served) as (bench, gateway):
                 await until(lambda: bool(gateway.ids()))
                 await gateway.tell("unload", "a")
-                await until(lambda: pickle.loads(ray.storage[DESIRED]).set_aside == {"a"})
+                await until(lambda: _Desired.decoded(ray.storage[DESIRED]).set_aside == {"a"})
             left = await ray.add("a-1.1", served.deployments["a"])
             async with supervised(ray, served, epoch=4) as (bench, gateway):
                 assert left.gone.is_set()
@@ -367,7 +374,7 @@ def test_storage_that_can_not_be_written_is_tried_again(
                 await until(lambda: bool(orchestrator.sets["a"].ready) and DESIRED in ray.storage)
                 ray.failures = 2
                 assert (await orchestrator.answer(Command(1, "unload", "a"))).status == 200
-                await until(lambda: pickle.loads(ray.storage[DESIRED]).set_aside == {"a"})
+                await until(lambda: _Desired.decoded(ray.storage[DESIRED]).set_aside == {"a"})
                 assert ray.failures == 0
             finally:
                 await bench.end()
@@ -561,7 +568,7 @@ def process(folder: Path, orders: bytes | None, nodes: str = "10.0.0.1") -> tupl
     )  # fmt: skip
     assert found.stdin is not None
     assert found.stdout is not None
-    write_spec(found.stdin, pickle.dumps(SupervisorSpec(config(), ())))
+    write_spec(found.stdin, SupervisorSpec(config(), ()).encoded())
     said = json.loads(found.stdout.readline())
     if orders is not None:
         found.stdin.write(orders)
