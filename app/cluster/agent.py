@@ -131,6 +131,8 @@ class Agent:
             if held.done():
                 replica.kill()
                 await replica.exited
+            # Before anyone hears of the end: who does has Ray kill the actor, and Ray kills its children, too.
+            shutil.rmtree(self._host.folder, ignore_errors=True)
             self._tell()
             if not held.done():
                 await asyncio.wait({held}, timeout=LINGER_S)
