@@ -1,7 +1,7 @@
 """All that is asked of Ray. Each call may take long, so all of them run in threads.
 
-Private parts of Ray: `ray.experimental.internal_kv`, its key-value store, in which Ray Serve keeps its state, too, and
-the prefix of the names of labels' nodes. tests/app/cluster/test_ray_client.py names them.
+Of Ray's private parts it uses `ray.experimental.internal_kv`, the key-value store in which Ray Serve keeps its state,
+too; tests/app/cluster/test_ray_client.py names its functions.
 """
 
 from __future__ import annotations
