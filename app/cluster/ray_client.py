@@ -234,12 +234,8 @@ def shortage(placement: NodePlacement, nodes: Sequence[Mapping[str, Any]]) -> st
     if not nodes:
         return "Ray has no node"
     wants = {"GPU": placement.gpus, "CPU": placement.cpus}
-    plain = {
-        name: value for name, value in placement.labels.items() if value.replace("-", "").replace("_", "").isalnum()
-    }
-    fitting = [
-        one for one in nodes if all((one.get("Labels") or {}).get(name) == value for name, value in plain.items())
-    ]
+    plain = {name: value for name, value in placement.labels.items() if _PLAIN.match(value)}
+    fitting = [one for one in nodes if plain.items() <= (one.get("Labels") or {}).items()]
     if not fitting:
         return f"no node has the labels {plain}"
     for name, wanted in wants.items():
