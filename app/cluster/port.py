@@ -69,7 +69,7 @@ class Port:
         self._on_control = on_control
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._opening = 0
+        self._opening: set[socket.socket] = set()
 
     async def start(self, host: str, port: int = 0) -> str:
         """Listen. Returns the address, ``HOST:PORT``.
@@ -91,18 +91,23 @@ class Port:
             )
         self._listener = socket.create_server(address, family=family, backlog=128)
         self._listener.setblocking(False)
-        self.spawn(self._accept(self._listener))
+        self._listen()
         number = self._listener.getsockname()[1]
         return f"[{host}]:{number}" if family == socket.AF_INET6 else f"{host}:{number}"
 
     async def close(self) -> None:
         """End all connections, and listen no longer."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
+        for opening in self._opening:
+            opening.close()
+        self._opening.clear()
         for connection in list(self.connections):
             connection.abort()
 
@@ -137,24 +142,31 @@ class Port:
         finally:
             writer.close()
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                found, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                logger.warning("%s: can't accept a connection: %s", self.route.id, error)
-                await asyncio.sleep(ACCEPT_RETRY_S)
-                continue
-            if len(self.connections) + self._opening < MOST_CONNECTIONS:
-                self._opening += 1
-                self.spawn(self._open(found))
-                continue
-            logger.warning("%s: refused a connection: there are %d", self.route.id, MOST_CONNECTIONS)
-            if self._tls is None:
-                with contextlib.suppress(OSError):
-                    found.send(_FULL.encoded())
-            found.close()
+    def _listen(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept, self._listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            found, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # its other side has gone
+        except OSError as error:
+            logger.warning("%s: can't accept a connection: %s", self.route.id, error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)
+            loop.call_later(ACCEPT_RETRY_S, self._listen)
+            return
+        found.setblocking(False)
+        if len(self.connections) + len(self._opening) < MOST_CONNECTIONS:
+            self._opening.add(found)
+            self.spawn(self._open(found))
+            return
+        logger.warning("%s: refused a connection: there are %d", self.route.id, MOST_CONNECTIONS)
+        if self._tls is None:
+            with contextlib.suppress(OSError):
+                found.send(_FULL.encoded())
+        found.close()
 
     async def _open(self, found: socket.socket) -> None:
         tls = None if self._tls is None else self._tls.server_context()
@@ -167,5 +179,4 @@ class Port:
         except OSError as error:  # TLS's errors are, too
             logger.info("%s: refused a connection: %s", self.route.id, error)
             found.close()
-        finally:
-            self._opening -= 1
+        self._opening.discard(found)

@@ -184,8 +184,12 @@ def send_until_answered(connection: Raw, piece: bytes, most: int) -> int:
         readable, writable, _ = select.select([connection.socket], [connection.socket], [], 30)
         if readable or not writable:
             break
-        with contextlib.suppress(BlockingIOError):
+        try:
             sent += connection.socket.send(piece)
+        except BlockingIOError:
+            continue
+        except ConnectionError:  # closed since the look
+            break
     connection.socket.settimeout(30)
     return sent
 

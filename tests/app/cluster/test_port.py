@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import socket
 import ssl
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -689,6 +690,21 @@ def test_closing_ends_everything(run: Run) -> None:
             writer.close()
             with pytest.raises(OSError):  # noqa: PT011 - of any kind
                 await asyncio.open_connection(*host_and_port(address))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_closing_ends_a_connection_that_is_being_opened(turns: int, run: Run) -> None:
+    async def scenario() -> None:
+        async with opened() as (port, address, _):
+            with socket.create_connection(host_and_port(address)) as client:
+                client.setblocking(False)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                await port.close()
+                with contextlib.suppress(ConnectionResetError):  # it was not accepted
+                    assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1), 5) == b""
 
     run(scenario())
 
