@@ -1,7 +1,7 @@
-"""References to a language model's folder: ``lm:PATH``, or ``lm:PACKAGE:PATH`` within an installed package; with
-``vllm:`` instead for a model that vLLM computes.
+"""What a deployment's ``model`` may refer to, and where that is.
 
-Also finds a file or folder that a configuration names by its path.
+``module:Class``, or a kind and a path: see `PATH_KINDS`, and ``lm:PATH`` or ``lm:PACKAGE:PATH`` of a language model's
+folder, the second within an installed package; with ``vllm:`` instead for a model that vLLM computes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,19 @@ from typing import Final, Literal, NamedTuple
 from inference.environment import problem_of
 from inference.errors import LoadError, Problem
 
-__all__ = ["LmReference", "find_folder", "find_path", "is_language_model", "is_vllm", "parse_reference"]
+__all__ = [
+    "PATH_KINDS",
+    "LmReference",
+    "find_folder",
+    "find_path",
+    "is_language_model",
+    "is_vllm",
+    "kind_and_path",
+    "parse_reference",
+]
+
+PATH_KINDS: Final = {"onnx": "onnx:models/head.onnx"}
+"""An example for each kind of reference that is made into a `Model` from a path."""
 
 _VLLM: Final = "vllm:"
 _PREFIXES: Final = ("lm:", _VLLM)
@@ -39,6 +51,12 @@ def is_language_model(reference: str) -> bool:
 def is_vllm(reference: str) -> bool:
     """Whether a deployment's ``model`` is a folder for vLLM."""
     return reference.startswith(_VLLM)
+
+
+def kind_and_path(reference: str) -> tuple[str, str]:
+    """One of `PATH_KINDS`, and the path; both empty for another reference."""
+    kind, _, path = reference.partition(":")
+    return (kind, path) if kind in PATH_KINDS else ("", "")
 
 
 def parse_reference(reference: str) -> LmReference:

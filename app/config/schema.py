@@ -18,7 +18,7 @@ from app.config.sections import Faults, ReplicaBounds, Section
 from app.config.vllm import VllmOptions, option_faults
 from app.errors import ConfigError
 from inference.errors import did_you_mean
-from inference.reference import is_language_model, is_vllm
+from inference.reference import is_language_model, is_vllm, kind_and_path
 
 __all__ = [
     "DEFAULT_MEMORY_PART",
@@ -391,7 +391,8 @@ def _name(model: str) -> str:
     last = model.rpartition(":")[2]
     if is_language_model(model):
         return Path(last).absolute().name
-    return Path(last).stem if model.startswith("onnx:") else last.lower()
+    _, path = kind_and_path(model)
+    return Path(path).absolute().stem if path else last.lower()
 
 
 def read_yaml(path: Path) -> Any:

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from inference.reference import is_language_model, parse_reference
+from inference.reference import PATH_KINDS, is_language_model, kind_and_path, parse_reference
 
 __all__ = [
     "AccessLogging",
@@ -85,16 +85,17 @@ class Faults(ValueError):
 
 
 def _check_model_reference(value: str) -> str:
-    """Check that a text is ``module:Class``, ``onnx:PATH``, or a language model's reference."""
+    """Check that a text has one of the forms of a reference."""
+    kind, path = kind_and_path(value)
     if is_language_model(value):
         parse_reference(value)
-    elif value.startswith("onnx:"):
-        if not value.removeprefix("onnx:").strip():
-            raise ValueError("expected a path after onnx:, such as onnx:models/head.onnx")
+    elif kind:
+        if not path.strip():
+            raise ValueError(f"expected a path after {kind}:, such as {PATH_KINDS[kind]}")
     elif not _MODEL.match(value):
         raise ValueError(
-            "expected module:Class such as my_package.models:Scale, onnx:PATH such as onnx:head.onnx, lm:PATH such "
-            "as lm:models/llama, or vllm:PATH"
+            f"expected module:Class such as my_package.models:Scale, a path such as {', '.join(PATH_KINDS.values())}, "
+            "lm:PATH such as lm:models/llama, or vllm:PATH"
         )
     return value
 

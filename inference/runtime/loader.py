@@ -13,6 +13,7 @@ from typing import Any, Final
 from inference.environment import line_of, problem_of
 from inference.errors import LoadError, Problem, did_you_mean
 from inference.model import Model
+from inference.reference import kind_and_path
 
 __all__ = ["COMPILE", "asks_compile", "construct", "import_for", "load_class", "load_model", "wrong_options"]
 
@@ -117,17 +118,18 @@ def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str]
     """Make the model that a configuration names, not yet loaded.
 
     Args:
-        reference: ``module:Class``, or ``onnx:PATH``.
+        reference: ``module:Class``, or one of `PATH_KINDS` with its path.
         options: keyword arguments of the constructor.
         search: folders in which a relative path is looked for, besides the working folder.
 
     Raises:
         ReplicaError: the model can't be made; the message says why and how to fix it.
     """
-    if reference.startswith("onnx:"):
+    kind, path = kind_and_path(reference)
+    if kind == "onnx":
         from inference.runtime.onnx_model import open_model
 
-        return open_model(reference.removeprefix("onnx:"), options, search)
+        return open_model(path, options, search)
     return construct(load_class(reference), options)
 
 
