@@ -141,7 +141,7 @@ class Uplink:
         await self._found.aclose()
 
     def routes(self, workers: int) -> list[DeploymentRoute]:
-        """The supervisor's routes, without the replicas that can't be reached from here."""
+        """The supervisor's routes; replicas out of reach from here get nothing new, but keep what they have."""
         away = {id for id, one in self._watches.items() if not one.is_reachable}
         return [_without(route, away) for route in self._table.deployments] if away else list(self._table.deployments)
 
@@ -250,9 +250,10 @@ def _without(route: DeploymentRoute, away: set[str]) -> DeploymentRoute:
     left = tuple(one for one in route.replicas if one.id not in away)
     if len(left) == len(route.replicas):
         return route
+    retiring = (*route.retiring, *(one for one in route.replicas if one.id in away))
     if left:
-        return msgspec.structs.replace(route, replicas=left)
-    return msgspec.structs.replace(route, replicas=(), state=State.UNAVAILABLE, reason=AWAY)
+        return msgspec.structs.replace(route, replicas=left, retiring=retiring)
+    return msgspec.structs.replace(route, replicas=(), retiring=retiring, state=State.UNAVAILABLE, reason=AWAY)
 
 
 class ClusterGateway(Front):

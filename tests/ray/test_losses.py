@@ -142,6 +142,23 @@ def test_a_node_is_killed(served: Served, of_supervisor: bool) -> None:
     served.make_whole()
 
 
+def test_a_stream_outlives_a_pause_of_its_replicas_agent(served: Served) -> None:
+    agent = one_agent(served, "pieces")
+    with served.joined.client.stream("POST", "/v2/models/pieces/generate_stream", json={"x": [1.0] * 4}) as answer:
+        assert answer.status_code == 200, answer.read()
+        stream = answer.iter_lines()
+        next(stream)
+        agent.suspend()
+        try:
+            wait_for(lambda: served.joined.replicas("pieces") == 0, 10, "the replica to be out of reach")
+        finally:
+            agent.resume()
+        wait_for(lambda: served.joined.replicas("pieces") == 1, 10, "the replica to be in reach")
+        for _ in range(2 * STEADY):
+            assert "error" not in next(stream)
+    assert one_agent(served, "pieces") == agent
+
+
 def test_a_node_hangs(served: Served) -> None:
     node = node_with_replica(served, of_supervisor=False)
     try:

@@ -101,6 +101,10 @@ class Worker:
     def ids(self) -> list[str]:
         return [one.id for route in self.table.deployments for one in route.replicas]
 
+    @property
+    def retiring(self) -> list[str]:
+        return [one.id for route in self.table.deployments for one in route.retiring]
+
 
 class Bench:
     """A gateway, its two workers, and where it finds supervisors."""
@@ -204,7 +208,7 @@ def test_an_earlier_supervisor_is_not_listened_to(caplog: pytest.LogCaptureFixtu
     run(scenario)
 
 
-def test_replicas_out_of_reach_are_set_aside_until_they_are_back() -> None:
+def test_replicas_out_of_reach_keep_what_they_have_and_get_nothing_new_until_they_are_back() -> None:
     async def scenario() -> None:
         agents = [Agent("a-4.1"), Agent("a-4.2")]
         for agent in agents:
@@ -218,13 +222,16 @@ def test_replicas_out_of_reach_are_set_aside_until_they_are_back() -> None:
             assert {epoch for agent in agents for epoch in agent.epochs} == {0}
             agents[0].leave()
             await until(lambda: worker.ids == ["a-4.2", "b-4.3"])
+            assert worker.retiring == ["a-4.1"]
             supervisor.control.publish(table(*routes))
             await until(lambda: worker.ids == ["a-4.2"])
             agents[1].leave()
             await until(lambda: worker.ids == [])
             assert (worker.route.state, worker.route.reason) == (State.UNAVAILABLE, AWAY)
+            assert worker.retiring == ["a-4.1", "a-4.2"]
             agents[0].is_away = False
             await until(lambda: worker.ids == ["a-4.1"])
+            assert worker.retiring == ["a-4.2"]
             assert worker.route.state is State.READY
             agents[1].is_away = False
             await until(lambda: worker.ids == ["a-4.1", "a-4.2"])
