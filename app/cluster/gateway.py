@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Final
 
@@ -99,7 +101,7 @@ class Uplink:
         self._found = found
         self._where = first
         self._has_moved = asyncio.Event()
-        self._workers = workers
+        self._hello = functools.partial(Hello, workers=workers, gateway=secrets.token_hex(8))
         self._tls = tls
         self._host = host
         self._control = control
@@ -134,6 +136,7 @@ class Uplink:
 
     async def end(self, is_hurried: Callable[[], bool]) -> None:
         """Listen no longer."""
+        self.link.leave()
         for task in (*self._tasks, *(one.task for one in self._watches.values())):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
@@ -199,7 +202,7 @@ class Uplink:
                 self._hear()
                 cutting = asyncio.create_task(self._cut_silent(writer, where))
                 try:
-                    async for table in self.link.tables_from(reader, writer, Hello(where.token, self._workers)):
+                    async for table in self.link.tables_from(reader, writer, self._hello(where.token)):
                         self._take(table)
                 except (OSError, ValueError, msgspec.MsgspecError) as error:
                     logger.warning("%s: %s", hello, error)
@@ -246,7 +249,7 @@ class Uplink:
 
 
 def _without(route: DeploymentRoute, away: set[str]) -> DeploymentRoute:
-    """A route without some replicas."""
+    """A route that has some replicas only for what they have in flight."""
     left = tuple(one for one in route.replicas if one.id not in away)
     if len(left) == len(route.replicas):
         return route

@@ -192,10 +192,10 @@ class ClusterSupervisor:
         """Serve until an order to stop comes, or no more can come; announce on the output that it serves."""
         cluster = self._first.cluster
         assert cluster is not None
-        await self._take_over()
+        has_taken_over = await self._take_over()
         node = os.environ.get("HEADWATER_NODE", "127.0.0.1")
         host = cluster.host or (node if self._tls is not None else "127.0.0.1")
-        port = await self._control.start_for_gateways(host, 0, self._token, self._tls)
+        port = await self._control.start_for_gateways(host, 0, self._token, self._tls, is_successor=has_taken_over)
         self._is_serving = True
         self._on_change()
         announcement = Announcement(
@@ -218,8 +218,11 @@ class ClusterSupervisor:
             os._exit(1)  # what runs is for the next supervisor
         await self._stop()
 
-    async def _take_over(self) -> None:
-        """Adopt the replicas that an earlier supervisor has left and that fit, end the others, and start what lacks."""
+    async def _take_over(self) -> bool:
+        """Adopt the replicas that an earlier supervisor has left and that fit, end the others, and start what lacks.
+
+        Returns whether any were adopted.
+        """
         desired = _read_desired(await self._ray.get(DESIRED))
         if desired is not None and desired.began_as != what_is_served(self._first):
             logger.warning("what an earlier supervisor stored is of another configuration, and is ignored")
@@ -264,6 +267,7 @@ class ClusterSupervisor:
             ids = ", ".join(one.id for those in running.values() for one in those)
             logger.info("taken over from an earlier supervisor: %s", ids)
         self._orchestrator.start(running)
+        return bool(running)
 
     def _on_change(self) -> None:
         if not self._is_serving:
@@ -328,7 +332,7 @@ class ClusterSupervisor:
         self._host.stop()
         self._on_change()
         deadline_s = self._first.server.shutdown_timeout_s + GATEWAYS_DRAIN_S
-        await until(lambda: not self._control.workers, deadline_s)
+        await until(lambda: self._control.is_deserted, deadline_s)
         await self._orchestrator.end(lambda: False)
         if self._storing is not None:
             self._storing.cancel()

@@ -76,12 +76,16 @@ class Worker:
         self.number = number
         self.table = RoutingTable()
         self.drains: list[Drain] = []
+        self.is_free = asyncio.Event()
+        """Whether it says that it has drained."""
+        self.is_free.set()
         self.cancelled: list[str] = []
         self.quarantined: list[str] = []
         self.link = SupervisorLink(self._drain, lambda model, fingerprint: self.quarantined.append(model), self._cancel)
 
     async def _drain(self, order: Drain) -> Drained:
         self.drains.append(order)
+        await self.is_free.wait()
         return Drained(self.number, 1)
 
     async def _cancel(self, request_id: str) -> int:
@@ -274,6 +278,35 @@ def test_drains_are_passed_on_and_summed() -> None:
             for worker in bench.workers:
                 (order,) = worker.drains
                 assert (order.model, order.timeout_s, order.replicas, order.adapters) == ("a", 9, ["a-4.1"], ["x"])
+
+    run(scenario)
+
+
+def test_a_drain_waits_for_a_gateway_that_reconnects() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(4)
+        async with joining(supervisor) as bench:
+            worker = bench.workers[0]
+            worker.is_free.clear()
+            drain = asyncio.create_task(supervisor.control.drain("a", 9))
+            await until(lambda: len(worker.drains) == 1)
+            writer = bench.uplink.link._writer
+            assert writer is not None
+            writer.transport.abort()
+            await until(lambda: len(worker.drains) == 2)  # it has come again, and is asked again
+            assert not drain.done()
+            worker.is_free.set()
+            assert await drain == Drained(1 + 2, 1 + 1)
+
+    run(scenario)
+
+
+def test_a_gateway_that_ends_is_not_waited_for() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(4)
+        async with joining(supervisor) as bench:
+            await bench.uplink.end(lambda: True)
+            await until(lambda: supervisor.control.is_deserted)
 
     run(scenario)
 
