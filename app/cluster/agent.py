@@ -13,13 +13,14 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from app.cluster.holder import read_spec
+from app.cluster.holder import outlive_no_holder, read_spec
 from app.cluster.messages import BEAT_S, LISTENER, Adapters, Ask, Beat, Hello, Order, Said, State, encode
 from app.cluster.port import Port
 from app.config.content import content
@@ -130,6 +131,7 @@ class Agent:
             await asyncio.wait({replica.exited, held}, return_when=asyncio.FIRST_COMPLETED)
             if held.done():
                 replica.kill()
+                guardian.send_signal(signal.SIGCONT)  # it may be stopped
                 await replica.exited
             # Before anyone hears of the end: who does has Ray kill the actor, and Ray kills its children, too.
             shutil.rmtree(self._host.folder, ignore_errors=True)
@@ -275,6 +277,7 @@ async def _no_drain(*_: object) -> Drained:
 
 def main() -> None:
     """Entry point; see the module's docstring."""
+    outlive_no_holder()
     spec = AgentSpec.decoded(read_spec(sys.stdin.buffer))
     set_up_logging(spec.log_format)
     os.set_blocking(sys.stdin.fileno(), True)

@@ -22,7 +22,7 @@ from typing import IO, Any, Final, NamedTuple
 import msgspec
 
 from app.cluster.agent import AgentSpec, digest
-from app.cluster.holder import own_output, read_spec
+from app.cluster.holder import outlive_no_holder, own_output, read_spec
 from app.cluster.ray_client import PREFIX, RayClient
 from app.cluster.remote_replica import Context, RemoteReplica
 from app.config.content import config_content, content
@@ -389,6 +389,7 @@ async def _run(spec: SupervisorSpec, output: IO[str]) -> None:
 
 def main() -> None:
     """Entry point; see the module's docstring."""
+    outlive_no_holder()
     spec = SupervisorSpec.decoded(read_spec(sys.stdin.buffer))
     set_up_logging(spec.config.server.log_format)
     output = own_output()

@@ -55,6 +55,11 @@ def one_host(served: Served, model: str = "scale") -> psutil.Process:
     return hosts(served.address, model)[0]
 
 
+def runs(process: psutil.Process) -> bool:
+    """Whether a process has not ended."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
 def node_with_replica(served: Served, *, of_supervisor: bool) -> Any:
     """A node with a replica, on which the supervisor is or isn't."""
     served.spread()
@@ -72,10 +77,20 @@ def test_a_replicas_group_is_killed(served: Served) -> None:
     assert timed.failed == []
 
 
-def test_a_replicas_actor_is_killed(served: Served) -> None:
-    timed = Timed(served, lambda: one_agent(served).parent().kill(), 17)
-    timed.report("actor killed")
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["", "its agent is stopped"])
+def test_a_replicas_actor_is_killed(served: Served, is_stopped: bool) -> None:
+    agent = one_agent(served)
+    held = [agent, *agent.children(recursive=True)]
+
+    def kill() -> None:
+        if is_stopped:
+            agent.suspend()
+        agent.parent().kill()
+
+    timed = Timed(served, kill, 17)
+    timed.report(f"actor killed{', agent stopped' * is_stopped}")
     assert timed.failed == []
+    wait_for(lambda: not any(map(runs, held)), 10, "all of it to end")
 
 
 def test_a_replicas_agent_is_killed(served: Served) -> None:

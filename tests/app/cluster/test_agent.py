@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from app.cluster.agent import AgentSpec, digest
@@ -21,7 +22,7 @@ from app.config.schema import Deployment
 from app.process.proc import group_members
 from app.process.sweep import Journal
 from app.transport.address import host_and_port
-from tests.app.cluster.stand_in import run
+from tests.app.cluster.stand_in import run, until
 
 TOKEN = "secret"
 HOST = """
@@ -299,6 +300,22 @@ def test_with_its_standard_input_all_of_it_ends_the_port_last() -> None:
             assert await bench.status() == 0
             with pytest.raises(ConnectionRefusedError):
                 await bench.listen(1)
+
+    run(scenario)
+
+
+def test_with_its_standard_input_a_guardian_ends_that_is_stopped() -> None:
+    async def scenario() -> None:
+        async with agent() as bench:
+            one = await bench.listen(1)
+            await one.heard(lambda state: state.is_ready)
+            group = bench.group()
+            (guardian,) = psutil.Process(bench.process.pid).children()
+            guardian.suspend()
+            await until(lambda: guardian.status() == psutil.STATUS_STOPPED)
+            bench.let_go()
+            assert await bench.status() == 0
+            assert group_members({group}) == []
 
     run(scenario)
 
