@@ -131,12 +131,14 @@ class ClusterHost(Host):
     def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
         """See `Host.launch`."""
         self._launched += 1
-        id, token = f"{name}-{self._context.epoch:x}.{self._launched}", secrets.token_urlsafe(24)
+        id = f"{name}-{self._context.epoch:x}.{self._launched}"
+        token, order_token = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         cluster, server = self._config.cluster, self._config.server
         assert cluster is not None
         spec = AgentSpec(
-            name, id, config, self._paths, token, server.runtime_dir, cluster.host, cluster.tls, server.log_format
-        )
+            name, id, config, self._paths, token, order_token, server.runtime_dir, cluster.host, cluster.tls,
+            server.log_format,
+        )  # fmt: skip
         placement = config.node_placement
         place = functools.partial(
             self._context.ray.start_replica, f"{PREFIX}{id}", [sys.executable, "-m", "app.cluster.agent"],
