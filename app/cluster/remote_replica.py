@@ -275,6 +275,8 @@ class RemoteReplica:
         before, self.state = self.state, state
         if before is None:  # later ones are only what was set here
             self._adapters = state.adapters
+        elif state.adapters != self._adapters and self._link is not None:  # it has not been told, or not heard it
+            self._link.tell(Adapters(self._adapters))
         self.facts = state.facts
         self.batch_limit = state.batch_limit
         self.is_permanent = state.is_permanent
