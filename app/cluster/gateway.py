@@ -310,10 +310,12 @@ async def serve_gateway(
             )
         if config is None:
             config = joined(first, address, flags)
-        if first.asks_for_keys and not keys_are_wanted(config.security.keys_file):
+        keys_file = config.security.keys_file
+        if first.asks_for_keys and not (keys_file.exists() if keys_file is not None else keys_are_wanted(None)):
+            where = "the file of `security.keys_file`, or the variable HEADWATER_KEYS,"
             raise StartError(
-                "security: the cluster's other gateways ask for API keys, and this machine has none: expected the file "
-                "of `security.keys_file`, or the variable HEADWATER_KEYS, here as well"
+                "security: the cluster's other gateways ask for API keys, and this machine has none: expected "
+                f"{where if keys_file is None else f'the file of `security.keys_file`, {keys_file},'} here as well"
             )
         cluster = config.cluster
         tls = None if cluster is None or cluster.tls is None else PeerTls(cluster.tls)

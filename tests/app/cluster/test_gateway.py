@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
+import psutil
 import pytest
 
 from app.cluster import agent_link
@@ -442,6 +446,71 @@ def test_without_keys_no_gateway_stands_beside_those_that_ask_for_them(
     monkeypatch.delenv("HEADWATER_KEYS")
     announcing(monkeypatch, msgspec.structs.replace(said, asks_for_keys=False))
     assert start() == 7
+
+
+def test_who_joins_without_the_clusters_keys_file_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def serve(self: ClusterGateway) -> int:
+        return 7
+
+    monkeypatch.setattr(ClusterGateway, "run", serve)
+    monkeypatch.setenv("HEADWATER_KEYS", "")  # of which there may be more
+    path = tmp_path / "keys.json"
+    said = Supervisor(1).announcement
+    announcing(monkeypatch, msgspec.structs.replace(said, asks_for_keys=True, security={"keys_file": str(path)}))
+    with pytest.raises(StartError, match=f"expected the file of `security.keys_file`, {path}, here as well"):
+        asyncio.run(serve_gateway(None, (), "auto", {}, lambda url, served: None))
+    path.write_text("{}")
+    assert asyncio.run(serve_gateway(None, (), "auto", {}, lambda url, served: None)) == 7
+
+
+GATEWAY = """
+import asyncio, sys
+from collections.abc import AsyncGenerator
+import msgspec
+from app.cluster.gateway import ClusterGateway
+from app.cluster.supervisor import Announcement
+from app.config.schema import Config
+config = Config.model_validate({"server": {"port": 0}, "deployments": {"a": {"model": "m:M"}}})
+async def announcements() -> AsyncGenerator[Announcement, None]:
+    await asyncio.Event().wait()
+    yield first
+first = msgspec.json.decode(sys.argv[1], type=Announcement)
+gateway = ClusterGateway(config, lambda url, served: print(url, flush=True), announcements(), first, None)
+sys.exit(asyncio.run(gateway.run()))
+"""
+
+
+@pytest.mark.parametrize("ending", ["table", "stop"])
+def test_no_worker_starts_before_the_first_table(ending: str) -> None:
+    async def scenario() -> None:
+        supervisor, knocks = Supervisor(4), 0
+
+        def knock(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal knocks
+            knocks += 1
+            writer.close()
+
+        silent = await asyncio.start_server(knock, "127.0.0.1", 0)
+        supervisor.address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        command = [sys.executable, "-c", GATEWAY, msgspec.json.encode(supervisor.announcement).decode()]
+        process = psutil.Popen(command, stdout=subprocess.PIPE)
+        try:
+            await until(lambda: knocks > 1)
+            assert process.children() == []
+            silent.close()
+            if ending == "table":
+                supervisor.control.publish(table(plain("a-4.1")))
+                await supervisor.start(host_and_port(supervisor.address)[1])
+                url = (await asyncio.to_thread(process.stdout.readline)).decode().strip()
+                found = await asyncio.to_thread(httpx.post, f"{url}/v2/repository/index", trust_env=False)
+                assert [(one["name"], one["state"]) for one in found.json()] == [("a", "READY")]
+        finally:
+            process.terminate()
+            assert await asyncio.to_thread(process.wait) == 0
+            process.stdout.close()
+            await supervisor.control.close()
+
+    run(scenario)
 
 
 def test_who_joins_has_the_clusters_settings_and_his_own_flags(tmp_path: Path) -> None:
