@@ -57,7 +57,7 @@ def one_host(served: Served, model: str = "scale") -> psutil.Process:
 
 def runs(process: psutil.Process) -> bool:
     """Whether a process has not ended."""
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
 
 
 def node_with_replica(served: Served, *, of_supervisor: bool) -> Any:
