@@ -1,25 +1,27 @@
 """Holds one replica on a node of the cluster, and opens its port.
 
 Run by `app.cluster.holder` as ``python -m app.cluster.agent``, with an `AgentSpec` on its standard input. Its first
-line of output is the port's address and the replica's token. It ends the replica and itself when its standard input
-ends, and some time after the replica has ended by itself.
+line of output is the port's address, the replica's token, and the token of those who may give orders. It ends the
+replica and itself when its standard input ends, and some time after the replica has ended by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import json
 import logging
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from app.cluster.holder import read_spec
+from app.cluster.holder import outlive_no_holder, read_spec
 from app.cluster.messages import BEAT_S, LISTENER, Adapters, Ask, Beat, Hello, Order, Said, State, encode
 from app.cluster.port import Port
 from app.config.content import content
@@ -54,6 +56,8 @@ class AgentSpec(NamedTuple):
     user_paths: tuple[str, ...]
     token: str
     """The replica's; the port asks for it, too."""
+    order_token: str
+    """See `Hello.token`."""
     runtime_dir: Path | None
     host: str | None
     """The address that the port listens on; None: this node's with TLS, and without it 127.0.0.1."""
@@ -123,13 +127,14 @@ class Agent:
             self._address = await self._port.start(spec.host or (node if self._tls is not None else "127.0.0.1"))
             if spec.host in ("0.0.0.0", "::"):
                 self._address = f"{node}:{self._address.rpartition(':')[2]}"
-            print(self._address, spec.token, flush=True)
+            print(self._address, spec.token, spec.order_token, flush=True)
             tasks = [asyncio.create_task(one) for one in (self._host.watch(), self._beat(), self._tell_ending(replica))]
             replica.ready.add_done_callback(lambda _: self._tell())
             held = asyncio.create_task(orders.read())
             await asyncio.wait({replica.exited, held}, return_when=asyncio.FIRST_COMPLETED)
             if held.done():
                 replica.kill()
+                guardian.send_signal(signal.SIGCONT)  # it may be stopped
                 await replica.exited
             # Before anyone hears of the end: who does has Ray kill the actor, and Ray kills its children, too.
             shutil.rmtree(self._host.folder, ignore_errors=True)
@@ -218,6 +223,8 @@ class Agent:
             hello = LISTENER.decode(await reader.readline())
             if not isinstance(hello, Hello):
                 raise ValueError("expected hello")
+            if hello.epoch and not hmac.compare_digest(hello.token.encode(), self._spec.order_token.encode()):
+                raise ValueError("expected the supervisor's token, got another")
             if hello.epoch and hello.epoch < self._epoch:
                 writer.write(encode(self._state(is_stale=True)))
                 await writer.drain()
@@ -275,6 +282,7 @@ async def _no_drain(*_: object) -> Drained:
 
 def main() -> None:
     """Entry point; see the module's docstring."""
+    outlive_no_holder()
     spec = AgentSpec.decoded(read_spec(sys.stdin.buffer))
     set_up_logging(spec.log_format)
     os.set_blocking(sys.stdin.fileno(), True)

@@ -37,6 +37,7 @@ class AgentLink:
         token: the replica's.
         epoch: the supervisor's; 0: a gateway, which only listens.
         tls: the cluster's.
+        order_token: the supervisor's.
         on_state: called with each state.
         on_beat: called with each sign of life.
         on_open: called when orders can be given.
@@ -50,6 +51,7 @@ class AgentLink:
         epoch: int,
         tls: PeerTls | None,
         *,
+        order_token: str = "",
         on_state: Callable[[State], None] = lambda state: None,
         on_beat: Callable[[Beat], None] = lambda beat: None,
         on_open: Callable[[], None] = lambda: None,
@@ -60,6 +62,7 @@ class AgentLink:
         self._address = address
         self._token = token
         self._epoch = epoch
+        self._order_token = order_token
         self._tls = tls
         self._on_state = on_state
         self._on_beat = on_beat
@@ -120,7 +123,7 @@ class AgentLink:
             head = await within(CONNECT_TIMEOUT_S, reader.readuntil(b"\r\n\r\n"))
             if b" 101 " not in head.partition(b"\r\n")[0]:
                 raise ValueError(f"expected 101, got {head[:80]!r}")
-            writer.write(encode(Hello(self._epoch)))
+            writer.write(encode(Hello(self._epoch, self._order_token)))
             self._writer, self._refusals = writer, 0
             self._on_open()
             while True:

@@ -204,7 +204,8 @@ class PortConnection(asyncio.BufferedProtocol):
             return
         raw = bytes(self._gathered)
         self._gathered = bytearray()
-        if raw.startswith(b"PRI * HTTP/2.0\r\n"):  # gRPC without TLS
+        # gRPC without TLS; but what comes after a request would go where that went.
+        if raw.startswith(b"PRI * HTTP/2.0\r\n") and self._replica is None and not self._waiting:
             self._relay_grpc(raw)
             return
         head, rest = RequestHead(raw[:end]), raw[end + len(_END) :]
@@ -221,7 +222,7 @@ class PortConnection(asyncio.BufferedProtocol):
         elif head.path == "/segment" and self._port.route.grpc_address:
             self._begin_place(head, rest)
         elif self._port.is_vllm:
-            self._relay_vllm(head, raw)
+            self._relay_vllm(head, raw[: end + len(_END)], rest)
         else:
             self._begin_call(head, rest)
 
@@ -232,6 +233,7 @@ class PortConnection(asyncio.BufferedProtocol):
             raise Refusal("400 Bad Request", "content-length: expected no body")
         self._port.connections.discard(self)
         self._end_timer()
+        self._leave_replica()
         self._port.control(self._transport, rest)
 
     def _begin_call(self, head: RequestHead, rest: bytes) -> None:
@@ -341,17 +343,9 @@ class PortConnection(asyncio.BufferedProtocol):
     # Relays
 
     def _relay_grpc(self, first: bytes) -> None:
-        self._relay(self._port.route.grpc_address, first)
-
-    def _relay_vllm(self, head: RequestHead, raw: bytes) -> None:
-        if (head.method, head.path) not in _VLLM:
-            raise Refusal("404 Not Found", "path: expected one that gateways ask of a vLLM")
-        _ = head.length  # refuses another framing
-        self._relay(self._port.route.http_address, raw)
-
-    def _relay(self, address: str, first: bytes) -> None:
         """Pass on all bytes from here on, both ways."""
-        if not address:  # the replica has no gRPC
+        address = self._port.route.grpc_address
+        if not address:
             self._transport.abort()
             return
         self._expect_within(None)
@@ -359,6 +353,26 @@ class PortConnection(asyncio.BufferedProtocol):
         self._address = address
         self._read = self._send
         self._send(first)
+
+    def _relay_vllm(self, head: RequestHead, raw: bytes, rest: bytes) -> None:
+        """Pass on one request as it is, and all bytes that come back."""
+        if (head.method, head.path) not in _VLLM:
+            raise Refusal("404 Not Found", "path: expected one that gateways ask of a vLLM")
+        self._body_left = len(raw) + head.length
+        self._is_relay = True
+        self._read = self._read_relayed
+        self._read_relayed(raw + rest)
+
+    def _read_relayed(self, data: bytes) -> None:
+        """The rest of a request to a vLLM; what follows is another one, and is checked likewise."""
+        taken, rest = data[: self._body_left], data[self._body_left :]
+        self._body_left -= len(taken)
+        self._expect_within(STALLED_S if self._body_left else None)
+        self._send(taken)
+        if not self._body_left:
+            self._read = self._read_head
+            if rest:
+                self._read_head(rest)
 
     # The replica
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Final
 
@@ -99,7 +101,7 @@ class Uplink:
         self._found = found
         self._where = first
         self._has_moved = asyncio.Event()
-        self._workers = workers
+        self._hello = functools.partial(Hello, workers=workers, gateway=secrets.token_hex(8))
         self._tls = tls
         self._host = host
         self._control = control
@@ -134,6 +136,7 @@ class Uplink:
 
     async def end(self, is_hurried: Callable[[], bool]) -> None:
         """Listen no longer."""
+        self.link.leave()
         for task in (*self._tasks, *(one.task for one in self._watches.values())):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
@@ -141,7 +144,7 @@ class Uplink:
         await self._found.aclose()
 
     def routes(self, workers: int) -> list[DeploymentRoute]:
-        """The supervisor's routes, without the replicas that can't be reached from here."""
+        """The supervisor's routes; replicas out of reach from here get nothing new, but keep what they have."""
         away = {id for id, one in self._watches.items() if not one.is_reachable}
         return [_without(route, away) for route in self._table.deployments] if away else list(self._table.deployments)
 
@@ -199,7 +202,7 @@ class Uplink:
                 self._hear()
                 cutting = asyncio.create_task(self._cut_silent(writer, where))
                 try:
-                    async for table in self.link.tables_from(reader, writer, Hello(where.token, self._workers)):
+                    async for table in self.link.tables_from(reader, writer, self._hello(where.token)):
                         self._take(table)
                 except (OSError, ValueError, msgspec.MsgspecError) as error:
                     logger.warning("%s: %s", hello, error)
@@ -246,13 +249,14 @@ class Uplink:
 
 
 def _without(route: DeploymentRoute, away: set[str]) -> DeploymentRoute:
-    """A route without some replicas."""
+    """A route that has some replicas only for what they have in flight."""
     left = tuple(one for one in route.replicas if one.id not in away)
     if len(left) == len(route.replicas):
         return route
+    retiring = (*route.retiring, *(one for one in route.replicas if one.id in away))
     if left:
-        return msgspec.structs.replace(route, replicas=left)
-    return msgspec.structs.replace(route, replicas=(), state=State.UNAVAILABLE, reason=AWAY)
+        return msgspec.structs.replace(route, replicas=left, retiring=retiring)
+    return msgspec.structs.replace(route, replicas=(), retiring=retiring, state=State.UNAVAILABLE, reason=AWAY)
 
 
 class ClusterGateway(Front):
@@ -306,10 +310,12 @@ async def serve_gateway(
             )
         if config is None:
             config = joined(first, address, flags)
-        if first.asks_for_keys and not keys_are_wanted(config.security.keys_file):
+        keys_file = config.security.keys_file
+        if first.asks_for_keys and not (keys_file.exists() if keys_file is not None else keys_are_wanted(None)):
+            where = "the file of `security.keys_file`, or the variable HEADWATER_KEYS,"
             raise StartError(
-                "security: the cluster's other gateways ask for API keys, and this machine has none: expected the file "
-                "of `security.keys_file`, or the variable HEADWATER_KEYS, here as well"
+                "security: the cluster's other gateways ask for API keys, and this machine has none: expected "
+                f"{where if keys_file is None else f'the file of `security.keys_file`, {keys_file},'} here as well"
             )
         cluster = config.cluster
         tls = None if cluster is None or cluster.tls is None else PeerTls(cluster.tls)

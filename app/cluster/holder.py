@@ -6,6 +6,7 @@ it is called. The process lives as long as its standard input is open: so it end
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -13,12 +14,13 @@ import threading
 import time
 from typing import IO, Any
 
-__all__ = ["Holder", "own_output", "read_spec", "write_spec"]
+__all__ = ["Holder", "outlive_no_holder", "own_output", "read_spec", "write_spec"]
 
 FENCE_EVERY_S = 0.25
 END_TIMEOUT_S = 30.0
 """How long the process may take to end after its standard input was closed."""
 LENGTH_BYTES = 8
+PR_SET_PDEATHSIG = 1
 
 
 def read_spec(stream: IO[bytes]) -> bytes:
@@ -35,6 +37,11 @@ def _read(fd: int, size: int) -> bytes:
             raise EOFError("the specification is incomplete")
         found += piece
     return found
+
+
+def outlive_no_holder() -> None:
+    """See that this process notices the end of its holder even if it is stopped then: the kernel has it go on."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def own_output() -> IO[str]:

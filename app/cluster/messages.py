@@ -19,6 +19,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     epoch: int = 0
     """The supervisor's; 0: a gateway, which only listens. An agent obeys the greatest that it has seen."""
+    token: str = ""
+    """What an agent and its supervisors know; gateways have none."""
 
 
 class Order(msgspec.Struct, frozen=True, tag="order"):

@@ -3,7 +3,8 @@
 ``POST /v2/models/NAME/infer`` with the replica's token goes to its Triton. With ``Headwater-Segment: INPUT_BYTES
 SIZE_BYTES`` the body begins with so many bytes for a segment of this machine (`inference.wire.shared_memory`), and what
 the replica left there follows Triton's answer. ``POST /segment`` has only those bytes, for a call over gRPC, and is
-answered with the segment's path. gRPC and a vLLM's HTTP are relayed byte by byte; Triton checks the token of gRPC.
+answered with the segment's path. gRPC is relayed byte by byte; Triton checks its token. To a vLLM those requests are
+relayed that gateways have, each with the token.
 ``GET /control`` is answered with 101, and then is whatever both sides make of it.
 """
 

@@ -231,11 +231,11 @@ class RemoteReplica:
             asking.cancel()
         return ""
 
-    async def _listen(self, address: str, token: str) -> None:
+    async def _listen(self, address: str, token: str, order_token: str) -> None:
         """Listen to its agent until nothing of the replica runs any more, or it counts as lost."""
         context = self._context
         link = self._link = AgentLink(
-            address, token, context.epoch, context.tls,
+            address, token, context.epoch, context.tls, order_token=order_token,
             on_state=self._take, on_beat=self._take_beat, on_open=self._repeat, on_reach=self._note_reach,
         )  # fmt: skip
         running = asyncio.create_task(link.run())
@@ -275,6 +275,8 @@ class RemoteReplica:
         before, self.state = self.state, state
         if before is None:  # later ones are only what was set here
             self._adapters = state.adapters
+        elif state.adapters != self._adapters and self._link is not None:  # it has not been told, or not heard it
+            self._link.tell(Adapters(self._adapters))
         self.facts = state.facts
         self.batch_limit = state.batch_limit
         self.is_permanent = state.is_permanent

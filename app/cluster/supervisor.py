@@ -22,7 +22,7 @@ from typing import IO, Any, Final, NamedTuple
 import msgspec
 
 from app.cluster.agent import AgentSpec, digest
-from app.cluster.holder import own_output, read_spec
+from app.cluster.holder import outlive_no_holder, own_output, read_spec
 from app.cluster.ray_client import PREFIX, RayClient
 from app.cluster.remote_replica import Context, RemoteReplica
 from app.config.content import config_content, content
@@ -131,12 +131,14 @@ class ClusterHost(Host):
     def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
         """See `Host.launch`."""
         self._launched += 1
-        id, token = f"{name}-{self._context.epoch:x}.{self._launched}", secrets.token_urlsafe(24)
+        id = f"{name}-{self._context.epoch:x}.{self._launched}"
+        token, order_token = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         cluster, server = self._config.cluster, self._config.server
         assert cluster is not None
         spec = AgentSpec(
-            name, id, config, self._paths, token, server.runtime_dir, cluster.host, cluster.tls, server.log_format
-        )
+            name, id, config, self._paths, token, order_token, server.runtime_dir, cluster.host, cluster.tls,
+            server.log_format,
+        )  # fmt: skip
         placement = config.node_placement
         place = functools.partial(
             self._context.ray.start_replica, f"{PREFIX}{id}", [sys.executable, "-m", "app.cluster.agent"],
@@ -192,10 +194,10 @@ class ClusterSupervisor:
         """Serve until an order to stop comes, or no more can come; announce on the output that it serves."""
         cluster = self._first.cluster
         assert cluster is not None
-        await self._take_over()
+        has_taken_over = await self._take_over()
         node = os.environ.get("HEADWATER_NODE", "127.0.0.1")
         host = cluster.host or (node if self._tls is not None else "127.0.0.1")
-        port = await self._control.start_for_gateways(host, 0, self._token, self._tls)
+        port = await self._control.start_for_gateways(host, 0, self._token, self._tls, is_successor=has_taken_over)
         self._is_serving = True
         self._on_change()
         announcement = Announcement(
@@ -218,8 +220,11 @@ class ClusterSupervisor:
             os._exit(1)  # what runs is for the next supervisor
         await self._stop()
 
-    async def _take_over(self) -> None:
-        """Adopt the replicas that an earlier supervisor has left and that fit, end the others, and start what lacks."""
+    async def _take_over(self) -> bool:
+        """Adopt the replicas that an earlier supervisor has left and that fit, end the others, and start what lacks.
+
+        Returns whether any were adopted.
+        """
         desired = _read_desired(await self._ray.get(DESIRED))
         if desired is not None and desired.began_as != what_is_served(self._first):
             logger.warning("what an earlier supervisor stored is of another configuration, and is ignored")
@@ -264,6 +269,7 @@ class ClusterSupervisor:
             ids = ", ".join(one.id for those in running.values() for one in those)
             logger.info("taken over from an earlier supervisor: %s", ids)
         self._orchestrator.start(running)
+        return bool(running)
 
     def _on_change(self) -> None:
         if not self._is_serving:
@@ -328,7 +334,7 @@ class ClusterSupervisor:
         self._host.stop()
         self._on_change()
         deadline_s = self._first.server.shutdown_timeout_s + GATEWAYS_DRAIN_S
-        await until(lambda: not self._control.workers, deadline_s)
+        await until(lambda: self._control.is_deserted, deadline_s)
         await self._orchestrator.end(lambda: False)
         if self._storing is not None:
             self._storing.cancel()
@@ -385,6 +391,7 @@ async def _run(spec: SupervisorSpec, output: IO[str]) -> None:
 
 def main() -> None:
     """Entry point; see the module's docstring."""
+    outlive_no_holder()
     spec = SupervisorSpec.decoded(read_spec(sys.stdin.buffer))
     set_up_logging(spec.config.server.log_format)
     output = own_output()

@@ -112,6 +112,10 @@ class SupervisorLink:
                 if not future.done():
                     future.set_exception(_supervisor_gone())
 
+    def leave(self) -> None:
+        """Tell the supervisor that nothing is in flight here, and that nobody comes again."""
+        self._send(messages.Goodbye())
+
     def report(self, load: LoadReport) -> None:
         """Report this worker's load to the supervisor."""
         self._send(load)

@@ -66,6 +66,12 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     token: str
     workers: int = 1
+    gateway: str = ""
+    """The same in all its connections, and no other's; empty: nobody waits for it once the connection has ended."""
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+    """The last message of such a gateway: nothing is in flight there."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -106,7 +112,7 @@ class CancelCount(msgspec.Struct, frozen=True, tag="cancel_count"):
 DOWNWARD: Final = msgspec.json.Decoder(
     RoutingTable | TableChange | Drain | CommandAnswer | Ping | Quarantined | Cancel | CancelCount
 )
-Upward = Hello | Command | Drained | Pong | Quarantined | LoadReport | Cancel | CancelCount | TableWanted
+Upward = Hello | Goodbye | Command | Drained | Pong | Quarantined | LoadReport | Cancel | CancelCount | TableWanted
 UPWARD: Final = msgspec.json.Decoder(Upward)
 HELLO: Final = msgspec.json.Decoder(Hello)
 

@@ -97,7 +97,7 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     prefix_affinity: float = 0
     """See `app.config.vllm.VllmOptions`."""
     retiring: tuple[ReplicaRoute, ...] = ()
-    """Replaced replicas: they get no new requests, but finish those that they have."""
+    """Replicas that were replaced or are out of reach: they get no new requests, but finish those that they have."""
     since_s: float = 0
     """Since when it is in its state, in seconds since the Unix epoch."""
     total_instances: int = 1

@@ -5,7 +5,8 @@ which a worker answers with `Drained`, and a `CommandAnswer` for each `Command` 
 under way; a message's ``id`` tells which answer belongs to it. A worker that gets a change that doesn't follow its
 table asks for the whole one with `TableWanted`. A `Ping` is answered by a `Pong`. A worker's `Quarantined` is forwarded
 to the other workers. So is a `Cancel`, whose sender gets the sum of their `CancelCount`. The end of the connection
-tells either side that the other is gone; with a worker goes all that was in flight there.
+tells either side that the other is gone; with a worker goes all that was in flight there. Not so with a gateway on
+another machine, which may come again with what it has in flight: it is gone after its `Goodbye`, or after some time.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ CANCEL_TIMEOUT_S: Final = 3.0
 """How long a worker may take to report what it cancelled."""
 HELLO_TIMEOUT_S: Final = 5.0
 """How long a gateway on another machine may take to introduce itself."""
-SILENT_GATEWAY_PINGS: Final = 10
-"""After so many unanswered pings a gateway on another machine counts as gone."""
+GATEWAY_GONE_S: Final = 10.0
+"""A gateway on another machine that is silent for so long counts as gone; until then drains wait for it."""
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
@@ -80,6 +81,10 @@ class _Worker:
     """0: it is a gateway on another machine."""
     workers: int = 1
     """How many workers it stands for."""
+    gateway: str = ""
+    """See `Hello`."""
+    heard_s: float = 0.0
+    """When something came from it last, by the loop's time."""
     unanswered: int = 0
     """The number of consecutive unanswered pings."""
     load: tuple[float, LoadReport] | None = None
@@ -88,7 +93,8 @@ class _Worker:
     """Answers that are awaited, by the message's id; None as an answer: the worker has ended."""
 
     def send(self, message: msgspec.Struct) -> None:
-        self.writer.write(encode_line(message))
+        if not self.writer.is_closing():
+            self.writer.write(encode_line(message))
 
 
 class ControlServer:
@@ -118,6 +124,10 @@ class ControlServer:
         self._on_workers = on_workers
         self._table = RoutingTable(epoch=time.time_ns() if epoch is None else epoch)
         self._workers: set[_Worker] = set()
+        self._away: set[_Worker] = set()
+        """Gateways on other machines whose connections have ended, and which may come again."""
+        self._known_s = float("-inf")
+        """When all gateways are known, by the loop's time."""
         self._numbers = itertools.count()
         self._commands: set[asyncio.Task[None]] = set()
         self._server: asyncio.AbstractServer | None = None
@@ -126,7 +136,9 @@ class ControlServer:
         """Listen on a unix socket; its folder must be closed to others (0700)."""
         self._server = await asyncio.start_unix_server(self._serve, path, limit=messages.MAX_MESSAGE_BYTES)
 
-    async def start_for_gateways(self, host: str, port: int, token: str, tls: PeerContexts | None) -> int:
+    async def start_for_gateways(
+        self, host: str, port: int, token: str, tls: PeerContexts | None, *, is_successor: bool = False
+    ) -> int:
         """Listen for gateways on other machines, which must know the token. Returns the port.
 
         Args:
@@ -134,7 +146,10 @@ class ControlServer:
             port: 0: any.
             token: what gateways must say.
             tls: the cluster's; None: plain text.
+            is_successor: whether gateways of an earlier supervisor are about to come: drains wait for them.
         """
+        if is_successor:
+            self._known_s = asyncio.get_running_loop().time() + GATEWAY_GONE_S
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if tls is not None and not tls.is_peer(writer.get_extra_info("peercert")):
@@ -151,7 +166,7 @@ class ControlServer:
                 logger.error("a gateway with a wrong token was refused")
                 writer.close()
                 return
-            await self._talk(reader, _Worker(writer, 0, hello.workers))
+            await self._talk(reader, _Worker(writer, 0, hello.workers, hello.gateway))
 
         context = None
         if tls is not None:
@@ -166,6 +181,11 @@ class ControlServer:
     def workers(self) -> int:
         """How many gateway workers there are, those on other machines included."""
         return sum(one.workers for one in self._workers)
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether there are no workers, and no gateway is waited for."""
+        return not self._workers and not self._away
 
     def publish(self, table: RoutingTable) -> None:
         """Send what changed in the table to every worker, and the whole to those that come later.
@@ -184,13 +204,28 @@ class ControlServer:
     ) -> Drained:
         """Wait until nothing of a deployment is in flight in any worker; see `Drain`.
 
-        A worker that ends has nothing in flight, and one that connects later has accepted nothing.
+        A worker that ends has nothing in flight, and one that connects later has accepted nothing. A gateway on another
+        machine whose connection has ended is waited for until it has come again, and then asked, or counts as gone.
         """
-        order = Drain(next(self._numbers), model, timeout_s, replicas, list(adapters))
-        answers, late = await self._ask(set(self._workers), order, timeout_s + DRAIN_GRACE_S)
-        if late:
-            logger.error("%s: %d gateway workers did not report in time that they have drained", model, late)
-        return sum(answers, Drained())
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        unknown_s = min(max(0.0, self._known_s - loop.time()), timeout_s)
+        if unknown_s:
+            await asyncio.sleep(unknown_s)
+        left_s = timeout_s - unknown_s
+        found, missing = Drained(), 0
+        asked: set[_Worker] = set()
+        workers = self._workers | self._away
+        while workers and loop.time() < end_s + DRAIN_GRACE_S:
+            order = Drain(next(self._numbers), model, left_s, replicas, list(adapters))
+            answers, late = await self._ask(workers, order, left_s + DRAIN_GRACE_S)
+            found, missing = sum(answers, found), missing + late
+            asked |= workers
+            workers = {one for one in self._workers | self._away if one.gateway} - asked
+            left_s = max(0.0, end_s - loop.time())
+        if missing:
+            logger.error("%s: %d gateway workers did not report in time that they have drained", model, missing)
+        return found
 
     def loads(self) -> list[LoadReport]:
         """Each worker's last load report, unless it is older than `LOAD_FRESH_S`."""
@@ -200,10 +235,11 @@ class ControlServer:
     def ping(self) -> dict[int, int]:
         """Ping every worker. Returns the number of earlier consecutive unanswered pings, by process id."""
         found: dict[int, int] = {}
+        oldest_s = asyncio.get_running_loop().time() - GATEWAY_GONE_S
         for worker in self._workers:
             if worker.pid:
                 found[worker.pid] = worker.unanswered
-            elif worker.unanswered >= SILENT_GATEWAY_PINGS:  # its machine is gone, or hangs
+            elif worker.heard_s < oldest_s:  # its machine is gone, or hangs
                 worker.writer.transport.abort()
             if not worker.unanswered:
                 worker.send(messages.Ping())
@@ -241,26 +277,41 @@ class ControlServer:
         await self._talk(reader, _Worker(writer, _peer(writer)))
 
     async def _talk(self, reader: asyncio.StreamReader, worker: _Worker) -> None:
-        writer = worker.writer
+        writer, loop = worker.writer, asyncio.get_running_loop()
+        for before in [one for one in self._workers | self._away if one.gateway and one.gateway == worker.gateway]:
+            self._forget(before)
+            before.writer.transport.abort()
+        worker.heard_s = loop.time()
         self._workers.add(worker)
         worker.send(self._table)  # first, as changes follow it
         self._on_workers()
         try:
             while line := await reader.readline():
+                worker.heard_s = loop.time()
                 self._take(messages.UPWARD.decode(line), worker)
         except ConnectionError:
             pass
         except (ValueError, msgspec.MsgspecError) as error:  # disconnected, the worker ends and is replaced
             logger.error("invalid message from a gateway worker: %s", error)
         finally:
-            self._workers.discard(worker)
+            if worker.gateway and worker in self._workers:  # else it has come again, or said goodbye
+                self._workers.remove(worker)
+                self._away.add(worker)
+                loop.call_at(worker.heard_s + GATEWAY_GONE_S, self._forget, worker)
+            else:
+                self._forget(worker)
             self._on_workers()
-            for future in worker.asked.values():
-                if not future.done():
-                    future.set_result(None)
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
+
+    def _forget(self, worker: _Worker) -> None:
+        """Wait for nothing more of a worker."""
+        self._workers.discard(worker)
+        self._away.discard(worker)
+        for future in worker.asked.values():
+            if not future.done():
+                future.set_result(None)
 
     def _take(self, message: Upward, worker: _Worker) -> None:
         if isinstance(message, LoadReport):
@@ -269,6 +320,8 @@ class ControlServer:
             worker.unanswered = 0
         elif isinstance(message, messages.TableWanted):
             worker.send(self._table)
+        elif isinstance(message, messages.Goodbye):
+            self._forget(worker)
         elif isinstance(message, Quarantined):
             self._on_quarantined(message)
             self.quarantine(message, worker)

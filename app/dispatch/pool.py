@@ -60,7 +60,7 @@ class Replica:
     route: ReplicaRoute
     client: Client
     is_retiring: bool = False
-    """Whether others have replaced it: it gets nothing new, and finishes what it has."""
+    """Whether it gets nothing new, and finishes what it has: others have replaced it, or it is out of reach for now."""
     is_lost: bool = False
     """Whether it failed as a whole: it gets nothing new, and the supervisor will remove it from the table."""
 
@@ -144,10 +144,10 @@ class ReplicaPool(Generic[R]):
         for id, one in wanted.items():
             if id not in self.connected:
                 self._connect(one)
-        for one in route.retiring:
-            replica = self.connected[one.id]
-            if not replica.is_retiring:
-                replica.is_retiring = True
+        retiring = {one.id for one in route.retiring}
+        for id, replica in self.connected.items():
+            if replica.is_retiring != (id in retiring):
+                replica.is_retiring = not replica.is_retiring
                 self._note(replica)
 
     def close(self) -> None:
@@ -201,7 +201,10 @@ class ReplicaPool(Generic[R]):
 
     def _try_again(self, replica: R) -> None:
         route = replica.route
-        if self.connected.get(route.id) is not replica or replica.is_retiring:
+        if self.connected.get(route.id) is not replica:
+            return
+        if replica.is_retiring:  # perhaps only out of reach
+            self._loop.call_later(LOST_RETRY_S, self._try_again, replica)
             return
         logger.warning("model %s: replica %s was lost, but is still there: trying it again", self._name, route.id)
         if route.grpc_address:  # all its calls went over the connection that is gone

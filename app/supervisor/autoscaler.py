@@ -157,7 +157,8 @@ class Autoscaler:
 
     Args:
         sets: every deployment that has replicas, by name; it may change.
-        loads: gives each deployment's load over all gateway workers.
+        loads: gives each deployment's load over all gateway workers. One that no worker has reported is not known, and
+            then its replicas stay as many as they are.
         is_busy: whether a command is under way with a deployment, which is then left alone.
         host: runs the tasks.
         on_utilization: called at every tick with the share of its replicas' capacity that each deployment uses, 0 to 1,
@@ -199,12 +200,13 @@ class Autoscaler:
         self._policies = {name: policy for name, policy in self._policies.items() if name in self._sets}
         self._acting = {name: task for name, task in self._acting.items() if not task.done()}
         for one in list(self._sets.values()):
-            if one.bounds.is_fixed or not one.is_scalable or self._is_busy(one.name):
+            load = loads.get(one.name)
+            if one.bounds.is_fixed or not one.is_scalable or self._is_busy(one.name) or load is None:
                 self._policies.pop(one.name, None)  # the load before says little about the load after
             elif one.name not in self._acting:
-                self._decide(one, loads.get(one.name))
+                self._decide(one, load)
 
-    def _decide(self, one: ReplicaSet, load: DeploymentLoad | None) -> None:
+    def _decide(self, one: ReplicaSet, load: DeploymentLoad) -> None:
         made_for, policy = self._policies.get(one.name, (None, None))
         if policy is None or made_for is not one.config:
             policy = ScalingPolicy(one.config.scaling, one.config.batching.max_queue_delay_ms / 1000)

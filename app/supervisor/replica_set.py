@@ -69,7 +69,7 @@ class ReplicaSet(Served):
     @property
     def ready(self) -> dict[str, ReplicaHandle]:
         """The replicas that new requests go to, by id."""
-        return _serving(self._slots)
+        return {id: replica for id, replica in _serving(self._slots).items() if replica.is_reachable}
 
     @property
     def is_loaded(self) -> bool:
@@ -97,10 +97,12 @@ class ReplicaSet(Served):
     def route(self, workers: int) -> DeploymentRoute:
         """What each of so many gateway workers gets, with its share of what is bounded."""
         batching = self.config.batching
+        ready = self.ready
+        serving = _serving([*self._leaving, *self._slots])
         return msgspec.structs.replace(
             super().route(workers),
-            replicas=tuple(replica.route() for replica in self.ready.values()),
-            retiring=tuple(replica.route() for replica in _serving(self._leaving).values()),
+            replicas=tuple(replica.route() for replica in ready.values()),
+            retiring=tuple(replica.route() for id, replica in serving.items() if id not in ready),
             priority_weights=batching.priority_weights or {},
             max_padding=batching.max_padding or 0,
             max_queue_delay_ms=batching.max_queue_delay_ms,
@@ -146,7 +148,7 @@ class ReplicaSet(Served):
         for slot in self._slots:
             slot.release()
         self.is_set_aside = True
-        if not self.ready and not _serving(self._leaving):
+        if not _serving([*self._slots, *self._leaving]):
             return Drained()
         self.set_state(State.DRAINING, "it is being unloaded; requests in flight are still answered")
         return await self.host.drain(self.name, timeout_s, None)
@@ -388,9 +390,8 @@ class ReplicaSet(Served):
 
 
 def _serving(slots: Iterable[Slot]) -> dict[str, ReplicaHandle]:
-    """The replicas that serve, by id."""
-    found = [slot.replica for slot in slots if slot.serves and slot.replica is not None]
-    return {replica.id: replica for replica in found if replica.is_reachable}
+    """The replicas that serve, by id, those that are out of reach for now included."""
+    return {slot.replica.id: slot.replica for slot in slots if slot.serves and slot.replica is not None}
 
 
 def _least_needed(slots: Iterable[Slot], count: int) -> list[Slot]:

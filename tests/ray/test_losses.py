@@ -55,6 +55,11 @@ def one_host(served: Served, model: str = "scale") -> psutil.Process:
     return hosts(served.address, model)[0]
 
 
+def runs(process: psutil.Process) -> bool:
+    """Whether a process has not ended."""
+    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+
+
 def node_with_replica(served: Served, *, of_supervisor: bool) -> Any:
     """A node with a replica, on which the supervisor is or isn't."""
     served.spread()
@@ -72,10 +77,20 @@ def test_a_replicas_group_is_killed(served: Served) -> None:
     assert timed.failed == []
 
 
-def test_a_replicas_actor_is_killed(served: Served) -> None:
-    timed = Timed(served, lambda: one_agent(served).parent().kill(), 17)
-    timed.report("actor killed")
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["", "its agent is stopped"])
+def test_a_replicas_actor_is_killed(served: Served, is_stopped: bool) -> None:
+    agent = one_agent(served)
+    held = [agent, *agent.children(recursive=True)]
+
+    def kill() -> None:
+        if is_stopped:
+            agent.suspend()
+        agent.parent().kill()
+
+    timed = Timed(served, kill, 17)
+    timed.report(f"actor killed{', agent stopped' * is_stopped}")
     assert timed.failed == []
+    wait_for(lambda: not any(map(runs, held)), 10, "all of it to end")
 
 
 def test_a_replicas_agent_is_killed(served: Served) -> None:
@@ -140,6 +155,23 @@ def test_a_node_is_killed(served: Served, of_supervisor: bool) -> None:
     timed.report(f"node {'of the supervisor ' * of_supervisor}killed")
     assert timed.failed == []
     served.make_whole()
+
+
+def test_a_stream_outlives_a_pause_of_its_replicas_agent(served: Served) -> None:
+    agent = one_agent(served, "pieces")
+    with served.joined.client.stream("POST", "/v2/models/pieces/generate_stream", json={"x": [1.0] * 4}) as answer:
+        assert answer.status_code == 200, answer.read()
+        stream = answer.iter_lines()
+        next(stream)
+        agent.suspend()
+        try:
+            wait_for(lambda: served.joined.replicas("pieces") == 0, 10, "the replica to be out of reach")
+        finally:
+            agent.resume()
+        wait_for(lambda: served.joined.replicas("pieces") == 1, 10, "the replica to be in reach")
+        for _ in range(2 * STEADY):
+            assert "error" not in next(stream)
+    assert one_agent(served, "pieces") == agent
 
 
 def test_a_node_hangs(served: Served) -> None:

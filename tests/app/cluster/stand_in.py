@@ -31,10 +31,16 @@ class Agent:
     """An actor and its agent, whose replica does nothing by itself; it ends when the actor does."""
 
     def __init__(
-        self, id: str, token: str = "token", deployment: Deployment | None = None, tls: PeerTls | None = None
+        self,
+        id: str,
+        token: str = "token",
+        deployment: Deployment | None = None,
+        tls: PeerTls | None = None,
+        order_token: str = "orders",
     ) -> None:
         self.id = id
         self.token = token
+        self.order_token = order_token
         self.state = State(ReplicaRoute(id, "", token), name=id.rpartition("-")[0])
         if deployment is not None:
             started_with = {"deployment": digest(deployment), "adapters": deployment.adapters}
@@ -98,6 +104,7 @@ class Agent:
             return
         hello = LISTENER.decode(await reader.readline())
         assert isinstance(hello, Hello)
+        assert hello.token == (self.order_token if hello.epoch else "")
         self.epochs.append(hello.epoch)
         writer.write(encode(self.state))
         self._writers.add(writer)
@@ -151,7 +158,7 @@ class Ray:
         found = AgentSpec.decoded(spec)
         assert name == f"{PREFIX}{found.id}"
         self.started.append((found, placement))
-        agent = self.actors[name] = Agent(found.id, found.token, found.deployment)
+        agent = self.actors[name] = Agent(found.id, found.token, found.deployment, order_token=found.order_token)
         if self.said_at_start is not None:
             await agent.open(**self.said_at_start)
         return agent
@@ -165,7 +172,7 @@ class Ray:
         await actor.is_open.wait()
         if actor.gone.is_set():
             raise ActorGone("the actor died")
-        return f"{actor.address} {actor.token}"
+        return f"{actor.address} {actor.token} {actor.order_token}"
 
     async def kill(self, actor: Agent) -> None:
         self.killed.append(actor.id)

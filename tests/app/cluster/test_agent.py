@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from app.cluster.agent import AgentSpec, digest
@@ -21,9 +22,9 @@ from app.config.schema import Deployment
 from app.process.proc import group_members
 from app.process.sweep import Journal
 from app.transport.address import host_and_port
-from tests.app.cluster.stand_in import run
+from tests.app.cluster.stand_in import run, until
 
-TOKEN = "secret"
+TOKEN, ORDER_TOKEN = "secret", "other"
 HOST = """
 import http.server, json, os, signal, socketserver, sys, time
 folder = sys.argv[2]
@@ -127,7 +128,7 @@ class Bench:
         self.process = subprocess.Popen(
             [sys.executable, "-c", AGENT_WITH_SCRIPT, str(linger_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        spec = AgentSpec("m", "m-1.1", self.deployment, (), TOKEN, folder, None, None, "human")
+        spec = AgentSpec("m", "m-1.1", self.deployment, (), TOKEN, ORDER_TOKEN, folder, None, None, "human")
         assert self.process.stdin is not None
         write_spec(self.process.stdin, spec.encoded())
         self.address = ""
@@ -137,8 +138,8 @@ class Bench:
         """Wait until the port is open."""
         assert self.process.stdout is not None
         line = (await asyncio.to_thread(self.process.stdout.readline)).decode()
-        self.address, token = line.split()
-        assert token == TOKEN
+        self.address, *tokens = line.split()
+        assert tokens == [TOKEN, ORDER_TOKEN]
 
     async def connect(self, token: str = TOKEN) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection that asks for control."""
@@ -152,7 +153,7 @@ class Bench:
         reader, writer = await self.connect()
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
         found = Listener(reader, writer)
-        found.send(Hello(epoch))
+        found.send(Hello(epoch, ORDER_TOKEN if epoch else ""))
         return found
 
     def group(self) -> int:
@@ -253,6 +254,25 @@ def test_a_gateway_can_order_nothing(message: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("token", ["", TOKEN, "oth\xe9r"])
+def test_who_has_the_replicas_token_only_is_no_supervisor(token: str) -> None:
+    async def scenario() -> None:
+        async with agent() as bench:
+            one = await bench.listen(4)
+            await one.heard(lambda state: state.is_ready)
+            reader, writer = await bench.connect()
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
+            other = Listener(reader, writer)
+            for message in (Hello(5, token), Order("kill")):
+                other.send(message)
+            assert await other.next() is None
+            one.send(Adapters({"a": "a"}))  # it is still obeyed
+            state = await one.heard(lambda state: bool(state.adapters) or state.is_stale or state.is_ending)
+            assert (state.adapters, state.is_stale, state.is_ending) == ({"a": "a"}, False, False)
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("what", ["stop", "kill"])
 def test_an_order_ends_the_replica_and_the_port_lingers(what: str) -> None:
     async def scenario() -> None:
@@ -299,6 +319,22 @@ def test_with_its_standard_input_all_of_it_ends_the_port_last() -> None:
             assert await bench.status() == 0
             with pytest.raises(ConnectionRefusedError):
                 await bench.listen(1)
+
+    run(scenario)
+
+
+def test_with_its_standard_input_a_guardian_ends_that_is_stopped() -> None:
+    async def scenario() -> None:
+        async with agent() as bench:
+            one = await bench.listen(1)
+            await one.heard(lambda state: state.is_ready)
+            group = bench.group()
+            (guardian,) = psutil.Process(bench.process.pid).children()
+            guardian.suspend()
+            await until(lambda: guardian.status() == psutil.STATUS_STOPPED)
+            bench.let_go()
+            assert await bench.status() == 0
+            assert group_members({group}) == []
 
     run(scenario)
 

@@ -33,7 +33,7 @@ class Listener:
         self.beats: list[Beat] = []
         self.reaches: list[bool] = []
         self.link = AgentLink(
-            agent.address, token, epoch, tls,
+            agent.address, token, epoch, tls, order_token=agent.order_token,
             on_state=self.states.append, on_beat=self.beats.append, on_reach=self.reaches.append,
         )  # fmt: skip
         self.running = asyncio.create_task(self.link.run())

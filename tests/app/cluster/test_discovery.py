@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from app.cluster import discovery
 from app.cluster.discovery import announcements
+from app.cluster.holder import write_spec
 from app.cluster.supervisor import Announcement, SupervisorSpec
 from app.config.schema import Config
 from app.errors import StartError
@@ -38,6 +40,68 @@ def announcement(epoch: int) -> Announcement:
 
 def said(epoch: int) -> str:
     return msgspec.json.encode(announcement(epoch)).decode()
+
+
+MAIN = """
+import sys
+from app.cluster import discovery
+from app.cluster.ray_client import ActorGone
+from app.errors import StartError
+answers = iter(sys.argv[2:])
+class Ray:
+    def __init__(self, address):
+        assert address == "head:6379"
+        print("printed by a library")
+        if sys.argv[2] == "no ray":
+            raise StartError("cluster.address: no Ray")
+    def start_supervisor(self, name, command, spec, environment):
+        from app.cluster.supervisor import SupervisorSpec
+        print("started", name, *command[1:], *SupervisorSpec.decoded(spec).config.deployments, file=sys.stderr)
+    def find(self, name):
+        assert name == "supervisor"
+        self.answer = next(answers, "silent")
+        if self.answer == "gone":
+            raise ActorGone(name)
+        return self.answer
+    def ask(self, actor, timeout_s):
+        if actor == "silent":
+            raise TimeoutError
+        return "" if actor == "empty" else actor
+discovery.RayClient = Ray
+discovery.LOOK_EVERY_S = 0.01
+discovery.main()
+"""
+
+
+def main_of(*answers: str) -> subprocess.Popen[bytes]:
+    """The process that asks Ray, which answers so one time after the other, and nothing after that."""
+    command = [sys.executable, "-c", MAIN, "head:6379", *answers]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("spec", [SPEC, None])
+def test_the_search_says_what_has_changed_until_its_input_ends(spec: SupervisorSpec | None) -> None:
+    with main_of("silent", said(1), "empty", said(1), "gone", "silent", said(2)) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        write_spec(process.stdin, b"" if spec is None else spec.encoded())
+        found = [json.loads(process.stdout.readline()) for _ in range(3)]
+        assert [one.get("epoch") for one in found] == [1, None, 2]
+        assert found[1]["error"].startswith("cluster: nothing is served there; expected `headwater serve CONFIG`")
+        process.stdin.close()
+        assert (process.stdout.read(), process.wait(30)) == (b"", 0)
+        started = b"started supervisor -m app.cluster.supervisor a\n" in process.stderr.read()
+        assert started is (spec is not None)
+
+
+def test_the_search_ends_where_there_is_no_ray() -> None:
+    with main_of("no ray") as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        write_spec(process.stdin, b"")
+        assert json.loads(process.stdout.read()) == {"error": "cluster.address: no Ray"}
+        assert process.wait(30) == 0
 
 
 @pytest.fixture

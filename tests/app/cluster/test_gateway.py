@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
+import psutil
 import pytest
 
 from app.cluster import agent_link
@@ -76,12 +80,16 @@ class Worker:
         self.number = number
         self.table = RoutingTable()
         self.drains: list[Drain] = []
+        self.is_free = asyncio.Event()
+        """Whether it says that it has drained."""
+        self.is_free.set()
         self.cancelled: list[str] = []
         self.quarantined: list[str] = []
         self.link = SupervisorLink(self._drain, lambda model, fingerprint: self.quarantined.append(model), self._cancel)
 
     async def _drain(self, order: Drain) -> Drained:
         self.drains.append(order)
+        await self.is_free.wait()
         return Drained(self.number, 1)
 
     async def _cancel(self, request_id: str) -> int:
@@ -100,6 +108,10 @@ class Worker:
     @property
     def ids(self) -> list[str]:
         return [one.id for route in self.table.deployments for one in route.replicas]
+
+    @property
+    def retiring(self) -> list[str]:
+        return [one.id for route in self.table.deployments for one in route.retiring]
 
 
 class Bench:
@@ -204,7 +216,7 @@ def test_an_earlier_supervisor_is_not_listened_to(caplog: pytest.LogCaptureFixtu
     run(scenario)
 
 
-def test_replicas_out_of_reach_are_set_aside_until_they_are_back() -> None:
+def test_replicas_out_of_reach_keep_what_they_have_and_get_nothing_new_until_they_are_back() -> None:
     async def scenario() -> None:
         agents = [Agent("a-4.1"), Agent("a-4.2")]
         for agent in agents:
@@ -218,13 +230,16 @@ def test_replicas_out_of_reach_are_set_aside_until_they_are_back() -> None:
             assert {epoch for agent in agents for epoch in agent.epochs} == {0}
             agents[0].leave()
             await until(lambda: worker.ids == ["a-4.2", "b-4.3"])
+            assert worker.retiring == ["a-4.1"]
             supervisor.control.publish(table(*routes))
             await until(lambda: worker.ids == ["a-4.2"])
             agents[1].leave()
             await until(lambda: worker.ids == [])
             assert (worker.route.state, worker.route.reason) == (State.UNAVAILABLE, AWAY)
+            assert worker.retiring == ["a-4.1", "a-4.2"]
             agents[0].is_away = False
             await until(lambda: worker.ids == ["a-4.1"])
+            assert worker.retiring == ["a-4.2"]
             assert worker.route.state is State.READY
             agents[1].is_away = False
             await until(lambda: worker.ids == ["a-4.1", "a-4.2"])
@@ -267,6 +282,35 @@ def test_drains_are_passed_on_and_summed() -> None:
             for worker in bench.workers:
                 (order,) = worker.drains
                 assert (order.model, order.timeout_s, order.replicas, order.adapters) == ("a", 9, ["a-4.1"], ["x"])
+
+    run(scenario)
+
+
+def test_a_drain_waits_for_a_gateway_that_reconnects() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(4)
+        async with joining(supervisor) as bench:
+            worker = bench.workers[0]
+            worker.is_free.clear()
+            drain = asyncio.create_task(supervisor.control.drain("a", 9))
+            await until(lambda: len(worker.drains) == 1)
+            writer = bench.uplink.link._writer
+            assert writer is not None
+            writer.transport.abort()
+            await until(lambda: len(worker.drains) == 2)  # it has come again, and is asked again
+            assert not drain.done()
+            worker.is_free.set()
+            assert await drain == Drained(1 + 2, 1 + 1)
+
+    run(scenario)
+
+
+def test_a_gateway_that_ends_is_not_waited_for() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(4)
+        async with joining(supervisor) as bench:
+            await bench.uplink.end(lambda: True)
+            await until(lambda: supervisor.control.is_deserted)
 
     run(scenario)
 
@@ -402,6 +446,71 @@ def test_without_keys_no_gateway_stands_beside_those_that_ask_for_them(
     monkeypatch.delenv("HEADWATER_KEYS")
     announcing(monkeypatch, msgspec.structs.replace(said, asks_for_keys=False))
     assert start() == 7
+
+
+def test_who_joins_without_the_clusters_keys_file_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def serve(self: ClusterGateway) -> int:
+        return 7
+
+    monkeypatch.setattr(ClusterGateway, "run", serve)
+    monkeypatch.setenv("HEADWATER_KEYS", "")  # of which there may be more
+    path = tmp_path / "keys.json"
+    said = Supervisor(1).announcement
+    announcing(monkeypatch, msgspec.structs.replace(said, asks_for_keys=True, security={"keys_file": str(path)}))
+    with pytest.raises(StartError, match=f"expected the file of `security.keys_file`, {path}, here as well"):
+        asyncio.run(serve_gateway(None, (), "auto", {}, lambda url, served: None))
+    path.write_text("{}")
+    assert asyncio.run(serve_gateway(None, (), "auto", {}, lambda url, served: None)) == 7
+
+
+GATEWAY = """
+import asyncio, sys
+from collections.abc import AsyncGenerator
+import msgspec
+from app.cluster.gateway import ClusterGateway
+from app.cluster.supervisor import Announcement
+from app.config.schema import Config
+config = Config.model_validate({"server": {"port": 0}, "deployments": {"a": {"model": "m:M"}}})
+async def announcements() -> AsyncGenerator[Announcement, None]:
+    await asyncio.Event().wait()
+    yield first
+first = msgspec.json.decode(sys.argv[1], type=Announcement)
+gateway = ClusterGateway(config, lambda url, served: print(url, flush=True), announcements(), first, None)
+sys.exit(asyncio.run(gateway.run()))
+"""
+
+
+@pytest.mark.parametrize("ending", ["table", "stop"])
+def test_no_worker_starts_before_the_first_table(ending: str) -> None:
+    async def scenario() -> None:
+        supervisor, knocks = Supervisor(4), 0
+
+        def knock(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal knocks
+            knocks += 1
+            writer.close()
+
+        silent = await asyncio.start_server(knock, "127.0.0.1", 0)
+        supervisor.address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        command = [sys.executable, "-c", GATEWAY, msgspec.json.encode(supervisor.announcement).decode()]
+        process = psutil.Popen(command, stdout=subprocess.PIPE)
+        try:
+            await until(lambda: knocks > 1)
+            assert process.children() == []
+            silent.close()
+            if ending == "table":
+                supervisor.control.publish(table(plain("a-4.1")))
+                await supervisor.start(host_and_port(supervisor.address)[1])
+                url = (await asyncio.to_thread(process.stdout.readline)).decode().strip()
+                found = await asyncio.to_thread(httpx.post, f"{url}/v2/repository/index", trust_env=False)
+                assert [(one["name"], one["state"]) for one in found.json()] == [("a", "READY")]
+        finally:
+            process.terminate()
+            assert await asyncio.to_thread(process.wait) == 0
+            process.stdout.close()
+            await supervisor.control.close()
+
+    run(scenario)
 
 
 def test_who_joins_has_the_clusters_settings_and_his_own_flags(tmp_path: Path) -> None:

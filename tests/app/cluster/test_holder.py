@@ -11,9 +11,11 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from app.cluster.holder import read_spec, write_spec
+from tests.running import wait_for
 
 ACTOR = """
 import os, sys, types
@@ -41,7 +43,8 @@ actor.wait()
 """
 HELD = """
 import os, sys
-from app.cluster.holder import read_spec
+from app.cluster.holder import outlive_no_holder, read_spec
+outlive_no_holder()
 spec = read_spec(sys.stdin.buffer)
 print(os.getpid(), spec.decode(), *(os.environ[name] for name in ("MINE", "HEADWATER_NODE", "HEADWATER_RAY")),
       os.getcwd(), os.getsid(0) == os.getpid(), flush=True)
@@ -153,9 +156,13 @@ def test_the_process_ends_with_the_raylet() -> None:
         assert not os.path.exists(f"/proc/{found.held}")
 
 
-def test_the_process_ends_with_the_actor() -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_the_process_ends_with_the_actor(is_stopped: bool) -> None:
     with raylet() as found:
         pidfd = os.pidfd_open(found.held)
+        if is_stopped:
+            os.kill(found.held, signal.SIGSTOP)
+            wait_for(lambda: psutil.Process(found.held).status() == psutil.STATUS_STOPPED)
         signal.pidfd_send_signal(found.actor, signal.SIGKILL)
         assert select.select([pidfd], [], [], 30)[0]
         os.close(pidfd)

@@ -633,6 +633,42 @@ def test_a_vllm_is_relayed_with_the_token_on_its_routes_only() -> None:
     vllm.run(scenario)
 
 
+@pytest.mark.parametrize("is_hasty", [False, True], ids=["after the answer", "at once"])
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (head("POST /v1/load_lora_adapter", content_length=2) + b"{}", b"404"),
+        (head("POST /v1/completions", token="", content_length=2) + b"{}", b"401"),
+        (head("POST /v1/completions", token="secre", content_length=2) + b"{}", b"401"),
+        (head("POST /v1/completions", transfer_encoding="chunked"), b"400"),
+        (b"PRI * HTTP/2.0\r\n\r\n" + head("POST /v1/load_lora_adapter", content_length=2) + b"{}", b"400"),
+    ],
+    ids=["path", "no token", "token", "framing", "HTTP/2"],
+)
+def test_a_later_request_to_a_vllm_is_checked_as_the_first(raw: bytes, status: bytes, is_hasty: bool) -> None:
+    async def scenario() -> None:
+        async with vllm.stand_ins("a") as found:
+            standing = found["a"]
+            route = ReplicaRoute("a", f"unix:{standing.path}", TOKEN, f"unix:{standing.path}")
+            port = Port("m", route, is_vllm=True, on_control=ignore)
+            reader, writer = await asyncio.open_connection(*host_and_port(await port.start("127.0.0.1")))
+            first = head("POST /v1/completions", content_length=15) + b'{"prompt": "x"}'
+            if is_hasty:
+                writer.write(first + raw)
+            else:
+                writer.write(first[:20])
+                writer.write(first[20:])
+                await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+                writer.write(raw[:20])
+                writer.write(raw[20:])
+            assert (await reader.read()).startswith(b"HTTP/1.1 " + status)
+            assert [one.path for one in standing.exchanges] == ["/v1/completions"] * (not is_hasty)
+            writer.close()
+            await port.close()
+
+    vllm.run(scenario)
+
+
 @pytest.mark.parametrize("secured", [False, pytest.param(True, marks=NEEDS_OPENSSL)])
 def test_a_control_connection_is_handed_over(secured: bool, run: Run, folders: dict[str, Path]) -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

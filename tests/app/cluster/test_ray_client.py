@@ -153,6 +153,26 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 @pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[bytes, bytes], bytes]:
+    """What Ray stores, by namespace and key."""
+    found: dict[tuple[bytes, bytes], bytes] = {}
+
+    def put(key: bytes, value: bytes, overwrite: bool = False, *, namespace: bytes) -> None:
+        if overwrite or (namespace, key) not in found:
+            found[namespace, key] = value
+
+    module: Any = types.ModuleType("ray.experimental.internal_kv")
+    module._internal_kv_get = lambda key, *, namespace: found.get((namespace, key))
+    module._internal_kv_put = put
+    module._internal_kv_del = lambda key, *, del_by_prefix=False, namespace: found.pop((namespace, key))
+    package: Any = types.ModuleType("ray.experimental")
+    package.internal_kv = module
+    monkeypatch.setitem(sys.modules, "ray.experimental", package)
+    monkeypatch.setitem(sys.modules, "ray.experimental.internal_kv", module)
+    return found
+
+
+@pytest.fixture
 def client(ray: types.ModuleType) -> Iterator[RayClient]:
     found = RayClient("head:6379")
     yield found
@@ -237,6 +257,22 @@ def test_actors_are_found_by_name(client: RayClient) -> None:
 def test_only_nodes_that_are_alive_count(client: RayClient) -> None:
     assert asyncio.run(client.node_addresses()) == {"10.0.0.1"}
     assert asyncio.run(client.missing(NodePlacement(gpus=8))) == "it takes 8 GPU, and the largest node has 1"
+
+
+def test_what_is_stored_is_found_until_it_is_deleted(
+    client: RayClient, storage: dict[tuple[bytes, bytes], bytes]
+) -> None:
+    async def scenario() -> None:
+        assert await client.get("desired") is None
+        await client.put("desired", b"1")
+        await client.put("epoch", b"7")
+        await client.put("desired", b"2")
+        assert (await client.get("desired"), await client.get("epoch")) == (b"2", b"7")
+        await client.delete("desired")
+        assert await client.get("desired") is None
+        assert storage == {(b"headwater", b"epoch"): b"7"}
+
+    asyncio.run(scenario())
 
 
 def test_private_parts_of_ray_are_still_there() -> None:

@@ -281,6 +281,21 @@ def test_adapters_are_the_agents_at_first_and_then_it_is_told() -> None:
     run(scenario)
 
 
+def test_adapters_that_were_lost_with_a_connection_are_told_again() -> None:
+    async def scenario() -> None:
+        async with followed(**READY) as one:
+            replica, agent = one.replica, one.agent
+            await replica.ready
+            agent.leave()
+            await until(lambda: one.reaches == [False])
+            replica.adapters = {"late": "late"}
+            agent.is_away = False
+            await until(lambda: agent.state.adapters == {"late": "late"})
+            assert replica.adapters == {"late": "late"}
+
+    run(scenario)
+
+
 def test_what_is_asked_of_vllm_is_answered() -> None:
     async def scenario() -> None:
         async with followed() as one:

@@ -148,6 +148,10 @@ class Gateway:
         """The replicas that serve."""
         return [one.id for one in self.route(name).replicas]
 
+    def retiring(self, name: str = "a") -> list[str]:
+        """The replicas that get nothing new."""
+        return [one.id for one in self.route(name).retiring]
+
     async def tell(self, action: str, model: str, **arguments: Any) -> None:
         """Have a command carried out."""
         answer = await self.link.command(action, model, arguments)
@@ -406,19 +410,52 @@ def test_what_nobody_has_is_ended_if_it_is_seen_twice(monkeypatch: pytest.Monkey
     run(scenario)
 
 
-def test_a_replica_out_of_reach_gets_no_requests_and_one_that_is_lost_is_replaced() -> None:
+def test_a_replica_out_of_reach_gets_nothing_new_and_one_that_is_lost_is_replaced() -> None:
     async def scenario() -> None:
         async with clustered() as ray, supervised(ray, config(a={"replicas": 2})) as (_, gateway):
             await until(lambda: len(gateway.ids()) == 2)
             first, second = ray.actors.values()
             first.leave()
             await until(lambda: gateway.ids() == [second.id])
+            assert gateway.retiring() == [first.id]
             first.is_away = False
             await until(lambda: len(gateway.ids()) == 2)
-            assert len(ray.started) == 2
+            assert (len(ray.started), gateway.retiring()) == (2, [])
             await second.end()
             await until(lambda: len(ray.started) == 3 and len(gateway.ids()) == 2)
             assert second.id not in gateway.ids()
+
+    run(scenario)
+
+
+def test_a_replica_that_stays_out_of_reach_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_replica, "OUT_OF_REACH_S", 0.5)
+
+    async def scenario() -> None:
+        async with clustered() as ray, supervised(ray, config(a={"replicas": 2})) as (_, gateway):
+            await until(lambda: len(gateway.ids()) == 2)
+            first, second = ray.actors.values()
+            first.leave()
+            await until(lambda: (gateway.ids(), gateway.retiring()) == ([second.id], [first.id]))
+            await until(lambda: len(gateway.ids()) == 2)
+            assert gateway.retiring() == []
+            assert first.id not in gateway.ids()
+            await first.gone.wait()
+
+    run(scenario)
+
+
+def test_an_unload_waits_for_what_a_replica_out_of_reach_has_in_flight() -> None:
+    async def scenario() -> None:
+        async with clustered() as ray, supervised(ray, config()) as (_, gateway):
+            await until(lambda: len(gateway.ids()) == 1)
+            (agent,) = ray.actors.values()
+            agent.leave()
+            await until(lambda: gateway.ids() == [])
+            unloading = asyncio.create_task(gateway.tell("unload", "a"))
+            await until(lambda: gateway.drains == [("a", None)])
+            agent.is_away = False
+            await unloading
 
     run(scenario)
 

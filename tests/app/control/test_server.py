@@ -19,7 +19,7 @@ import pytest
 from app.control import server as control
 from app.control.link import SupervisorLink
 from app.control.load import DeploymentLoad, LoadReport
-from app.control.messages import DOWNWARD, Command, CommandAnswer, Drain, Drained, Hello, encode_line
+from app.control.messages import DOWNWARD, Command, CommandAnswer, Drain, Drained, Goodbye, Hello, Pong, encode_line
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.control.server import ControlServer
 from app.control.table_change import TableChange
@@ -508,6 +508,26 @@ class Far:
         writer.write(first)
         return reader
 
+    async def gateway(self, name: str) -> asyncio.StreamReader:
+        """A gateway that has its first table."""
+        reader = await self.connect(encode_line(Hello("secret", 3, name)))
+        await reader.readline()
+        return reader
+
+    def say(self, message: msgspec.Struct) -> None:
+        """Have the last gateway say something."""
+        self._writers[-1].write(encode_line(message))
+
+    async def leave(self) -> None:
+        """End the last gateway's connection."""
+        workers = self.server.workers
+        self._writers[-1].close()
+        await until(lambda: self.server.workers < workers)
+
+    def drain(self, timeout_s: float = 60) -> asyncio.Task[Drained]:
+        """Begin a drain."""
+        return asyncio.create_task(self.server.drain("a", timeout_s))
+
     async def close(self) -> None:
         await self.server.close()
         for writer in self._writers:
@@ -516,10 +536,13 @@ class Far:
                 await writer.wait_closed()
 
 
-def run_far(scenario: Callable[[Far], Awaitable[None]], tls: PeerTls | None = None) -> None:
+def run_far(
+    scenario: Callable[[Far], Awaitable[None]], tls: PeerTls | None = None, *, is_successor: bool = False
+) -> None:
     async def main() -> None:
         far = Far()
-        far.port = await far.server.start_for_gateways("127.0.0.1", 0, "secret", tls)
+        start = far.server.start_for_gateways
+        far.port = await start("127.0.0.1", 0, "secret", tls, is_successor=is_successor)
         far.server.publish(table("a"))
         try:
             await scenario(far)
@@ -592,23 +615,105 @@ def test_a_second_hello_ends_a_gateway(caplog: pytest.LogCaptureFixture) -> None
     assert "invalid message from a gateway worker: hello again" in caplog.text
 
 
-def test_a_gateway_that_answers_no_pings_is_dropped() -> None:
+def test_a_gateway_from_which_nothing_comes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(far: Far) -> None:
-        reader = await far.connect(encode_line(Hello("secret", 3)))
-        await reader.readline()
-        for _ in range(control.SILENT_GATEWAY_PINGS):
-            far.server.ping()
+        reader = await far.gateway("g")
+        far.server.ping()
         assert (await reader.readline()).strip() == b'{"type":"ping"}'
-        far._writers[0].write(b'{"type":"pong"}\n')
+        far.say(Pong())
         await until(lambda: not any(worker.unanswered for worker in far.server._workers))
-        for _ in range(control.SILENT_GATEWAY_PINGS):
-            far.server.ping()
+        far.server.ping()
         assert far.server.workers == 3
+        monkeypatch.setattr(control, "GATEWAY_GONE_S", 0)
         far.server.ping()
         await heard(reader)
-        await until(lambda: far.server.workers == 0)
+        await until(lambda: far.server.is_deserted)
 
     run_far(scenario)
+
+
+# Gateways that come again
+
+
+def order(line: bytes) -> Drain:
+    found = DOWNWARD.decode(line)
+    assert isinstance(found, Drain)
+    return found
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_gateway_that_comes_again_is_asked_again_what_it_has_in_flight(has_left: bool) -> None:
+    async def scenario(far: Far) -> None:
+        reader = await far.gateway("g")
+        drain = far.drain()
+        first = order(await reader.readline())
+        if has_left:
+            await far.leave()
+        again = await far.gateway("g")  # at first beside the old connection, whose end has not come yet
+        assert await heard(reader) == b""
+        second = order(await again.readline())
+        assert (second.model, second.timeout_s < first.timeout_s, far.server.workers) == ("a", True, 3)
+        assert not drain.done()
+        far.say(Drained(2, 1, second.id))
+        assert await drain == Drained(2, 1)
+
+    run_far(scenario)
+
+
+def test_a_drain_waits_for_a_gateway_that_is_away() -> None:
+    async def scenario(far: Far) -> None:
+        await far.gateway("g")
+        await far.leave()
+        assert not far.server.is_deserted
+        drain = far.drain()
+        found = order(await (await far.gateway("g")).readline())
+        assert not drain.done()
+        far.say(Drained(1, 0, found.id))
+        assert await drain == Drained(1, 0)
+
+    run_far(scenario)
+
+
+def test_a_gateway_that_stays_away_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "GATEWAY_GONE_S", 0.2)
+
+    async def scenario(far: Far) -> None:
+        await far.gateway("g")
+        await far.leave()
+        began_s = asyncio.get_running_loop().time()
+        assert await far.drain() == Drained()
+        assert 0 < asyncio.get_running_loop().time() - began_s < 10
+        assert far.server.is_deserted
+
+    run_far(scenario)
+
+
+def test_a_gateway_that_says_goodbye_is_not_waited_for() -> None:
+    async def scenario(far: Far) -> None:
+        reader = await far.gateway("g")
+        drain = far.drain()
+        order(await reader.readline())
+        far.say(Goodbye())
+        assert await drain == Drained()
+        assert far.server.is_deserted
+        far._writers[-1].close()
+        await until(lambda: far.counts[-1] == 0)
+        assert far.server.is_deserted
+
+    run_far(scenario)
+
+
+def test_a_supervisors_successor_waits_for_the_gateways_that_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "GATEWAY_GONE_S", 1.0)
+
+    async def scenario(far: Far) -> None:
+        drain = far.drain()
+        found = order(await (await far.gateway("g")).readline())
+        assert not drain.done()
+        far.say(Drained(1, 0, found.id))
+        assert await drain == Drained(1, 0)
+
+    run_far(scenario, is_successor=True)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")

@@ -80,6 +80,38 @@ def test_what_retires_keeps_its_connection_and_gets_nothing_new() -> None:
     run(scenario)
 
 
+def test_what_is_out_of_reach_keeps_its_connection_and_is_eligible_once_it_is_back() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.update("ab")
+        bench.update("b", retiring="a")
+        assert (bench.eligible(), bench.closed()) == ("b", "")
+        bench.update("ba")
+        assert (sorted(bench.eligible()), bench.closed(), len(bench.opened)) == (["a", "b"], "", 2)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("grpc", "closed"), [("", ""), ("a", "a")])
+def test_what_was_lost_while_it_was_out_of_reach_is_tried_again_once_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, grpc: str, closed: str
+) -> None:
+    monkeypatch.setattr("app.dispatch.pool.LOST_RETRY_S", 0.001)
+
+    async def scenario(bench: Bench) -> None:
+        bench.update("ab", grpc=grpc)
+        bench.update("b", retiring="a", grpc=grpc)
+        bench.pool.lose(bench.opened[0])
+        bench.pool.lose(bench.opened[1])  # its turn comes after the other's
+        await bench.back.wait()
+        assert bench.eligible() == "b"
+        bench.back.clear()
+        bench.update("ba", grpc=grpc)
+        await bench.back.wait()
+        assert (sorted(bench.eligible()), bench.closed()) == (["a", "b"], closed)
+
+    run(scenario)
+
+
 def test_of_many_replicas_some_are_drawn_and_only_eligible_ones() -> None:
     async def scenario() -> None:
         loaded = Counter[str]()

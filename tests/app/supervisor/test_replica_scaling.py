@@ -393,6 +393,23 @@ def test_load_brings_replicas_up_to_the_most_and_quiet_takes_them_away() -> None
     check(scenario)
 
 
+def test_load_that_nobody_reports_changes_nothing() -> None:
+    async def scenario() -> None:
+        host = Host(range_of(1, 3))
+        a = await started(host)
+        host.loads["a"] = BUSY
+        await host.tick(30)
+        host.loads["a"] = QUIET
+        await host.tick(1.5)  # not long enough
+        host.loads.clear()
+        await host.tick(200)
+        host.loads["a"] = QUIET
+        await host.tick(1.5)  # nor is it now
+        assert (len(a.ready), len(host.alive), a.wanted) == (3, 3, 3)
+
+    check(scenario)
+
+
 def test_without_a_range_load_changes_nothing() -> None:
     async def scenario() -> None:
         host = Host(one(replicas=2))
