@@ -173,7 +173,7 @@ class Models:
         """
         model = self.get(name)
         if model.dispatcher.check_ready().embedding is None:
-            those = self._names(lambda route: route.signature is not None and route.signature.embedding is not None)
+            those = self._names(lambda route: route.gives_embeddings)
             fix = "; with `options.runner: pooling` vLLM would give them" if model.route.is_vllm else ""
             raise BadRequest(f"model: `{name}` gives no embeddings; models that do: {those}{fix}", field="model")
         return model

@@ -103,7 +103,7 @@ class VllmDispatcher(TextDispatcher):
             raise self._refusal()
 
     def _refusal(self) -> BadRequest:
-        if self.signature is None or self.signature.embedding is None:
+        if not self.route.gives_embeddings:
             return super()._refusal()
         message = f"model: `{self.route.name}` gives embeddings only: POST to /v1/embeddings, or name a model of text"
         return BadRequest(message, field="model")
