@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -227,13 +226,10 @@ class Models:
 
     async def cancel_request(self, request_id: str) -> int:
         """Cancel the sequences and streams that have a request's id, in all workers. Returns their number."""
-        here = await self.cancel_streams(request_id)
-        # Replicas know all workers' sequences; each worker knows its own streams.
-        sequences = (model.dispatcher.cancel_sequences(request_id) for model in self.with_steps())
-        return here + sum(await asyncio.gather(self.cancel_elsewhere(request_id), *sequences))
+        return await self.cancel_here(request_id) + await self.cancel_elsewhere(request_id)
 
-    async def cancel_streams(self, request_id: str) -> int:
-        """Cancel this worker's streams that have a request's id. Returns their number."""
+    async def cancel_here(self, request_id: str) -> int:
+        """The same in this worker only."""
         return sum(model.dispatcher.cancel(request_id) for model in self.with_steps())
 
     @property
