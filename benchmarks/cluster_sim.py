@@ -12,8 +12,9 @@ load is a fraction of what it can compute one row at a time. In each run workers
 - exact reports: answers report the rows that wait in Triton, too, as what stands before a Triton could.
 
 Prints for each the 99th percentile over the mean of the rows that replicas have, and the most calls that one had; the
-time from a request to its answer; how long a choice takes by the number of replicas; the size of a change in the
-routing table, and how long a worker takes to take it in.
+time from a request to its answer; how long a choice takes by the number of replicas; how long a worker's look at its
+load takes, and a cancel by a request's id; the size of a change in the routing table, and how long a worker takes to
+take it in.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import selectors
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, cast
 from unittest import mock
+
+import msgspec
 
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.control.messages import DOWNWARD, encode_line
@@ -37,9 +40,13 @@ from app.dispatch.choice import Choice
 from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.pool import ReplicaCalls
 from app.gateway.models import Models
+from app.lm.dispatcher import LmDispatcher
+from app.lm.sequence import SequenceSpec
+from app.transport.protocol import FrameRequest
 from app.transport.segments import RemoteSegment
 from benchmarks.smoke import parse_with_smoke
 from inference.signature import Signature, TensorSpec
+from inference.wire.lm import Load, Open, StepFrame, decode_message, encode
 from inference.wire.report import REPORT, RowReport, Status, encode_reports
 
 ROW: Final = bytes(64)
@@ -335,6 +342,49 @@ async def request_us(kind: type[Choice], count: int) -> float:
     return min(rounds_s) / REQUESTS * 1e6
 
 
+class Engine:
+    """A replica of a language model, which never ends what it begins."""
+
+    def open(self, nothing: FrameRequest, *, streams: bool = False) -> None:
+        """A `FrameReplicaClient`'s."""
+
+    async def frames(self, name: str, request: FrameRequest) -> AsyncGenerator[bytes, None]:
+        """A `FrameReplicaClient`'s."""
+        ((_, _, _, (raw,)),) = request.inputs
+        if isinstance(decode_message(raw), Open):
+            yield encode(StepFrame(0, [], Load(active=1)))
+            await asyncio.Event().wait()
+
+    def cancel(self, name: str) -> None:
+        """A `FrameReplicaClient`'s."""
+
+    def close(self) -> None:
+        """A `FrameReplicaClient`'s."""
+
+
+async def looks_us(count: int) -> tuple[float, float, float]:
+    """The CPU time of a look at the load, without and with a language model, and of a cancel there: the least of some
+    rounds. The replicas of the language model have three sequences each on average."""
+    dispatcher = ModelDispatcher(route(routes(count), 2), lambda name, one: AtOnce())
+    model = msgspec.structs.replace(route(routes(count), 2), is_language_model=True)
+    language = LmDispatcher(model, lambda name, one: cast(Any, Engine()))
+    for number in range(3 * count):
+        language.open(str(number), [SequenceSpec([1], 1)])
+    await asyncio.sleep(0.1)  # the engines confirm their channels
+    whats: tuple[Callable[[], object], ...] = dispatcher.moment, language.moment, lambda: language.cancel("unknown")
+    found = []
+    for what in whats:
+        rounds_s = []
+        for _ in range(REPEATS):
+            began_s = time.process_time()
+            what()
+            rounds_s.append(time.process_time() - began_s)
+        found.append(min(rounds_s) * 1e6)
+    dispatcher.close()
+    language.close()
+    return found[0], found[1], found[2]
+
+
 class TakenIn(NamedTuple):
     """What a change in the table costs."""
 
@@ -389,6 +439,10 @@ def main() -> None:
             f"{count} replicas: {now:.1f} us a call for the choice, {whole:.1f} us a request; all looked at: "
             f"{before:.1f} us, {whole_before:.1f} us"
         )
+    tensors, language, cancel = asyncio.run(looks_us(options.replicas))
+    print(
+        f"a look at the load: {tensors:.0f} us, of a language model {language:.0f} us; a cancel there: {cancel:.0f} us"
+    )
     table, part = (asyncio.run(change(options.replicas, is_whole=is_whole)) for is_whole in (True, False))
     print(f"whole table: {table.size_bytes:,} bytes, taken in within {table.took_us:,.0f} us")
     print(f"a change of one replica: {part.size_bytes:,} bytes, taken in within {part.took_us:,.0f} us")

@@ -125,6 +125,11 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
         """The reason, in the words for clients."""
         return self.failure or self.reason.partition(LAST_LINES)[0]
 
+    @property
+    def gives_embeddings(self) -> bool:
+        """Whether it is known to answer ``/v1/embeddings``."""
+        return self.signature is not None and self.signature.embedding is not None
+
 
 class RoutingTable(msgspec.Struct, frozen=True, tag="table"):
     """Everything a gateway worker needs to know."""

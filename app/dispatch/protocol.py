@@ -126,11 +126,8 @@ class Dispatcher(Protocol):
         ...
 
     def cancel(self, request_id: str) -> int:
-        """Cancel the streams in this worker that have a request's id. Returns their number."""
-        return 0
-
-    async def cancel_sequences(self, request_id: str) -> int:
-        """Cancel a language model's request, whichever worker has it. Returns the number of its sequences."""
+        """Cancel the streams, or a language model's sequences, that this worker has under a request's id. Returns their
+        number."""
         return 0
 
     def quarantine(self, fingerprint: bytes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -173,7 +172,7 @@ class Models:
         """
         model = self.get(name)
         if model.dispatcher.check_ready().embedding is None:
-            those = self._names(lambda route: route.signature is not None and route.signature.embedding is not None)
+            those = self._names(lambda route: route.gives_embeddings)
             fix = "; with `options.runner: pooling` vLLM would give them" if model.route.is_vllm else ""
             raise BadRequest(f"model: `{name}` gives no embeddings; models that do: {those}{fix}", field="model")
         return model
@@ -227,13 +226,10 @@ class Models:
 
     async def cancel_request(self, request_id: str) -> int:
         """Cancel the sequences and streams that have a request's id, in all workers. Returns their number."""
-        here = await self.cancel_streams(request_id)
-        # Replicas know all workers' sequences; each worker knows its own streams.
-        sequences = (model.dispatcher.cancel_sequences(request_id) for model in self.with_steps())
-        return here + sum(await asyncio.gather(self.cancel_elsewhere(request_id), *sequences))
+        return await self.cancel_here(request_id) + await self.cancel_elsewhere(request_id)
 
-    async def cancel_streams(self, request_id: str) -> int:
-        """Cancel this worker's streams that have a request's id. Returns their number."""
+    async def cancel_here(self, request_id: str) -> int:
+        """The same in this worker only."""
         return sum(model.dispatcher.cancel(request_id) for model in self.with_steps())
 
     @property

@@ -102,7 +102,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     # It would cut every stream off as soon as the server is told to exit. What ends them is `drain` below, and behind
     # that uvicorn's own timeout.
     AppStatus.enable_automatic_graceful_drain = False
-    link = SupervisorLink(models.drain, models.quarantine, models.cancel_streams)
+    link = SupervisorLink(models.drain, models.quarantine, models.cancel_here)
     models.on_quarantined = link.report_quarantined
     models.cancel_elsewhere = link.cancel_elsewhere
     security = SecuritySection.model_validate(settings.security)

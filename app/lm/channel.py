@@ -32,7 +32,6 @@ from app.telemetry.recorder import LanguageModelMeter
 from app.transport.protocol import FrameReplicaClient, FrameRequest
 from inference.wire.lm import (
     CONTROL,
-    CancelRequest,
     Load,
     Message,
     Open,
@@ -72,7 +71,7 @@ def _request(message: Message, note: CallNote | None = None) -> FrameRequest:
     return FrameRequest([(CONTROL, "UINT8", [1, len(raw)], [raw])], note or CallNote())
 
 
-async def answers(client: FrameReplicaClient, message: Post | CancelRequest) -> list[StepFrame]:
+async def answers(client: FrameReplicaClient, message: Post) -> list[StepFrame]:
     """Send a message, and return the frames that answer it.
 
     Raises:

@@ -10,20 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-import msgspec
-
 from app.control.routing import DeploymentRoute, ReplicaRoute, unavailable
 from app.dispatch.pool import Connect, Replica, ReplicaPool, connect
 from app.dispatch.protocol import Fail
 from app.errors import RETRY_AFTER_LOST_S, HeadwaterError, ReplicaLost, Unavailable
-from app.lm.channel import NOTHING, Channel, answers
+from app.lm.channel import NOTHING, Channel
 from app.lm.request import RequestRun
 from app.lm.sequence import Generation, SequenceSpec
 from app.lm.text_dispatcher import TextDispatcher
 from app.telemetry.tracing import add_generation
 from app.transport.protocol import FrameReplicaClient
 from inference.signature import LanguageModelSpec
-from inference.wire.lm import CancelRequest, Load
+from inference.wire.lm import Load
 
 if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
@@ -31,9 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["LmDispatcher"]
 
 logger = logging.getLogger("headwater.lm")
-
-CANCEL_TIMEOUT_S: Final = 3.0
-"""The timeout of a replica's answer to a cancellation."""
 
 AVOID_S: Final = 1.0
 """How long a replica that ended a channel is used only if there is no other: it may refuse everything."""
@@ -140,7 +135,7 @@ class LmDispatcher(TextDispatcher):
         """Have a request's sequences generated, all on one replica. The caller must close what this returns.
 
         Args:
-            request_id: the client's id of the request, for `cancel_sequences`.
+            request_id: the client's id of the request, for `cancel`.
             specs: the sequences.
             timeout_s: the longest time in all; the longest time without a token is the deployment's `timeout_s`.
             cache_scope: whose the request is: prefixes are shared within a scope.
@@ -169,12 +164,8 @@ class LmDispatcher(TextDispatcher):
             raise
         return run
 
-    async def cancel_sequences(self, request_id: str) -> int:
-        here = sum(run.cancel_unsent() for run in list(self._runs) if run.request_id == request_id)
-        there = await asyncio.gather(
-            *(self._cancel_at(one, request_id) for one in self._pool.connected.values() if not one.is_lost)
-        )
-        return here + sum(there)
+    def cancel(self, request_id: str) -> int:
+        return sum([run.cancel() for run in self._runs if run.request_id == request_id])
 
     # Replicas
 
@@ -207,17 +198,6 @@ class LmDispatcher(TextDispatcher):
             replica.avoided_until_s = self._loop.time() + AVOID_S
         if isinstance(error, ReplicaLost):
             self._pool.lose(replica)
-
-    async def _cancel_at(self, replica: EngineReplica, request_id: str) -> int:
-        try:
-            asked = answers(replica.client, CancelRequest(request_id))
-            return sum(frame.cancelled for frame in await asyncio.wait_for(asked, CANCEL_TIMEOUT_S))
-        except (asyncio.TimeoutError, HeadwaterError, msgspec.MsgspecError) as error:
-            logger.warning(
-                "model %s: replica %s did not answer a cancellation: %s",
-                self.route.name, replica.route.id, error or "too slow",
-            )  # fmt: skip
-            return 0
 
     # Text
 

@@ -310,13 +310,12 @@ class RequestRun(Generation):
         except HeadwaterError:
             self.fail(error)
 
-    def cancel_unsent(self) -> int:
-        """Cancel the request if no replica has any of it; returns the number of cancelled sequences."""
-        running = [slot for slot in self.slots if slot.is_running]
-        if not running or any(slot.is_sent for slot in running):
-            return 0
-        self.fail(Cancelled("the request was cancelled"))
-        return len(running)
+    def cancel(self) -> int:
+        """Cancel the request; returns the number of sequences that were still to end."""
+        running = self._running
+        if running:
+            self.fail(Cancelled("the request was cancelled"))
+        return running
 
     # The reader
 

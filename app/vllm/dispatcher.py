@@ -27,10 +27,14 @@ from inference.wire.lm import Load
 __all__ = ["VllmDispatcher"]
 
 SAMPLE_S: Final = 1.0
-"""How often a replica's metrics are read."""
+"""How often a replica's metrics are read, unless there are too many."""
+MOST_SAMPLED: Final = 50
+"""So many replicas' metrics are read in this time at most. With more replicas all readings are older, and serve gauges
+and scaling only: to choose by what other workers had then is worse than to choose by one's own requests."""
 _METRIC: Final = re.compile(
-    rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{[^}]*\} ([0-9.eE+-]+)$", re.MULTILINE
+    rb"\nvllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{[^}]*\} ([0-9.eE+-]+)"
 )
+"""Begins with the line before, since `re` looks for ``^`` at every place, which takes six times as long."""
 
 
 class VllmDispatcher(TextDispatcher):
@@ -103,7 +107,7 @@ class VllmDispatcher(TextDispatcher):
             raise self._refusal()
 
     def _refusal(self) -> BadRequest:
-        if self.signature is None or self.signature.embedding is None:
+        if not self.route.gives_embeddings:
             return super()._refusal()
         message = f"model: `{self.route.name}` gives embeddings only: POST to /v1/embeddings, or name a model of text"
         return BadRequest(message, field="model")
@@ -161,14 +165,22 @@ class VllmDispatcher(TextDispatcher):
     async def _sample(self) -> None:
         """Read the replicas' metrics again and again, until cancelled."""
         while True:
-            for id, replica in list(self._pool.connected.items()):
-                # Not asyncio's `wait_for`, which loses its cancellation if the answer fails at the same moment.
-                with contextlib.suppress(HeadwaterError), anyio.move_on_after(SAMPLE_S):
-                    text = await replica.client.get("/metrics")
-                    if id in self._pool.connected:
-                        load = self._sampled[id] = self._load(text)
-                        replica.others = max(0, load.active + load.waiting - replica.requests)
-            await asyncio.sleep(SAMPLE_S)
+            ids = list(self._pool.connected)
+            pause_s = SAMPLE_S / min(max(1, len(ids)), MOST_SAMPLED)
+            for id in ids:
+                if (replica := self._pool.connected.get(id)) is not None:
+                    await self._read(replica, is_current=len(ids) <= MOST_SAMPLED)
+                await asyncio.sleep(pause_s)
+            if not ids:
+                await asyncio.sleep(pause_s)
+
+    async def _read(self, replica: VllmReplica, *, is_current: bool) -> None:
+        # Not asyncio's `wait_for`, which loses its cancellation if the answer fails at the same moment.
+        with contextlib.suppress(HeadwaterError), anyio.move_on_after(SAMPLE_S):
+            load = self._load(await replica.client.get("/metrics"))
+            if self._pool.connected.get(replica.route.id) is replica:
+                self._sampled[replica.route.id] = load
+                replica.others = max(0, load.active + load.waiting - replica.requests) if is_current else 0
 
     def _load(self, text: bytes) -> Load:
         found = {name: float(value) for name, value in _METRIC.findall(text)}

@@ -25,7 +25,6 @@ from inference.wire.arrays import Array
 from inference.wire.frame import FRAME
 from inference.wire.lm import (
     CONTROL,
-    CancelRequest,
     Ending,
     Load,
     Message,
@@ -125,7 +124,7 @@ class EngineHost:
                     async for frame in frames:
                         yield frame
             else:
-                answer = self._post(message) if isinstance(message, Post) else self._cancel_request(message)
+                answer = self._post(message)
                 if answer is not None:
                     yield _packed(answer)
         except Exception as error:
@@ -186,12 +185,6 @@ class EngineHost:
                 self._changed.notify()
         return None
 
-    def _cancel_request(self, message: CancelRequest) -> StepFrame:
-        """Cancel a request's sequences. Those that end in the step under way are counted too."""
-        with self._changed:
-            found = [one for one in self._sequences.values() if one.submit.request_id == message.request_id]
-            return StepFrame(0, [], self._load, cancelled=sum(self._cancel(one) for one in found))
-
     def _refusal(self, reason: str) -> StepFrame:
         return StepFrame(0, [], self._load, closed=reason)
 
@@ -214,14 +207,12 @@ class EngineHost:
         capacity = self._most_sequences - len(self._sequences)
         return capacity if capacity >= wanted else capacity + sum(one.is_cancelled for one in self._sequences.values())
 
-    def _cancel(self, sequence: HostSequence) -> bool:
-        """Have the engine cancel a sequence; False if it is cancelled already."""
-        if sequence.is_cancelled:
-            return False
-        sequence.is_cancelled = True
-        self._commands.append((sequence, True))
-        self._changed.notify()
-        return True
+    def _cancel(self, sequence: HostSequence) -> None:
+        """Have the engine cancel a sequence, unless it is cancelled already."""
+        if not sequence.is_cancelled:
+            sequence.is_cancelled = True
+            self._commands.append((sequence, True))
+            self._changed.notify()
 
     def _end_channel(self, channel: HostChannel, reason: str) -> None:
         """End a channel and its sequences, without events for these."""

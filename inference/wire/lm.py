@@ -11,7 +11,6 @@ MessagePack.
   frame.
 - `Post` starts and cancels sequences of a channel. It is answered only if the channel is unknown: with one frame whose
   `closed` says so.
-- `CancelRequest` cancels by a request's id, whichever channel it came over; one frame with `cancelled` answers it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from inference.engine import Grammar, PromptLogprob, Sampling, TokenId, TopLogpr
 
 __all__ = [
     "CONTROL",
-    "CancelRequest",
     "Ending",
     "Load",
     "Message",
@@ -79,13 +77,7 @@ class Post(msgspec.Struct, frozen=True, array_like=True, tag="post", omit_defaul
     """The numbers of the sequences to cancel."""
 
 
-class CancelRequest(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """Cancels all sequences of a request."""
-
-    request_id: str
-
-
-Message: TypeAlias = Open | Post | CancelRequest
+Message: TypeAlias = Open | Post
 
 
 class SequenceEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -125,8 +117,6 @@ class StepFrame(msgspec.Struct, array_like=True, omit_defaults=True):
     load: Load
     closed: str = ""
     """Why the channel ended, in its last frame."""
-    cancelled: int = 0
-    """Answers `CancelRequest`: how many sequences were cancelled."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -38,7 +38,7 @@ def server() -> Iterator[Running]:
         return {"model": "deadly:Deadly", "warmup_batch_sizes": [], "max_compute_s": MAX_COMPUTE_S, **more}
 
     pipeline = {
-        "trunk": {"model": "deadly:Trunk"},
+        "trunk": {"model": "devices:Trunk"},
         "heads": {
             "a": {"model": "deadly:Head", "options": {"output": "ya"}},
             "c": {"model": "deadly:Head", "options": {"output": "yc", "deadly": True}},

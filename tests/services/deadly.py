@@ -32,16 +32,6 @@ class Deadly(Model):
         return {"y": x * 2}
 
 
-class Trunk(Model):
-    """features = x."""
-
-    inputs = (Tensor("x", "FP32", [1]),)
-    outputs = (Tensor("features", "FP32", [1]),)
-
-    def __call__(self, *, x: Any) -> Any:
-        return {"features": x}
-
-
 class Head(Model):
     """``{output}`` = features, or, of one that is ``deadly``, what the first row says."""
 

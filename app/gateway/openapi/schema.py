@@ -53,11 +53,11 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
         signature = model.route.signature
         if signature is None:
             continue
-        if signature.embedding is not None:
+        if model.route.gives_embeddings:
             embedders += [signature.name, *model.route.adapters]
         else:
             vllm_models += model.route.adapters
-        if model.route.is_language_model and signature.embedding is not None:
+        if model.route.is_language_model and model.route.gives_embeddings:
             operations = {}
         elif model.route.is_language_model:
             (language_models if signature.vllm is None else vllm_models).append(signature.name)

@@ -138,8 +138,7 @@ def _deployment(model: ServedModel, counts: Counts) -> dict[str, Any]:
 def _kind(model: ServedModel) -> str:
     route = model.route
     if route.is_language_model:
-        is_embedding = route.signature is not None and route.signature.embedding is not None
-        return "embedding model" if is_embedding else "language model"
+        return "embedding model" if route.gives_embeddings else "language model"
     if route.part_of is not None:
         return "step"
     is_pipeline = route.is_graph or (route.signature is not None and bool(route.signature.heads))

@@ -156,6 +156,14 @@ class Bench:
         found.send(Hello(epoch, ORDER_TOKEN if epoch else ""))
         return found
 
+    async def serving(self) -> tuple[Listener, int]:
+        """A supervisor, once the replica is ready, and the process group of the replica's host."""
+        found = await self.listen(1)
+        await found.heard(lambda state: state.is_ready)
+        group = self.group()
+        assert len(group_members({group})) == 2
+        return found, group
+
     def group(self) -> int:
         """The process group of the replica's host, while its folder is there."""
         (folder,) = self.folder.glob("headwater-*")
@@ -277,10 +285,7 @@ def test_who_has_the_replicas_token_only_is_no_supervisor(token: str) -> None:
 def test_an_order_ends_the_replica_and_the_port_lingers(what: str) -> None:
     async def scenario() -> None:
         async with agent() as bench:
-            one = await bench.listen(1)
-            await one.heard(lambda state: state.is_ready)
-            group = bench.group()
-            assert len(group_members({group})) == 2
+            one, group = await bench.serving()
             one.send(Order(what))
             state = await one.heard(lambda state: state.has_exited)
             assert (state.is_ending, state.leftovers, group_members({group})) == (True, [], [])
@@ -308,10 +313,7 @@ def test_a_replica_that_does_not_start_says_why_for_a_while() -> None:
 def test_with_its_standard_input_all_of_it_ends_the_port_last() -> None:
     async def scenario() -> None:
         async with agent() as bench:
-            one = await bench.listen(1)
-            await one.heard(lambda state: state.is_ready)
-            group = bench.group()
-            assert len(group_members({group})) == 2
+            one, group = await bench.serving()
             bench.let_go()
             await one.heard(lambda state: state.has_exited)  # the port is still there
             assert group_members({group}) == []

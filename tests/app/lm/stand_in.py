@@ -15,7 +15,6 @@ from app.transport.segments import RemoteSegment
 from inference.engine import EngineLimits
 from inference.signature import LanguageModelSpec, Signature, TensorSpec
 from inference.wire.lm import (
-    CancelRequest,
     Ending,
     Load,
     Message,
@@ -64,8 +63,6 @@ class Replica:
         self.answers_posts.set()
         self.refuses_posts = ""
         """What it says to every post, having taken in nothing of it."""
-        self.answers_cancels = asyncio.Event()
-        self.answers_cancels.set()
         self.loses_posts = False
         """Whether posts that are on their way when it ends never reach it."""
         self.posts_under_way = 0
@@ -123,7 +120,7 @@ class Replica:
                 if isinstance(answer, HeadwaterError):
                     raise answer
                 yield answer
-        elif isinstance(message, Post):
+        else:
             self.posts_under_way += 1
             self.most_posts_under_way = max(self.most_posts_under_way, self.posts_under_way)
             try:
@@ -140,15 +137,6 @@ class Replica:
                 assert submit.number not in self.submits
                 self.submits[submit.number] = submit
             self.cancels += message.cancels
-        else:
-            await self.answers_cancels.wait()
-            yield encode(StepFrame(0, [], Load(), cancelled=self._cancel(message)))
-
-    def _cancel(self, message: CancelRequest) -> int:
-        numbers = [number for number, submit in self.submits.items() if submit.request_id == message.request_id]
-        if numbers:
-            self.say(*(event(number, self.channel.told.get(number, 0), finish="cancelled") for number in numbers))
-        return len(numbers)
 
     def say(self, *events: SequenceEvent, load: Load | None = None, closed: str = "") -> None:
         """A frame on the last channel."""

@@ -701,19 +701,26 @@ def test_what_is_refused_again_and_again_is_asked_for_twice() -> None:
     run(scenario)
 
 
-def test_what_is_to_be_asked_for_anew_is_cancelled_here_as_long_as_it_is_not() -> None:
+@pytest.mark.parametrize("is_on_its_way", [True, False])
+def test_what_is_cancelled_is_not_asked_for_anew(is_on_its_way: bool) -> None:
     async def scenario() -> None:
         line = Line()
         line.replica.refuses_posts = UNKNOWN
         line.replica.answers_posts.clear()
         request = line.ask(spec(), spec())
         await settle()
-        assert request.cancel_unsent() == 0  # the replica may have it
+        if is_on_its_way:
+            assert request.cancel() == 2
         line.replica.answers_open.clear()
         line.replica.answers_posts.set()
         await settle()
-        assert len(line.replica.channels) == 2
-        assert request.cancel_unsent() == 2
+        if not is_on_its_way:
+            assert len(line.replica.channels) == 2
+            assert request.cancel() == 2
+        line.replica.refuses_posts = ""
+        line.replica.answers_open.set()
+        await settle()
+        assert (request.cancel(), line.replica.submits) == (0, {})
         assert isinstance(await failure(request), Cancelled)
 
     run(scenario)

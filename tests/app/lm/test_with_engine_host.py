@@ -103,7 +103,7 @@ def test_requests_are_cancelled_by_their_id_or_left_and_the_engine_is_then_idle(
         for generation in (mine, left, dropped):
             assert await generation.news()
         assert engine.active == 6
-        assert await dispatcher.cancel_sequences("mine") == 2
+        assert dispatcher.cancel("mine") == 2
         with pytest.raises(Cancelled):
             await whole(mine)
         left.close()
@@ -112,7 +112,7 @@ def test_requests_are_cancelled_by_their_id_or_left_and_the_engine_is_then_idle(
         dropped.drop(1)
         assert await dropped.news() == []
         await until(lambda: not engine.has_work)
-        assert await dispatcher.cancel_sequences("mine") == 0
+        assert dispatcher.cancel("mine") == 0
 
     run(engine, scenario)
 

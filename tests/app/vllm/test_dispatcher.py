@@ -192,6 +192,25 @@ def test_requests_of_other_workers_count_as_last_sampled() -> None:
     run(scenario)
 
 
+def test_requests_of_other_workers_do_not_count_with_more_replicas_than_are_read_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatcher_module, "MOST_SAMPLED", 1)
+
+    async def scenario() -> None:
+        async with benched("a", "b") as bench:
+            for one in bench.replicas.values():
+                one.script = hangs
+            bench.replicas["a"].metrics = METRICS
+            await until(lambda: bench.dispatcher.load == Load(3, 2, 250))
+            for _ in range(6):
+                await begun(bench)
+            assert counts(bench) == [3, 3]
+            bench.leave()
+
+    run(scenario)
+
+
 def test_a_replica_that_says_nothing_keeps_no_other_from_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with benched("a", "b") as bench:

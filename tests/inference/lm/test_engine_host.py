@@ -26,7 +26,6 @@ from inference.wire.arrays import Array
 from inference.wire.frame import FRAME
 from inference.wire.lm import (
     CONTROL,
-    CancelRequest,
     Message,
     Open,
     Post,
@@ -123,8 +122,8 @@ class Worker:
     async def close(self) -> None:
         assert [frame async for frame in _frames(self.host, Post(self.name), CallNote(cancel=self.name))] == []
 
-    async def submit(self, *numbers: int, tokens: int = ENDLESS, request_id: str = "r", prompt: int = 1) -> None:
-        assert await self.post(submits=[Submit(one, request_id, [0] * prompt, tokens) for one in numbers]) == []
+    async def submit(self, *numbers: int, tokens: int = ENDLESS, prompt: int = 1) -> None:
+        assert await self.post(submits=[Submit(one, "r", [0] * prompt, tokens) for one in numbers]) == []
 
     async def to_end(self, *numbers: int) -> dict[int, list[SequenceEvent]]:
         """Read until these sequences have ended; their events by number."""
@@ -462,27 +461,6 @@ def test_cancel_in_the_post_that_submits() -> None:
         await until(lambda: host._load.active == 0)
 
     hosted(NullEngine(LIMITS), test)
-
-
-def test_cancel_by_request_whichever_channel_it_came_over() -> None:
-    async def test(host: EngineHost) -> None:
-        one, other = Worker(host, "one"), Worker(host, "other")
-        await one.frame()
-        await other.frame()
-        await one.submit(0, 1, request_id="a")
-        await other.submit(0, request_id="a")
-        await other.submit(1, request_id="b")
-        (answer,) = [frame async for frame in _frames(host, CancelRequest("a"))]
-        assert (answer.cancelled, answer.events, answer.closed) == (3, [], "")
-        assert (await one.end_of(0)).finish == "cancelled"
-        assert (await other.end_of(0)).finish == "cancelled"
-        (answer,) = [frame async for frame in _frames(host, CancelRequest("a"))]
-        assert answer.cancelled == 0
-        await until(lambda: host._load.active == 1)
-        await other.post(cancels=[1])
-        assert (await other.end_of(1)).finish == "cancelled"
-
-    hosted(NullEngine(LIMITS, step_s=0.001), test)
 
 
 def test_two_channels_use_the_same_numbers_and_know_nothing_of_each_other() -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.cli.plan.cache_size import CHUNK
 from app.cli.plan.cache_size import KEPT_ROWS as planned_rows
 from inference.engine import EngineFull, RequestTooLong, TokenEvent
 from inference.lm.prefix_index import BLOCK, PrefixIndex, chain_of
@@ -193,7 +194,7 @@ class TestWhatIsKept:
         engine = engine_of(LONG, max_sequences=2, cache_tokens=100_000)
         for seed in range(50):
             run(engine, request("a", prompt_of(20, seed), 1))
-        assert held(engine) == (2 + KEPT_ROWS) * 256
+        assert held(engine) == (2 + KEPT_ROWS) * CHUNK
 
     def test_is_bounded_over_many_requests(self) -> None:
         engine = engine_of(cache_tokens=2000)
