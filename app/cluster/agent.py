@@ -90,6 +90,7 @@ class Agent:
         self._port: Port | None = None
         self._address = ""
         self._stage = ""
+        self._is_let_go = False
         self._epoch = 0
         self._listeners: dict[asyncio.StreamWriter, int] = {}
         """Each with its epoch."""
@@ -129,6 +130,7 @@ class Agent:
             held = asyncio.create_task(orders.read())
             await asyncio.wait({replica.exited, held}, return_when=asyncio.FIRST_COMPLETED)
             if held.done():
+                self._is_let_go = not replica.ending.is_set()
                 replica.kill()
                 await replica.exited
             # Before anyone hears of the end: who does has Ray kill the actor, and Ray kills its children, too.
@@ -199,6 +201,7 @@ class Agent:
             is_ready=signature is not None,
             is_ending=replica.ending.is_set(),
             has_exited=replica.exited.done(),
+            is_let_go=self._is_let_go,
             signature=None if signature is None else msgspec.to_builtins(signature),
             facts=replica.facts,
             adapters=replica.adapters,

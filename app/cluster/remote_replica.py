@@ -155,7 +155,8 @@ class RemoteReplica:
     @property
     def is_lost_with_node(self) -> bool:
         """See `ReplicaHandle.is_lost_with_node`."""
-        return self.state is None or not (self.state.is_ending or self.state.has_exited)
+        state = self.state
+        return state is None or state.is_let_go or not (state.is_ending or state.has_exited)
 
     def mark_ending(self, reason: str = "") -> None:
         """Note that it can no longer be used; a reason that is known already stays."""
@@ -278,7 +279,7 @@ class RemoteReplica:
         self.facts = state.facts
         self.batch_limit = state.batch_limit
         self.is_permanent = state.is_permanent
-        self.reason = state.reason or self.reason
+        self.reason = self.reason if state.is_let_go else state.reason or self.reason
         self._leftovers = state.leftovers
         if state.signature is not None and self.signature is None:
             self.signature = msgspec.convert(state.signature, Signature)
@@ -287,7 +288,7 @@ class RemoteReplica:
             self._on_progress(state.stage)
         self.heard.set()
         if state.is_ending or state.has_exited:
-            self.mark_ending(state.reason)
+            self.mark_ending("its actor has ended, or its raylet" if state.is_let_go else state.reason)
         elif state.is_ready and not self.ready.done():
             self.ready.set_result(True)
 

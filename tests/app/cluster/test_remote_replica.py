@@ -129,6 +129,19 @@ def test_one_that_ends_by_itself_says_why_and_what_is_left() -> None:
     run(scenario)
 
 
+def test_one_that_ends_with_its_raylet_is_lost_with_its_node() -> None:
+    async def scenario() -> None:
+        async with followed(**READY) as one:
+            await one.replica.ready
+            one.agent.say(is_ending=True, is_let_go=True, reason="the supervisor is gone")
+            await one.replica.ending.wait()
+            one.agent.say(has_exited=True)
+            assert await one.end() == "its actor has ended, or its raylet"
+            assert one.replica.is_lost_with_node
+
+    run(scenario)
+
+
 def test_a_start_that_fails_for_good_is_not_ready() -> None:
     async def scenario() -> None:
         said: dict[str, Any] = {"reason": "there is no module m", "cause": "no module", "is_permanent": True}
