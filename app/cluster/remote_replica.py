@@ -27,6 +27,8 @@ OUT_OF_REACH_S: Final = 10.0
 RETRY_S: Final = 1.0
 PLACE_LOOK_S: Final = 5.0
 """How often to look why a replica has no place."""
+PLACE_AGAIN_S: Final = 60.0
+"""How long Ray may leave a replica without a place while a node has room for it; then it is asked anew."""
 
 
 class Context:
@@ -105,16 +107,16 @@ class RemoteReplica:
         self._missing = ""
         """Why no node can have it; empty: some can."""
 
-    async def follow(self, place: Callable[[], Any], missing: Callable[[], Any]) -> None:
+    async def follow(self, place: Callable[[], Any], look: Callable[[], Any]) -> None:
         """Wait for its place, follow it to its end, and see that its actor is gone.
 
         Args:
             place: awaited for the actor.
-            missing: awaited for why no node can ever have it.
+            look: awaited for why no node can ever have it, and whether one has room for it now.
         """
         try:
             self._actor = await place()
-            said = await self._said(missing)
+            said = await self._said(place, look)
             if said:
                 await self._listen(*said.split())
         except ActorGone as error:
@@ -207,16 +209,19 @@ class RemoteReplica:
             raise ConnectionError("it has no place yet")
         return await self._link.ask_vllm(url, body, timeout_s)
 
-    async def _said(self, missing: Callable[[], Any]) -> str:
+    async def _said(self, place: Callable[[], Any], look: Callable[[], Any]) -> str:
         """Wait until its agent has opened its port, and says where; empty: it was killed before."""
+        ray, loop = self._context.ray, asyncio.get_running_loop()
         killed = asyncio.create_task(self._killed.wait())
-        asking = asyncio.create_task(self._context.ray.said(self._actor))
+        asking = asyncio.create_task(ray.said(self._actor))
+        room_s: float | None = None
+        """Since when a node has room for it."""
         try:
             while not killed.done():
                 await asyncio.wait({asking, killed}, timeout=PLACE_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if asking.done() and isinstance(asking.exception(), TimeoutError):  # its node can't be reached now
                     await asyncio.sleep(RETRY_S)
-                    asking = asyncio.create_task(self._context.ray.said(self._actor))
+                    asking = asyncio.create_task(ray.said(self._actor))
                 elif asking.done():
                     self._placed.set()  # what fails from now on is no lack of capacity
                     self._missing = ""
@@ -224,9 +229,17 @@ class RemoteReplica:
                         raise ActorGone("its agent ended before it had opened its port; see Ray's log of the actor")
                     return said
                 elif not killed.done():
-                    self._missing = await missing()
+                    self._missing, has_room = await look()
                     waits = f"no node can have it: {self._missing}; waiting for one that can"
                     self._on_progress(waits if self._missing else "waiting for a place in the cluster")
+                    room_s = (room_s or loop.time()) if has_room else None
+                    if room_s is not None and loop.time() - room_s >= PLACE_AGAIN_S:
+                        text = "%s: Ray has not started it for %g s, although a node has room for it; asking Ray anew"
+                        logger.warning(text, self.id, PLACE_AGAIN_S)
+                        asking.cancel()
+                        await ray.kill(self._actor)
+                        self._actor = await place()
+                        asking, room_s = asyncio.create_task(ray.said(self._actor)), None
         finally:
             killed.cancel()
             asking.cancel()
