@@ -94,6 +94,7 @@ class Agent:
         self._port: Port | None = None
         self._address = ""
         self._stage = ""
+        self._is_let_go = False
         self._epoch = 0
         self._listeners: dict[asyncio.StreamWriter, int] = {}
         """Each with its epoch."""
@@ -133,6 +134,7 @@ class Agent:
             held = asyncio.create_task(orders.read())
             await asyncio.wait({replica.exited, held}, return_when=asyncio.FIRST_COMPLETED)
             if held.done():
+                self._is_let_go = not replica.ending.is_set()
                 replica.kill()
                 guardian.send_signal(signal.SIGCONT)  # it may be stopped
                 await replica.exited
@@ -204,6 +206,7 @@ class Agent:
             is_ready=signature is not None,
             is_ending=replica.ending.is_set(),
             has_exited=replica.exited.done(),
+            is_let_go=self._is_let_go,
             signature=None if signature is None else msgspec.to_builtins(signature),
             facts=replica.facts,
             adapters=replica.adapters,

@@ -2,8 +2,8 @@
 that has one some time after Ray's head is gone.
 
 Run as ``python -m app.cluster.discovery ADDRESS``, with a `SupervisorSpec`, or nothing, on its standard input: with one
-it starts the supervisor if there is none. It writes a line whenever that has changed: an `Announcement`, or an object
-with an ``error``. It ends with its standard input.
+it starts the supervisor if there is none. It writes a line whenever that has changed, an `Announcement` or a `Trouble`,
+and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 import logging
 import os
 import subprocess
@@ -19,17 +18,17 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator
-from typing import Final
+from typing import IO, Final
 
 import msgspec
 
 from app.cluster.holder import own_output, read_spec, write_spec
 from app.cluster.ray_client import ActorGone, RayClient
-from app.cluster.supervisor import Announcement, SupervisorSpec
+from app.cluster.supervisor import HEAD_TIMEOUT_S, Announcement, SupervisorSpec
 from app.control.messages import MAX_MESSAGE_BYTES
 from app.errors import StartError
 
-__all__ = ["NAME", "announcements", "main", "stop_cluster"]
+__all__ = ["NAME", "Trouble", "announcements", "main", "stop_cluster"]
 
 logger = logging.getLogger("headwater")
 
@@ -41,8 +40,14 @@ RESTART_S: Final = 2.0
 STOP_AGAIN_S: Final = 60.0
 
 
-async def announcements(address: str, spec: SupervisorSpec | None) -> AsyncGenerator[Announcement, None]:
-    """Yield where the supervisor is, again whenever it is another one.
+class Trouble(msgspec.Struct, frozen=True):
+    """Why the supervisor can't be found now."""
+
+    error: str
+
+
+async def announcements(address: str, spec: SupervisorSpec | None) -> AsyncGenerator[Announcement | Trouble, None]:
+    """Yield where the supervisor is, first of all, and then what has changed about that.
 
     Args:
         address: of Ray's head, or ``auto``.
@@ -69,12 +74,11 @@ async def announcements(address: str, spec: SupervisorSpec | None) -> AsyncGener
             make = functools.partial(asyncio.StreamReaderProtocol, reader)
             transport, _ = await asyncio.get_running_loop().connect_read_pipe(make, process.stdout)
             while line := await reader.readline():
-                said = json.loads(line)
-                if "error" not in said:
-                    is_first = False
-                    yield msgspec.convert(said, Announcement)
-                elif is_first:
-                    raise StartError(said["error"])
+                said = _decoded(line)
+                if is_first and isinstance(said, Trouble):
+                    raise StartError(said.error)
+                is_first = False
+                yield said
         except BrokenPipeError:
             pass
         finally:
@@ -112,6 +116,13 @@ def stop_cluster(address: str) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
+def _decoded(line: bytes) -> Announcement | Trouble:
+    try:
+        return msgspec.json.decode(line, type=Trouble)
+    except msgspec.ValidationError:
+        return msgspec.json.decode(line, type=Announcement)
+
+
 def _search(address: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "app.cluster.discovery", address]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -128,21 +139,33 @@ def main() -> None:
             command = [sys.executable, "-m", "app.cluster.supervisor"]
             ray.start_supervisor(NAME, command, spec, {"PWD": os.getcwd()})
     except StartError as error:
-        print(json.dumps({"error": str(error)}), file=output, flush=True)
+        _tell(Trouble(str(error)), output)
         return
-    before = ""
+    before: Announcement | Trouble | None = None
     while True:
-        try:
-            said = ray.ask(ray.find(NAME), ANSWER_TIMEOUT_S) or before  # empty: its process has just ended
-        except ActorGone:
-            text = "cluster: nothing is served there; expected `headwater serve CONFIG` on one of its machines before"
-            said = json.dumps({"error": text})
-        except TimeoutError:
-            said = before  # it is about to start, or its node can't be reached
-        if said != before:
-            before = said
-            print(said, file=output, flush=True)
+        found = _look(ray) or before
+        if found is not None and found != before:
+            before = found
+            _tell(found, output)
         time.sleep(LOOK_EVERY_S)
+
+
+def _look(ray: RayClient) -> Announcement | Trouble | None:
+    """Where the supervisor is, or why nobody can tell; None: it is about to start, or its node can't be reached."""
+    if trouble := ray.head_trouble(HEAD_TIMEOUT_S):
+        return Trouble(f"cluster: {trouble}")
+    try:
+        said = ray.ask(ray.find(NAME), ANSWER_TIMEOUT_S)
+    except ActorGone:
+        text = "cluster: nothing is served there; expected `headwater serve CONFIG` on one of its machines before"
+        return Trouble(text)
+    except TimeoutError:
+        return None
+    return _decoded(said.encode()) if said else None
+
+
+def _tell(found: Announcement | Trouble, output: IO[str]) -> None:
+    print(msgspec.json.encode(found).decode(), file=output, flush=True)
 
 
 def _end_with_input() -> None:

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from app.cluster.agent_link import AgentLink, within
-from app.cluster.discovery import announcements
+from app.cluster.discovery import Trouble, announcements
 from app.cluster.messages import Beat
 from app.cluster.supervisor import Announcement, SupervisorSpec, what_is_served
 from app.config.cluster import Cluster
@@ -84,7 +84,7 @@ class Uplink:
 
     def __init__(
         self,
-        found: AsyncGenerator[Announcement, None],
+        found: AsyncGenerator[Announcement | Trouble, None],
         first: Announcement,
         workers: int,
         tls: PeerTls | None,
@@ -106,6 +106,8 @@ class Uplink:
         self._host = host
         self._control = control
         self._on_change = on_change
+        self._trouble = ""
+        """Why the supervisor can't be found now."""
         self._table = RoutingTable()
         self._is_known = asyncio.Event()
         self._watches: dict[str, _Watch] = {}
@@ -146,7 +148,8 @@ class Uplink:
     def routes(self, workers: int) -> list[DeploymentRoute]:
         """The supervisor's routes; replicas out of reach from here get nothing new, but keep what they have."""
         away = {id for id, one in self._watches.items() if not one.is_reachable}
-        return [_without(route, away) for route in self._table.deployments] if away else list(self._table.deployments)
+        found = [_without(route, away) for route in self._table.deployments] if away else list(self._table.deployments)
+        return [_troubled(route, self._trouble) for route in found] if self._trouble else found
 
     def replica_views(self) -> list[ReplicaView]:
         """The replicas that serve."""
@@ -182,10 +185,15 @@ class Uplink:
         self._heard_s = asyncio.get_running_loop().time()
 
     async def _find(self) -> None:
-        """Note where the supervisor is, whenever that has changed."""
-        async for where in self._found:
-            if where.epoch > self._where.epoch:
-                self._where = where
+        """Note where the supervisor is, whenever that has changed, and why nobody can tell."""
+        async for found in self._found:
+            trouble = found.error if isinstance(found, Trouble) else ""
+            if trouble != self._trouble:
+                self._trouble = trouble
+                logger.warning("%s", trouble or "cluster: Ray's head answers again, and the supervisor is known")
+                self._on_change()
+            if isinstance(found, Announcement) and found.epoch > self._where.epoch:
+                self._where = found
                 self._has_moved.set()
 
     async def _follow(self) -> None:
@@ -259,6 +267,11 @@ def _without(route: DeploymentRoute, away: set[str]) -> DeploymentRoute:
     return msgspec.structs.replace(route, replicas=(), retiring=retiring, state=State.UNAVAILABLE, reason=AWAY)
 
 
+def _troubled(route: DeploymentRoute, trouble: str) -> DeploymentRoute:
+    """A route that says what is wrong with the cluster."""
+    return msgspec.structs.replace(route, shortage="; ".join(filter(None, (route.shortage, trouble))))
+
+
 class ClusterGateway(Front):
     """Serves what a cluster's supervisor decides, until a signal stops it or the cluster is stopped."""
 
@@ -266,7 +279,7 @@ class ClusterGateway(Front):
         self,
         config: Config,
         on_serving: Callable[[str, list[tuple[str, Signature | None, str]]], None],
-        found: AsyncGenerator[Announcement, None],
+        found: AsyncGenerator[Announcement | Trouble, None],
         first: Announcement,
         tls: PeerTls | None,
     ) -> None:
@@ -303,6 +316,7 @@ async def serve_gateway(
     found = announcements(address, spec)
     try:
         first = await anext(found)
+        assert isinstance(first, Announcement)
         if config is not None and first.serves != what_is_served(config):
             raise StartError(
                 "cluster: it serves other deployments than this configuration; expected `headwater join` to add a "

@@ -65,6 +65,8 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     is_ending: bool = False
     has_exited: bool = False
     """Nothing of it runs any more."""
+    is_let_go: bool = False
+    """Whether it ends because its actor did, with its raylet or by Ray: the replica itself did nothing wrong."""
     signature: dict[str, Any] | None = None
     facts: dict[str, str] = {}
     adapters: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """All that is asked of Ray. Each call may take long, so all of them run in threads.
 
 Of Ray's private parts it uses `ray.experimental.internal_kv`, the key-value store in which Ray Serve keeps its state,
-too; tests/app/cluster/test_ray_client.py names its functions.
+too, and `ray._private.state.available_resources_per_node`; tests/app/cluster/test_ray_client.py names the functions.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import contextlib
 import logging
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
 from app.cluster import holder
@@ -28,6 +29,7 @@ PREFIX: Final = "replica:"
 NAMESPACE: Final = "headwater"
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]*\Z")
 ORDER_TIMEOUT_S: Final = 5.0
+CONNECT_TIMEOUT_S: Final = 30.0
 THREADS: Final = 32
 """Calls of Ray at once."""
 
@@ -53,19 +55,12 @@ class RayClient:
             raise StartError("cluster.engine: Ray isn't installed: pip install 'headwater[cluster]'") from error
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self._ray: Any = ray
-        try:
-            ray.init(
-                address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING,
-                configure_logging=False,
-            )  # fmt: skip
-        except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
-            text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise StartError(
-                f"cluster.address: no Ray at {address!r}: {text}; start one with `ray start --head`, or name its head "
-                "as HOST:PORT"
-            ) from error
+        self._connect(address)
         ray.cloudpickle.register_pickle_by_value(holder)
         self._threads = ThreadPoolExecutor(THREADS, "ray")
+        self._asked_head: Future[object] | None = None
+        self.head = str(ray.get_runtime_context().gcs_address)
+        """The address of Ray's head."""
 
     def close(self) -> None:
         """End the connection; detached actors go on."""
@@ -76,6 +71,57 @@ class RayClient:
     def node_address(self) -> str:
         """This node's address in Ray."""
         return str(self._ray.util.get_node_ip_address())
+
+    def _connect(self, address: str) -> None:
+        """As `ray.init`, which waits for a head that is gone without end and without a word."""
+        done: Future[None] = Future()
+
+        def connect() -> None:
+            try:
+                self._ray.init(
+                    address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING,
+                    configure_logging=False,
+                )  # fmt: skip
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+        # It says otherwise that only a main thread can handle SIGTERM.
+        logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
+        threading.Thread(target=connect, daemon=True).start()
+        try:
+            wait([done], CONNECT_TIMEOUT_S)
+            if not done.done():
+                raise TimeoutError(f"no answer within {CONNECT_TIMEOUT_S:g} s")
+            done.result()
+        except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
+            text = _first_line(error)
+            raise StartError(
+                f"cluster.address: no Ray at {address!r}: {text}; start one with `ray start --head`, or name its head "
+                "as HOST:PORT"
+            ) from error
+
+    def head_trouble(self, timeout_s: float) -> str:
+        """What is wrong with Ray's head, empty if it answers within this time.
+
+        A call that it hasn't answered yet goes on, and counts the next time.
+        """
+        if self._asked_head is None or self._asked_head.done():
+            self._asked_head = self._threads.submit(self._kv("_internal_kv_get"), b"", NAMESPACE.encode())
+        wait([self._asked_head], timeout_s)
+        error = self._asked_head.exception() if self._asked_head.done() else TimeoutError()
+        if error is None:
+            return ""
+        if "WrongClusterID" in str(error):
+            return (
+                f"Ray's head at {self.head} was started anew without what it knew: what runs is served until Ray ends "
+                "it; expected a storage behind the head, and now `ray stop` and `ray start` on every machine, then "
+                "`headwater serve`"
+            )
+        return (
+            f"Ray's head at {self.head} doesn't answer: what runs is served, but nothing is placed, repaired or "
+            "scaled; expected it back at this address"
+        )
 
     async def _call(self, function: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
@@ -192,10 +238,19 @@ class RayClient:
         """The machines that Ray has."""
         return {str(node["NodeManagerAddress"]) for node in await self._call(self._ray.nodes) if node["Alive"]}
 
-    async def missing(self, placement: NodePlacement) -> str:
-        """Why no node that Ray has can ever have a replica; empty: some can."""
-        nodes = await self._call(self._ray.nodes)
-        return shortage(placement, [node for node in nodes if node["Alive"]])
+    async def look(self, placement: NodePlacement) -> tuple[str, bool]:
+        """Why no node that Ray has can ever have a replica, empty if some can; and whether one has room for it now."""
+
+        def free() -> dict[str, Any]:
+            from ray._private import state
+
+            found: dict[str, Any] = state.available_resources_per_node()
+            return found
+
+        nodes = [node for node in await self._call(self._ray.nodes) if node["Alive"]]
+        lacks = shortage(placement, nodes)
+        left = {} if lacks else await self._call(free)
+        return lacks, not shortage(placement, [{**one, "Resources": left.get(one["NodeID"], {})} for one in nodes])
 
     # Storage
 

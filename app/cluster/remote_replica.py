@@ -27,6 +27,8 @@ OUT_OF_REACH_S: Final = 10.0
 RETRY_S: Final = 1.0
 PLACE_LOOK_S: Final = 5.0
 """How often to look why a replica has no place."""
+PLACE_AGAIN_S: Final = 60.0
+"""How long Ray may leave a replica without a place while a node has room for it; then it is asked anew."""
 
 
 class Context:
@@ -105,16 +107,16 @@ class RemoteReplica:
         self._missing = ""
         """Why no node can have it; empty: some can."""
 
-    async def follow(self, place: Callable[[], Any], missing: Callable[[], Any]) -> None:
+    async def follow(self, place: Callable[[], Any], look: Callable[[], Any]) -> None:
         """Wait for its place, follow it to its end, and see that its actor is gone.
 
         Args:
             place: awaited for the actor.
-            missing: awaited for why no node can ever have it.
+            look: awaited for why no node can ever have it, and whether one has room for it now.
         """
         try:
             self._actor = await place()
-            said = await self._said(missing)
+            said = await self._said(place, look)
             if said:
                 await self._listen(*said.split())
         except ActorGone as error:
@@ -155,7 +157,8 @@ class RemoteReplica:
     @property
     def is_lost_with_node(self) -> bool:
         """See `ReplicaHandle.is_lost_with_node`."""
-        return self.state is None or not (self.state.is_ending or self.state.has_exited)
+        state = self.state
+        return state is None or state.is_let_go or not (state.is_ending or state.has_exited)
 
     def mark_ending(self, reason: str = "") -> None:
         """Note that it can no longer be used; a reason that is known already stays."""
@@ -206,16 +209,19 @@ class RemoteReplica:
             raise ConnectionError("it has no place yet")
         return await self._link.ask_vllm(url, body, timeout_s)
 
-    async def _said(self, missing: Callable[[], Any]) -> str:
+    async def _said(self, place: Callable[[], Any], look: Callable[[], Any]) -> str:
         """Wait until its agent has opened its port, and says where; empty: it was killed before."""
+        ray, loop = self._context.ray, asyncio.get_running_loop()
         killed = asyncio.create_task(self._killed.wait())
-        asking = asyncio.create_task(self._context.ray.said(self._actor))
+        asking = asyncio.create_task(ray.said(self._actor))
+        room_s: float | None = None
+        """Since when a node has room for it."""
         try:
             while not killed.done():
                 await asyncio.wait({asking, killed}, timeout=PLACE_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if asking.done() and isinstance(asking.exception(), TimeoutError):  # its node can't be reached now
                     await asyncio.sleep(RETRY_S)
-                    asking = asyncio.create_task(self._context.ray.said(self._actor))
+                    asking = asyncio.create_task(ray.said(self._actor))
                 elif asking.done():
                     self._placed.set()  # what fails from now on is no lack of capacity
                     self._missing = ""
@@ -223,9 +229,17 @@ class RemoteReplica:
                         raise ActorGone("its agent ended before it had opened its port; see Ray's log of the actor")
                     return said
                 elif not killed.done():
-                    self._missing = await missing()
+                    self._missing, has_room = await look()
                     waits = f"no node can have it: {self._missing}; waiting for one that can"
                     self._on_progress(waits if self._missing else "waiting for a place in the cluster")
+                    room_s = (room_s or loop.time()) if has_room else None
+                    if room_s is not None and loop.time() - room_s >= PLACE_AGAIN_S:
+                        text = "%s: Ray has not started it for %g s, although a node has room for it; asking Ray anew"
+                        logger.warning(text, self.id, PLACE_AGAIN_S)
+                        asking.cancel()
+                        await ray.kill(self._actor)
+                        self._actor = await place()
+                        asking, room_s = asyncio.create_task(ray.said(self._actor)), None
         finally:
             killed.cancel()
             asking.cancel()
@@ -280,7 +294,7 @@ class RemoteReplica:
         self.facts = state.facts
         self.batch_limit = state.batch_limit
         self.is_permanent = state.is_permanent
-        self.reason = state.reason or self.reason
+        self.reason = self.reason if state.is_let_go else state.reason or self.reason
         self._leftovers = state.leftovers
         if state.signature is not None and self.signature is None:
             self.signature = msgspec.convert(state.signature, Signature)
@@ -289,7 +303,7 @@ class RemoteReplica:
             self._on_progress(state.stage)
         self.heard.set()
         if state.is_ending or state.has_exited:
-            self.mark_ending(state.reason)
+            self.mark_ending("its actor has ended, or its raylet" if state.is_let_go else state.reason)
         elif state.is_ready and not self.ready.done():
             self.ready.set_result(True)
 

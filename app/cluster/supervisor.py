@@ -51,6 +51,8 @@ STARTS: Final = 64
 PING_EVERY_S: Final = 1.0
 RECONCILE_EVERY_S: Final = 30.0
 """How often to look for replicas that nobody has, such as those of a node that came back."""
+HEAD_TIMEOUT_S: Final = 3.0
+"""How long Ray's head may take to answer before it counts as gone."""
 ADOPT_TIMEOUT_S: Final = 6.0
 """How long a replica that an earlier supervisor had may take to say how it is."""
 GATEWAYS_DRAIN_S: Final = 5.0
@@ -145,7 +147,7 @@ class ClusterHost(Host):
             spec.encoded(), {"PWD": os.getcwd()}, placement, config.memory,
         )  # fmt: skip
         replica = RemoteReplica(id, config.placements[0], config.adapters, self._context, on_progress)
-        self._follow(replica, place, functools.partial(self._context.ray.missing, placement))
+        self._follow(replica, place, functools.partial(self._context.ray.look, placement))
         return replica
 
     def adopt(self, name: str, actor: Any, config: Deployment) -> RemoteReplica:
@@ -156,15 +158,15 @@ class ClusterHost(Host):
         async def place() -> Any:
             return actor
 
-        async def missing() -> str:
-            return ""
+        async def look() -> tuple[str, bool]:
+            return "", False
 
-        self._follow(replica, place, missing)
+        self._follow(replica, place, look)
         return replica
 
-    def _follow(self, replica: RemoteReplica, place: Callable[[], Any], missing: Callable[[], Any]) -> None:
+    def _follow(self, replica: RemoteReplica, place: Callable[[], Any], look: Callable[[], Any]) -> None:
         self.replicas[replica.id] = replica
-        replica.exited = self.spawn(replica.follow(place, missing))
+        replica.exited = self.spawn(replica.follow(place, look))
         replica.exited.add_done_callback(lambda _: self.replicas.pop(replica.id, None))
 
 
@@ -211,7 +213,7 @@ class ClusterSupervisor:
             None if cluster.tls is None else str(cluster.tls),
         )
         print(msgspec.json.encode(announcement).decode(), file=output, flush=True)
-        for task in (self._watch_gateways(), self._reconcile()):
+        for task in (self._watch_gateways(), self._watch_head(), self._reconcile()):
             asyncio.create_task(task).add_done_callback(self._host.note_done)
         reading = asyncio.create_task(orders.readline())
         stopping = asyncio.create_task(self._host.stopping.wait())
@@ -306,6 +308,16 @@ class ClusterSupervisor:
     async def _watch_gateways(self) -> None:
         while True:
             self._control.ping()
+            await asyncio.sleep(PING_EVERY_S)
+
+    async def _watch_head(self) -> None:
+        """Say when Ray's head is gone, and when it is back."""
+        before = ""
+        while True:
+            trouble = await asyncio.to_thread(self._ray.head_trouble, HEAD_TIMEOUT_S)
+            if trouble != before:
+                before = trouble
+                logger.log(logging.ERROR if trouble else logging.INFO, "%s", trouble or "Ray's head answers again")
             await asyncio.sleep(PING_EVERY_S)
 
     async def _reconcile(self) -> None:

@@ -80,8 +80,11 @@ class Slot:
                 async with self._owner.starter.turn():
                     began_s = time.monotonic()
                     await self._start()
-            if self.replica is not None:
-                await self._see_end(self.replica)
+            if (replica := self.replica) is not None:
+                has_served = self.serves
+                await self._see_end(replica)
+                if has_served and replica.is_lost_with_node:
+                    backoff = Backoff()  # what is lost with a machine would live elsewhere
             if self._is_wanted:
                 await self._pause(backoff.after(time.monotonic() - began_s))
 

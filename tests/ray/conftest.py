@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,22 +56,26 @@ class Served(NamedTuple):
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A cluster with TLS, on which `DEPLOYMENTS` are served. Tests must leave it whole."""
     pytest.importorskip("ray", reason="needs Ray: run `make test-ray`")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    folder = tmp_path_factory.mktemp("ray")
+    with raylets() as found, serve(found, DEPLOYMENTS, tmp_path_factory.mktemp("ray")) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def serve(found: Raylets, deployments: dict[str, Any], folder: Path) -> Iterator[Served]:
+    """Serve deployments over two gateways with TLS, and stop all of it afterwards, if Ray still knows it then."""
     tls = issue(authority(folder), folder / "peer")
-    with raylets() as found:
-        try:
-            with (
-                gateway(found.address, folder, DEPLOYMENTS, tls=tls) as serving,
-                gateway(found.address, folder, None) as joined,
-            ):
-                served = Served(found, serving, joined)
-                served.spread()
-                yield served
-        finally:
+    try:
+        with (
+            gateway(found.address, folder, deployments, tls=tls) as serving,
+            gateway(found.address, folder, None) as joined,
+        ):
+            served = Served(found, serving, joined)
+            served.spread()
+            yield served
+    finally:
+        if found.knows_all:
             stop_cluster(found.address)
-            left = [*hosts(found.address), *agents(found.address), *supervisors(found.address)]
-            assert left == []
+            assert [*hosts(found.address), *agents(found.address), *supervisors(found.address)] == []
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ __all__ = [
     "gateway",
     "hosts",
     "raylets",
+    "redis",
     "stop_cluster",
     "supervisors",
 ]
@@ -46,19 +49,38 @@ CHECKS = {
 
 
 class Raylets:
-    """A Ray cluster: a head that has no CPUs for replicas, and nodes that have."""
+    """A Ray cluster: a head that has no CPUs for replicas, and nodes that have.
 
-    def __init__(self, nodes: int) -> None:
+    Args:
+        nodes: besides the head.
+        storage: the address of a Redis that keeps the head's state; empty: it is in memory only.
+        settings: of Ray, besides `CHECKS`.
+    """
+
+    def __init__(self, nodes: int, storage: str, settings: Mapping[str, Any]) -> None:
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         from ray.cluster_utils import Cluster
 
-        head = {"num_cpus": 0, "include_dashboard": False, "_system_config": CHECKS}
+        head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False, "_system_config": {**CHECKS, **settings}}
+        if storage:
+            head["external_addresses"] = [storage]
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.address = str(self._cluster.address)
+        """Of the head. Ray itself forgets it while the head's state server is gone."""
+        self.knows_all = True
+        """Whether the head is there, with all that it ever knew."""
+        self._has_storage = bool(storage)
         self.nodes = [self.add() for _ in range(nodes)]
 
-    @property
-    def address(self) -> str:
-        """Of the head."""
-        return str(self._cluster.address)
+    def kill_head(self) -> None:
+        """End what the head has besides a raylet: the server of the cluster's state (GCS)."""
+        self._cluster.head_node.kill_gcs_server()
+        self.knows_all = False
+
+    def restart_head(self) -> None:
+        """Start that server again, at the same address; with a storage it goes on where the last one stopped."""
+        self._cluster.head_node.start_gcs_server()
+        self.knows_all = self._has_storage
 
     def add(self) -> Any:
         """Another node."""
@@ -107,9 +129,29 @@ class Raylets:
 
 
 @contextlib.contextmanager
-def raylets(nodes: int = 2) -> Iterator[Raylets]:
-    """A Ray cluster for tests."""
-    found = Raylets(nodes)
+def redis() -> Iterator[str]:
+    """A Redis that stores nothing on disk. Gives its address."""
+    port = free_port()
+    command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: _listens(port), what="Redis")
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def raylets(nodes: int = 2, storage: str = "", **settings: Any) -> Iterator[Raylets]:
+    """A Ray cluster for tests; see `Raylets`."""
+    found = Raylets(nodes, storage, settings)
     try:
         yield found
     finally:

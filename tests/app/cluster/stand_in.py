@@ -134,11 +134,19 @@ class Ray:
         self.said_at_start: dict[str, Any] | None = READY
         """What an agent that is started says; None: it has no place yet."""
         self.shortage = ""
+        self.has_room = False
         self.failures = 0
         """So many times it says that its head is gone."""
         self.looks = 0
         """How often it was asked which replicas there are."""
         self.killed: list[str] = []
+        self.trouble = ""
+        self.head_looks = 0
+        """How often it was asked what is wrong with its head."""
+
+    def head_trouble(self, timeout_s: float) -> str:
+        self.head_looks += 1
+        return self.trouble
 
     async def add(self, id: str, deployment: Deployment, /, **said: Any) -> Agent:
         """An agent that an earlier supervisor has started."""
@@ -178,8 +186,8 @@ class Ray:
         self.killed.append(actor.id)
         await actor.end()
 
-    async def missing(self, placement: NodePlacement) -> str:
-        return self.shortage
+    async def look(self, placement: NodePlacement) -> tuple[str, bool]:
+        return self.shortage, self.has_room
 
     async def put(self, key: str, value: bytes) -> None:
         self._fail()

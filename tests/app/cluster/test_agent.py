@@ -240,7 +240,8 @@ def test_the_greatest_epoch_is_obeyed() -> None:
             assert state.is_ready
             assert not state.is_ending
             second.send(Order("stop"))
-            assert (await second.heard(lambda state: state.has_exited)).is_ending
+            state = await second.heard(lambda state: state.has_exited)
+            assert (state.is_ending, state.is_let_go) == (True, False)
             # A gateway is told, but not that supervisors have changed.
             assert not (await gateway.heard(lambda state: state.has_exited or state.is_stale)).is_stale
 
@@ -315,6 +316,8 @@ def test_with_its_standard_input_all_of_it_ends_the_port_last() -> None:
         async with agent() as bench:
             one, group = await bench.serving()
             bench.let_go()
+            state = await one.heard(lambda state: state.is_ending)
+            assert state.is_let_go
             await one.heard(lambda state: state.has_exited)  # the port is still there
             assert group_members({group}) == []
             await one.end()

@@ -9,13 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from app.cluster import discovery
-from app.cluster.discovery import announcements
+from app.cluster.discovery import Trouble, announcements
 from app.cluster.holder import write_spec
+from app.cluster.ray_client import ActorGone
 from app.cluster.supervisor import Announcement, SupervisorSpec
 from app.config.schema import Config
 from app.errors import StartError
@@ -124,11 +126,11 @@ def searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[l
         process.wait()
 
 
-def first(count: int, spec: SupervisorSpec | None) -> list[Announcement]:
+def first(count: int, spec: SupervisorSpec | None) -> list[Announcement | Trouble]:
     """So many of the announcements that come first."""
 
-    async def main() -> list[Announcement]:
-        found = []
+    async def main() -> list[Announcement | Trouble]:
+        found: list[Announcement | Trouble] = []
         async with contextlib.aclosing(announcements("head:6379", spec)) as all_of_them:
             async for one in all_of_them:
                 found.append(one)
@@ -140,8 +142,9 @@ def first(count: int, spec: SupervisorSpec | None) -> list[Announcement]:
 
 
 def test_each_supervisor_is_told_over_searches_that_end(searches: list[list[str]], tmp_path: Path) -> None:
-    searches += [[said(1), said(2)], ['{"error": "Ray is gone for now"}'], [said(3)]]
-    assert first(3, SPEC) == [announcement(1), announcement(2), announcement(3)]
+    trouble = Trouble("Ray is gone for now")
+    searches += [[said(1), said(2)], [msgspec.json.encode(trouble).decode()], [said(3)]]
+    assert first(4, SPEC) == [announcement(1), announcement(2), trouble, announcement(3)]
     # Only the first search may start a supervisor: a later one would serve again what was stopped.
     assert (tmp_path / "log").read_text().split() == ["a", "none", "none"]
 
@@ -157,3 +160,42 @@ def test_what_is_wrong_at_the_start_is_told(searches: list[list[str]], lines: li
     searches.append(lines)
     with pytest.raises(StartError, match=message):
         first(1, None)
+
+
+class Ray:
+    """A connection to Ray, whose supervisor says or raises this."""
+
+    def __init__(self, answer: str | Exception, trouble: str = "") -> None:
+        self.answer = answer
+        self.trouble = trouble
+
+    def head_trouble(self, timeout_s: float) -> str:
+        return self.trouble
+
+    def find(self, name: str) -> str:
+        return name
+
+    def ask(self, actor: str, timeout_s: float) -> str:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("ray", "expected"),
+    [
+        (Ray(said(7)), announcement(7)),
+        (Ray('{"error": "no certificates"}'), Trouble("no certificates")),
+        (Ray(""), None),
+        (Ray(TimeoutError()), None),
+        (Ray(ActorGone()), "cluster: nothing is served there; expected `headwater serve CONFIG`"),
+        (Ray(said(7), "Ray's head is gone"), Trouble("cluster: Ray's head is gone")),
+    ],
+)
+def test_what_is_found_of_the_supervisor(ray: Any, expected: Announcement | Trouble | str | None) -> None:
+    found = discovery._look(ray)
+    if isinstance(expected, str):
+        assert isinstance(found, Trouble)
+        assert found.error.startswith(expected)
+    else:
+        assert found == expected

@@ -18,6 +18,7 @@ import pytest
 
 from app.cluster import agent_link
 from app.cluster import gateway as gateway_module
+from app.cluster.discovery import Trouble
 from app.cluster.gateway import AWAY, ClusterGateway, Uplink, joined, serve_gateway
 from app.cluster.messages import Beat
 from app.cluster.supervisor import Announcement, what_is_served
@@ -118,14 +119,14 @@ class Bench:
     """A gateway, its two workers, and where it finds supervisors."""
 
     def __init__(self, first: Announcement) -> None:
-        self.found: asyncio.Queue[Announcement] = asyncio.Queue()
+        self.found: asyncio.Queue[Announcement | Trouble] = asyncio.Queue()
         self.gateway = ClusterGateway(CONFIG, lambda url, served: None, self._announcements(), first, None)
         backend = self.gateway._backend
         assert isinstance(backend, Uplink)
         self.uplink = backend
         self.workers = [Worker(1), Worker(2)]
 
-    async def _announcements(self) -> AsyncGenerator[Announcement, None]:
+    async def _announcements(self) -> AsyncGenerator[Announcement | Trouble, None]:
         while True:
             yield await self.found.get()
 
@@ -159,6 +160,32 @@ async def joining(supervisor: Supervisor) -> AsyncIterator[Bench]:
 def plain(id: str) -> ReplicaRoute:
     """A replica that nobody watches."""
     return ReplicaRoute(id, "127.0.0.1:1", "token")
+
+
+def test_what_is_wrong_with_the_cluster_is_said_of_all_models_until_it_is_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        first = Supervisor(4)
+        async with joining(first) as bench:
+            worker = bench.workers[0]
+            first.control.publish(
+                RoutingTable(
+                    (DeploymentRoute("a", State.READY, shortage="one less"), DeploymentRoute("b", State.READY))
+                )
+            )
+            await until(lambda: len(worker.table.deployments) == 2)
+            for _ in range(2):
+                bench.found.put_nowait(Trouble("Ray's head is gone"))
+            said = ["one less; Ray's head is gone", "Ray's head is gone"]
+            await until(lambda: [one.shortage for one in worker.table.deployments] == said)
+            assert {one.state for one in worker.table.deployments} == {State.READY}
+            bench.found.put_nowait(first.announcement)
+            await until(lambda: [one.shortage for one in worker.table.deployments] == ["one less", ""])
+        lines = [one.message for one in caplog.records if "head" in one.message]
+        assert lines == ["Ray's head is gone", "cluster: Ray's head answers again, and the supervisor is known"]
+
+    run(scenario)
 
 
 def test_the_last_table_stays_while_the_supervisor_is_gone(caplog: pytest.LogCaptureFixture) -> None:

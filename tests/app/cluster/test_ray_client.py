@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from app.cluster import holder
+from app.cluster import holder, ray_client
 from app.cluster.ray_client import ActorGone, RayClient, shortage
 from app.config.sections import NodePlacement
 from app.errors import StartError
@@ -142,14 +143,19 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     )  # fmt: skip
     found.remote, found.get, found.get_actor = Kind, get, get_actor
     names = ["supervisor", "replica:a-1.1", "replica:a-1.gone", "replica:b-1.2"]
+    found.get_runtime_context = lambda: types.SimpleNamespace(gcs_address="10.0.0.1:6379")
     found.util = types.SimpleNamespace(list_named_actors=lambda: names)
     found.nodes = lambda: [
-        {**SMALL, "NodeManagerAddress": "10.0.0.1"},
-        {**LARGE, "NodeManagerAddress": "10.0.0.2", "Alive": False},
+        {**SMALL, "NodeID": "a", "NodeManagerAddress": "10.0.0.1"},
+        {**LARGE, "NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Alive": False},
     ]
-    monkeypatch.setitem(sys.modules, "ray", found)
-    module: types.ModuleType = found
-    return module
+    kv, private = types.ModuleType("ray.experimental"), types.ModuleType("ray._private")
+    kv.__dict__["internal_kv"] = types.SimpleNamespace(_internal_kv_get=lambda key, namespace: None)
+    private.__dict__["state"] = types.SimpleNamespace(available_resources_per_node=lambda: {"a": {"CPU": 2.0}})
+    for module in (found, kv, private):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    ray: types.ModuleType = found
+    return ray
 
 
 @pytest.fixture
@@ -256,7 +262,63 @@ def test_actors_are_found_by_name(client: RayClient) -> None:
 
 def test_only_nodes_that_are_alive_count(client: RayClient) -> None:
     assert asyncio.run(client.node_addresses()) == {"10.0.0.1"}
-    assert asyncio.run(client.missing(NodePlacement(gpus=8))) == "it takes 8 GPU, and the largest node has 1"
+    text = "it takes 8 GPU, and the largest node has 1"
+    assert asyncio.run(client.look(NodePlacement(gpus=8))) == (text, False)
+
+
+@pytest.mark.parametrize(("placement", "has_room"), [({"cpus": 2}, True), ({"cpus": 3}, False), ({"gpus": 1}, False)])
+def test_room_is_what_others_have_left(client: RayClient, placement: dict[str, Any], has_room: bool) -> None:
+    assert asyncio.run(client.look(NodePlacement.model_validate(placement))) == ("", has_room)
+
+
+def test_a_head_that_does_not_answer_is_noted_and_asked_once(
+    client: RayClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_back, asked = threading.Event(), []
+
+    def ask(key: bytes, namespace: bytes) -> None:
+        asked.append(key)
+        assert is_back.wait(30)
+
+    assert client.head_trouble(30) == ""
+    monkeypatch.setattr(sys.modules["ray.experimental"].internal_kv, "_internal_kv_get", ask)
+    for _ in range(2):
+        assert client.head_trouble(0.01).startswith("Ray's head at 10.0.0.1:6379 doesn't answer: what runs is served")
+    is_back.set()
+    assert client.head_trouble(30) == ""
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        ("RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted", "was started anew"),
+        ("RPC error: UNAVAILABLE", "doesn't answer: what runs is served"),
+    ],
+)
+def test_a_head_that_has_forgotten_the_cluster_is_told_from_one_that_is_gone(
+    client: RayClient, monkeypatch: pytest.MonkeyPatch, error: str, text: str
+) -> None:
+    def ask(key: bytes, namespace: bytes) -> None:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(sys.modules["ray.experimental"].internal_kv, "_internal_kv_get", ask)
+    assert client.head_trouble(30).startswith(f"Ray's head at 10.0.0.1:6379 {text}")
+
+
+def test_a_head_that_is_gone_when_it_is_first_asked_is_named(
+    ray: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_client, "CONNECT_TIMEOUT_S", 0.01)
+    never = threading.Event()
+    ray.__dict__["init"] = lambda **options: never.wait(30)
+    try:
+        with pytest.raises(
+            StartError, match=r"^cluster\.address: no Ray at 'head:6379': no answer within 0\.01 s; start"
+        ):
+            RayClient("head:6379")
+    finally:
+        never.set()
 
 
 def test_what_is_stored_is_found_until_it_is_deleted(
@@ -283,3 +345,5 @@ def test_private_parts_of_ray_are_still_there() -> None:
         "_internal_kv_del": ["key", "namespace"],
     }.items():
         assert set(wanted) <= set(inspect.signature(getattr(internal_kv, name)).parameters)
+    state = pytest.importorskip("ray._private.state")
+    assert not inspect.signature(state.available_resources_per_node).parameters

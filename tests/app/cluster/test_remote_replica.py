@@ -36,7 +36,7 @@ class Followed:
         client: Any = ray
         context = Context(client, 5, None, self._note_reach, self.stale.set)
         self.replica = RemoteReplica("m-5.1", "cpu", {}, context, self.stages.append)
-        self.following = asyncio.create_task(self.replica.follow(self._find, self._missing))
+        self.following = asyncio.create_task(self.replica.follow(self._find, self._look))
         self.replica.exited = self.following
 
     def _note_reach(self) -> None:
@@ -45,8 +45,8 @@ class Followed:
     async def _find(self) -> Any:
         return await self.place
 
-    async def _missing(self) -> str:
-        return self.ray.shortage
+    async def _look(self) -> tuple[str, bool]:
+        return self.ray.shortage, self.ray.has_room
 
     async def end(self) -> str:
         """Wait for its end. Returns the reason."""
@@ -125,6 +125,19 @@ def test_one_that_ends_by_itself_says_why_and_what_is_left() -> None:
             assert (replica.has_place, replica.is_lost_with_node) == (True, False)
             assert await replica.use() == GroupUse()
             assert one.ray.killed == ["m-5.1"]
+
+    run(scenario)
+
+
+def test_one_that_ends_with_its_raylet_is_lost_with_its_node() -> None:
+    async def scenario() -> None:
+        async with followed(**READY) as one:
+            await one.replica.ready
+            one.agent.say(is_ending=True, is_let_go=True, reason="the supervisor is gone")
+            await one.replica.ending.wait()
+            one.agent.say(has_exited=True)
+            assert await one.end() == "its actor has ended, or its raylet"
+            assert one.replica.is_lost_with_node
 
     run(scenario)
 
@@ -315,5 +328,25 @@ def test_what_is_asked_of_vllm_is_answered() -> None:
             one.agent.leave()  # who asks need not wait for the timeout
             with pytest.raises(ConnectionError, match="can't be reached"):
                 await asking
+
+    run(scenario)
+
+
+def test_ray_is_asked_anew_for_a_place_that_a_node_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_replica, "PLACE_AGAIN_S", 0.05)
+
+    async def scenario() -> None:
+        async with followed() as one:
+            await until(lambda: len(one.stages) > 20)  # without room it waits
+            assert one.ray.killed == []
+            another = Agent("m-5.1")
+            one.place = asyncio.get_running_loop().create_future()
+            one.place.set_result(another)
+            await another.open(**READY)
+            one.ray.has_room = True
+            assert await one.replica.ready
+            assert (one.ray.killed, another.gone.is_set()) == (["m-5.1"], False)
+            assert one.replica.route().http_address == another.address
+            await another.end()
 
     run(scenario)

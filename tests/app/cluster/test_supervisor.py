@@ -390,6 +390,27 @@ def test_storage_that_can_not_be_written_is_tried_again(
 # While it serves
 
 
+def test_a_head_that_is_gone_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(supervisor_module, "PING_EVERY_S", 0.01)
+    caplog.set_level("INFO", "headwater")
+
+    def lines() -> list[str]:
+        return [one.message for one in caplog.records if one.message.startswith("Ray's head")]
+
+    async def scenario() -> None:
+        async with clustered() as ray, supervised(ray, config()) as (_, gateway):
+            await until(lambda: bool(gateway.ids()))
+            ray.trouble = "Ray's head is gone"
+            await until(lambda: bool(lines()))
+            asked = ray.head_looks
+            await until(lambda: ray.head_looks > asked + 3)
+            ray.trouble = ""
+            await until(lambda: len(lines()) > 1)
+
+    run(scenario)
+    assert lines() == ["Ray's head is gone", "Ray's head answers again"]
+
+
 def test_what_nobody_has_is_ended_if_it_is_seen_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "RECONCILE_EVERY_S", 0.02)
 
@@ -588,7 +609,9 @@ class Ray:
         return "actor"
     async def said(self, actor, timeout_s=None):
         await asyncio.Event().wait()
-    async def missing(self, placement):
+    async def look(self, placement):
+        return "", False
+    def head_trouble(self, timeout_s):
         return ""
     async def kill(self, actor):
         pass

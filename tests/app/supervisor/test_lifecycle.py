@@ -21,10 +21,11 @@ from app.process.vllm import ask_vllm
 from app.supervisor.deployments import Deployments
 from app.supervisor.graph_state import GraphState
 from app.supervisor.handle import ReplicaHandle
-from app.supervisor.host import Host
+from app.supervisor.host import FIRST_BACKOFF_S, Host
 from app.supervisor.lifecycle import Lifecycle
 from app.supervisor.replica_memory import ReplicaMemory
 from app.supervisor.replica_set import ReplicaSet
+from app.supervisor.slot import Slot
 from app.telemetry.recorder import recorder, use
 from app.telemetry.store import Key, Store
 from inference.signature import Signature, TensorSpec
@@ -398,8 +399,14 @@ def test_without_a_place_no_start_has_failed_and_the_slot_waits() -> None:
     run(scenario)
 
 
-def test_a_loss_with_the_node_is_no_crash() -> None:
+def test_a_loss_with_the_node_is_no_crash_and_is_replaced_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     use(Store())
+    paused: list[float] = []
+
+    async def pause(self: Slot, timeout_s: float) -> None:
+        paused.append(timeout_s)
+
+    monkeypatch.setattr(Slot, "_pause", pause)
 
     async def scenario() -> None:
         supervisor = Supervisor(one(max_crashes=1))
@@ -410,6 +417,7 @@ def test_a_loss_with_the_node_is_no_crash() -> None:
             supervisor.launched[-1].end("its node is gone")
             await until(lambda count=count: list(a.ready) == [f"a-{count}"])  # type: ignore[misc]
         assert recorder().store.snapshot().records[Key("headwater_replica_restarts", ("a",))] == [3]
+        assert paused == [FIRST_BACKOFF_S] * 3
         supervisor.launched[-1].end("killed by SIGSEGV")
         await until(lambda: a.state is State.FAILED)
         assert (a.has_given_up, len(supervisor.launched)) == (True, 4)
