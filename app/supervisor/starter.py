@@ -108,13 +108,12 @@ class ReplicaStarter:
             replica.kill()
             return False
         started = time.monotonic()
-        try:
-            is_ready = await asyncio.wait_for(asyncio.shield(replica.ready), config.load_timeout_s)
-        except asyncio.TimeoutError:
+        # Not wait_for, which before Python 3.12 loses a cancellation that comes just when the replica gets ready.
+        if not (await asyncio.wait({replica.ready}, timeout=config.load_timeout_s))[0]:
             replica.reason = f"not ready within load_timeout_s = {config.load_timeout_s:g} s"
             replica.kill()
             return False
-        if not is_ready:
+        if not replica.ready.result():
             return False
         took_s = time.monotonic() - started
         excess = await self._host.memory.settle(self._name, config, place)

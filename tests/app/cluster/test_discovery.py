@@ -59,6 +59,8 @@ class Ray:
     def start_supervisor(self, name, command, spec, environment):
         from app.cluster.supervisor import SupervisorSpec
         print("started", name, *command[1:], *SupervisorSpec.decoded(spec).config.deployments, file=sys.stderr)
+    def head_trouble(self, timeout_s):
+        return ""
     def find(self, name):
         assert name == "supervisor"
         self.answer = next(answers, "silent")

@@ -252,7 +252,7 @@ def test_after_a_slot_has_given_up_load_scales_the_others(
         )  # fmt: skip
         await host.tick(5)
         assert list(a.ready) == ["a-1", "a-2", "a-4"]
-        host.loads.clear()
+        host.loads["a"] = QUIET
         while len(host.alive) > 1:  # each step down takes as long as the end that it waits for
             await host.tick(0.5)
         assert (len(a.ready), a.wanted) == (1, 1)
@@ -374,7 +374,7 @@ def test_what_is_about_to_leave_at_an_unload_is_not_told_as_lost(caplog: pytest.
         a = await started(host)
         host.loads["a"] = BUSY
         await host.tick(5)
-        host.loads.clear()
+        host.loads["a"] = QUIET
         host.drain_gate = asyncio.Event()
         await host.tick(5)
         assert (len(a.ready), len(host.alive)) == (1, 2)
