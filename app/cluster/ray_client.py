@@ -1,7 +1,7 @@
 """All that is asked of Ray. Each call may take long, so all of them run in threads.
 
-Of Ray's private parts it uses `ray.experimental.internal_kv`, the key-value store in which Ray Serve keeps its state,
-too; tests/app/cluster/test_ray_client.py names its functions.
+Of Ray's private parts it uses what Ray Serve does, too: `ray.experimental.internal_kv`, the key-value store, and
+`ray._private.state.available_resources_per_node`; tests/app/cluster/test_ray_client.py names the functions.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from app.cluster import holder
+from app.cluster.nodes import Node, needs
 from app.config.sections import NodePlacement
 from app.errors import StartError
 
@@ -90,18 +91,30 @@ class RayClient:
         environment: Mapping[str, str],
         placement: NodePlacement,
         memory: int | None,
+        node: str = "",
     ) -> Any:
-        """Have an actor placed that holds a process of a replica, and return it; it may still wait for its place."""
-        options: dict[str, Any] = {
-            "num_gpus": placement.gpus,
-            "num_cpus": placement.cpus,
-            "max_restarts": 0,
-            "scheduling_strategy": "DEFAULT" if placement.pack else "SPREAD",
-        }
+        """Have an actor placed that holds a process of a replica, and return it; it may still wait for its place.
+
+        Args:
+            name: the actor's.
+            command: see `Holder`, as for the next two.
+            spec: see there.
+            environment: see there.
+            placement: the deployment's.
+            memory: see `needs`.
+            node: the id of the machine that it should be on; empty: Ray chooses. Where that machine has no capacity,
+                the actor waits for it, and Ray's autoscaler starts no other.
+        """
+        takes = needs(placement, memory)
+        options: dict[str, Any] = {"num_gpus": takes.pop("GPU"), "num_cpus": takes.pop("CPU"), "max_restarts": 0}
+        options |= takes
         if placement.labels:
             options["label_selector"] = dict(placement.labels)
-        if memory is not None and not placement.gpus:
-            options["memory"] = memory
+        if node:
+            strategies = self._ray.util.scheduling_strategies
+            options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(node, soft=True)
+        else:
+            options["scheduling_strategy"] = "DEFAULT" if placement.pack else "SPREAD"
         return await self._call(self._start, name, list(command), spec, dict(environment), options)
 
     def start_supervisor(self, name: str, command: Sequence[str], spec: bytes, environment: Mapping[str, str]) -> Any:
@@ -191,6 +204,20 @@ class RayClient:
     async def node_addresses(self) -> set[str]:
         """The machines that Ray has."""
         return {str(node["NodeManagerAddress"]) for node in await self._call(self._ray.nodes) if node["Alive"]}
+
+    async def nodes(self) -> list[Node]:
+        """The machines that are alive."""
+
+        def look() -> list[Node]:
+            free = self._ray._private.state.available_resources_per_node()
+            return [
+                Node(id, one["Resources"], free.get(id, one["Resources"]), one.get("Labels") or {})
+                for one in self._ray.nodes()
+                if one["Alive"] and (id := one["NodeID"])  # one that has just come may not be in `free` yet
+            ]
+
+        found: list[Node] = await self._call(look)
+        return found
 
     async def missing(self, placement: NodePlacement) -> str:
         """Why no node that Ray has can ever have a replica; empty: some can."""

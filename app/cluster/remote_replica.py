@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -27,6 +27,8 @@ OUT_OF_REACH_S: Final = 10.0
 RETRY_S: Final = 1.0
 PLACE_LOOK_S: Final = 5.0
 """How often to look why a replica has no place."""
+CHOSEN_LOOKS: Final = 6
+"""After so many looks a replica isn't waiting for the node that was chosen for it any longer."""
 
 
 class Context:
@@ -62,6 +64,7 @@ class RemoteReplica:
         id: unique among all replicas ever.
         device: what it was placed on.
         adapters: what it is started with.
+        takes: what it reserves of its node, by Ray's names.
         context: see there.
         on_progress: called with each stage of the start.
     """
@@ -73,11 +76,17 @@ class RemoteReplica:
         id: str,
         device: str,
         adapters: dict[str, str],
+        takes: Mapping[str, float],
         context: Context,
         on_progress: Callable[[str], None],
     ) -> None:
         self.id = id
         self.device = device
+        self.takes = takes
+        self.node = ""
+        """The id of the node that it is on, or that was chosen for it; empty: none yet."""
+        self.has_hung = False
+        """Whether it was given up because its node didn't answer."""
         self._adapters = adapters
         self.signature: Signature | None = None
         self.facts: dict[str, str] = {}
@@ -105,16 +114,21 @@ class RemoteReplica:
         self._missing = ""
         """Why no node can have it; empty: some can."""
 
-    async def follow(self, place: Callable[[], Any], missing: Callable[[], Any]) -> None:
+    async def follow(self, place: Callable[[bool], Any], missing: Callable[[], Any]) -> None:
         """Wait for its place, follow it to its end, and see that its actor is gone.
 
         Args:
-            place: awaited for the actor.
+            place: awaited for the actor; given whether to choose a node for it, and note that in `node`.
             missing: awaited for why no node can ever have it.
         """
         try:
-            self._actor = await place()
+            self._actor = await place(True)
             said = await self._said(missing)
+            if said is None:  # something else has taken the place; only what waits anywhere makes the autoscaler act
+                await self._context.ray.kill(self._actor)
+                self.node = ""
+                self._actor = await place(False)
+                said = await self._said(missing)
             if said:
                 await self._listen(*said.split())
         except ActorGone as error:
@@ -206,8 +220,12 @@ class RemoteReplica:
             raise ConnectionError("it has no place yet")
         return await self._link.ask_vllm(url, body, timeout_s)
 
-    async def _said(self, missing: Callable[[], Any]) -> str:
-        """Wait until its agent has opened its port, and says where; empty: it was killed before."""
+    async def _said(self, missing: Callable[[], Any]) -> str | None:
+        """Wait until its agent has opened its port, and says where; empty: it was killed before.
+
+        None: the node that was chosen for it still hasn't taken it.
+        """
+        looks = 0
         killed = asyncio.create_task(self._killed.wait())
         asking = asyncio.create_task(self._context.ray.said(self._actor))
         try:
@@ -223,6 +241,9 @@ class RemoteReplica:
                         raise ActorGone("its agent ended before it had opened its port; see Ray's log of the actor")
                     return said
                 elif not killed.done():
+                    looks += 1
+                    if self.node and looks >= CHOSEN_LOOKS:
+                        return None
                     self._missing = await missing()
                     waits = f"no node can have it: {self._missing}; waiting for one that can"
                     self._on_progress(waits if self._missing else "waiting for a place in the cluster")
@@ -246,6 +267,7 @@ class RemoteReplica:
                 await asyncio.wait({running}, timeout=0.1)
                 lost_s = None if self.is_reachable else (lost_s or loop.time())
                 if lost_s is not None and loop.time() - lost_s > OUT_OF_REACH_S:
+                    self.has_hung = True
                     self.mark_ending(f"its node could not be reached for {OUT_OF_REACH_S:g} s")
                     return
             if running.done() and not (self.state is not None and self.state.has_exited):
@@ -275,6 +297,7 @@ class RemoteReplica:
         before, self.state = self.state, state
         if before is None:  # later ones are only what was set here
             self._adapters = state.adapters
+        self.node = state.node
         self.facts = state.facts
         self.batch_limit = state.batch_limit
         self.is_permanent = state.is_permanent

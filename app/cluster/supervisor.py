@@ -8,6 +8,7 @@ its standard input does, and leaves the replicas to the next; after the line ``s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import json
@@ -16,13 +17,15 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, Final, NamedTuple
 
 import msgspec
 
 from app.cluster.agent import AgentSpec, digest
 from app.cluster.holder import own_output, read_spec
+from app.cluster.nodes import choose, needs
 from app.cluster.ray_client import PREFIX, RayClient
 from app.cluster.remote_replica import Context, RemoteReplica
 from app.config.content import config_content, content
@@ -49,6 +52,8 @@ DESIRED, EPOCH = "desired", "epoch"
 STARTS: Final = 64
 """Replicas that start at once, on all nodes together."""
 PING_EVERY_S: Final = 1.0
+HUNG_S: Final = 60.0
+"""How long no replica is placed on a node that didn't answer: by then Ray has noticed, or it answers again."""
 RECONCILE_EVERY_S: Final = 30.0
 """How often to look for replicas that nobody has, such as those of a node that came back."""
 ADOPT_TIMEOUT_S: Final = 6.0
@@ -127,6 +132,10 @@ class ClusterHost(Host):
         self._config = config
         self._context = context
         self._paths = user_paths
+        self._replaced: set[str] = set()
+        """Replicas that serve only until others have been started in their place."""
+        self._hung: dict[str, float] = {}
+        """When nodes last lost a replica because they didn't answer, by id."""
 
     def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
         """See `Host.launch`."""
@@ -138,20 +147,28 @@ class ClusterHost(Host):
             name, id, config, self._paths, token, server.runtime_dir, cluster.host, cluster.tls, server.log_format
         )
         placement = config.node_placement
-        place = functools.partial(
-            self._context.ray.start_replica, f"{PREFIX}{id}", [sys.executable, "-m", "app.cluster.agent"],
-            spec.encoded(), {"PWD": os.getcwd()}, placement, config.memory,
-        )  # fmt: skip
-        replica = RemoteReplica(id, config.placements[0], config.adapters, self._context, on_progress)
+        ray, command = self._context.ray, [sys.executable, "-m", "app.cluster.agent"]
+        replica = self._replica(id, config, on_progress)
+
+        async def place(is_chosen: bool) -> Any:
+            if is_chosen:
+                since_s = time.monotonic() - HUNG_S
+                nodes = [one for one in await ray.nodes() if self._hung.get(one.id, since_s) <= since_s]
+                own, reserved = self._placed(name)
+                replica.node = choose(placement, config.memory, nodes, own, reserved)
+            return await ray.start_replica(
+                f"{PREFIX}{id}", command, spec.encoded(), {"PWD": os.getcwd()}, placement, config.memory, replica.node
+            )
+
         self._follow(replica, place, functools.partial(self._context.ray.missing, placement))
         return replica
 
     def adopt(self, name: str, actor: Any, config: Deployment) -> RemoteReplica:
         """Follow a replica that an earlier supervisor started."""
         id = name.removeprefix(PREFIX)
-        replica = RemoteReplica(id, config.placements[0], config.adapters, self._context, lambda text: None)
+        replica = self._replica(id, config, lambda text: None)
 
-        async def place() -> Any:
+        async def place(is_chosen: bool) -> Any:
             return actor
 
         async def missing() -> str:
@@ -160,10 +177,39 @@ class ClusterHost(Host):
         self._follow(replica, place, missing)
         return replica
 
-    def _follow(self, replica: RemoteReplica, place: Callable[[], Any], missing: Callable[[], Any]) -> None:
+    @contextlib.contextmanager
+    def replacing(self, name: str) -> Iterator[None]:
+        """See `Host.replacing`: others may start on the nodes of those that are replaced."""
+        old = {id for id in self.replicas if _deployment_of(id) == name}
+        self._replaced |= old
+        try:
+            yield
+        finally:
+            self._replaced -= old
+
+    def _placed(self, name: str) -> tuple[Counter[str], dict[str, list[Mapping[str, float]]]]:
+        """How many replicas of a deployment each node has, and what all replicas there reserve."""
+        own: Counter[str] = Counter()
+        reserved: dict[str, list[Mapping[str, float]]] = {}
+        for id, one in self.replicas.items():
+            if isinstance(one, RemoteReplica) and one.node:
+                reserved.setdefault(one.node, []).append(one.takes)
+                own[one.node] += _deployment_of(id) == name and id not in self._replaced and not one.ending.is_set()
+        return own, reserved
+
+    def _replica(self, id: str, config: Deployment, on_progress: Callable[[str], None]) -> RemoteReplica:
+        takes = needs(config.node_placement, config.memory)
+        return RemoteReplica(id, config.placements[0], config.adapters, takes, self._context, on_progress)
+
+    def _follow(self, replica: RemoteReplica, place: Callable[[bool], Any], missing: Callable[[], Any]) -> None:
         self.replicas[replica.id] = replica
         replica.exited = self.spawn(replica.follow(place, missing))
-        replica.exited.add_done_callback(lambda _: self.replicas.pop(replica.id, None))
+        replica.exited.add_done_callback(lambda _: self._forget(replica))
+
+    def _forget(self, replica: RemoteReplica) -> None:
+        self.replicas.pop(replica.id, None)
+        if replica.has_hung:
+            self._hung[replica.node] = time.monotonic()
 
 
 class ClusterSupervisor:
@@ -236,7 +282,7 @@ class ClusterSupervisor:
                     one.wanted = max(one.bounds.min, min(one.wanted, one.bounds.max))
         found: list[tuple[str, RemoteReplica]] = []
         for actor_name, actor in (await self._ray.replicas()).items():
-            name = actor_name.removeprefix(PREFIX).rpartition("-")[0]
+            name = _deployment_of(actor_name.removeprefix(PREFIX))
             if name in sets and not sets[name].is_set_aside:
                 found.append((name, self._host.adopt(actor_name, actor, sets[name].config)))
             else:
@@ -337,6 +383,11 @@ class ClusterSupervisor:
         for actor in (await self._ray.replicas()).values():  # those that could not be reached
             await self._ray.kill(actor)
         await self._control.finish()
+
+
+def _deployment_of(id: str) -> str:
+    """The deployment of a replica."""
+    return id.rpartition("-")[0]
 
 
 def _read_desired(raw: bytes | None) -> _Desired | None:

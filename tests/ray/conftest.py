@@ -20,9 +20,6 @@ DEPLOYMENTS: dict[str, Any] = {
 }
 
 
-RELOADS = 10
-
-
 class Served(NamedTuple):
     """A cluster of three nodes, one of them the head, and what is served on it."""
 
@@ -40,16 +37,14 @@ class Served(NamedTuple):
         """Have two nodes again, and a replica of ``scale`` on each."""
         self.raylets.keep(2)
         wait_for(lambda: self.serving.replicas() == 2, 90, "two replicas", every_s=0.1)
-        self.spread()
-
-    def spread(self) -> None:
-        """Have a replica of ``scale`` on each node: Ray spreads all actors, not those of a deployment."""
-        for _ in range(RELOADS):
-            of_scale = set(hosts(self.address, "scale"))
-            if all(of_scale & set(self.raylets.tree(node)) for node in self.raylets.nodes):
-                return
+        if not self.is_spread():  # there was no other node when one was placed
             assert self.serving.command("reload").status_code == 200
-        raise AssertionError(f"after {RELOADS} reloads both replicas are on one node")
+        assert self.is_spread()
+
+    def is_spread(self) -> bool:
+        """Whether each node has a replica of ``scale``."""
+        of_scale = set(hosts(self.address, "scale"))
+        return all(of_scale & set(self.raylets.tree(node)) for node in self.raylets.nodes)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +61,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
                 gateway(found.address, folder, None) as joined,
             ):
                 served = Served(found, serving, joined)
-                served.spread()
+                assert served.is_spread()
                 yield served
         finally:
             stop_cluster(found.address)

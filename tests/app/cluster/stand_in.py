@@ -11,6 +11,7 @@ import msgspec
 
 from app.cluster.agent import AgentSpec, digest
 from app.cluster.messages import LISTENER, Adapters, Ask, Beat, Hello, Order, Said, State, encode
+from app.cluster.nodes import Node
 from app.cluster.port import Port
 from app.cluster.ray_client import PREFIX, ActorGone
 from app.config.schema import Deployment
@@ -124,6 +125,9 @@ class Ray:
         self.storage = {} if storage is None else storage
         self.actors: dict[str, Agent] = {}
         self.started: list[tuple[AgentSpec, NodePlacement]] = []
+        self.chosen: list[str] = []
+        """The node that each was started on; empty: none was chosen."""
+        self.machines: list[Node] = []
         self.said_at_start: dict[str, Any] | None = READY
         """What an agent that is started says; None: it has no place yet."""
         self.shortage = ""
@@ -147,14 +151,19 @@ class Ray:
         environment: Mapping[str, str],
         placement: NodePlacement,
         memory: int | None,
+        node: str = "",
     ) -> Agent:
         found = AgentSpec.decoded(spec)
         assert name == f"{PREFIX}{found.id}"
         self.started.append((found, placement))
+        self.chosen.append(node)
         agent = self.actors[name] = Agent(found.id, found.token, found.deployment)
         if self.said_at_start is not None:
-            await agent.open(**self.said_at_start)
+            await agent.open(**{"node": node, **self.said_at_start})
         return agent
+
+    async def nodes(self) -> list[Node]:
+        return self.machines
 
     async def replicas(self) -> dict[str, Agent]:
         self._fail()

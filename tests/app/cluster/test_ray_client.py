@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from app.cluster import holder
+from app.cluster.nodes import Node
 from app.cluster.ray_client import ActorGone, RayClient, shortage
 from app.config.sections import NodePlacement
 from app.errors import StartError
@@ -142,11 +143,15 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     )  # fmt: skip
     found.remote, found.get, found.get_actor = Kind, get, get_actor
     names = ["supervisor", "replica:a-1.1", "replica:a-1.gone", "replica:b-1.2"]
-    found.util = types.SimpleNamespace(list_named_actors=lambda: names)
+    strategies = types.SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: (node, soft))
+    found.util = types.SimpleNamespace(list_named_actors=lambda: names, scheduling_strategies=strategies)
     found.nodes = lambda: [
-        {**SMALL, "NodeManagerAddress": "10.0.0.1"},
-        {**LARGE, "NodeManagerAddress": "10.0.0.2", "Alive": False},
+        {**SMALL, "NodeID": "a1", "NodeManagerAddress": "10.0.0.1"},
+        {**LARGE, "NodeID": "b2", "NodeManagerAddress": "10.0.0.2", "Alive": False},
+        {**LARGE, "NodeID": "c3", "NodeManagerAddress": "10.0.0.3", "Labels": None},
     ]
+    state = types.SimpleNamespace(available_resources_per_node=lambda: {"a1": {"CPU": 1.0}, "b2": {"CPU": 64.0}})
+    found._private = types.SimpleNamespace(state=state)
     monkeypatch.setitem(sys.modules, "ray", found)
     module: types.ModuleType = found
     return module
@@ -179,20 +184,22 @@ def test_a_head_that_is_not_there_is_named(ray: types.ModuleType, error: Excepti
 
 
 @pytest.mark.parametrize(
-    ("placement", "memory", "expected"),
+    ("placement", "memory", "node", "expected"),
     [
-        ({}, None, {"num_gpus": 0, "num_cpus": 1, "scheduling_strategy": "SPREAD"}),
-        ({"cpus": 2, "pack": True}, 1000,
+        ({}, None, "", {"num_gpus": 0, "num_cpus": 1, "scheduling_strategy": "SPREAD"}),
+        ({}, None, "a1", {"num_gpus": 0, "num_cpus": 1, "scheduling_strategy": ("a1", True)}),
+        ({"cpus": 2, "pack": True}, 1000, "",
          {"num_gpus": 0, "num_cpus": 2, "scheduling_strategy": "DEFAULT", "memory": 1000}),
-        ({"gpus": 0.5, "labels": {"kind": "!x"}}, 1000,  # the memory is the GPU's
+        ({"gpus": 0.5, "labels": {"kind": "!x"}}, 1000, "",  # the memory is the GPU's
          {"num_gpus": 0.5, "num_cpus": 1, "scheduling_strategy": "SPREAD", "label_selector": {"kind": "!x"}}),
     ],
 )  # fmt: skip
 def test_what_a_replica_takes_is_said_to_ray(
-    client: RayClient, placement: dict[str, Any], memory: int | None, expected: dict[str, Any]
+    client: RayClient, placement: dict[str, Any], memory: int | None, node: str, expected: dict[str, Any]
 ) -> None:
     place = NodePlacement.model_validate(placement)
-    options, arguments = asyncio.run(client.start_replica("replica:a-1.1", ["x"], b"spec", {"A": "1"}, place, memory))
+    starting = client.start_replica("replica:a-1.1", ["x"], b"spec", {"A": "1"}, place, memory, node)
+    options, arguments = asyncio.run(starting)
     assert options == {
         "name": "replica:a-1.1", "lifetime": "detached", "max_concurrency": 16, "max_restarts": 0, **expected
     }  # fmt: skip
@@ -235,8 +242,12 @@ def test_actors_are_found_by_name(client: RayClient) -> None:
 
 
 def test_only_nodes_that_are_alive_count(client: RayClient) -> None:
-    assert asyncio.run(client.node_addresses()) == {"10.0.0.1"}
-    assert asyncio.run(client.missing(NodePlacement(gpus=8))) == "it takes 8 GPU, and the largest node has 1"
+    assert asyncio.run(client.node_addresses()) == {"10.0.0.1", "10.0.0.3"}
+    assert asyncio.run(client.missing(NodePlacement(gpus=9))) == "it takes 9 GPU, and the largest node has 8"
+    assert asyncio.run(client.nodes()) == [
+        Node("a1", SMALL["Resources"], {"CPU": 1.0}, {}),
+        Node("c3", LARGE["Resources"], LARGE["Resources"], {}),  # it has not said yet what is free
+    ]
 
 
 def test_private_parts_of_ray_are_still_there() -> None:
@@ -247,3 +258,5 @@ def test_private_parts_of_ray_are_still_there() -> None:
         "_internal_kv_del": ["key", "namespace"],
     }.items():
         assert set(wanted) <= set(inspect.signature(getattr(internal_kv, name)).parameters)
+    state = pytest.importorskip("ray._private.state")
+    assert not inspect.signature(state.available_resources_per_node).parameters
