@@ -27,7 +27,7 @@ OUT_OF_REACH_S: Final = 10.0
 RETRY_S: Final = 1.0
 PLACE_LOOK_S: Final = 5.0
 """How often to look why a replica has no place."""
-CHOSEN_LOOKS: Final = 6
+CHOSEN_LOOKS: Final = 24
 """After so many looks a replica isn't waiting for the node that was chosen for it any longer."""
 
 

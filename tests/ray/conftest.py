@@ -37,7 +37,11 @@ class Served(NamedTuple):
         """Have two nodes again, and a replica of ``scale`` on each."""
         self.raylets.keep(2)
         wait_for(lambda: self.serving.replicas() == 2, 90, "two replicas", every_s=0.1)
-        if not self.is_spread():  # there was no other node when one was placed
+        self.spread()
+
+    def spread(self) -> None:
+        """Have a replica of ``scale`` on each node, if there was no other when one was placed."""
+        if not self.is_spread():
             assert self.serving.command("reload").status_code == 200
         assert self.is_spread()
 

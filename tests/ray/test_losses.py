@@ -57,7 +57,7 @@ def one_host(served: Served, model: str = "scale") -> psutil.Process:
 
 def node_with_replica(served: Served, *, of_supervisor: bool) -> Any:
     """A node with a replica, on which the supervisor is or isn't."""
-    assert served.is_spread()
+    served.spread()
     (supervisor,) = supervisors(served.address)
     nodes = [node for node in served.raylets.nodes if (supervisor in served.raylets.tree(node)) is of_supervisor]
     if not nodes:
