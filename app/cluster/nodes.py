@@ -19,6 +19,8 @@ class Node(NamedTuple):
     free: Mapping[str, float]
     """What of it nobody has reserved, as far as Ray knows."""
     labels: Mapping[str, str]
+    address: str = ""
+    """Of its raylet, ``HOST:PORT``."""
 
 
 def needs(placement: NodePlacement, memory: int | None) -> dict[str, float]:

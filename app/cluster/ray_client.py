@@ -29,6 +29,7 @@ PREFIX: Final = "replica:"
 NAMESPACE: Final = "headwater"
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]*\Z")
 ORDER_TIMEOUT_S: Final = 5.0
+ANSWER_TIMEOUT_S: Final = 1.0
 THREADS: Final = 32
 """Calls of Ray at once."""
 
@@ -211,13 +212,30 @@ class RayClient:
         def look() -> list[Node]:
             free = self._ray._private.state.available_resources_per_node()
             return [
-                Node(id, one["Resources"], free.get(id, one["Resources"]), one.get("Labels") or {})
+                Node(
+                    id,
+                    one["Resources"],
+                    free.get(id, one["Resources"]),
+                    one.get("Labels") or {},
+                    f"{one['NodeManagerAddress']}:{one['NodeManagerPort']}",
+                )
                 for one in self._ray.nodes()
                 if one["Alive"] and (id := one["NodeID"])  # one that has just come may not be in `free` yet
             ]
 
         found: list[Node] = await self._call(look)
         return found
+
+    @staticmethod
+    async def answers(node: Node) -> bool:
+        """Whether a machine's raylet can be connected to, which shows sooner than Ray says that a machine is gone."""
+        host, _, port = node.address.rpartition(":")
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), ANSWER_TIMEOUT_S)
+        except (OSError, asyncio.TimeoutError):
+            return False
+        writer.close()
+        return True
 
     async def missing(self, placement: NodePlacement) -> str:
         """Why no node that Ray has can ever have a replica; empty: some can."""

@@ -25,7 +25,7 @@ import msgspec
 
 from app.cluster.agent import AgentSpec, digest
 from app.cluster.holder import own_output, read_spec
-from app.cluster.nodes import choose, needs
+from app.cluster.nodes import Node, choose, needs
 from app.cluster.ray_client import PREFIX, RayClient
 from app.cluster.remote_replica import Context, RemoteReplica
 from app.config.content import config_content, content
@@ -136,6 +136,8 @@ class ClusterHost(Host):
         """Replicas that serve only until others have been started in their place."""
         self._hung: dict[str, float] = {}
         """When nodes last lost a replica because they didn't answer, by id."""
+        self._suspects: set[str] = set()
+        """Nodes of which a replica was lost without a word: perhaps they are gone, and Ray has yet to notice."""
 
     def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
         """See `Host.launch`."""
@@ -152,8 +154,7 @@ class ClusterHost(Host):
 
         async def place(is_chosen: bool) -> Any:
             if is_chosen:
-                since_s = time.monotonic() - HUNG_S
-                nodes = [one for one in await ray.nodes() if self._hung.get(one.id, since_s) <= since_s]
+                nodes = await self._nodes()
                 own, reserved = self._placed(name)
                 replica.node = choose(placement, config.memory, nodes, own, reserved)
             return await ray.start_replica(
@@ -187,6 +188,16 @@ class ClusterHost(Host):
         finally:
             self._replaced -= old
 
+    async def _nodes(self) -> list[Node]:
+        """The nodes that Ray has, without those that are known not to answer."""
+        ray, since_s = self._context.ray, time.monotonic() - HUNG_S
+        found = [one for one in await ray.nodes() if self._hung.get(one.id, since_s) <= since_s]
+        suspects = [one for one in found if one.id in self._suspects]
+        answers = await asyncio.gather(*map(ray.answers, suspects))
+        gone = {one.id for one, does_answer in zip(suspects, answers, strict=True) if not does_answer}
+        self._suspects = gone
+        return [one for one in found if one.id not in gone]
+
     def _placed(self, name: str) -> tuple[Counter[str], dict[str, list[Mapping[str, float]]]]:
         """How many replicas of a deployment each node has, and what all replicas there reserve."""
         own: Counter[str] = Counter()
@@ -210,6 +221,8 @@ class ClusterHost(Host):
         self.replicas.pop(replica.id, None)
         if replica.has_hung:
             self._hung[replica.node] = time.monotonic()
+        elif replica.is_lost_with_node and replica.node:
+            self._suspects.add(replica.node)
 
 
 class ClusterSupervisor:

@@ -128,6 +128,8 @@ class Ray:
         self.chosen: list[str] = []
         """The node that each was started on; empty: none was chosen."""
         self.machines: list[Node] = []
+        self.gone: set[str] = set()
+        """Machines that are gone, although they are among the others still."""
         self.said_at_start: dict[str, Any] | None = READY
         """What an agent that is started says; None: it has no place yet."""
         self.shortage = ""
@@ -164,6 +166,9 @@ class Ray:
 
     async def nodes(self) -> list[Node]:
         return self.machines
+
+    async def answers(self, node: Node) -> bool:
+        return node.id not in self.gone
 
     async def replicas(self) -> dict[str, Agent]:
         self._fail()

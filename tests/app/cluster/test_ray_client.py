@@ -146,9 +146,9 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     strategies = types.SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: (node, soft))
     found.util = types.SimpleNamespace(list_named_actors=lambda: names, scheduling_strategies=strategies)
     found.nodes = lambda: [
-        {**SMALL, "NodeID": "a1", "NodeManagerAddress": "10.0.0.1"},
+        {**SMALL, "NodeID": "a1", "NodeManagerAddress": "10.0.0.1", "NodeManagerPort": 7},
         {**LARGE, "NodeID": "b2", "NodeManagerAddress": "10.0.0.2", "Alive": False},
-        {**LARGE, "NodeID": "c3", "NodeManagerAddress": "10.0.0.3", "Labels": None},
+        {**LARGE, "NodeID": "c3", "NodeManagerAddress": "10.0.0.3", "NodeManagerPort": 7, "Labels": None},
     ]
     state = types.SimpleNamespace(available_resources_per_node=lambda: {"a1": {"CPU": 1.0}, "b2": {"CPU": 64.0}})
     found._private = types.SimpleNamespace(state=state)
@@ -245,9 +245,22 @@ def test_only_nodes_that_are_alive_count(client: RayClient) -> None:
     assert asyncio.run(client.node_addresses()) == {"10.0.0.1", "10.0.0.3"}
     assert asyncio.run(client.missing(NodePlacement(gpus=9))) == "it takes 9 GPU, and the largest node has 8"
     assert asyncio.run(client.nodes()) == [
-        Node("a1", SMALL["Resources"], {"CPU": 1.0}, {}),
-        Node("c3", LARGE["Resources"], LARGE["Resources"], {}),  # it has not said yet what is free
+        Node("a1", SMALL["Resources"], {"CPU": 1.0}, {}, "10.0.0.1:7"),
+        Node("c3", LARGE["Resources"], LARGE["Resources"], {}, "10.0.0.3:7"),  # it has not said yet what is free
     ]
+
+
+def test_a_machine_answers_while_its_raylet_listens(client: RayClient) -> None:
+    async def scenario() -> None:
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        machine = Node("a1", {}, {}, {}, f"127.0.0.1:{port}")
+        assert await client.answers(machine)
+        server.close()
+        await server.wait_closed()
+        assert not await client.answers(machine)
+
+    asyncio.run(scenario())
 
 
 def test_private_parts_of_ray_are_still_there() -> None:

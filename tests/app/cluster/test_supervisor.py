@@ -250,6 +250,23 @@ def test_ray_chooses_where_no_node_has_capacity() -> None:
     run(scenario)
 
 
+def test_no_replica_is_placed_on_a_node_that_is_gone_before_ray_knows() -> None:
+    async def scenario() -> None:
+        async with clustered() as ray:
+            ray.machines = [machine("n1"), machine("n2")]
+            async with supervised(ray, config(a={"replicas": 2})) as (_, gateway):
+                await until(lambda: len(gateway.ids()) == 2)
+                ray.gone = {"n1"}
+                await next(agent for agent in ray.actors.values() if agent.state.node == "n1").end()
+                await until(lambda: len(ray.started) == 3 and len(gateway.ids()) == 2)
+                assert chosen(ray)[-1] == "n2"
+                ray.gone = set()
+                await gateway.tell("scale", "a", min=3, max=3)
+                assert chosen(ray)[-1] == "n1"
+
+    run(scenario)
+
+
 def test_no_replica_is_placed_on_a_node_that_has_just_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_replica, "OUT_OF_REACH_S", 0.1)
 
