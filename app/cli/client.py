@@ -270,9 +270,11 @@ def tls_context(url: str) -> ssl.SSLContext:
 
 
 def status_table(index: Sequence[Mapping[str, Any]]) -> str:
-    """The models as a text table."""
-    head = ("MODEL", "VERSION", "STATE", "REPLICAS", "DEVICES", "SINCE", "REASON")
-    return columns([head, *map(_cells, index)])
+    """The models as a text table; with a column for machines if there are several."""
+    rows = [("MODEL", "VERSION", "STATE", "REPLICAS", "DEVICES", "NODES", "SINCE", "REASON"), *map(_cells, index)]
+    at = rows[0].index("NODES")
+    is_cluster = any(row[at] for row in rows[1:])
+    return columns(rows if is_cluster else [(*row[:at], *row[at + 1 :]) for row in rows])
 
 
 def command_line(action: str, answer: Mapping[str, Any]) -> str:
@@ -296,7 +298,9 @@ def _cells(one: Mapping[str, Any]) -> tuple[str, ...]:
     if one.get("shortage"):
         reason += f"; {one['shortage']}"
     name, version, state, since = (str(one.get(field, "")) for field in ("name", "version", "state", "since"))
-    return name, version, state, _replicas(one), ",".join(one.get("devices", ())), since, reason
+    devices = ",".join(one.get("devices", ()))
+    nodes = ",".join(f"{node} ({count})" if count > 1 else node for node, count in one.get("nodes", {}).items())
+    return name, version, state, _replicas(one), devices, nodes, since, reason
 
 
 def _replicas(one: Mapping[str, Any]) -> str:

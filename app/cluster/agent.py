@@ -202,6 +202,7 @@ class Agent:
             route=route,
             deployment=digest(self._spec.deployment),
             name=self._spec.name,
+            node=os.environ.get("HEADWATER_NODE_ID", ""),
             stage=self._stage,
             is_ready=signature is not None,
             is_ending=replica.ending.is_set(),

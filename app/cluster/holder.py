@@ -66,7 +66,7 @@ class Holder:
         command: the process's; its first line of output is what `said` returns.
         spec: written to its standard input, see `read_spec`.
         environment: variables that it gets besides those that Ray gives the actor, ``HEADWATER_NODE``, this node's
-            address, and ``HEADWATER_RAY``, that of Ray's head.
+            address, ``HEADWATER_NODE_ID``, and ``HEADWATER_RAY``, the address of Ray's head.
         is_restarted: whether Ray starts the actor again if the process ends by itself with a status other than 0.
     """
 
@@ -74,14 +74,19 @@ class Holder:
         import ray
 
         self._raylet = os.getppid()
-        node, head = ray.util.get_node_ip_address(), ray.get_runtime_context().gcs_address
+        context = ray.get_runtime_context()
+        about = {
+            "HEADWATER_NODE": ray.util.get_node_ip_address(),
+            "HEADWATER_NODE_ID": context.get_node_id(),
+            "HEADWATER_RAY": context.gcs_address,
+        }
         self._is_restarted = is_restarted
         folder = environment.get("PWD", "")
         self._first = b""
         self._has_said = threading.Event()
         self._process = subprocess.Popen(
             command,
-            env={**os.environ, **environment, "HEADWATER_NODE": node, "HEADWATER_RAY": head},
+            env={**os.environ, **environment, **about},
             cwd=folder if os.path.isdir(folder) else None,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -60,6 +60,8 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     deployment: bytes = b""
     """A digest of what it was started with."""
     name: str = ""
+    node: str = ""
+    """The id of its machine in Ray."""
     stage: str = ""
     is_ready: bool = False
     is_ending: bool = False

@@ -1,7 +1,7 @@
 """All that is asked of Ray. Each call may take long, so all of them run in threads.
 
-Of Ray's private parts it uses `ray.experimental.internal_kv`, the key-value store in which Ray Serve keeps its state,
-too, and `ray._private.state.available_resources_per_node`; tests/app/cluster/test_ray_client.py names the functions.
+Of Ray's private parts it uses what Ray Serve does, too: `ray.experimental.internal_kv`, the key-value store, and
+`ray._private.state.available_resources_per_node`; tests/app/cluster/test_ray_client.py names the functions.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
 from app.cluster import holder
+from app.cluster.nodes import Node, choose, needs, shortage
 from app.config.sections import NodePlacement
 from app.errors import StartError
 
@@ -27,9 +27,9 @@ logger = logging.getLogger("headwater")
 PREFIX: Final = "replica:"
 """Begins the name of a replica's actor; its id follows."""
 NAMESPACE: Final = "headwater"
-_PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]*\Z")
 ORDER_TIMEOUT_S: Final = 5.0
 CONNECT_TIMEOUT_S: Final = 30.0
+ANSWER_TIMEOUT_S: Final = 1.0
 THREADS: Final = 32
 """Calls of Ray at once."""
 
@@ -136,18 +136,30 @@ class RayClient:
         environment: Mapping[str, str],
         placement: NodePlacement,
         memory: int | None,
+        node: str = "",
     ) -> Any:
-        """Have an actor placed that holds a process of a replica, and return it; it may still wait for its place."""
-        options: dict[str, Any] = {
-            "num_gpus": placement.gpus,
-            "num_cpus": placement.cpus,
-            "max_restarts": 0,
-            "scheduling_strategy": "DEFAULT" if placement.pack else "SPREAD",
-        }
+        """Have an actor placed that holds a process of a replica, and return it; it may still wait for its place.
+
+        Args:
+            name: the actor's.
+            command: see `Holder`, as for the next two.
+            spec: see there.
+            environment: see there.
+            placement: the deployment's.
+            memory: see `needs`.
+            node: the id of the machine that it should be on; empty: Ray chooses. Where that machine has no capacity,
+                the actor waits for it, and Ray's autoscaler starts no other.
+        """
+        takes = needs(placement, memory)
+        options: dict[str, Any] = {"num_gpus": takes.pop("GPU"), "num_cpus": takes.pop("CPU"), "max_restarts": 0}
+        options |= takes
         if placement.labels:
             options["label_selector"] = dict(placement.labels)
-        if memory is not None and not placement.gpus:
-            options["memory"] = memory
+        if node:
+            strategies = self._ray.util.scheduling_strategies
+            options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(node, soft=True)
+        else:
+            options["scheduling_strategy"] = "DEFAULT" if placement.pack else "SPREAD"
         return await self._call(self._start, name, list(command), spec, dict(environment), options)
 
     def start_supervisor(self, name: str, command: Sequence[str], spec: bytes, environment: Mapping[str, str]) -> Any:
@@ -238,19 +250,41 @@ class RayClient:
         """The machines that Ray has."""
         return {str(node["NodeManagerAddress"]) for node in await self._call(self._ray.nodes) if node["Alive"]}
 
-    async def look(self, placement: NodePlacement) -> tuple[str, bool]:
-        """Why no node that Ray has can ever have a replica, empty if some can; and whether one has room for it now."""
+    async def nodes(self) -> list[Node]:
+        """The machines that are alive."""
 
-        def free() -> dict[str, Any]:
-            from ray._private import state
+        def look() -> list[Node]:
+            free = self._ray._private.state.available_resources_per_node()
+            return [
+                Node(
+                    id,
+                    one["Resources"],
+                    free.get(id, one["Resources"]),
+                    one.get("Labels") or {},
+                    f"{one['NodeManagerAddress']}:{one['NodeManagerPort']}",
+                )
+                for one in self._ray.nodes()
+                if one["Alive"] and (id := one["NodeID"])  # one that has just come may not be in `free` yet
+            ]
 
-            found: dict[str, Any] = state.available_resources_per_node()
-            return found
+        found: list[Node] = await self._call(look)
+        return found
 
-        nodes = [node for node in await self._call(self._ray.nodes) if node["Alive"]]
-        lacks = shortage(placement, nodes)
-        left = {} if lacks else await self._call(free)
-        return lacks, not shortage(placement, [{**one, "Resources": left.get(one["NodeID"], {})} for one in nodes])
+    @staticmethod
+    async def answers(node: Node) -> bool:
+        """Whether a machine's raylet can be connected to, which shows sooner than Ray says that a machine is gone."""
+        host, _, port = node.address.rpartition(":")
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), ANSWER_TIMEOUT_S)
+        except (OSError, asyncio.TimeoutError):
+            return False
+        writer.close()
+        return True
+
+    async def look(self, placement: NodePlacement, memory: int | None) -> tuple[str, bool]:
+        """Why no machine that Ray has can ever have a replica, empty if some can; and whether one has room for it."""
+        nodes = await self.nodes()
+        return shortage(placement, nodes), bool(choose(placement, memory, nodes, {}, {}))
 
     # Storage
 
@@ -279,27 +313,6 @@ class RayClient:
                 key, value, overwrite=overwrite, namespace=namespace
             )
         return function
-
-
-def shortage(placement: NodePlacement, nodes: Sequence[Mapping[str, Any]]) -> str:
-    """Why none of these nodes, as `ray.nodes` has them, can have a replica even if it is empty; empty text: one can.
-
-    Label selectors other than plain values are left to Ray.
-    """
-    if not nodes:
-        return "Ray has no node"
-    wants = {"GPU": placement.gpus, "CPU": placement.cpus}
-    plain = {name: value for name, value in placement.labels.items() if _PLAIN.match(value)}
-    fitting = [one for one in nodes if plain.items() <= (one.get("Labels") or {}).items()]
-    if not fitting:
-        return f"no node has the labels {plain}"
-    for name, wanted in wants.items():
-        most = max(one["Resources"].get(name, 0) for one in fitting)
-        if wanted > most:
-            return f"it takes {wanted:g} {name}, and the largest{' such' * bool(plain)} node has {most:g}"
-    if not any(all(one["Resources"].get(name, 0) >= wanted for name, wanted in wants.items()) for one in fitting):
-        return f"no{' such' * bool(plain)} node has the {placement.gpus:g} GPU and {placement.cpus:g} CPU that it takes"
-    return ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -28,7 +28,8 @@ RETRY_S: Final = 1.0
 PLACE_LOOK_S: Final = 5.0
 """How often to look why a replica has no place."""
 PLACE_AGAIN_S: Final = 60.0
-"""How long Ray may leave a replica without a place while a node has room for it; then it is asked anew."""
+"""How long Ray may leave a replica without a place while the node that was chosen for it, or another, should have room
+for it; then it is asked anew."""
 
 
 class Context:
@@ -64,6 +65,7 @@ class RemoteReplica:
         id: unique among all replicas ever.
         device: what it was placed on.
         adapters: what it is started with.
+        takes: what it reserves of its node, by Ray's names.
         context: see there.
         on_progress: called with each stage of the start.
     """
@@ -75,11 +77,17 @@ class RemoteReplica:
         id: str,
         device: str,
         adapters: dict[str, str],
+        takes: Mapping[str, float],
         context: Context,
         on_progress: Callable[[str], None],
     ) -> None:
         self.id = id
         self.device = device
+        self.takes = takes
+        self.node = ""
+        """The id of the node that it is on, or that was chosen for it; empty: none yet."""
+        self.has_hung = False
+        """Whether it was given up because its node didn't answer."""
         self._adapters = adapters
         self.signature: Signature | None = None
         self.facts: dict[str, str] = {}
@@ -107,15 +115,15 @@ class RemoteReplica:
         self._missing = ""
         """Why no node can have it; empty: some can."""
 
-    async def follow(self, place: Callable[[], Any], look: Callable[[], Any]) -> None:
+    async def follow(self, place: Callable[[bool], Any], look: Callable[[], Any]) -> None:
         """Wait for its place, follow it to its end, and see that its actor is gone.
 
         Args:
-            place: awaited for the actor.
+            place: awaited for the actor; given whether to choose a node for it, and note that in `node`.
             look: awaited for why no node can ever have it, and whether one has room for it now.
         """
         try:
-            self._actor = await place()
+            self._actor = await place(True)
             said = await self._said(place, look)
             if said:
                 await self._listen(*said.split())
@@ -209,13 +217,13 @@ class RemoteReplica:
             raise ConnectionError("it has no place yet")
         return await self._link.ask_vllm(url, body, timeout_s)
 
-    async def _said(self, place: Callable[[], Any], look: Callable[[], Any]) -> str:
+    async def _said(self, place: Callable[[bool], Any], look: Callable[[], Any]) -> str:
         """Wait until its agent has opened its port, and says where; empty: it was killed before."""
         ray, loop = self._context.ray, asyncio.get_running_loop()
         killed = asyncio.create_task(self._killed.wait())
         asking = asyncio.create_task(ray.said(self._actor))
-        room_s: float | None = None
-        """Since when a node has room for it."""
+        due_s: float | None = None
+        """Since when it should have had a place."""
         try:
             while not killed.done():
                 await asyncio.wait({asking, killed}, timeout=PLACE_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -232,14 +240,16 @@ class RemoteReplica:
                     self._missing, has_room = await look()
                     waits = f"no node can have it: {self._missing}; waiting for one that can"
                     self._on_progress(waits if self._missing else "waiting for a place in the cluster")
-                    room_s = (room_s or loop.time()) if has_room else None
-                    if room_s is not None and loop.time() - room_s >= PLACE_AGAIN_S:
-                        text = "%s: Ray has not started it for %g s, although a node has room for it; asking Ray anew"
+                    due_s = (due_s or loop.time()) if has_room or self.node else None
+                    if due_s is not None and loop.time() - due_s >= PLACE_AGAIN_S:
+                        text = "%s: Ray has not started it for %g s, although a node should have room; asking Ray anew"
                         logger.warning(text, self.id, PLACE_AGAIN_S)
                         asking.cancel()
                         await ray.kill(self._actor)
-                        self._actor = await place()
-                        asking, room_s = asyncio.create_task(ray.said(self._actor)), None
+                        self.node = ""
+                        # Without room nothing is chosen: only what may be placed anywhere makes Ray's autoscaler act.
+                        self._actor = await place(has_room)
+                        asking, due_s = asyncio.create_task(ray.said(self._actor)), None
         finally:
             killed.cancel()
             asking.cancel()
@@ -260,6 +270,7 @@ class RemoteReplica:
                 await asyncio.wait({running}, timeout=0.1)
                 lost_s = None if self.is_reachable else (lost_s or loop.time())
                 if lost_s is not None and loop.time() - lost_s > OUT_OF_REACH_S:
+                    self.has_hung = True
                     self.mark_ending(f"its node could not be reached for {OUT_OF_REACH_S:g} s")
                     return
             if running.done() and not (self.state is not None and self.state.has_exited):
@@ -291,6 +302,7 @@ class RemoteReplica:
             self._adapters = state.adapters
         elif state.adapters != self._adapters and self._link is not None:  # it has not been told, or not heard it
             self._link.tell(Adapters(self._adapters))
+        self.node = state.node
         self.facts = state.facts
         self.batch_limit = state.batch_limit
         self.is_permanent = state.is_permanent

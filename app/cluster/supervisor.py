@@ -8,6 +8,7 @@ its standard input does, and leaves the replicas to the next; after the line ``s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import json
@@ -16,13 +17,15 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, Final, NamedTuple
 
 import msgspec
 
 from app.cluster.agent import AgentSpec, digest
 from app.cluster.holder import outlive_no_holder, own_output, read_spec
+from app.cluster.nodes import Node, choose, needs
 from app.cluster.ray_client import PREFIX, RayClient
 from app.cluster.remote_replica import Context, RemoteReplica
 from app.config.content import config_content, content
@@ -49,6 +52,8 @@ DESIRED, EPOCH = "desired", "epoch"
 STARTS: Final = 64
 """Replicas that start at once, on all nodes together."""
 PING_EVERY_S: Final = 1.0
+HUNG_S: Final = 60.0
+"""How long no replica is placed on a node that didn't answer: by then Ray has noticed, or it answers again."""
 RECONCILE_EVERY_S: Final = 30.0
 """How often to look for replicas that nobody has, such as those of a node that came back."""
 HEAD_TIMEOUT_S: Final = 3.0
@@ -129,6 +134,12 @@ class ClusterHost(Host):
         self._config = config
         self._context = context
         self._paths = user_paths
+        self._replaced: set[str] = set()
+        """Replicas that serve only until others have been started in their place."""
+        self._hung: dict[str, float] = {}
+        """When nodes last lost a replica because they didn't answer, by id."""
+        self._suspects: set[str] = set()
+        """Nodes of which a replica was lost without a word: perhaps they are gone, and Ray has yet to notice."""
 
     def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
         """See `Host.launch`."""
@@ -142,20 +153,27 @@ class ClusterHost(Host):
             server.log_format,
         )  # fmt: skip
         placement = config.node_placement
-        place = functools.partial(
-            self._context.ray.start_replica, f"{PREFIX}{id}", [sys.executable, "-m", "app.cluster.agent"],
-            spec.encoded(), {"PWD": os.getcwd()}, placement, config.memory,
-        )  # fmt: skip
-        replica = RemoteReplica(id, config.placements[0], config.adapters, self._context, on_progress)
-        self._follow(replica, place, functools.partial(self._context.ray.look, placement))
+        ray, command = self._context.ray, [sys.executable, "-m", "app.cluster.agent"]
+        replica = self._replica(id, config, on_progress)
+
+        async def place(is_chosen: bool) -> Any:
+            if is_chosen:
+                nodes = await self._nodes()
+                own, reserved = self._placed(name)
+                replica.node = choose(placement, config.memory, nodes, own, reserved)
+            return await ray.start_replica(
+                f"{PREFIX}{id}", command, spec.encoded(), {"PWD": os.getcwd()}, placement, config.memory, replica.node
+            )
+
+        self._follow(replica, place, functools.partial(ray.look, placement, config.memory))
         return replica
 
     def adopt(self, name: str, actor: Any, config: Deployment) -> RemoteReplica:
         """Follow a replica that an earlier supervisor started."""
         id = name.removeprefix(PREFIX)
-        replica = RemoteReplica(id, config.placements[0], config.adapters, self._context, lambda text: None)
+        replica = self._replica(id, config, lambda text: None)
 
-        async def place() -> Any:
+        async def place(is_chosen: bool) -> Any:
             return actor
 
         async def look() -> tuple[str, bool]:
@@ -164,10 +182,51 @@ class ClusterHost(Host):
         self._follow(replica, place, look)
         return replica
 
-    def _follow(self, replica: RemoteReplica, place: Callable[[], Any], look: Callable[[], Any]) -> None:
+    @contextlib.contextmanager
+    def replacing(self, name: str) -> Iterator[None]:
+        """See `Host.replacing`: others may start on the nodes of those that are replaced."""
+        old = {id for id in self.replicas if _deployment_of(id) == name}
+        self._replaced |= old
+        try:
+            yield
+        finally:
+            self._replaced -= old
+
+    async def _nodes(self) -> list[Node]:
+        """The nodes that Ray has, without those that are known not to answer."""
+        ray, since_s = self._context.ray, time.monotonic() - HUNG_S
+        found = [one for one in await ray.nodes() if self._hung.get(one.id, since_s) <= since_s]
+        suspects = [one for one in found if one.id in self._suspects]
+        answers = await asyncio.gather(*map(ray.answers, suspects))
+        gone = {one.id for one, does_answer in zip(suspects, answers, strict=True) if not does_answer}
+        self._suspects = gone
+        return [one for one in found if one.id not in gone]
+
+    def _placed(self, name: str) -> tuple[Counter[str], dict[str, list[Mapping[str, float]]]]:
+        """How many replicas of a deployment each node has, and what all replicas there reserve."""
+        own: Counter[str] = Counter()
+        reserved: dict[str, list[Mapping[str, float]]] = {}
+        for id, one in self.replicas.items():
+            if isinstance(one, RemoteReplica) and one.node:
+                reserved.setdefault(one.node, []).append(one.takes)
+                own[one.node] += _deployment_of(id) == name and id not in self._replaced and not one.ending.is_set()
+        return own, reserved
+
+    def _replica(self, id: str, config: Deployment, on_progress: Callable[[str], None]) -> RemoteReplica:
+        takes = needs(config.node_placement, config.memory)
+        return RemoteReplica(id, config.placements[0], config.adapters, takes, self._context, on_progress)
+
+    def _follow(self, replica: RemoteReplica, place: Callable[[bool], Any], look: Callable[[], Any]) -> None:
         self.replicas[replica.id] = replica
         replica.exited = self.spawn(replica.follow(place, look))
-        replica.exited.add_done_callback(lambda _: self.replicas.pop(replica.id, None))
+        replica.exited.add_done_callback(lambda _: self._forget(replica))
+
+    def _forget(self, replica: RemoteReplica) -> None:
+        self.replicas.pop(replica.id, None)
+        if replica.has_hung:
+            self._hung[replica.node] = time.monotonic()
+        elif replica.is_lost_with_node and replica.node:
+            self._suspects.add(replica.node)
 
 
 class ClusterSupervisor:
@@ -243,7 +302,7 @@ class ClusterSupervisor:
                     one.wanted = max(one.bounds.min, min(one.wanted, one.bounds.max))
         found: list[tuple[str, RemoteReplica]] = []
         for actor_name, actor in (await self._ray.replicas()).items():
-            name = actor_name.removeprefix(PREFIX).rpartition("-")[0]
+            name = _deployment_of(actor_name.removeprefix(PREFIX))
             if name in sets and not sets[name].is_set_aside:
                 found.append((name, self._host.adopt(actor_name, actor, sets[name].config)))
             else:
@@ -355,6 +414,11 @@ class ClusterSupervisor:
         for actor in (await self._ray.replicas()).values():  # those that could not be reached
             await self._ray.kill(actor)
         await self._control.finish()
+
+
+def _deployment_of(id: str) -> str:
+    """The deployment of a replica."""
+    return id.rpartition("-")[0]
 
 
 def _read_desired(raw: bytes | None) -> _Desired | None:

@@ -136,6 +136,10 @@ class Host:
         replica.exited.add_done_callback(lambda _: self.replicas.pop(replica.id))
         return replica
 
+    def replacing(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A context in which the replicas that a deployment has are about to be replaced by those that start."""
+        return contextlib.nullcontext()
+
     def follow(
         self, process: subprocess.Popen[bytes], role: str, replica: ReplicaProcess | None = None
     ) -> asyncio.Future[int]:

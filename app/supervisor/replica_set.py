@@ -166,7 +166,8 @@ class ReplicaSet(Served):
     async def start_fresh(self, config: Deployment) -> list[ReplicaHandle]:
         """Start replicas, with this configuration, beside those that serve. Raises as `ReplicaStarter.start_all`."""
         try:
-            return await self.starter.start_all(config, self._within(self._bounds_of(config)))
+            with self.host.replacing(self.name):
+                return await self.starter.start_all(config, self._within(self._bounds_of(config)))
         except MemoryBudgetExceeded as error:
             raise error.again(
                 f"{error.message}; they would start beside those that serve: expected `strategy: recreate`, which ends "

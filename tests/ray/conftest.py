@@ -20,9 +20,6 @@ DEPLOYMENTS: dict[str, Any] = {
 }
 
 
-RELOADS = 10
-
-
 class Served(NamedTuple):
     """A cluster of three nodes, one of them the head, and what is served on it."""
 
@@ -43,13 +40,15 @@ class Served(NamedTuple):
         self.spread()
 
     def spread(self) -> None:
-        """Have a replica of ``scale`` on each node: Ray spreads all actors, not those of a deployment."""
-        for _ in range(RELOADS):
-            of_scale = set(hosts(self.address, "scale"))
-            if all(of_scale & set(self.raylets.tree(node)) for node in self.raylets.nodes):
-                return
+        """Have a replica of ``scale`` on each node, if there was no other when one was placed."""
+        if not self.is_spread():
             assert self.serving.command("reload").status_code == 200
-        raise AssertionError(f"after {RELOADS} reloads both replicas are on one node")
+        assert self.is_spread()
+
+    def is_spread(self) -> bool:
+        """Whether each node has a replica of ``scale``."""
+        of_scale = set(hosts(self.address, "scale"))
+        return all(of_scale & set(self.raylets.tree(node)) for node in self.raylets.nodes)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +69,7 @@ def serve(found: Raylets, deployments: dict[str, Any], folder: Path) -> Iterator
             gateway(found.address, folder, None) as joined,
         ):
             served = Served(found, serving, joined)
-            served.spread()
+            assert served.is_spread()
             yield served
     finally:
         if found.knows_all:

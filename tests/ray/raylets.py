@@ -255,7 +255,13 @@ class Gateway:
 
 @contextlib.contextmanager
 def gateway(
-    address: str, folder: Path, deployments: dict[str, Any] | None, *, tls: Path | None = None, port: int = 0
+    address: str,
+    folder: Path,
+    deployments: dict[str, Any] | None,
+    *,
+    tls: Path | None = None,
+    port: int = 0,
+    within_s: float = START_S,
 ) -> Iterator[Gateway]:
     """Serve deployments on a cluster, or join what is served there; wait until it is ready.
 
@@ -265,6 +271,7 @@ def gateway(
         deployments: of the configuration; None: join.
         tls: the cluster's certificates.
         port: 0: any.
+        within_s: how long it may take to be ready.
     """
     port = port or free_port()
     log = folder / f"gateway-{port}.log"
@@ -284,7 +291,7 @@ def gateway(
         )
     found = Gateway(process, f"http://127.0.0.1:{port}", log)
     try:
-        wait_for(found.is_ready, START_S, "the gateway to be ready", every_s=0.1)
+        wait_for(found.is_ready, within_s, "the gateway to be ready", every_s=0.1)
         yield found
     finally:
         process.terminate()

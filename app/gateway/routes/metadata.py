@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from operator import itemgetter
@@ -159,6 +160,8 @@ def index_entry(model: ServedModel) -> dict[str, Any]:
         wanted = 0 if route.is_set_aside else route.wanted
         entry["replicas"] = {"ready": len(route.replicas), "wanted": wanted, "min": route.least, "max": route.most}
         entry["devices"] = sorted({replica.device for replica in route.replicas})
+        if nodes := Counter(replica.node for replica in route.replicas if replica.node):
+            entry["nodes"] = dict(sorted(nodes.items()))
         if route.adapters:
             entry["adapters"] = list(route.adapters)
         if route.shortage:

@@ -110,6 +110,7 @@ def _deployment(model: ServedModel, counts: Counts) -> dict[str, Any]:
                 "id": replica.id,
                 "state": state,
                 "device": replica.device,
+                "node": replica.node or None,
                 "threads": counts.of_replica("headwater_replica_threads", replica.id),
                 "resident_bytes": counts.of_replica("headwater_replica_resident_memory_bytes", replica.id),
                 "batch_limit": counts.of_replica("headwater_replica_batch_limit", replica.id),

@@ -100,7 +100,8 @@ function replicaRow(one, replica) {
     say(cells[0], replica.id);
     say(cells[1], one.name);
     say(cells[2], replica.state);
-    say(cells[3], replica.device || "–");
+    if (replica.node) sayBoth(cells[3], replica.device || "–", `on ${replica.node}`);
+    else say(cells[3], replica.device || "–");
     say(cells[4], replica.threads === null ? "–" : String(replica.threads));
     say(cells[5], bytes(replica.resident_bytes));
     say(cells[6], bytes(replica.gpu_bytes));

@@ -133,6 +133,19 @@ def test_the_table_has_a_line_per_model_with_columns_below_each_other() -> None:
     ]
 
 
+def test_the_table_says_on_which_machines_replicas_are_where_there_are_several() -> None:
+    about = {"version": "1", "state": "READY", "since": "2026", "reason": "", "devices": ["cpu"]}
+    index: list[dict[str, Any]] = [
+        {"name": "a", **about, "nodes": {"10.0.0.3": 2, "10.0.0.4": 1}},
+        {"name": "b", **about},
+    ]
+    assert status_table(index).splitlines() == [
+        "MODEL  VERSION  STATE  REPLICAS  DEVICES  NODES                  SINCE  REASON",
+        "a      1        READY            cpu      10.0.0.3 (2),10.0.0.4  2026",
+        "b      1        READY            cpu                             2026",
+    ]
+
+
 def test_a_scaling_says_how_many_replicas_there_are() -> None:
     answer = {
         "name": "a", "state": "READY", "took_s": 1.25, "replicas": {"ready": 3, "wanted": 3, "min": 3, "max": 3},

@@ -11,6 +11,7 @@ import msgspec
 
 from app.cluster.agent import AgentSpec, digest
 from app.cluster.messages import LISTENER, Adapters, Ask, Beat, Hello, Order, Said, State, encode
+from app.cluster.nodes import Node
 from app.cluster.port import Port
 from app.cluster.ray_client import PREFIX, ActorGone
 from app.config.schema import Deployment
@@ -131,6 +132,11 @@ class Ray:
         self.storage = {} if storage is None else storage
         self.actors: dict[str, Agent] = {}
         self.started: list[tuple[AgentSpec, NodePlacement]] = []
+        self.chosen: list[str] = []
+        """The node that each was started on; empty: none was chosen."""
+        self.machines: list[Node] = []
+        self.gone: set[str] = set()
+        """Machines that are gone, although they are among the others still."""
         self.said_at_start: dict[str, Any] | None = READY
         """What an agent that is started says; None: it has no place yet."""
         self.shortage = ""
@@ -162,14 +168,22 @@ class Ray:
         environment: Mapping[str, str],
         placement: NodePlacement,
         memory: int | None,
+        node: str = "",
     ) -> Agent:
         found = AgentSpec.decoded(spec)
         assert name == f"{PREFIX}{found.id}"
         self.started.append((found, placement))
+        self.chosen.append(node)
         agent = self.actors[name] = Agent(found.id, found.token, found.deployment, order_token=found.order_token)
         if self.said_at_start is not None:
-            await agent.open(**self.said_at_start)
+            await agent.open(**{"node": node, **self.said_at_start})
         return agent
+
+    async def nodes(self) -> list[Node]:
+        return self.machines
+
+    async def answers(self, node: Node) -> bool:
+        return node.id not in self.gone
 
     async def replicas(self) -> dict[str, Agent]:
         self._fail()
@@ -186,7 +200,7 @@ class Ray:
         self.killed.append(actor.id)
         await actor.end()
 
-    async def look(self, placement: NodePlacement) -> tuple[str, bool]:
+    async def look(self, placement: NodePlacement, memory: int | None) -> tuple[str, bool]:
         return self.shortage, self.has_room
 
     async def put(self, key: str, value: bytes) -> None:

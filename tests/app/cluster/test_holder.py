@@ -23,7 +23,9 @@ def kill(actor, no_restart):
     assert actor == "this actor" and no_restart
     print("killed, not to be started again", flush=True)
     os._exit(7)
-context = types.SimpleNamespace(gcs_address="head:6379", current_actor="this actor")
+context = types.SimpleNamespace(
+    gcs_address="head:6379", current_actor="this actor", get_node_id=lambda: "a1"
+)
 ray = types.ModuleType("ray")
 ray.kill = kill
 ray.get_runtime_context = lambda: context
@@ -46,7 +48,8 @@ import os, sys
 from app.cluster.holder import outlive_no_holder, read_spec
 outlive_no_holder()
 spec = read_spec(sys.stdin.buffer)
-print(os.getpid(), spec.decode(), *(os.environ[name] for name in ("MINE", "HEADWATER_NODE", "HEADWATER_RAY")),
+names = ("MINE", "HEADWATER_NODE", "HEADWATER_NODE_ID", "HEADWATER_RAY")
+print(os.getpid(), spec.decode(), *(os.environ[name] for name in names),
       os.getcwd(), os.getsid(0) == os.getpid(), flush=True)
 for line in sys.stdin:
     print("got", line.strip(), flush=True)
@@ -131,7 +134,7 @@ def test_a_spec_that_is_incomplete_is_none(written: bytes) -> None:
 
 def test_the_process_gets_its_spec_its_environment_and_orders() -> None:
     with raylet() as found:
-        assert found.said == ["the", "spec", "yes", "10.0.0.7", "head:6379", "/", "True"]
+        assert found.said == ["the", "spec", "yes", "10.0.0.7", "a1", "head:6379", "/", "True"]
         found.order("stop")
         assert found.next() == "got stop"
 

@@ -14,55 +14,14 @@ from typing import Any
 import pytest
 
 from app.cluster import holder, ray_client
-from app.cluster.ray_client import ActorGone, RayClient, shortage
+from app.cluster.nodes import Node
+from app.cluster.ray_client import ActorGone, RayClient
 from app.config.sections import NodePlacement
 from app.errors import StartError
 
-
-def node(gpus: float = 0, cpus: float = 4, **labels: str) -> dict[str, Any]:
-    """As `ray.nodes` has it: what a node has none of is not named."""
-    resources = {"CPU": cpus, "memory": 1e9} | ({"GPU": gpus} if gpus else {})
-    return {"Alive": True, "Resources": resources, "Labels": {name.replace("_", "-"): labels[name] for name in labels}}
-
-
-SMALL, LARGE = node(1), node(8, 64, kind="large")
-
-
-@pytest.mark.parametrize(
-    ("placement", "nodes", "expected"),
-    [
-        ({}, [SMALL], ""),
-        ({}, [], "Ray has no node"),
-        ({"gpus": 1}, [node(), SMALL], ""),
-        ({"gpus": 0.5}, [node(), SMALL], ""),
-        ({"gpus": 2}, [node(), SMALL], "it takes 2 GPU, and the largest node has 1"),
-        ({"gpus": 0.5}, [node()], "it takes 0.5 GPU, and the largest node has 0"),
-        ({"gpus": 2}, [SMALL, LARGE], ""),
-        ({"cpus": 8}, [SMALL], "it takes 8 CPU, and the largest node has 4"),
-        ({"cpus": 64, "gpus": 8}, [SMALL, LARGE], ""),
-        ({"cpus": 8, "gpus": 1}, [SMALL, node(cpus=64)], "no node has the 1 GPU and 8 CPU that it takes"),
-        ({"labels": {"kind": "large"}}, [SMALL, LARGE], ""),
-        ({"labels": {"kind": "huge"}}, [SMALL, LARGE], "no node has the labels {'kind': 'huge'}"),
-        (
-            {"labels": {"kind": "large"}, "gpus": 9},
-            [LARGE, node(16)],
-            "it takes 9 GPU, and the largest such node has 8",
-        ),
-        ({"labels": {"kind": "large", "zone": "b"}}, [LARGE], "no node has the labels {'kind': 'large', 'zone': 'b'}"),
-        ({"labels": {"kind": "large"}}, [{"Resources": {"CPU": 4}, "Labels": None}], "no node has the labels"),
-    ],
-)
-def test_what_no_node_can_ever_have_is_told(placement: dict[str, Any], nodes: list[Any], expected: str) -> None:
-    found = shortage(NodePlacement.model_validate(placement), nodes)
-    assert found.startswith(expected)
-    assert bool(found) is bool(expected)
-
-
-@pytest.mark.parametrize("selector", ["!large", "in(huge,giant)", "!in(large)"])
-def test_selectors_are_left_to_ray(selector: str) -> None:
-    assert shortage(NodePlacement(labels={"kind": selector}), [SMALL, LARGE]) == ""
-    found = shortage(NodePlacement(labels={"kind": selector}, gpus=9), [SMALL, LARGE])
-    assert found == "it takes 9 GPU, and the largest node has 8"
+# As `ray.nodes` has them.
+SMALL: dict[str, Any] = {"Alive": True, "Resources": {"CPU": 4, "memory": 1e9, "GPU": 1}, "Labels": {}}
+LARGE: dict[str, Any] = {"Alive": True, "Resources": {"CPU": 64, "memory": 1e9, "GPU": 8}, "Labels": {"kind": "large"}}
 
 
 class GetTimeoutError(Exception):
@@ -144,15 +103,20 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     found.remote, found.get, found.get_actor = Kind, get, get_actor
     names = ["supervisor", "replica:a-1.1", "replica:a-1.gone", "replica:b-1.2"]
     found.get_runtime_context = lambda: types.SimpleNamespace(gcs_address="10.0.0.1:6379")
-    found.util = types.SimpleNamespace(list_named_actors=lambda: names)
+    strategies = types.SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: (node, soft))
+    found.util = types.SimpleNamespace(list_named_actors=lambda: names, scheduling_strategies=strategies)
     found.nodes = lambda: [
-        {**SMALL, "NodeID": "a", "NodeManagerAddress": "10.0.0.1"},
-        {**LARGE, "NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Alive": False},
+        {**SMALL, "NodeID": "a1", "NodeManagerAddress": "10.0.0.1", "NodeManagerPort": 7},
+        {**LARGE, "NodeID": "b2", "NodeManagerAddress": "10.0.0.2", "Alive": False},
+        {**LARGE, "NodeID": "c3", "NodeManagerAddress": "10.0.0.3", "NodeManagerPort": 7, "Labels": None},
     ]
-    kv, private = types.ModuleType("ray.experimental"), types.ModuleType("ray._private")
+    state = types.SimpleNamespace(
+        available_resources_per_node=lambda: {"a1": {"CPU": 1.0}, "b2": {"CPU": 64.0}, "c3": {"CPU": 2.0, "GPU": 8.0}}
+    )
+    found._private = types.SimpleNamespace(state=state)
+    kv = types.ModuleType("ray.experimental")
     kv.__dict__["internal_kv"] = types.SimpleNamespace(_internal_kv_get=lambda key, namespace: None)
-    private.__dict__["state"] = types.SimpleNamespace(available_resources_per_node=lambda: {"a": {"CPU": 2.0}})
-    for module in (found, kv, private):
+    for module in (found, kv):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     ray: types.ModuleType = found
     return ray
@@ -205,20 +169,22 @@ def test_a_head_that_is_not_there_is_named(ray: types.ModuleType, error: Excepti
 
 
 @pytest.mark.parametrize(
-    ("placement", "memory", "expected"),
+    ("placement", "memory", "node", "expected"),
     [
-        ({}, None, {"num_gpus": 0, "num_cpus": 1, "scheduling_strategy": "SPREAD"}),
-        ({"cpus": 2, "pack": True}, 1000,
+        ({}, None, "", {"num_gpus": 0, "num_cpus": 1, "scheduling_strategy": "SPREAD"}),
+        ({}, None, "a1", {"num_gpus": 0, "num_cpus": 1, "scheduling_strategy": ("a1", True)}),
+        ({"cpus": 2, "pack": True}, 1000, "",
          {"num_gpus": 0, "num_cpus": 2, "scheduling_strategy": "DEFAULT", "memory": 1000}),
-        ({"gpus": 0.5, "labels": {"kind": "!x"}}, 1000,  # the memory is the GPU's
+        ({"gpus": 0.5, "labels": {"kind": "!x"}}, 1000, "",  # the memory is the GPU's
          {"num_gpus": 0.5, "num_cpus": 1, "scheduling_strategy": "SPREAD", "label_selector": {"kind": "!x"}}),
     ],
 )  # fmt: skip
 def test_what_a_replica_takes_is_said_to_ray(
-    client: RayClient, placement: dict[str, Any], memory: int | None, expected: dict[str, Any]
+    client: RayClient, placement: dict[str, Any], memory: int | None, node: str, expected: dict[str, Any]
 ) -> None:
     place = NodePlacement.model_validate(placement)
-    options, arguments = asyncio.run(client.start_replica("replica:a-1.1", ["x"], b"spec", {"A": "1"}, place, memory))
+    starting = client.start_replica("replica:a-1.1", ["x"], b"spec", {"A": "1"}, place, memory, node)
+    options, arguments = asyncio.run(starting)
     assert options == {
         "name": "replica:a-1.1", "lifetime": "detached", "max_concurrency": 16, "max_restarts": 0, **expected
     }  # fmt: skip
@@ -261,14 +227,19 @@ def test_actors_are_found_by_name(client: RayClient) -> None:
 
 
 def test_only_nodes_that_are_alive_count(client: RayClient) -> None:
-    assert asyncio.run(client.node_addresses()) == {"10.0.0.1"}
-    text = "it takes 8 GPU, and the largest node has 1"
-    assert asyncio.run(client.look(NodePlacement(gpus=8))) == (text, False)
+    assert asyncio.run(client.node_addresses()) == {"10.0.0.1", "10.0.0.3"}
+    text = "it takes 9 GPU, and the largest node has 8"
+    assert asyncio.run(client.look(NodePlacement(gpus=9), None)) == (text, False)
+    free = {"CPU": 2.0, "GPU": 8.0}
+    assert asyncio.run(client.nodes()) == [
+        Node("a1", SMALL["Resources"], {"CPU": 1.0}, {}, "10.0.0.1:7"),
+        Node("c3", LARGE["Resources"], free, {}, "10.0.0.3:7"),
+    ]
 
 
-@pytest.mark.parametrize(("placement", "has_room"), [({"cpus": 2}, True), ({"cpus": 3}, False), ({"gpus": 1}, False)])
+@pytest.mark.parametrize(("placement", "has_room"), [({"cpus": 2}, True), ({"cpus": 3}, False), ({"gpus": 8}, True)])
 def test_room_is_what_others_have_left(client: RayClient, placement: dict[str, Any], has_room: bool) -> None:
-    assert asyncio.run(client.look(NodePlacement.model_validate(placement))) == ("", has_room)
+    assert asyncio.run(client.look(NodePlacement.model_validate(placement), None)) == ("", has_room)
 
 
 def test_a_head_that_does_not_answer_is_noted_and_asked_once(
@@ -333,6 +304,19 @@ def test_what_is_stored_is_found_until_it_is_deleted(
         await client.delete("desired")
         assert await client.get("desired") is None
         assert storage == {(b"headwater", b"epoch"): b"7"}
+
+    asyncio.run(scenario())
+
+
+def test_a_machine_answers_while_its_raylet_listens(client: RayClient) -> None:
+    async def scenario() -> None:
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        machine = Node("a1", {}, {}, {}, f"127.0.0.1:{port}")
+        assert await client.answers(machine)
+        server.close()
+        await server.wait_closed()
+        assert not await client.answers(machine)
 
     asyncio.run(scenario())
 

@@ -32,17 +32,22 @@ class Followed:
         self.place = place
         self.stages: list[str] = []
         self.reaches: list[bool] = []
+        self.placings: list[bool] = []
+        """For each time that it was placed, whether a node could be chosen."""
+        self.is_node_chosen = False
         self.stale = asyncio.Event()
         client: Any = ray
         context = Context(client, 5, None, self._note_reach, self.stale.set)
-        self.replica = RemoteReplica("m-5.1", "cpu", {}, context, self.stages.append)
+        self.replica = RemoteReplica("m-5.1", "cpu", {}, {"CPU": 1}, context, self.stages.append)
         self.following = asyncio.create_task(self.replica.follow(self._find, self._look))
         self.replica.exited = self.following
 
     def _note_reach(self) -> None:
         self.reaches.append(self.replica.is_reachable)
 
-    async def _find(self) -> Any:
+    async def _find(self, is_chosen: bool) -> Any:
+        self.placings.append(is_chosen)
+        self.replica.node = "n1" if is_chosen and self.is_node_chosen else ""
         return await self.place
 
     async def _look(self) -> tuple[str, bool]:
@@ -105,6 +110,29 @@ def test_from_its_place_over_its_stages_to_ready() -> None:
             assert await replica.use() == GroupUse(7, 1000, 50, 0.5)
             assert await replica.remains() == ["replica m-5.1: its node can't be reached, so perhaps all of it"]
             assert one.reaches == []
+
+    run(scenario)
+
+
+def test_one_whose_node_never_takes_it_is_placed_by_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_replica, "PLACE_AGAIN_S", 0.05)
+
+    async def scenario() -> None:
+        async with followed() as one:
+            one.is_node_chosen = True
+            await until(lambda: one.placings == [True] and one.replica.node == "n1")
+            first, other = one.agent, Agent("m-5.1")
+            one.place = asyncio.get_running_loop().create_future()
+            one.place.set_result(other)
+            await first.gone.wait()
+            await until(lambda: one.placings == [True, False])
+            assert one.replica.node == ""
+            stages = len(one.stages)
+            await until(lambda: len(one.stages) > stages + 20)  # which waits as long as it takes
+            one.agent = one.ray.actors["replica:m-5.1"] = other
+            await other.open(node="n2", **READY)
+            assert await one.replica.ready
+            assert (one.placings, one.replica.node) == ([True, False], "n2")
 
     run(scenario)
 

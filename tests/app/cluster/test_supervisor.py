@@ -20,9 +20,11 @@ import pytest
 from app.cluster import agent_link, remote_replica
 from app.cluster import supervisor as supervisor_module
 from app.cluster.holder import write_spec
+from app.cluster.nodes import Node
 from app.cluster.supervisor import (
     DESIRED,
     EPOCH,
+    HUNG_S,
     Announcement,
     ClusterSupervisor,
     SupervisorSpec,
@@ -187,6 +189,104 @@ def test_it_starts_what_is_configured_and_tells_where_it_is() -> None:
             assert (where.epoch, where.serves, where.tls) == (3, what_is_served(served), None)
             assert where.server == served.server.model_dump(mode="json")
             assert (gateway.table.epoch, gateway.route().state) == (3, State.READY)
+
+    run(scenario)
+
+
+# Nodes
+
+
+def machine(id: str, cpus: float = 8) -> Node:
+    """A node with nothing on it, as far as Ray knows."""
+    return Node(id, {"CPU": cpus}, {"CPU": cpus}, {})
+
+
+def chosen(ray: Ray, name: str = "a") -> list[str]:
+    """The nodes that were chosen for a deployment's replicas, in order."""
+    return [node for (spec, _), node in zip(ray.started, ray.chosen, strict=True) if spec.name == name]
+
+
+def test_replicas_of_a_deployment_are_on_different_nodes_also_after_losses_and_reloads() -> None:
+    async def scenario() -> None:
+        async with clustered() as ray:
+            ray.machines = [machine(id) for id in ("n1", "n2", "n3")]
+            served = config(a={"replicas": 3}, b={"replicas": 2})
+            async with supervised(ray, served) as (_, gateway):
+                await until(lambda: len(gateway.ids()) == 3 and len(gateway.ids("b")) == 2)
+                assert (sorted(chosen(ray)), len(set(chosen(ray, "b")))) == (["n1", "n2", "n3"], 2)
+                lost = next(agent for agent in ray.actors.values() if agent.state.node == chosen(ray)[1])
+                before = len(chosen(ray, lost.state.name))
+                await lost.end()
+                await until(lambda: len(chosen(ray, lost.state.name)) > before)
+                assert chosen(ray, lost.state.name)[-1] == lost.state.node
+                await until(lambda: len(gateway.ids()) == 3)
+                await gateway.tell("reload", "a")
+                assert sorted(chosen(ray)[-3:]) == ["n1", "n2", "n3"]
+
+    run(scenario)
+
+
+def test_those_that_a_reload_replaces_keep_nobody_from_their_nodes() -> None:
+    async def scenario() -> None:
+        served = config(a={"replicas": 2})
+        async with clustered() as ray:
+            for number in (1, 2):
+                await ray.add(f"a-1.{number}", served.deployments["a"], node="n1")
+            ray.machines = [machine("n1"), machine("n2")]
+            async with supervised(ray, served) as (_, gateway):
+                await gateway.tell("reload", "a")
+                assert sorted(chosen(ray)) == ["n1", "n2"]
+                await gateway.tell("scale", "a", min=3, max=3)
+                await gateway.tell("scale", "a", min=4, max=4)
+                assert sorted(chosen(ray)) == ["n1", "n1", "n2", "n2"]
+
+    run(scenario)
+
+
+def test_ray_chooses_where_no_node_has_capacity() -> None:
+    async def scenario() -> None:
+        async with clustered() as ray:
+            ray.machines = [machine("n1", 1), machine("n2", 1)]
+            async with supervised(ray, config(a={"replicas": 3})) as (_, gateway):
+                await until(lambda: len(gateway.ids()) == 3)
+                assert sorted(chosen(ray)) == ["", "n1", "n2"]
+
+    run(scenario)
+
+
+def test_no_replica_is_placed_on_a_node_that_is_gone_before_ray_knows() -> None:
+    async def scenario() -> None:
+        async with clustered() as ray:
+            ray.machines = [machine("n1"), machine("n2")]
+            async with supervised(ray, config(a={"replicas": 2})) as (_, gateway):
+                await until(lambda: len(gateway.ids()) == 2)
+                ray.gone = {"n1"}
+                await next(agent for agent in ray.actors.values() if agent.state.node == "n1").end()
+                await until(lambda: len(ray.started) == 3 and len(gateway.ids()) == 2)
+                assert chosen(ray)[-1] == "n2"
+                ray.gone = set()
+                await gateway.tell("scale", "a", min=3, max=3)
+                assert chosen(ray)[-1] == "n1"
+
+    run(scenario)
+
+
+def test_no_replica_is_placed_on_a_node_that_has_just_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_replica, "OUT_OF_REACH_S", 0.1)
+
+    async def scenario() -> None:
+        async with clustered() as ray:
+            ray.machines = [machine("n1"), machine("n2")]
+            async with supervised(ray, config(a={"replicas": 2})) as (bench, gateway):
+                await until(lambda: len(gateway.ids()) == 2)
+                hung = next(agent for agent in ray.actors.values() if agent.state.node == "n1")
+                hung.leave()
+                await until(lambda: len(ray.started) == 3)
+                assert chosen(ray)[-1] == "n2"
+                await until(lambda: len(gateway.ids()) == 2)
+                bench.supervisor._host._hung["n1"] -= HUNG_S
+                await gateway.tell("scale", "a", min=3, max=3)
+                assert chosen(ray)[-1] == "n1"
 
     run(scenario)
 
@@ -609,7 +709,7 @@ class Ray:
         return "actor"
     async def said(self, actor, timeout_s=None):
         await asyncio.Event().wait()
-    async def look(self, placement):
+    async def look(self, placement, memory):
         return "", False
     def head_trouble(self, timeout_s):
         return ""

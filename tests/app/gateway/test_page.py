@@ -229,6 +229,19 @@ def test_a_language_model_shows_how_full_its_cache_is() -> None:
 
 
 @pytest.mark.skipif(chromium() is None, reason="no Chromium; on Debian: apt-get install chromium-headless-shell")
+def test_a_replica_on_another_machine_has_that_machines_address() -> None:
+    about = {"state": "READY", "device": "cpu", "threads": 3, "resident_bytes": 1, "batch_limit": 0, "gpu_bytes": None}
+    replicas = [{"id": f"m-{at}", "node": node, **about} for at, node in enumerate(("10.0.0.3", None))]
+    model = {**STATUS["deployments"][0], "replica_list": replicas}
+    with _stand_in({**STATUS, "deployments": [model]}) as url, open_browser() as browser, browser.page() as page:
+        page.open(f"{url}/")
+        page.find("#replicas tr")
+        cells = page.value("[...document.querySelectorAll('#replicas [data-label=Device]')].map((c) => c.innerText)")
+        assert [one.split() for one in cells] == [["cpu", "on", "10.0.0.3"], ["cpu"]]
+        assert page.complaints == []
+
+
+@pytest.mark.skipif(chromium() is None, reason="no Chromium; on Debian: apt-get install chromium-headless-shell")
 def test_an_embedding_model_of_vllms_has_the_line_that_asks_it() -> None:
     model = {**STATUS["deployments"][0], "name": "embed", "kind": "embedding model"}
     with _stand_in({**STATUS, "deployments": [model]}) as url, open_browser() as browser, browser.page() as page:

@@ -39,7 +39,10 @@ def served() -> Models:
     """What a worker serves; made where its event loop runs."""
     models = Models(lambda name, route: _Replica())  # type: ignore[arg-type, return-value]
     heads = (HeadSpec("only", ("x",)),)
-    replicas = (ReplicaRoute("m-1", "unix:", "", device="cpu"), ReplicaRoute("m-3", "unix:", "", device="cuda:1"))
+    replicas = (
+        ReplicaRoute("m-1", "unix:", "", device="cpu"),
+        ReplicaRoute("m-3", "10.0.0.3:4000", "", device="cuda:1", node="10.0.0.3"),
+    )
     models.update(
         RoutingTable(
             (
@@ -95,11 +98,13 @@ def test_states_reasons_and_replicas(here: Recorder) -> None:
     model = of(status, "m")
     assert (model["state"], model["reason"], model["since_s"]) == ("READY", "replica m-3 ready", 1_700_000_000.5)
     assert (model["replicas"]["ready"], model["replicas"]["wanted"]) == (2, 3)
-    assert [(one["id"], one["state"], one["device"]) for one in model["replica_list"]] == [
-        ("m-1", "READY", "cpu"),
-        ("m-3", "READY", "cuda:1"),
-        ("m-0", "RETIRING", ""),
+    assert [(one["id"], one["state"], one["device"], one["node"]) for one in model["replica_list"]] == [
+        ("m-1", "READY", "cpu", None),
+        ("m-3", "READY", "cuda:1", "10.0.0.3"),
+        ("m-0", "RETIRING", "", None),
     ]
+    assert model["nodes"] == {"10.0.0.3": 1}
+    assert "nodes" not in of(status, "lm")
     assert of(status, "heads")["reason"] == "no such file"
     assert {one["name"]: one["kind"] for one in status["deployments"]} == {
         "m": "model",
