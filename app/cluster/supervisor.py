@@ -193,14 +193,20 @@ class ClusterHost(Host):
             self._replaced -= old
 
     async def _nodes(self) -> list[Node]:
-        """The nodes that Ray has, without those that are known not to answer."""
+        """The nodes that Ray has, with what is left of them, without those that are known not to answer."""
         ray, since_s = self._context.ray, time.monotonic() - HUNG_S
         found = [one for one in await ray.nodes() if self._hung.get(one.id, since_s) <= since_s]
         suspects = [one for one in found if one.id in self._suspects]
         answers = await asyncio.gather(*map(ray.answers, suspects))
         gone = {one.id for one, does_answer in zip(suspects, answers, strict=True) if not does_answer}
         self._suspects = gone
-        return [one for one in found if one.id not in gone]
+        return [one._replace(free=self._left(one)) for one in found if one.id not in gone]
+
+    def _left(self, node: Node) -> dict[str, float]:
+        """What a node has left, less what replicas will take that may still wait there: Ray may not count it yet."""
+        mine = (one for one in self.replicas.values() if isinstance(one, RemoteReplica))
+        waiting = [one.takes for one in mine if one.node == node.id and not one.has_place]
+        return {name: amount - sum(one.get(name, 0) for one in waiting) for name, amount in node.free.items()}
 
     def _placed(self, name: str) -> tuple[Counter[str], dict[str, list[Mapping[str, float]]]]:
         """How many replicas of a deployment each node has, and what all replicas there reserve."""

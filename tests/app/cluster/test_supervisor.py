@@ -254,6 +254,18 @@ def test_ray_chooses_where_no_node_has_capacity() -> None:
     run(scenario)
 
 
+def test_what_starts_at_once_shares_what_others_have_left() -> None:
+    async def scenario() -> None:
+        async with clustered() as ray:
+            ray.said_at_start = None
+            ray.machines = [machine("n1")._replace(free={"CPU": 2})]
+            async with supervised(ray, config(a={"replicas": 3})):
+                await until(lambda: len(ray.started) == 3)
+                assert sorted(chosen(ray)) == ["", "n1", "n1"]
+
+    run(scenario)
+
+
 def test_no_replica_is_placed_on_a_node_that_is_gone_before_ray_knows() -> None:
     async def scenario() -> None:
         async with clustered() as ray:
