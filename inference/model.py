@@ -212,6 +212,9 @@ class Model:
     """For a step of a pipeline: whether `__call__` writes into its inputs. If so, it gets copies of those that other
     steps read too. A step that writes without declaring so fails."""
 
+    bare_rows: ClassVar[bool] = False
+    """Whether a request to ``/infer`` may also be one row without the batch axis, and is then answered without it."""
+
     embedding: ClassVar[Embedding | None] = None
     """Set to serve the model at ``/v1/embeddings`` too."""
 

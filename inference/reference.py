@@ -24,9 +24,10 @@ __all__ = [
     "is_vllm",
     "kind_and_path",
     "parse_reference",
+    "script_and_name",
 ]
 
-PATH_KINDS: Final = {"onnx": "onnx:models/head.onnx"}
+PATH_KINDS: Final = {"onnx": "onnx:models/head.onnx", "pytriton": "pytriton:server.py"}
 """An example for each kind of reference that is made into a `Model` from a path."""
 
 _VLLM: Final = "vllm:"
@@ -57,6 +58,12 @@ def kind_and_path(reference: str) -> tuple[str, str]:
     """One of `PATH_KINDS`, and the path; both empty for another reference."""
     kind, _, path = reference.partition(":")
     return (kind, path) if kind in PATH_KINDS else ("", "")
+
+
+def script_and_name(path: str) -> tuple[str, str]:
+    """The script of ``pytriton:SCRIPT:NAME``, and the name of its model; the second is empty if it isn't there."""
+    script, _, name = path.partition(":")
+    return script, name
 
 
 def parse_reference(reference: str) -> LmReference:

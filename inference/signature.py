@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -14,7 +14,12 @@ from inference.engine import EngineLimits
 from inference.errors import DeclarationError
 from inference.model import Embedding, Model, Parameter, Tensor
 
-__all__ = ["HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec", "VllmSpec", "text_signature"]
+__all__ = ["REQUEST", "HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec", "VllmSpec", "text_signature"]
+
+REQUEST: Final = "headwater_request"
+"""A ``str`` parameter per row, which no client sends: a model that declares it is told which rows are of one request,
+and takes any parameters. Its value is a number that only the rows of one request share, a space, and the JSON of those
+parameters of the request that aren't declared; empty if there are none."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -91,12 +96,24 @@ class Signature(msgspec.Struct, frozen=True):
     """First paragraph of the class's docstring."""
     heads: tuple[HeadSpec, ...] = ()
     """A pipeline's heads, in the order of the configuration; every output belongs to exactly one."""
+    bare_rows: bool = False
+    """See `inference.Model.bare_rows`."""
     streams: bool = False
     """Whether the model answers a request with any number of results rather than one."""
     language_model: LanguageModelSpec | None = None
     """Set for a language model, whose replica speaks `inference.wire.lm`."""
     vllm: VllmSpec | None = None
     """Set for a model that vLLM computes."""
+
+    @property
+    def own_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters that clients may send by name: all but `REQUEST`."""
+        return tuple(parameter for parameter in self.parameters if parameter.name != REQUEST)
+
+    @property
+    def takes_any_parameter(self) -> bool:
+        """Whether requests may have parameters that aren't declared; see `REQUEST`."""
+        return len(self.own_parameters) < len(self.parameters)
 
     @property
     def limits(self) -> EngineLimits | VllmSpec | None:
@@ -151,6 +168,7 @@ class Signature(msgspec.Struct, frozen=True):
             embedding=embedding,
             example=example,
             description=description if type(model).__doc__ else "",
+            bare_rows=model.bare_rows,
             streams=inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call),
         )
 

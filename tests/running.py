@@ -233,6 +233,7 @@ def in_background(*calls: Callable[[], Any]) -> Iterator[list[Any]]:
 def serve(
     config: dict[str, Any],
     *,
+    what: str = "",
     ready: bool = True,
     cwd: Path = SERVICES,
     arguments: tuple[str, ...] = (),
@@ -242,6 +243,7 @@ def serve(
 
     Args:
         config: the configuration; what it doesn't say of port and ``runtime_dir`` is a free one and a temporary one.
+        what: what to serve in place of the configuration, but with its ``server``.
         ready: whether to wait for every model.
         cwd: where it runs.
         arguments: after the configuration's path.
@@ -253,11 +255,14 @@ def serve(
         path = folder / "config.yaml"
         content = {**config, "server": {"port": 0, "runtime_dir": str(folder / "run"), **config.get("server", {})}}
         path.write_text(yaml.safe_dump(content))
+        if what:
+            fields = [f"server.{name}={json.dumps(value)}" for name, value in content["server"].items()]
+            arguments = (*arguments, *(part for field in fields for part in ("--set", field)))
         log, gates = folder / "log", folder / "gates"
         gates.mkdir()
         with log.open("w") as output:
             process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "app", "serve", str(path), *arguments],
+                [*prefix, sys.executable, "-m", "app", "serve", what or str(path), *arguments],
                 cwd=cwd,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from app.cli.scripts import load_with_scripts
 from app.config.pipeline import Pipeline
-from app.config.schema import PLACEHOLDER, Deployment, InvalidConfig, is_model_reference, load_what, read_config
+from app.config.schema import PLACEHOLDER, Deployment, InvalidConfig, is_model_reference, read_config
 from app.errors import ConfigError
 from app.process.adapters import find_adapters, lora_rank
 from app.process.interpreter import InterpreterError
@@ -42,7 +43,8 @@ def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | 
     The valid parts of an invalid configuration are checked too, so that all problems are found at once.
 
     Args:
-        what: a YAML file or a model, as for `load_what`; None: only the server's settings, from environment and flags.
+        what: a YAML file or a model, as for `load_with_scripts`; None: only the server's settings, from environment and
+            flags.
         as_json: print ``{"ok", "versions", "machine", "deployments", "problems"}`` rather than text.
         flags: override the file, as in `load_config`.
 
@@ -59,7 +61,7 @@ def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | 
             content = {"deployments": {"none": {"model": PLACEHOLDER}}}
             config = read_config(content, source="command line", flags=flags or {})
         else:
-            config = load_what(str(what), flags=flags or {})[0]
+            config = load_with_scripts(str(what), flags=flags or {}).config
     except InvalidConfig as error:
         config = error.rest
         for problem in error.problems:
@@ -259,7 +261,7 @@ def _summary(
     if signature is not None:
         summary["inputs"] = msgspec.to_builtins(signature.inputs)
         summary["outputs"] = msgspec.to_builtins(signature.outputs)
-        summary["parameters"] = [parameter.name for parameter in signature.parameters]
+        summary["parameters"] = [parameter.name for parameter in signature.own_parameters]
     return summary
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
@@ -49,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve the models of a configuration, or one model")
     serve.add_argument(
         "what",
-        metavar="CONFIG | MODULE:CLASS | onnx:PATH",
-        help="a YAML file, or a model such as my.models:Scale or onnx:head.onnx",
+        metavar="CONFIG | MODULE:CLASS | KIND:PATH",
+        help="a YAML file, or a model such as my.models:Scale, onnx:head.onnx or pytriton:server.py",
     )
     serve.add_argument("--host", help="address to listen on")
     serve.add_argument("--port", type=int, help="port to listen on; 0: any free port")
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     stop.set_defaults(run=_stop)
 
     check = commands.add_parser("check", help="check the environment and, if given, a configuration or model")
-    check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | onnx:PATH", help="as for `headwater serve`")
+    check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | KIND:PATH", help="as for `headwater serve`")
     check.add_argument("--json", action="store_true", help="print JSON")
     check.add_argument("--host")
     check.add_argument("--port", type=int)
@@ -135,12 +136,14 @@ def _serve(options: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     import asyncio
 
-    from app.config.schema import load_what
+    from app.cli.scripts import load_with_scripts
     from app.supervisor.supervisor import Supervisor
     from app.telemetry.logs import set_up_logging
 
-    config, user_paths = load_what(options.what, flags=config_flags(options))
+    config, user_paths, warnings = load_with_scripts(options.what, flags=config_flags(options))
     set_up_logging(config.server.log_format)
+    for warning in warnings:
+        logging.getLogger("headwater").warning("%s", warning)
     announce = _announcer(config)
     if config.cluster is None:
         return asyncio.run(Supervisor(config, user_paths, announce).run())

@@ -81,7 +81,7 @@ class GenerateDecoder:
                 continue
             if name in self._inputs:
                 values[name] = raw
-            elif name not in self._parameters.known:
+            elif name not in self._parameters.known and not self._parameters.takes_any:
                 known = ", ".join((*self._inputs, *_REQUEST_FIELDS))
                 known += f", or of the parameters {', '.join(self._parameters.known)}"
                 raise at(key_text(name), None, f"expected one of the fields {known}, got {shown(name)}")

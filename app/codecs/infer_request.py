@@ -76,6 +76,7 @@ class RequestDecoder:
 
     def __init__(self, signature: Signature) -> None:
         self._name = signature.name
+        self._bare_rows = signature.bare_rows
         self._inputs = {spec.name: declared_input(spec, rows=False) for spec in signature.inputs}
         self._required = tuple(spec.name for spec in signature.inputs if not spec.optional)
         self._outputs = {spec.name: DATATYPES[spec.datatype] for spec in signature.outputs}
@@ -198,6 +199,11 @@ class RequestDecoder:
                 shape: list[int] = _SHAPE.decode(tensor.shape)
             except PARSE_ERRORS as error:
                 raise unreadable(error, tensor.shape, list[int], f"inputs[{index}].shape", tensor=name) from None
+            values = tensor.data
+            if self._bare_rows and len(shape) == len(declared.spec.shape):
+                request.is_bare, shape = True, [1, *shape]
+                if (text := bytes(values))[1:].lstrip().startswith(b"["):  # nested as the shape is
+                    values = msgspec.Raw(b"[%b]" % text)
             count = element_count(shape, declared, index)
             if not inputs:
                 request.rows = shape[0]
@@ -214,7 +220,7 @@ class RequestDecoder:
                 expected = f"expected an array, or binary data and parameters.{_SIZE}"
                 raise at(f"inputs[{index}].data", name, f"{expected}, got neither")
             else:
-                data = declared.data.pack(tensor.data, shape, count, index)
+                data = declared.data.pack(values, shape, count, index)
             inputs[name] = RawTensor(tensor.datatype, tuple(shape), data)
         missing = [name for name in self._required if name not in inputs]
         if missing:

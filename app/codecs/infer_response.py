@@ -144,7 +144,7 @@ class ResponseEncoder:
             if tensor is None:
                 raise CallableFailed(f"output {wish.name!r}: expected {datatype.name}, got no such output")
             size_bytes = checked_size(wish.name, tensor, datatype)
-            shape = orjson.dumps(tensor.shape)
+            shape = orjson.dumps(tensor.shape[1:] if request.is_bare else tensor.shape)
             if wish.binary:
                 binary = True
                 parts.append(b'%b%b%b,"parameters":{"binary_data_size":%d}}' % (separator, head, shape, size_bytes))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, TypeAlias
 
+import msgspec
 from msgspec import Meta
 
 from app.codecs.faults import at, key_text, shown
@@ -15,7 +16,7 @@ from app.codecs.tensors import InferRequest
 from app.errors import BadRequest
 from inference.errors import DeclarationError
 from inference.model import Parameter, Scalar
-from inference.signature import HeadSpec, Signature
+from inference.signature import REQUEST, HeadSpec, Signature
 
 __all__ = ["MAX_UINT64", "RequestId", "RequestParameters", "boolean", "integer", "unsupported"]
 
@@ -106,10 +107,12 @@ class RequestParameters:
     """
 
     def __init__(self, signature: Signature, *, binary: bool) -> None:
-        self._declared = {parameter.name: parameter for parameter in signature.parameters}
+        self._declared = {parameter.name: parameter for parameter in signature.own_parameters}
+        self.takes_any = signature.takes_any_parameter
+        """Whether parameters needn't be declared."""
         self._defaults: dict[str, dict[str, Scalar]] = {"batch": {}, "row": {}}
-        for name, parameter in self._declared.items():
-            self._defaults[parameter.per][name] = parameter.default
+        for parameter in signature.parameters:
+            self._defaults[parameter.per][parameter.name] = parameter.default
         self.heads = _HeadChoice(signature.heads) if signature.heads else None
         """None unless the model is a pipeline."""
         self._binary = binary
@@ -143,6 +146,7 @@ class RequestParameters:
             BadRequest: a parameter is unknown, of another type, or out of bounds.
         """
         binary_output = False
+        undeclared: dict[str, Scalar] = {}
         for name, value in given.items():
             parameter = self._declared.get(name)
             if parameter is not None:
@@ -156,8 +160,13 @@ class RequestParameters:
                 request.timeout_us = integer(_path(where, name), None, value, MAX_UINT64)
             elif name == _HEADS and self.heads is not None:
                 request.heads = self.heads.read(value, _path(where, name))
+            elif self.takes_any and name not in (REQUEST, _BINARY_OUTPUT) and not _is_protocols(name):
+                undeclared[name] = _scalar(value, where, name)
             else:
                 raise unsupported(where, None, name, self.known)
+        if undeclared:
+            before = msgspec.json.decode(str(request.row_parameters[REQUEST] or "{}"))
+            request.row_parameters[REQUEST] = msgspec.json.encode({**before, **undeclared}).decode()
         return binary_output
 
 
@@ -179,9 +188,21 @@ def integer(path: str, tensor: str | None, value: object, maximum: int) -> int:
 def unsupported(where: str, tensor: str | None, name: str, known: Sequence[str]) -> BadRequest:
     """The error for an unknown parameter."""
     path = _path(where, key_text(name))
-    if name.startswith(("shared_memory_", "sequence_")) or name == "classification":
+    if _is_protocols(name):
         return at(path, tensor, f"not supported by this server; expected one of {', '.join(known)}, got {shown(name)}")
     return at(path, tensor, f"expected one of the parameters {', '.join(known)}, got {shown(name)}")
+
+
+def _is_protocols(name: str) -> bool:
+    """Whether the protocol or an extension of it gives this parameter a meaning, which this server doesn't offer."""
+    return name.startswith(("shared_memory_", "sequence_")) or name == "classification"
+
+
+def _scalar(value: object, where: str, name: str) -> Scalar:
+    if not isinstance(value, (str, int, float)) or (type(value) is int and value not in _INT64):
+        path = _path(where, key_text(name))
+        raise at(path, None, f"expected a text, a number of at most 64 bits, true or false, got {shown(value)}")
+    return value
 
 
 def _path(where: str, name: str) -> str:

@@ -66,6 +66,8 @@ class InferRequest:
     """The client's own deadline in microseconds; 0: none."""
     cancel_id: str = ""
     """The id by which a client may cancel the request (`app.security.key_check.owned_id`); empty: none."""
+    is_bare: bool = False
+    """Whether it is one row without the batch axis, and is answered without it."""
 
 
 Outputs = dict[str, RawTensor]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -13,7 +15,7 @@ from app.errors import RETRY_AFTER_LOST_S, BadRequest, CallableFailed, Headwater
 from app.transport.protocol import FrameRequest
 from app.transport.segments import RemoteSegment, RemoteSegments, Segment, Segments
 from inference.datatypes import DATATYPES
-from inference.signature import Signature, TensorSpec
+from inference.signature import REQUEST, Signature, TensorSpec
 from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, placeholder_shape
 from inference.wire.shared_memory import SHARED_FROM_BYTES, aligned, stand_in_shape
 
@@ -23,6 +25,9 @@ _Encoded = tuple[str, str, list[int], list[bytes | memoryview]]
 """An input: name, datatype, shape with the batch axis, and bytes in pieces."""
 
 _Source = Segments | RemoteSegments
+
+_NUMBERS: Final = itertools.count(random.getrandbits(62))
+"""Of requests to models that declare `REQUEST`: what Triton merges comes from several workers."""
 
 Rows = tuple[InferRequest, dict[str, RawTensor], int]
 """A request's part of a batch: the request, the tensors of its rows in the batch, and their number."""
@@ -78,6 +83,12 @@ def encode_inputs(
             name: [value for request, _, count in batch for value in [request.row_parameters[name]] * count]
             for name in first.row_parameters
         }
+        if REQUEST in note.rows:
+            note.rows[REQUEST] = [
+                value
+                for request, _, count in batch
+                for value in [f"{next(_NUMBERS)} {request.row_parameters[REQUEST]}"] * count
+            ]
     inputs: list[_Encoded] = []
     for spec in signature.inputs:
         tensor = tensors.get(spec.name)

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Final
 
-from inference.errors import BadInput, BadOutput, ModelError
+from inference.errors import BadInput, BadOutput, ModelError, ReplicaError
 from inference.runtime.device import breaks_device, is_out_of_memory
 from inference.wire.report import RowReport, Status
 
@@ -83,7 +83,7 @@ class Failures(FailureLog):
             # The message of a handover already names the step.
             return RowReport(Status.BAD_OUTPUT, text if text.startswith("step `") else f"{self._where}{text}")
         reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        if breaks_device(reason, self._device):
+        if isinstance(error, ReplicaError) or breaks_device(reason, self._device):
             self._on_broken(reason)
             return RowReport(Status.BROKEN, reason)
         status = Status.OUT_OF_MEMORY if is_out_of_memory(reason) else Status.RAISED

@@ -41,6 +41,10 @@ def load_class(reference: str) -> type[Model]:
         reason = f"{file} has no {class_name}; {names}{did_you_mean(class_name, models)}"
         raise LoadError(Problem(title, reason, fix))
     if not inspect.isclass(found) or not issubclass(found, Model):
+        if callable(found) and not inspect.isclass(found):
+            reason = f"expected a class derived from inference.Model, got the function {class_name}"
+            fix = "name the script that binds it, pytriton:SCRIPT.py (docs/from-pytriton.md), or write such a class"
+            raise LoadError(Problem(title, reason, fix))
         what = f"a class derived from {found.__bases__[0].__name__}" if inspect.isclass(found) else repr(found)
         raise LoadError(
             Problem(
@@ -130,6 +134,10 @@ def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str]
         from inference.runtime.onnx_model import open_model
 
         return open_model(path, options, search)
+    if kind == "pytriton":
+        from inference.runtime import pytriton_model
+
+        return pytriton_model.open_model(path, options, search)
     return construct(load_class(reference), options)
 
 

@@ -20,7 +20,7 @@ from app.cli.plan.report import plan_json, plan_page, plan_text
 from app.cli.plan.subject import Subject, choose_deployment, make_subject
 from app.cli.plan.vllm import NOT_HELD, plan_vllm
 from app.cli.report.plots import check_plots
-from app.config.schema import load_what
+from app.cli.scripts import load_with_scripts
 from app.errors import CommandError
 from app.process.gpu import gpu_capacities, gpu_name
 from app.process.machine import cpu_count, host_capacity
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError("CONFIG: expected a YAML file or a model, got none")
     if options.html is not None:
         check_plots()
-    config, user_paths = load_what(options.what, flags=config_flags(options))
+    config, user_paths, _ = load_with_scripts(options.what, flags=config_flags(options))
     name = choose_deployment(config, options.deployment)
     if config.deployments[name].is_vllm:
         return plan_vllm(options, config, name, _progress)

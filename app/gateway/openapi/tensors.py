@@ -75,7 +75,7 @@ def _infer_schema(signature: Signature) -> dict[str, Any]:
             "maxItems": len(inputs),
         },
         "outputs": {**_array(object_schema(output, "parameters", closed=True)), "maxItems": len(signature.outputs)},
-        "parameters": object_schema(parameters, *parameters, closed=True),
+        "parameters": object_schema(parameters, *parameters, closed=not signature.takes_any_parameter),
     }
     return object_schema(fields, "id", "model_name", "outputs", "parameters", closed=True)
 
@@ -152,10 +152,11 @@ def _bare(row: Any) -> Any:
 def _generate_schema(signature: Signature) -> dict[str, Any]:
     parameters = _parameter_schemas(signature)
     inputs = {spec.name: _row_schema(spec) for spec in signature.inputs if DATATYPES[spec.datatype].json}
-    within = object_schema(parameters, *parameters, closed=True)
+    is_closed = not signature.takes_any_parameter
+    within = object_schema(parameters, *parameters, closed=is_closed)
     optional = [spec.name for spec in signature.inputs if spec.optional]
     fields = {**parameters, **inputs, "id": _ID, "parameters": within}
-    return object_schema(fields, *parameters, *optional, "id", "parameters", closed=True)
+    return object_schema(fields, *parameters, *optional, "id", "parameters", closed=is_closed)
 
 
 def _row_schema(spec: TensorSpec) -> dict[str, Any]:
@@ -214,7 +215,7 @@ def _parameter_schemas(signature: Signature) -> dict[str, Any]:
             ],
             "example": names[:1],
         }
-    for spec in signature.parameters:
+    for spec in signature.own_parameters:
         kind = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}[spec.type]
         bounds = {"minimum": spec.minimum, "maximum": spec.maximum, "enum": spec.choices}
         given = {name: bound for name, bound in bounds.items() if bound is not None}

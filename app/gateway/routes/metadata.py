@@ -212,10 +212,17 @@ def _config(model: ServedModel) -> dict[str, Any]:
             "preferred_batch_size": [signature.max_batch_size],
             "max_queue_delay_microseconds": int(route.max_queue_delay_ms * 1000),
         },
-        "instance_group": [{"name": replica.id, "count": route.total_instances} for replica in route.replicas],
+        "instance_group": [
+            {
+                "name": one.id,
+                "kind": "KIND_GPU" if one.device.startswith("cuda") else "KIND_CPU",
+                "count": route.total_instances,
+            }
+            for one in route.replicas
+        ],
         "parameters": {
             parameter.name: {"string_value": f"{parameter.type}, default {parameter.default!r}, per {parameter.per}"}
-            for parameter in signature.parameters
+            for parameter in signature.own_parameters
         },
     }
 

@@ -9,6 +9,7 @@ import tracemalloc
 from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 import tritonclient.http
@@ -21,7 +22,7 @@ from app.codecs.tensors import InferRequest, OutputWish
 from app.errors import BadRequest
 from inference.datatypes import DATATYPES, pack_bytes, unpack_bytes
 from inference.model import Parameter
-from inference.signature import HeadSpec, Signature, TensorSpec
+from inference.signature import REQUEST, HeadSpec, Signature, TensorSpec
 
 HEADER = "Inference-Header-Content-Length"
 JSON_DATATYPES = [name for name, datatype in DATATYPES.items() if datatype.json]
@@ -956,3 +957,58 @@ def test_the_elements_of_a_bytes_tensor_are_bounded() -> None:
     head = b'{"inputs":[{"name":"t","datatype":"BYTES","shape":[1,1000001],"parameters":{"binary_data_size":4000004}}]}'
     with pytest.raises(BadRequest, match=r"inputs\[0\]\.shape .*at most 1000000 BYTES elements in a request"):
         RequestDecoder(signature).decode(head + bytes(4_000_004), len(head))
+
+
+ANY = Signature(
+    name="any",
+    inputs=(TensorSpec("x", "FP32", (-1,)),),
+    outputs=(TensorSpec("y", "FP32", (-1,)),),
+    parameters=(Parameter("known", "int", 1), Parameter(REQUEST, "str", "", per="row")),
+)
+
+
+def _decoded(signature: Signature, *, parameters: dict[str, Any] | None = None, **tensor: Any) -> InferRequest:
+    x = {"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1], **tensor}
+    body = {"inputs": [x], **({} if parameters is None else {"parameters": parameters})}
+    return RequestDecoder(signature).decode(json.dumps(body).encode())
+
+
+def test_a_model_may_take_any_parameter() -> None:
+    given = {"text": "a", "number": 1.5, "whole": 2, "flag": True}
+    request = _decoded(ANY, parameters={**given, "known": 3, "priority": 2})
+    assert json.loads(str(request.row_parameters[REQUEST])) == given
+    assert request.batch_parameters == {"known": 3}
+    assert request.priority == 2
+    assert _decoded(ANY).row_parameters == {REQUEST: ""}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("list", [1]), ("null", None), ("large", 2**64), (REQUEST, "1 {}"), ("sequence_id", 1), ("known", "one")],
+)
+def test_any_parameter_is_a_scalar_that_the_protocol_leaves_free(name: str, value: Any) -> None:
+    with pytest.raises(BadRequest, match=f"parameters.{name}: ") as raised:
+        _decoded(ANY, parameters={name: value})
+    assert REQUEST not in raised.value.message.removeprefix(f"parameters.{REQUEST}").partition(", got ")[0]
+
+
+BARE = Signature(
+    name="bare",
+    inputs=(TensorSpec("x", "FP32", (-1, 2)),),
+    outputs=(TensorSpec("y", "FP32", (-1,)),),
+    bare_rows=True,
+)
+
+
+@pytest.mark.parametrize("data", [[1, 2, 3, 4], [[1, 2], [3, 4]]])
+def test_one_row_may_come_without_the_batch_axis(data: list[Any]) -> None:
+    bare = _decoded(BARE, shape=[2, 2], data=data)
+    whole = _decoded(BARE, shape=[1, 2, 2], data=[1, 2, 3, 4])
+    assert bare.is_bare
+    assert not whole.is_bare
+    assert (bare.rows, bare.inputs) == (whole.rows, whole.inputs)
+
+
+def test_without_being_declared_the_batch_axis_is_needed() -> None:
+    with pytest.raises(BadRequest, match=r"expected \[rows, -1, 2\], got \[2, 2\]"):
+        _decoded(msgspec.structs.replace(BARE, bare_rows=False), shape=[2, 2], data=[1, 2, 3, 4])

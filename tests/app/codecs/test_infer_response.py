@@ -274,3 +274,9 @@ def test_tritonclient_reads_what_json_lacks() -> None:
     body = text(in_json("fp32"), fp32=fp32(float("nan"), float("inf"), -float("inf")))
     got = tritonclient.http.InferenceServerClient.parse_response_body(body).as_numpy("fp32")
     assert np.array_equal(got, [[np.nan, np.inf, -np.inf]], equal_nan=True)
+
+
+def test_a_row_without_the_batch_axis_is_answered_without_it() -> None:
+    request = in_json("fp32")
+    request.is_bare = True
+    assert json.loads(text(request, fp32=fp32(1, 2)))["outputs"][0]["shape"] == [2]

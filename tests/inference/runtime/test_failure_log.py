@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.errors import BadInput, BadOutput
+from inference.errors import BadInput, BadOutput, ReplicaError
 from inference.runtime.failure_log import CallFailed, Failures
 from inference.wire.report import RowReport, Status
 
@@ -22,3 +22,10 @@ from inference.wire.report import RowReport, Status
 )
 def test_what_a_row_is_reported_to_have_failed_of(error: BaseException, report: RowReport) -> None:
     assert Failures("cpu", lambda reason: None, "step `a`: ").report(error) == report
+
+
+def test_a_callable_may_end_its_replica() -> None:
+    ended: list[str] = []
+    report = Failures("cpu", ended.append).report(ReplicaError("can't go on"))
+    assert report == RowReport(Status.BROKEN, "ReplicaError: can't go on")
+    assert ended == [report.message]

@@ -103,7 +103,15 @@ def test_a_module_without_models(write: Write) -> None:
 
 @pytest.mark.parametrize(
     ("source", "got"),
-    [("class Scale: pass", "a class derived from object"), ("def Scale(x): return x", "<function Scale at ")],
+    [
+        ("class Scale: pass", "a class derived from object"),
+        ("Scale = 3", "3"),
+        ("def Scale(x): return x", "the function Scale; name the script that binds it, pytriton:SCRIPT.py"),
+        (
+            "from pytriton.decorators import batch\n@batch\ndef Scale(x): return x",
+            "the function Scale; name the script",
+        ),
+    ],
 )
 def test_what_is_no_model(write: Write, source: str, got: str) -> None:
     message = failure(f"{write(source)}:Scale")

@@ -1,0 +1,68 @@
+"""Runs a PyTriton script to see what it binds, before replicas start.
+
+``python -m inference.replica.bindings`` reads a `ScriptRequest` as JSON from standard input and prints a
+`ScriptFinding`. It runs in its own process, in which the script may do anything.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from inference.errors import LoadError
+from inference.reference import find_path
+from inference.replica.probe import own_output
+
+__all__ = ["ScriptFinding", "ScriptRequest", "main"]
+
+
+class ScriptRequest(msgspec.Struct, frozen=True):
+    """The script to run."""
+
+    path: str
+    arguments: list[str] = []
+    search: list[str] = []
+    """Folders put first on ``sys.path``, in which a relative path is looked for."""
+    working_dir: str = "/"
+
+
+class ScriptFinding(msgspec.Struct, frozen=True):
+    """What it binds, or why it can't be served."""
+
+    settings: dict[str, dict[str, Any]] = {}
+    """The deployment's fields that the script sets, by model."""
+    warnings: list[str] = []
+    problem: dict[str, str] | None = None
+    """The fields of an `inference.errors.Problem`."""
+
+
+def main() -> None:
+    """Answer the request on standard input."""
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=ScriptRequest)
+    sys.path[:0] = request.search
+    os.chdir(request.working_dir)
+    with own_output() as output:
+        output.write(msgspec.json.encode(_find(request)))
+
+
+def _find(request: ScriptRequest) -> ScriptFinding:
+    from inference.runtime.pytriton_script import run_script  # after the path is set, which may hold PyTriton
+
+    title = f"model pytriton:{request.path}"
+    try:
+        path = find_path(title, request.path, request.search, "file")
+        script = run_script(title, path, request.arguments)
+    except LoadError as error:
+        return ScriptFinding(problem=asdict(error.problem))
+    from inference.runtime.pytriton_model import settings_of
+
+    settings = {name: settings_of(binding) for name, binding in script.bindings.items()}
+    return ScriptFinding(settings, list(script.warnings))
+
+
+if __name__ == "__main__":
+    main()

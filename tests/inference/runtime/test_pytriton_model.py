@@ -1,0 +1,219 @@
+"""What a PyTriton script binds, called as a replica calls it: requests, decorators, errors, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.running import SERVICES
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = SERVICES / "scripts"
+MORE = ("Linear", "Missing", "Power", "Padded", "Waited", "Warm")
+"""The bindings of ``more.py``; the others are those of ``server.py``."""
+X = [[1.0, 2.0], [3.0, 4.0]]
+
+_CALLS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "linear": ("Linear", [{"inputs": {"INPUT_1": X}}]),
+    "add_sub": ("AddSub", [{"inputs": {"a": [[1.0, 2.0]], "b": [[5.0, 1.0]]}}]),
+    "requests": (
+        "Requests",
+        [
+            {"inputs": {"x": [[1.0]]}, "parameters": {"factor": 2}},
+            {"inputs": {"x": [[2.0], [3.0]]}},
+            {"inputs": {"x": [[4.0]]}},
+        ],
+    ),
+    "instances": ("Scaled", [{"inputs": {"x": X}}]),
+    "texts": ("Upper", [{"inputs": {"text": [["ab", "öc"]]}}, {"inputs": {"text": [["d", "e"]]}}]),
+    "filled": ("Optional", [{"inputs": {"x": [[1.0]], "bias": [[1.0]]}}, {"inputs": {"x": [[2.0]]}}]),
+    "missing": ("Missing", [{"inputs": {"x": [[1.0]], "extra": [[1.0]]}}, {"inputs": {"x": [[2.0]]}}]),
+    "power": (
+        "Power",
+        [{"inputs": {"x": [[2.0], [2.0]], "power": [[3], [2]]}}, {"inputs": {"x": [[2.0]], "power": [[3]]}}],
+    ),
+    "padded": ("Padded", [{"inputs": {"x": [[0.0]] * 4}}]),
+    "too few": ("Padded", [{"inputs": {"x": [[0.0]]}}]),
+    "faulty": ("Faulty", [{"inputs": {"x": [[value]]}} for value in (1.0, -1.0, -2.0, -3.0, -4.0)]),
+    "unbatched": ("Unbatched", [{"inputs": {"matrix": [[[1.0, 2.0], [3.0, 4.0]]], "scale": [[2.0]]}}]),
+    "waited": ("Waited", [{"inputs": {"x": X}}]),
+    "warm": ("Warm", [{"inputs": {"x": X}}]),
+}  # fmt: skip
+
+
+def _ask(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.inference.runtime.pytriton_calls"],
+        cwd=ROOT,
+        input=json.dumps(calls),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    results: list[dict[str, Any]] = json.loads(ended.stdout)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, Any]]:
+    """By the names of `_CALLS`."""
+    calls = [
+        {"script": f"{SCRIPTS / ('more.py' if name in MORE else 'server.py')}:{name}", "requests": requests}
+        for name, requests in _CALLS.values()
+    ]
+    return dict(zip(_CALLS, _ask(calls), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "answers"),
+    [
+        ("linear", [{"OUTPUT_1": [[0.5], [2.5]]}]),
+        ("add_sub", [{"sum": [[6.0, 3.0]], "difference": [[-4.0, 1.0]]}]),
+        ("instances", [{"y": [[3.0, 6.0], [9.0, 12.0]]}]),
+        ("texts", [{"upper": [["AB", "ÖC"]]}, {"upper": [["D", "E"]]}]),
+        ("filled", [{"y": [[2.0]]}, {"y": [[12.0]]}]),
+        ("missing", [{"y": [[2.0]]}, {"y": [[2.0]]}]),
+        ("power", [{"y": [[8.0], [4.0]]}, {"y": [[8.0]]}]),
+        ("padded", [{"size": [[4]] * 4}]),
+        ("unbatched", [{"sums": [[6.0, 14.0]]}]),
+        ("waited", [{"y": [[2.0, 3.0], [4.0, 5.0]]}]),
+        ("warm", [{"before": [[4], [4]]}]),
+    ],
+)
+def test_published_kinds_answer(results: dict[str, dict[str, Any]], name: str, answers: list[Any]) -> None:
+    assert results[name]["answers"] == answers
+
+
+def test_requests_of_a_call_stay_apart_with_their_parameters(results: dict[str, dict[str, Any]]) -> None:
+    assert results["requests"]["answers"] == [
+        {"y": [[2.0]], "rows": [[1]]},
+        {"y": [[2.0], [3.0]], "rows": [[2], [2]]},
+        {"y": [[4.0]], "rows": [[1]]},
+    ]
+
+
+def test_only_the_request_that_fails_is_told_so_in_the_exceptions_words(results: dict[str, dict[str, Any]]) -> None:
+    good, negative, invalid, shape, rows = (errors[0] for errors in results["faulty"]["errors"])
+    assert good == ""
+    assert negative == "ValueError: a negative number"
+    assert invalid == "PyTritonInvalidOperationError: an invalid operation"
+    assert "has invalid shapes" in shape
+    assert "different batch sizes" in rows
+
+
+def test_what_a_decorator_refuses_is_refused(results: dict[str, dict[str, Any]]) -> None:
+    assert "different batch sizes" in results["too few"]["errors"][0][0]
+
+
+_HEAD = """
+import numpy as np, sys
+from pytriton.decorators import batch
+from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
+from pytriton.model_config.common import QueuePolicy
+from pytriton.triton import RemoteTriton, Triton, TritonConfig
+X, Y = [Tensor(name="x", dtype=np.float32, shape=(-1,))], [Tensor(name="y", dtype=np.float32, shape=(-1,))]
+def echo(requests):
+    return [{"y": request["x"]} for request in requests]
+def serve(config=None, triton=None, function=echo, names=("echo",), x=X):
+    with Triton(config=triton) as server:
+        for name in names:
+            server.bind(name, function, x, Y, config=config)
+        server.serve()
+"""
+_POLICY = "ModelConfig(batcher=DynamicBatcher(default_queue_policy=QueuePolicy(default_timeout_microseconds=5)))"
+
+_REFUSED = {
+    "argument": ("import argparse; p = argparse.ArgumentParser(); p.add_argument('model'); p.parse_args()", {}),
+    "raises": ("def load(): raise FileNotFoundError('weights.pt')\nload()", {}),
+    "no serve": ("Triton().bind('echo', echo, X, Y)", {}),
+    "nothing": ("print('nothing')", {}),
+    "remote": ("RemoteTriton('localhost')", {}),
+    "signal": ("import signal; signal.signal(signal.SIGTERM, print)", {}),
+    "several": ("serve(names=('one', 'two'))", {}),
+    "policy": (f"serve({_POLICY})", {}),
+    "ignored": (f"serve({_POLICY})", {"ignore": ["default_queue_policy.default_timeout_microseconds"]}),
+    "ignored in vain": ("serve()", {"ignore": ["grpc_use_ssl"]}),
+    "repository": ("serve(triton=TritonConfig(model_repository='/models'))", {}),
+    "option": ("serve()", {"idempotents": True}),
+    "option's type": ("serve()", {"arguments": "a b"}),
+    "given arguments": ("assert sys.argv[1:] == ['a'] and sys.argv[0].endswith('.py'); serve()", {"arguments": ["a"]}),
+    "shape": ("serve(x=[Tensor(name='x', dtype=np.float32, shape=())])", {}),
+    "yields": ("def many(requests):\n    yield echo(requests)\n    yield echo(requests)\nserve(function=many)", {}),
+    "ragged": ("def cut(rs):\n    return [{'y': r['x'][:, : 1 + i]} for i, r in enumerate(rs)]\n"
+               "serve(function=cut)", {"idempotent": False}),
+    "ends": ("def end(rs):\n    raise PyTritonUnrecoverableError('gone')\n"
+             "from pytriton.exceptions import PyTritonUnrecoverableError\nserve(function=end)", {}),
+    "annotations": ("import dataclasses\n@dataclasses.dataclass\nclass C:\n    n: int\n"
+                    "assert dataclasses.fields(C)[0].type is int\nserve()", {}),
+    "goes on": ("triton = Triton()\ntriton.bind('echo', echo, X, Y)\ntriton.run()\nassert triton.is_connected()", {}),
+    "lives": ("import contextlib\nopen_now = []\n@contextlib.contextmanager\ndef held():\n    open_now.append(1)\n"
+              "    yield\n    open_now.clear()\ndef look(rs):\n"
+              "    import __main__\n    return [{'y': r['x'] + len(__main__.open_now)} for r in rs]\n"
+              "with held():\n    serve(function=look)", {}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By the names of `_REFUSED`."""
+    folder = tmp_path_factory.mktemp("scripts")
+    calls = []
+    for name, (program, options) in _REFUSED.items():
+        path = folder / f"{name.replace(' ', '_')}.py"
+        path.write_text(f"{_HEAD}\n{program}\n")
+        requests = [{"inputs": {"x": [[1.0, 2.0]]}}, {"inputs": {"x": [[3.0, 4.0]]}}]
+        calls.append({"script": str(path), "options": options, "requests": requests})
+    return dict(zip(_REFUSED, _ask(calls), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "fix"),
+    [
+        ("argument", "the script ended with status 2 before it served", "options.arguments"),
+        ("raises", "the script raised FileNotFoundError: weights.pt at ", "raises.py:"),
+        ("no serve", "the script ended without serve() or run()", "call serve()"),
+        ("nothing", "the script bound no model", "call bind() and serve()"),
+        ("remote", "RemoteTriton serves through a Triton elsewhere", "pytriton.triton.Triton"),
+        ("signal", "only works in main thread", "leave signals"),
+        ("several", "the script binds 2 models: one, two", "several.py:one"),
+        ("policy", "asks for default_queue_policy.default_timeout_microseconds", "set the deployment's `timeout_s`"),
+        ("ignored in vain", "the script asks for nothing that it can't have, got 'grpc_use_ssl'", "options.ignore"),
+        ("repository", "asks for TritonConfig.model_repository", "deployments of their own"),
+        ("option", "unknown option 'idempotents'", "options.idempotents"),
+        ("option's type", "options.arguments: expected a list of texts, got 'a b'", "options.arguments"),
+        ("shape", "bind() of echo: tensor 'x', shape: expected one row's shape", "arguments of bind()"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    served: dict[str, dict[str, Any]], name: str, reason: str, fix: str
+) -> None:
+    assert reason in served[name]["reason"]
+    assert fix in served[name]["fix"]
+
+
+@pytest.mark.parametrize("name", ["ignored", "given arguments", "annotations", "goes on"])
+def test_what_can_be_served_answers(served: dict[str, dict[str, Any]], name: str) -> None:
+    assert served[name]["answers"] == [{"y": [[1.0, 2.0]]}, {"y": [[3.0, 4.0]]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("yields", "the function yielded 2 results, expected 1 without `decoupled=True`"),
+        ("ragged", "output 'y': expected one shape for all requests of a call, got [1, 1] and [1, 2]"),
+        ("ends", "ReplicaError: PyTritonUnrecoverableError: gone"),
+    ],
+)
+def test_what_a_function_may_not_do_fails_its_rows(served: dict[str, dict[str, Any]], name: str, message: str) -> None:
+    assert all(message in row for rows in served[name]["errors"] for row in rows)
+
+
+def test_the_script_stays_in_serve_while_it_is_served(served: dict[str, dict[str, Any]]) -> None:
+    assert served["lives"]["answers"] == [{"y": [[2.0, 3.0]]}, {"y": [[4.0, 5.0]]}]
