@@ -49,8 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve the models of a configuration, or one model")
     serve.add_argument(
         "what",
-        metavar="CONFIG | MODULE:CLASS | onnx:PATH",
-        help="a YAML file, or a model such as my.models:Scale or onnx:head.onnx",
+        metavar="CONFIG | MODULE:CLASS | KIND:PATH",
+        help="a YAML file, or a model such as my.models:Scale, onnx:head.onnx or hf:FOLDER",
     )
     serve.add_argument("--host", help="address to listen on")
     serve.add_argument("--port", type=int, help="port to listen on; 0: any free port")
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     stop.set_defaults(run=_stop)
 
     check = commands.add_parser("check", help="check the environment and, if given, a configuration or model")
-    check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | onnx:PATH", help="as for `headwater serve`")
+    check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | KIND:PATH", help="as for `headwater serve`")
     check.add_argument("--json", action="store_true", help="print JSON")
     check.add_argument("--host")
     check.add_argument("--port", type=int)
