@@ -6,6 +6,15 @@ A model file imports from here and from nowhere else in the package::
 """
 
 from inference.errors import BadInput
-from inference.model import Embedding, Model, Parameter, Tensor
+from inference.model import Classification, Embedding, Model, Parameter, Reranking, Tensor, Transcription
 
-__all__ = ["BadInput", "Embedding", "Model", "Parameter", "Tensor"]
+__all__ = [
+    "BadInput",
+    "Classification",
+    "Embedding",
+    "Model",
+    "Parameter",
+    "Reranking",
+    "Tensor",
+    "Transcription",
+]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, Literal
 from inference.datatypes import DATATYPES
 from inference.errors import DeclarationError
 
-__all__ = ["Embedding", "Model", "Parameter", "Scalar", "Tensor"]
+__all__ = ["Classification", "Embedding", "Model", "Parameter", "Reranking", "Scalar", "Tensor", "Transcription"]
 
 Scalar = str | int | float | bool
 
@@ -161,6 +161,8 @@ class Embedding:
         dimensions: the declared ``int`` parameter (``per="row"``) that shortens an embedding, if the model can; 0
             means full length. Rows of one batch may ask for different lengths: return all rows with the longest length
             asked for, each valid in as many leading elements as it asked for; the gateway cuts off the rest.
+        prompt: the declared ``str`` parameter (``per="row"``) that names the prompt before a text; its choices are the
+            names.
 
     Two more abilities are found by their names. An optional ``INT32 [-1]`` input ``token_ids`` takes a text's tokens
     instead of the text, which is then empty; rows that are shorter than others end with -1. An ``int`` parameter
@@ -172,6 +174,59 @@ class Embedding:
     output: str
     tokens: str | None = None
     dimensions: str | None = None
+    prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class Reranking:
+    """Maps a model's tensors to ``/v1/rerank``, at which the model then answers too.
+
+    Args:
+        query: the ``BYTES [1]`` input that takes the query, the same for all documents of a request.
+        document: the ``BYTES [1]`` input that takes one document per row.
+        score: the ``FP32 [1]`` output that says how well the document answers the query; higher is better.
+        tokens: the ``INT32 [1]`` output with the number of tokens of each pair, for ``usage``.
+    """
+
+    query: str
+    document: str
+    score: str
+    tokens: str | None = None
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Maps a model's tensors to ``/v1/classify``, at which the model then answers too.
+
+    Args:
+        input: the ``BYTES [1]`` input that takes one text or image per row.
+        scores: the ``FP32`` output with a score for each of its ``labels``.
+        tokens: the ``INT32 [1]`` output with the number of tokens of each text, for ``usage``.
+        media: what the input takes; an image arrives as the base64 or data URL that the client sent.
+    """
+
+    input: str
+    scores: str
+    tokens: str | None = None
+    media: Literal["text", "image"] = "text"
+
+
+@dataclass(frozen=True)
+class Transcription:
+    """Maps a model's tensors to ``/v1/audio/transcriptions``, at which the model then answers too.
+
+    Args:
+        audio: the ``BYTES [1]`` input that takes an audio file per row.
+        text: the ``BYTES [1]`` output with what is said, in UTF-8.
+        duration: the ``FP32 [1]`` output with the length of the audio in seconds.
+        language: the declared ``str`` parameter (``per="row"``) that says which language is spoken, if the model takes
+            one.
+    """
+
+    audio: str
+    text: str
+    duration: str | None = None
+    language: str | None = None
 
 
 class Model:
@@ -217,6 +272,15 @@ class Model:
 
     embedding: ClassVar[Embedding | None] = None
     """Set to serve the model at ``/v1/embeddings`` too."""
+
+    reranking: ClassVar[Reranking | None] = None
+    """Set to serve the model at ``/v1/rerank`` too."""
+
+    classification: ClassVar[Classification | None] = None
+    """Set to serve the model at ``/v1/classify`` too."""
+
+    transcription: ClassVar[Transcription | None] = None
+    """Set to serve the model at ``/v1/audio/transcriptions`` too."""
 
     example: ClassVar[Mapping[str, Any] | None] = None
     """One row, by input name, as nested lists: used for the warm-up and shown in the API's documentation. Inputs

@@ -27,7 +27,11 @@ __all__ = [
     "script_and_name",
 ]
 
-PATH_KINDS: Final = {"onnx": "onnx:models/head.onnx", "pytriton": "pytriton:server.py"}
+PATH_KINDS: Final = {
+    "hf": "hf:models/bge-small",
+    "onnx": "onnx:models/head.onnx",
+    "pytriton": "pytriton:server.py",
+}
 """An example for each kind of reference that is made into a `Model` from a path."""
 
 _VLLM: Final = "vllm:"

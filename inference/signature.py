@@ -12,7 +12,8 @@ import numpy as np
 from inference.datatypes import DATATYPES
 from inference.engine import EngineLimits
 from inference.errors import DeclarationError
-from inference.model import Embedding, Model, Parameter, Tensor
+from inference.mapping import check_mappings
+from inference.model import Classification, Embedding, Model, Parameter, Reranking, Tensor, Transcription
 
 __all__ = ["REQUEST", "HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec", "VllmSpec", "text_signature"]
 
@@ -104,6 +105,9 @@ class Signature(msgspec.Struct, frozen=True):
     """Set for a language model, whose replica speaks `inference.wire.lm`."""
     vllm: VllmSpec | None = None
     """Set for a model that vLLM computes."""
+    reranking: Reranking | None = None
+    classification: Classification | None = None
+    transcription: Transcription | None = None
 
     @property
     def own_parameters(self) -> tuple[Parameter, ...]:
@@ -151,7 +155,7 @@ class Signature(msgspec.Struct, frozen=True):
             if not isinstance(parameter, Parameter):
                 raise DeclarationError(f"{kind}.parameters: expected a list of Parameter, got {parameter!r}")
         _check_unique(f"{kind}.parameters", [parameter.name for parameter in parameters])
-        embedding = _embedding(kind, model.embedding, inputs, outputs, parameters)
+        check_mappings(kind, model)
         example = dict(model.example) if model.example is not None else None
         for key in example or {}:
             if key not in {spec.name for spec in inputs}:
@@ -165,7 +169,10 @@ class Signature(msgspec.Struct, frozen=True):
             parameters=parameters,
             max_batch_size=max_batch_size,
             idempotent=model.idempotent,
-            embedding=embedding,
+            embedding=model.embedding,
+            reranking=model.reranking,
+            classification=model.classification,
+            transcription=model.transcription,
             example=example,
             description=description if type(model).__doc__ else "",
             bare_rows=model.bare_rows,
@@ -189,35 +196,6 @@ def _check_unique(where: str, names: list[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise DeclarationError(f"{where}: {name!r} is declared {names.count(name)} times")
-
-
-def _embedding(
-    kind: str,
-    declared: Embedding | None,
-    inputs: tuple[TensorSpec, ...],
-    outputs: tuple[TensorSpec, ...],
-    parameters: tuple[Parameter, ...],
-) -> Embedding | None:
-    if declared is None:
-        return None
-    where = f"{kind}.embedding"
-    taken = next((spec for spec in inputs if spec.name == declared.input), None)
-    if taken is None or taken.datatype != "BYTES" or taken.shape != (1,):
-        raise DeclarationError(f"{where}, input: expected a BYTES [1] input, got {declared.input!r}")
-    given = next((spec for spec in outputs if spec.name == declared.output), None)
-    if given is None or given.datatype != "FP32" or len(given.shape) != 1:
-        raise DeclarationError(f"{where}, output: expected an FP32 output of one dimension, got {declared.output!r}")
-    if declared.tokens is not None:
-        counted = next((spec for spec in outputs if spec.name == declared.tokens), None)
-        if counted is None or counted.datatype != "INT32" or counted.shape != (1,):
-            raise DeclarationError(f"{where}, tokens: expected an INT32 [1] output, got {declared.tokens!r}")
-    if declared.dimensions is not None:
-        chosen = next((spec for spec in parameters if spec.name == declared.dimensions), None)
-        if chosen is None or chosen.type != "int" or chosen.per != "row":
-            raise DeclarationError(
-                f"{where}, dimensions: expected an int parameter per row, got {declared.dimensions!r}"
-            )
-    return declared
 
 
 def text_signature(

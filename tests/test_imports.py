@@ -61,4 +61,6 @@ def test_the_command_line_imports_for_a_command_what_it_needs() -> None:
 def test_what_a_user_imports_is_stable() -> None:
     import inference
 
-    assert inference.__all__ == ["BadInput", "Embedding", "Model", "Parameter", "Tensor"]
+    assert inference.__all__ == [
+        "BadInput", "Classification", "Embedding", "Model", "Parameter", "Reranking", "Tensor", "Transcription",
+    ]  # fmt: skip

@@ -43,6 +43,13 @@ def print_what_is_served(
             print(f"    {_curl(f'{url}/v2/models/{name}/infer', body)}")
         if signature.embedding is not None:
             print(f"    {_embeddings(url, name)}")
+        if signature.reranking is not None:
+            asked = {"query": "Where do rivers begin?", "documents": ["In the mountains.", "The tax is due."]}
+            print(f"    {_curl(f'{url}/v1/rerank', {'model': name, **asked})}")
+        if signature.classification is not None and signature.classification.media == "text":
+            print(f"    {_curl(f'{url}/v1/classify', {'model': name, 'input': 'Rivers begin here.'})}")
+        if signature.transcription is not None:
+            print(f"    curl -s {url}/v1/audio/transcriptions -F model={name} -F file=@recording.wav")
         print()
     sys.stdout.flush()
 

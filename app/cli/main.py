@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "what",
         metavar="CONFIG | MODULE:CLASS | KIND:PATH",
-        help="a YAML file, or a model such as my.models:Scale, onnx:head.onnx or pytriton:server.py",
+        help="a YAML file, or a model such as my.models:Scale, onnx:head.onnx, hf:FOLDER or pytriton:server.py",
     )
     serve.add_argument("--host", help="address to listen on")
     serve.add_argument("--port", type=int, help="port to listen on; 0: any free port")

@@ -66,9 +66,9 @@ class Deployment(Section):
     """One served name."""
 
     model: sections.ModelReference | None = None
-    """``module:Class`` of an `inference.Model`, ``onnx:PATH`` of an ONNX file, ``lm:PATH`` or ``lm:PACKAGE:PATH`` of a
-    language model's folder, ``vllm:PATH`` or ``vllm:PACKAGE:PATH`` of one that vLLM computes. Either this or
-    ``pipeline``."""
+    """``module:Class`` of an `inference.Model`, ``onnx:PATH`` of an ONNX file, ``hf:PATH`` of a Hugging Face folder,
+    ``lm:PATH`` or ``lm:PACKAGE:PATH`` of a language model's folder, ``vllm:PATH`` or ``vllm:PACKAGE:PATH`` of one that
+    vLLM computes. Either this or ``pipeline``."""
     pipeline: Pipeline | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class's constructor, or of a language model's engine; for vLLM `VllmOptions`."""
@@ -391,7 +391,9 @@ def _name(model: str) -> str:
     last = model.rpartition(":")[2]
     if is_language_model(model):
         return Path(last).absolute().name
-    _, path = kind_and_path(model)
+    kind, path = kind_and_path(model)
+    if kind == "hf":  # a folder, whose name may have a dot
+        return Path(path).absolute().name
     return Path(path).absolute().stem if path else last.lower()
 
 

@@ -20,13 +20,16 @@ from app.gateway.http.event_stream import StreamLimits
 from app.gateway.http.replies import Reply, error_reply, internal_error
 from app.gateway.models import Models
 from app.gateway.openapi.schema import openapi_schema
+from app.gateway.routes.classify import ClassifyEndpoint
 from app.gateway.routes.embeddings import EmbeddingsEndpoint
 from app.gateway.routes.generate import GenerateEndpoint
 from app.gateway.routes.infer import InferEndpoint
 from app.gateway.routes.metadata import health_routes, metadata_routes, openai_model_routes
 from app.gateway.routes.pages import docs_routes, page_routes
+from app.gateway.routes.rerank import RerankEndpoint
 from app.gateway.routes.texts import CancelEndpoint, OpenAITextEndpoint
 from app.gateway.routes.tokenization import TokenizationEndpoint
+from app.gateway.routes.transcriptions import TranscriptionsEndpoint
 from app.lm.chat import ChatRequest
 from app.lm.completion import CompletionRequest
 from app.lm.responses import ResponsesRequest
@@ -70,6 +73,7 @@ def create_app(
     infer = InferEndpoint(models, reader)
     generate = GenerateEndpoint(models, reader, streams=False)
     generate_stream = GenerateEndpoint(models, reader, streams=True)
+    rerank = RerankEndpoint(models, reader)
     routes = [
         EndpointRoute(INFER_PATH, infer),
         EndpointRoute("/v2/models/{model}/versions/{version}/infer", infer),
@@ -83,6 +87,9 @@ def create_app(
         EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest)),
         EndpointRoute("/v1/responses", OpenAITextEndpoint(models, reader, ResponsesRequest)),
         EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader)),
+        *(EndpointRoute(path, rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+        EndpointRoute("/v1/audio/transcriptions", TranscriptionsEndpoint(models, reader)),
+        EndpointRoute("/v1/classify", ClassifyEndpoint(models, reader)),
         EndpointRoute("/tokenize", TokenizationEndpoint(models, reader, TokenizeRequest)),
         EndpointRoute("/detokenize", TokenizationEndpoint(models, reader, DetokenizeRequest)),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Final
 
 from app.codecs.generate import GenerateDecoder, GenerateEncoder
 from app.codecs.infer_request import RequestDecoder
@@ -25,6 +26,12 @@ from inference.signature import Signature
 
 __all__ = ["Models", "ServedModel"]
 
+_LACKS: Final = {
+    "embedding": "gives no embeddings",
+    "reranking": "ranks no documents",
+    "classification": "scores no labels",
+    "transcription": "transcribes no audio",
+}
 VERSION = "1"
 """Every model has this one version."""
 
@@ -162,19 +169,25 @@ class Models:
             raise NotFound(f"model `{name}`, version: expected {VERSION!r}, got {_quoted(version)}", field="version")
         return model
 
-    def embedding(self, name: str) -> ServedModel:
-        """Find a deployment that serves embeddings.
+    def mapped(self, name: str, mapping: str) -> ServedModel:
+        """Find a deployment that answers a route which maps to its tensors.
+
+        Args:
+            name: the deployment's.
+            mapping: such as ``embedding``, see `inference.mapping.MAPPINGS`.
 
         Raises:
             NotFound: no deployment has this name.
-            BadRequest: it serves no embeddings.
+            BadRequest: it has no such mapping.
             Unavailable: it accepts no requests now.
         """
         model = self.get(name)
-        if model.dispatcher.check_ready().embedding is None:
-            those = self._names(lambda route: route.gives_embeddings)
-            fix = "; with `options.runner: pooling` vLLM would give them" if model.route.is_vllm else ""
-            raise BadRequest(f"model: `{name}` gives no embeddings; models that do: {those}{fix}", field="model")
+        if getattr(model.dispatcher.check_ready(), mapping) is None:
+            those = self._names(lambda route: getattr(route.signature, mapping, None) is not None)
+            fix = ""
+            if model.route.is_vllm and mapping == "embedding":
+                fix = "; with `options.runner: pooling` vLLM would give them"
+            raise BadRequest(f"model: `{name}` {_LACKS[mapping]}; models that do: {those}{fix}", field="model")
         return model
 
     def language_model(self, name: str, version: str | None = None) -> LmDispatcher:

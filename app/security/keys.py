@@ -34,7 +34,8 @@ _HEALTH: Final = re.compile(r"/(health(/ready)?|v2/health/(live|ready)|v2/models
 _PAGES: Final = ("/", "/docs")
 """Pages that fetch what they show with the reader's key."""
 _FILES: Final = ("/static/", "/docs/assets/")
-_TOKENIZER: Final = ("/tokenize", "/detokenize")
+_UNDER_THE_ROOT: Final = ("/tokenize", "/detokenize", "/rerank", "/v2/rerank")
+"""Routes of other servers' APIs."""
 PerSecond = Annotated[float, msgspec.Meta(gt=0, le=1_000_000)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 
@@ -144,7 +145,7 @@ def scopes_for(method: str, path: str) -> tuple[Scope, ...]:
         path: as the router sees it, percent signs decoded.
     """
     if method == "POST":
-        if path.startswith(("/v2/models/", "/v1/", "/v2/requests/")) or path in _TOKENIZER:
+        if path.startswith(("/v2/models/", "/v1/", "/v2/requests/")) or path in _UNDER_THE_ROOT:
             return ("infer",)
         if path.startswith("/v2/repository/models/"):
             return ("admin",)

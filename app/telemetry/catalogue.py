@@ -11,8 +11,9 @@ from typing import Final, Literal, NamedTuple, get_args
 __all__ = ["ACCEPTED", "ALL_SERIES", "CATALOGUE", "IN_FLIGHT", "OUTCOMES", "REQUESTS", "Outcome", "Phase", "Route"]
 
 Route = Literal[
-    "infer", "generate", "generate_stream", "chat", "completions", "responses", "embeddings", "tokenize", "detokenize"
-]
+    "infer", "generate", "generate_stream", "chat", "completions", "responses", "embeddings", "rerank", "classify",
+    "transcriptions", "tokenize", "detokenize",
+]  # fmt: skip
 Phase = Literal["queue", "batch_wait", "transport", "compute", "serialise"]
 Outcome = Literal["ok", "client_error", "shed", "cancelled", "timeout", "failed", "unavailable", "lost"]
 """How a request ends; the supervisor books `lost` for requests whose gateway worker ended."""

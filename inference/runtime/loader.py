@@ -138,6 +138,10 @@ def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str]
         from inference.runtime import pytriton_model
 
         return pytriton_model.open_model(path, options, search)
+    if kind == "hf":
+        from inference.runtime import hf_model
+
+        return hf_model.open_model(path, options, search)
     return construct(load_class(reference), options)
 
 

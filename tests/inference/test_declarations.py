@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from inference import Embedding, Model, Parameter, Tensor
+from inference import Classification, Embedding, Model, Parameter, Reranking, Tensor, Transcription
 from inference.errors import DeclarationError
 from inference.signature import Signature
 
@@ -122,6 +122,11 @@ def test_a_number_that_is_none_fits_no_bounds(value: Any) -> None:
             {"embedding": Embedding("t", "y", dimensions="k")},
             "embedding, dimensions: expected an int parameter per row",
         ),
+        ({"embedding": Embedding("t", "y", prompt="k")}, "embedding, prompt: expected a str parameter per row"),
+        ({"reranking": Reranking("t", "x", "y")}, r"reranking, document: expected a BYTES \[1\] input, got 'x'"),
+        ({"reranking": Reranking("t", "t", "z")}, r"reranking, score: expected an FP32 \[1\] output, got 'z'"),
+        ({"classification": Classification("t", "y")}, "scores: expected an FP32 output of one dimension with labels"),
+        ({"transcription": Transcription("t", "y")}, r"transcription, text: expected a BYTES \[1\] output, got 'y'"),
     ],
 )
 def test_a_model_that_contradicts_itself_is_refused_by_name(attributes: dict[str, Any], message: str) -> None:

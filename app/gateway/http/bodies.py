@@ -47,8 +47,12 @@ class BodyReader:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
 
-    async def read(self, scope: Scope, receive: Receive) -> tuple[bytes, dict[bytes, bytes]]:
+    async def read(self, scope: Scope, receive: Receive, *, form: bool = False) -> tuple[bytes, dict[bytes, bytes]]:
         """Read a body. Returns it, unpacked, and the headers.
+
+        Args:
+            scope, receive: of the request.
+            form: whether the body must be of type ``multipart/form-data`` instead.
 
         Raises:
             UnsupportedMediaType: the content type isn't JSON or octets, nor (in a request without an ``Origin``) left
@@ -59,7 +63,10 @@ class BodyReader:
             ClientGone: the client went away.
         """
         headers = dict(scope["headers"])
-        self._check_type(headers)
+        if form:
+            _check_form(headers.get(b"content-type"))
+        else:
+            self._check_type(headers)
         encoding = headers.get(b"content-encoding", b"identity").strip().lower()
         if encoding != b"identity" and encoding not in _WINDOW_BITS:
             raise UnsupportedMediaType(
@@ -148,6 +155,14 @@ class BodyReader:
 
     def _too_large(self, size: int) -> BodyTooLarge:
         return BodyTooLarge(f"body: expected at most {self._max_bytes} bytes (server.max_body_bytes), got {size}")
+
+
+def _check_form(content_type: bytes | None) -> None:
+    if content_type is None or content_type.partition(b";")[0].strip().lower() != b"multipart/form-data":
+        got = "none" if content_type is None else _shown(content_type)
+        raise UnsupportedMediaType(
+            f"header Content-Type: expected multipart/form-data, got {got}; with curl, send fields by -F"
+        )
 
 
 def _has_body(headers: dict[bytes, bytes]) -> bool:

@@ -19,7 +19,7 @@ logger = logging.getLogger("headwater")
 RETRY_AFTER_S: Final = 2
 """The ``Retry-After`` of a 503 whose error names no time."""
 
-OPENAI_PATHS: Final = ("/v1/", "/tokenize", "/detokenize")
+OPENAI_PATHS: Final = ("/v1/", "/v2/rerank", "/rerank", "/tokenize", "/detokenize")
 """The beginnings of the paths that answer as OpenAI's API does."""
 
 JSON: Final = (b"content-type", b"application/json")

@@ -9,7 +9,7 @@ from app.gateway.http.replies import OPENAI_PATHS
 from app.gateway.models import Models
 from app.gateway.openapi.operations import STRING, error_response, object_schema
 from app.gateway.openapi.tensors import tensor_operations
-from app.gateway.openapi.texts import body_schemas, shared_paths, text_operations
+from app.gateway.openapi.texts import body_schemas, mapped_paths, shared_paths, text_operations
 from app.security.keys import OPEN, scopes_for
 
 __all__ = ["openapi_schema"]
@@ -66,7 +66,13 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
             operations = tensor_operations(signature)
         for route, operation in operations.items():
             paths[f"/v2/models/{signature.name}/{route}"] = {"post": operation}
-    for path, operation in shared_paths(embedders, language_models, vllm_models, bodies).items():
+    signatures = [model.route.signature for model in models if model.route.signature is not None]
+    rerankers, classifiers, transcribers = (
+        [signature.name for signature in signatures if getattr(signature, mapping) is not None]
+        for mapping in ("reranking", "classification", "transcription")
+    )
+    shared = shared_paths(embedders, language_models, vllm_models, bodies)
+    for path, operation in {**shared, **mapped_paths(rerankers, classifiers, transcribers, bodies)}.items():
         paths[path] = {"post": operation}
     for path, by_method in paths.items():
         kind = "OpenAIError" if path.startswith(OPENAI_PATHS) else "Error"

@@ -18,7 +18,10 @@ from app.gateway.openapi.operations import (
     operation,
     response,
 )
+from app.gateway.routes.classify import ClassifyRequest
 from app.gateway.routes.embeddings import EmbeddingsRequest
+from app.gateway.routes.rerank import RerankRequest
+from app.gateway.routes.transcriptions import FORMATS
 from app.lm.chat import ChatRequest
 from app.lm.completion import CompletionRequest
 from app.lm.generate import GenerateRequest
@@ -29,7 +32,7 @@ from app.vllm.requests import fields_of
 from inference.engine import Sampling
 from inference.signature import Signature
 
-__all__ = ["body_schemas", "of_models", "shared_paths", "text_operations"]
+__all__ = ["body_schemas", "mapped_paths", "of_models", "shared_paths", "text_operations"]
 
 _PROMPT: Final = "def add(a, b):\n    "
 _CANCELLED: Final = "The request was cancelled by its id"
@@ -49,11 +52,13 @@ _USAGE: Final = object_schema(
 def body_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
     """The bodies' schemas by the structs' names, and the components that they refer to."""
     kinds = (
-        ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest, GenerateRequest, ResponsesRequest,
-        TokenizeRequest,
+        ChatRequest, ClassifyRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest, GenerateRequest,
+        RerankRequest, ResponsesRequest, TokenizeRequest,
     )  # fmt: skip
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for schema in schemas.values():
+        if "properties" not in schema:
+            continue
         fields = {name: _without_null(field) for name, field in schema["properties"].items()}
         schema["properties"] = {name: field for name, field in fields.items() if field != {"type": "null"}}
         for name, default in msgspec.structs.asdict(Sampling()).items():
@@ -169,6 +174,70 @@ def shared_paths(
             },
             response("The text", {JSON: object_schema({"prompt": STRING})}),
         )
+    return paths
+
+
+def mapped_paths(
+    rerankers: list[str], classifiers: list[str], transcribers: list[str], schemas: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The operations of models with such a mapping, by path; ``schemas`` are the bodies' by the structs' names."""
+    paths = {}
+    usage = object_schema(dict.fromkeys(("prompt_tokens", "total_tokens"), INTEGER))
+    number = {"type": "number"}
+    if rerankers:
+        result = object_schema(
+            {"index": INTEGER, "relevance_score": number, "document": object_schema({"text": STRING})}, "document"
+        )
+        about = {"id": STRING, "object": STRING, "model": STRING}
+        answer = object_schema({**about, "results": {"type": "array", "items": result}, "usage": usage})
+        documents = ["Boats slept in the port.", "The tax is due."]
+        body = {
+            "schema": of_models(schemas["RerankRequest"], rerankers),
+            "example": {"model": rerankers[0], "query": "Where do boats sleep?", "documents": documents},
+        }
+        for path, name in (("/v1/rerank", "rerank"), ("/v2/rerank", "rerank_v2"), ("/rerank", "rerank_root")):
+            paths[path] = operation(
+                "openai",
+                name,
+                "Rank documents by how well they answer a query, as Jina's and Cohere's APIs do",
+                body,
+                response("The documents' scores, the best first", {JSON: answer}),
+            )
+    if classifiers:
+        label = object_schema({"label": STRING, "score": number})
+        one = {"index": INTEGER, "object": STRING, "label": STRING, "score": number, "num_classes": INTEGER}
+        one |= {"probs": {"type": "array", "items": number}, "predictions": {"type": "array", "items": label}}
+        about = {"id": STRING, "object": STRING, "created": INTEGER, "model": STRING}
+        answer = object_schema({**about, "data": {"type": "array", "items": object_schema(one)}, "usage": usage})
+        paths["/v1/classify"] = operation(
+            "openai",
+            "classify",
+            "Score the labels of texts or images, as vLLM does",
+            {
+                "schema": of_models(schemas["ClassifyRequest"], classifiers),
+                "example": {"model": classifiers[0], "input": ["The harbour lay still."]},
+            },
+            response("For each input its best label, and all scores", {JSON: answer}),
+        )
+    if transcribers:
+        text = {"language": STRING, "response_format": {"type": "string", "enum": list(FORMATS), "default": "json"}}
+        form = object_schema(
+            {"file": {"type": "string", "format": "binary"}, "model": {"type": "string", "enum": transcribers}, **text},
+            *text,
+            closed=True,
+        )
+        duration = {"usage": object_schema({"type": STRING, "seconds": number}), "duration": number}
+        answer = object_schema({"text": STRING, "task": STRING, "language": STRING, **duration})
+        answer["required"] = ["text"]
+        described = operation(
+            "openai",
+            "transcriptions",
+            "Write what is said in a recording, as OpenAI's API does",
+            {},
+            response("The text; more of it with `verbose_json`", {JSON: answer, "text/plain": STRING}),
+        )
+        described["requestBody"]["content"] = {"multipart/form-data": {"schema": form}}
+        paths["/v1/audio/transcriptions"] = described
     return paths
 
 

@@ -14,25 +14,25 @@ from msgspec import Meta
 from starlette.types import Receive, Scope
 
 from app.codecs.faults import read_json
-from app.codecs.tensors import InferRequest, OutputWish, RawTensor
+from app.codecs.tensors import InferRequest, RawTensor
 from app.dispatch.protocol import Dispatcher
 from app.errors import BadRequest
 from app.gateway.http.bodies import BodyReader, decoded
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.exchange import DisconnectWatch
-from app.gateway.http.replies import Reply
+from app.gateway.http.replies import JSON, Reply
 from app.gateway.models import Models
+from app.gateway.routes.mapped import computed, model_request, row_defaults, rows_at_once
 from app.gateway.routes.relay import answer_embeddings
 from app.telemetry.recorder import accept
 from app.vllm.dispatcher import VllmDispatcher
 from inference.datatypes import pack_bytes
 from inference.errors import DeclarationError
-from inference.model import Embedding, Scalar
+from inference.model import Embedding
 from inference.signature import Signature, TensorSpec
 
 __all__ = ["EmbeddingsEndpoint", "EmbeddingsRequest"]
 
-_JSON = (b"content-type", b"application/json")
 _MAX_INPUTS: Final = 2048
 """OpenAI's limit."""
 _MAX_VALUES: Final = 1 << 20
@@ -42,12 +42,19 @@ _PAD: Final = -1
 _TRUNCATE: Final = "truncate_prompt_tokens"
 """See `inference.Embedding`."""
 
+_NO_PROMPTS: Final = "has no prompts to choose"
+
 _RELAYED: Final = ("model", "encoding_format", "dimensions", _TRUNCATE)
 """What vLLM gets of a body, besides its input."""
 
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _TokenIds: TypeAlias = Annotated[list[_TokenId], Meta(min_length=1)]
 _Inputs: TypeAlias = list[str] | list[list[int]]
+_SYNONYMS: Final = {
+    **dict.fromkeys(("query", "search_query"), ("query",)),
+    **dict.fromkeys(("document", "passage", "search_document"), ("document", "passage")),
+}
+"""Names of prompts that mean what Cohere, Voyage and NVIDIA call an ``input_type``."""
 _HINT: Final = "this model takes a string or an array of strings"
 
 _IDS: Final = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
@@ -70,6 +77,13 @@ class EmbeddingsRequest(msgspec.Struct, forbid_unknown_fields=True):
         ]
         | None
     ) = None
+    prompt_name: Annotated[str, Meta(description="The model's prompt that stands before each text")] | None = None
+    input_type: (
+        Annotated[
+            str, Meta(description="The same in Cohere's and Voyage's words: `search_query` is the prompt `query`, too")
+        ]
+        | None
+    ) = None
     user: Annotated[str, Meta(description="A label, without effect")] | None = None
 
 
@@ -85,27 +99,30 @@ class EmbeddingsEndpoint(Endpoint):
         raw, _ = await self._reader.read(scope, receive)
         body, inputs = await decoded(_read, raw)
         accept(scope, self._models.get(body.model).route.name, "embeddings")
-        model = self._models.embedding(body.model)
+        model = self._models.mapped(body.model, "embedding")
         signature = model.dispatcher.check_ready()
         assert signature.embedding is not None
         if isinstance(model.dispatcher, VllmDispatcher):
             assert signature.vllm is not None
+            for field in ("prompt_name", "input_type"):
+                if getattr(body, field) is not None:
+                    raise BadRequest(f"{field}: model `{body.model}` {_NO_PROMPTS}; leave it out", field=field)
             asked = {name: getattr(body, name) for name in _RELAYED if getattr(body, name) is not None}
-            parts = _parts(inputs, _most(inputs, signature.vllm.max_requests))
+            parts = _parts(inputs, rows_at_once(len(inputs), signature.vllm.max_requests))
             return await answer_embeddings(scope, receive, model.dispatcher, asked, parts)
         request = _Request(body, signature, signature.embedding)
         route = model.route
         ends_s = time.monotonic() + route.timeout_s
         vectors, tokens = [], 0
         with DisconnectWatch(scope, receive):
-            for part in _parts(inputs, _most(inputs, route.max_queue_size)):
+            for part in _parts(inputs, rows_at_once(len(inputs), route.max_queue_size)):
                 left_us = int(1e6 * (ends_s - time.monotonic()))
                 timeout_us = 0 if len(part) == len(inputs) else max(1, left_us)
                 found, count = await _embedded(model.dispatcher, request.of(part, timeout_us), signature.embedding)
                 vectors.append(found)
                 tokens += count
         scope["state"]["note"] = f"rows={len(inputs)}"
-        return Reply(200, [_answer(body, vectors, tokens)], [_JSON])
+        return Reply(200, [_answer(body, vectors, tokens)], [JSON])
 
 
 def _read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
@@ -127,11 +144,6 @@ def _read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
         return body, read_json(body.input, list[str], "input")
     except BadRequest as error:
         raise BadRequest(f"{error.message}; {_HINT}", field="input") from None
-
-
-def _most(inputs: _Inputs, queue_size: int) -> int:
-    """The inputs in one call: all, unless the queue couldn't hold them; else half a queue, one call after the other."""
-    return len(inputs) if len(inputs) <= queue_size else max(1, queue_size // 2)
 
 
 def _parts(inputs: _Inputs, most: int) -> Iterator[_Inputs]:
@@ -160,16 +172,22 @@ class _Request:
     def __init__(self, body: EmbeddingsRequest, signature: Signature, spec: Embedding) -> None:
         self._signature = signature
         self._spec = spec
-        self._row_parameters: dict[str, Scalar] = {
-            parameter.name: parameter.default for parameter in signature.parameters if parameter.per == "row"
-        }
+        self._row_parameters = row_defaults(signature)
         self._set("dimensions", spec.dimensions, body.dimensions, "has embeddings of one length only")
         cut = body.truncate_prompt_tokens
         if cut is None and _TRUNCATE in self._row_parameters:
             cut = 0  # an input that is too long is refused
         self._set(_TRUNCATE, _TRUNCATE, cut, "cuts no inputs")
+        self._set("input_type", spec.prompt, self._prompt_of(body.input_type), _NO_PROMPTS)
+        self._set("prompt_name", spec.prompt, body.prompt_name, _NO_PROMPTS)
 
-    def _set(self, field: str, name: str | None, value: int | None, otherwise: str) -> None:
+    def _prompt_of(self, input_type: str | None) -> str | None:
+        """The prompt that an ``input_type`` means: of its own name, or of a synonym's."""
+        known = next((item.choices or () for item in self._signature.parameters if item.name == self._spec.prompt), ())
+        names = () if input_type is None else (input_type, *_SYNONYMS.get(input_type, ()))
+        return next((name for name in names if name in known), input_type)
+
+    def _set(self, field: str, name: str | None, value: str | int | None, otherwise: str) -> None:
         if value is None:
             return
         chosen = next((item for item in self._signature.parameters if item.name == name), None)
@@ -192,16 +210,7 @@ class _Request:
                 raise BadRequest(f"input: {_HINT}; token ids are not supported", field="input")
             inputs[_TOKEN_IDS.name] = _padded(rows)
         wanted = [spec.output] if spec.tokens is None else [spec.output, spec.tokens]
-        return InferRequest(
-            id="",
-            inputs=inputs,
-            rows=len(part),
-            outputs=[OutputWish(name, binary=True) for name in wanted],
-            batch_parameters={item.name: item.default for item in signature.parameters if item.per == "batch"},
-            row_parameters=self._row_parameters,
-            heads=tuple(head.name for head in signature.heads if not set(wanted).isdisjoint(head.outputs)),
-            timeout_us=timeout_us,
-        )
+        return model_request(signature, inputs, len(part), wanted, self._row_parameters, timeout_us)
 
 
 def _padded(rows: Sequence[list[int]]) -> RawTensor:
@@ -215,14 +224,7 @@ def _padded(rows: Sequence[list[int]]) -> RawTensor:
 
 async def _embedded(dispatcher: Dispatcher, request: InferRequest, spec: Embedding) -> tuple[RawTensor, int]:
     """The vectors of a request, and its number of tokens."""
-    try:
-        outputs, omitted = await dispatcher.infer(request)
-    except BadRequest as error:
-        error.field = "input"  # this API's name of the field
-        raise
-    for head in omitted:  # there is no embedding without it
-        if head.error is not None:
-            raise head.error
+    outputs = await computed(dispatcher, request, "input")
     tokens = 0 if spec.tokens is None else int(np.frombuffer(outputs[spec.tokens].data, "<i4").sum())
     return outputs[spec.output], tokens
 

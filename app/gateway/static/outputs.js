@@ -64,6 +64,26 @@ function pixels(values, shape, top) {
   return canvas;
 }
 
+/** Named spans of a text, a colour for each name; null if the text holds none in that form. */
+function spans(text) {
+  let found;
+  try {
+    found = JSON.parse(text);
+  } catch {
+    return null;
+  }
+  if (!Array.isArray(found) || !found.every((one) => typeof one?.word === "string")) return null;
+  if (!found.length) return make("div", { class: "quiet" }, "no entities");
+  const names = [...new Set(found.map((one) => one.entity_group ?? one.entity))];
+  const marks = found.map((one) => {
+    const name = one.entity_group ?? one.entity;
+    const mark = make("mark", { class: "span" }, one.word, make("small", {}, ` ${name} ${percent(one.score)}`));
+    mark.style.setProperty("--hue", String((names.indexOf(name) * 137) % 360));
+    return mark;
+  });
+  return make("div", { class: "spans" }, ...marks);
+}
+
 /** One row of one tensor. */
 function row(tensor, index, { imageTop, labels }) {
   const values = rowOf(tensor, index);
@@ -73,6 +93,8 @@ function row(tensor, index, { imageTop, labels }) {
     const [value] = values;
     if (isFloat && /probability$/.test(tensor.name)) return bars([value], [""], percent, 1);
     const text = elementText(value);
+    const entities = tensor.name === "entities" && spans(text);
+    if (entities) return entities;
     if (text.length > LONGEST_WORD) return make("div", {}, text);
     return make("div", { class: "word" }, text || "(empty)");
   }

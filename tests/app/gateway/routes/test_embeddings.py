@@ -22,19 +22,20 @@ from inference.signature import Signature, TensorSpec
 
 TEXT = TensorSpec("text", "BYTES", (1,))
 IDS = TensorSpec("token_ids", "INT32", (-1,), optional=True)
+PROMPT = Parameter("prompt", "str", "query", per="row", choices=("", "query", "document"))
 CUT = Parameter("truncate_prompt_tokens", "int", -1, per="row", minimum=-1, maximum=9)
 
 
 class Embedder:
     """A model, its dispatcher and its route: an input's vector is its length, which is also its number of tokens."""
 
-    def __init__(self, *inputs: TensorSpec, max_queue_size: int = 1024) -> None:
+    def __init__(self, *inputs: TensorSpec, max_queue_size: int = 1024, prompts: bool = False) -> None:
         self.signature = Signature(
             "m",
             inputs=(TEXT, *inputs),
             outputs=(TensorSpec("v", "FP32", (1,)), TensorSpec("n", "INT32", (1,))),
-            parameters=(CUT,) if inputs else (),
-            embedding=Embedding("text", "v", "n"),
+            parameters=(*((CUT,) if inputs else ()), *((PROMPT,) if prompts else ())),
+            embedding=Embedding("text", "v", "n", prompt="prompt" if prompts else None),
         )
         self.route = DeploymentRoute("m", State.READY, signature=self.signature, max_queue_size=max_queue_size)
         self.dispatcher = self
@@ -65,7 +66,9 @@ class Embedder:
             raise NotFound("unknown", field="model")
         return self
 
-    embedding = get
+    def mapped(self, name: str, mapping: str) -> Embedder:
+        assert mapping == "embedding"
+        return self.get(name)
 
     def ask(self, given: Any, **fields: Any) -> httpx.Response:
         async def send() -> httpx.Response:
@@ -123,6 +126,34 @@ def test_a_longer_input_is_cut_only_if_the_request_says_so() -> None:
     model.lengths("a", truncate_prompt_tokens=5)
     model.lengths("a", truncate_prompt_tokens=-1)
     assert [request.row_parameters["truncate_prompt_tokens"] for request in model.requests] == [0, 5, -1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({}, "query"),
+        ({"prompt_name": "document"}, "document"),
+        ({"prompt_name": ""}, ""),
+        ({"input_type": "query"}, "query"),
+        ({"input_type": "search_query"}, "query"),
+        ({"input_type": "search_document"}, "document"),
+        ({"input_type": "passage"}, "document"),
+        ({"input_type": "query", "prompt_name": "document"}, "document"),
+    ],
+)
+def test_a_request_chooses_the_prompt_by_its_name_or_a_synonym(fields: dict[str, str], prompt: str) -> None:
+    model = Embedder(prompts=True)
+    model.lengths("a", **fields)
+    assert [request.row_parameters for request in model.requests] == [{"prompt": prompt}]
+
+
+@pytest.mark.parametrize("field", ["prompt_name", "input_type"])
+def test_a_prompt_that_is_not_there_is_refused(field: str) -> None:
+    answer = Embedder(prompts=True).ask("a", **{field: "clustering"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    assert "expected one of '', 'query', 'document', got 'clustering'" in answer.json()["error"]["message"]
+    answer = Embedder().ask("a", **{field: "query"})
+    assert answer.json()["error"]["message"] == f"{field}: model `m` has no prompts to choose; leave it out"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""Requests of routes that map to a model's tensors (`inference.mapping`): rows of BYTES in, numbers or texts out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from starlette.types import Receive, Scope
+
+from app.codecs.tensors import InferRequest, OutputWish, RawTensor
+from app.dispatch.protocol import Dispatcher
+from app.errors import BadRequest
+from app.gateway.http.exchange import DisconnectWatch
+from app.gateway.models import ServedModel
+from inference.datatypes import pack_bytes
+from inference.model import Scalar
+from inference.signature import Signature
+
+__all__ = ["compute", "computed", "floats", "model_request", "row_defaults", "rows_at_once", "token_sum"]
+
+
+def row_defaults(signature: Signature) -> dict[str, Scalar]:
+    """The defaults of a model's parameters per row."""
+    return {item.name: item.default for item in signature.parameters if item.per == "row"}
+
+
+def rows_at_once(count: int, queue_size: int) -> int:
+    """The rows in one call: all, unless the queue couldn't hold them; else half a queue, one call after the other."""
+    return count if count <= queue_size else max(1, queue_size // 2)
+
+
+def model_request(
+    signature: Signature,
+    inputs: dict[Any, RawTensor],
+    rows: int,
+    wanted: Sequence[str],
+    row_parameters: dict[str, Scalar],
+    timeout_us: int,
+) -> InferRequest:
+    """A request for some outputs of a model, with no deadline but the deployment's if ``timeout_us`` is 0."""
+    return InferRequest(
+        id="",
+        inputs=inputs,
+        rows=rows,
+        outputs=[OutputWish(name, binary=True) for name in wanted],
+        batch_parameters={item.name: item.default for item in signature.parameters if item.per == "batch"},
+        row_parameters=row_parameters,
+        heads=tuple(head.name for head in signature.heads if not set(wanted).isdisjoint(head.outputs)),
+        timeout_us=timeout_us,
+    )
+
+
+async def computed(dispatcher: Dispatcher, request: InferRequest, field: str) -> Mapping[str, RawTensor]:
+    """The outputs of a request; what the model says of a wrong row names the route's own field."""
+    try:
+        outputs, omitted = await dispatcher.infer(request)
+    except BadRequest as error:
+        error.field = field
+        raise
+    for head in omitted:  # there is no answer without it
+        if head.error is not None:
+            raise head.error
+    return outputs
+
+
+async def compute(
+    scope: Scope,
+    receive: Receive,
+    model: ServedModel,
+    columns: Mapping[str, Sequence[bytes]],
+    wanted: Sequence[str],
+    field: str,
+    parameters: Mapping[str, Scalar] | None = None,
+) -> dict[str, list[RawTensor]]:
+    """Compute rows, within the deployment's ``timeout_s``, in as many calls as its queue needs.
+
+    Args:
+        scope, receive: of the request; its body has been read.
+        model: what computes.
+        columns: the rows of each BYTES [1] input.
+        wanted: the outputs.
+        field: the request's field that the rows came in.
+        parameters: per row, besides the defaults.
+
+    Returns:
+        The outputs, in a tensor for each call.
+
+    Raises:
+        HeadwaterError: the request can't be answered.
+    """
+    route, dispatcher = model.route, model.dispatcher
+    signature = dispatcher.check_ready()
+    count = len(next(iter(columns.values())))
+    most = rows_at_once(count, route.max_queue_size)
+    ends_s = time.monotonic() + route.timeout_s
+    found: dict[str, list[RawTensor]] = {name: [] for name in wanted}
+    with DisconnectWatch(scope, receive):
+        for start in range(0, count, most):
+            rows = min(most, count - start)
+            inputs = {
+                name: RawTensor("BYTES", (rows, 1), pack_bytes(column[start : start + rows]))
+                for name, column in columns.items()
+            }
+            timeout_us = 0 if rows == count else max(1, int(1e6 * (ends_s - time.monotonic())))
+            chosen = {**row_defaults(signature), **(parameters or {})}
+            outputs = await computed(
+                dispatcher, model_request(signature, inputs, rows, wanted, chosen, timeout_us), field
+            )
+            for name in wanted:
+                found[name].append(outputs[name])
+    scope["state"]["note"] = f"rows={count}"
+    return found
+
+
+def floats(parts: Sequence[RawTensor]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """An FP32 output of several calls as one array."""
+    return np.concatenate([np.frombuffer(part.data, "<f4").reshape(part.shape) for part in parts])
+
+
+def token_sum(parts: Sequence[RawTensor]) -> int:
+    """The sum of an INT32 output of several calls."""
+    return sum(int(np.frombuffer(part.data, "<i4").sum()) for part in parts)

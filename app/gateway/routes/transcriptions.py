@@ -1,0 +1,82 @@
+"""``POST /v1/audio/transcriptions``: OpenAI's API over a model that declares an `inference.Transcription`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import orjson
+from starlette.types import Receive, Scope
+
+from app.codecs.multipart import read_form
+from app.errors import BadRequest
+from app.gateway.http.bodies import BodyReader
+from app.gateway.http.entry import Endpoint
+from app.gateway.http.replies import JSON, Reply
+from app.gateway.models import Models
+from app.gateway.routes.mapped import compute, floats
+from app.telemetry.recorder import accept
+from inference.datatypes import unpack_bytes
+from inference.model import Scalar
+
+__all__ = ["FIELDS", "FORMATS", "TranscriptionsEndpoint"]
+
+FIELDS: Final = ("file", "model", "language", "response_format")
+FORMATS: Final = ("json", "text", "verbose_json")
+
+
+class TranscriptionsEndpoint(Endpoint):
+    """Answers with what is said in a recording."""
+
+    def __init__(self, models: Models, reader: BodyReader) -> None:
+        self._models = models
+        self._reader = reader
+
+    async def answer(self, scope: Scope, receive: Receive) -> Reply:
+        """See `Endpoint.answer`."""
+        raw, headers = await self._reader.read(scope, receive, form=True)
+        fields = read_form(raw, headers[b"content-type"])
+        for name in fields:
+            if name not in FIELDS:
+                message = f"{name[:80]}: unknown field; this route has {', '.join(FIELDS)}"
+                raise BadRequest(message, field=name[:80])
+        name, file = _text(fields, "model"), fields.get("file")
+        kind = _text(fields, "response_format") or "json"
+        language = _text(fields, "language")
+        if not name or not file:
+            missing = "file" if name else "model"
+            raise BadRequest(f"{missing}: required, but missing or empty", field=missing)
+        if kind not in FORMATS:
+            message = f"response_format: expected one of {', '.join(FORMATS)}, got {kind[:80]!r}"
+            raise BadRequest(message, field="response_format")
+        accept(scope, self._models.get(name).route.name, "transcriptions")
+        model = self._models.mapped(name, "transcription")
+        spec = model.dispatcher.check_ready().transcription
+        assert spec is not None
+        parameters: dict[str, Scalar] = {}
+        if language:
+            if spec.language is None:
+                message = f"language: model `{name}` takes none; leave it out"
+                raise BadRequest(message, field="language")
+            parameters[spec.language] = language
+        wanted = [spec.text] if spec.duration is None else [spec.text, spec.duration]
+        found = await compute(scope, receive, model, {spec.audio: [file]}, wanted, "file", parameters)
+        text = unpack_bytes(found[spec.text][0].data)[0].decode("utf-8", "replace")
+        if kind == "text":
+            return Reply(200, [f"{text}\n".encode()], [(b"content-type", b"text/plain; charset=utf-8")])
+        content: dict[str, object] = {"text": text}
+        if spec.duration is not None:
+            seconds = float(floats(found[spec.duration])[0, 0])
+            content["usage"] = {"type": "duration", "seconds": seconds}
+            if kind == "verbose_json":
+                content["duration"] = seconds
+        if kind == "verbose_json":
+            content |= {"task": "transcribe", "language": language}
+        return Reply(200, [orjson.dumps(content)], [JSON])
+
+
+def _text(fields: dict[str, bytes], name: str) -> str:
+    """A field's text; empty if it isn't there."""
+    try:
+        return fields.get(name, b"").decode()
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"{name}: expected UTF-8: {error.reason} at byte {error.start}", field=name) from None

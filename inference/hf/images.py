@@ -1,0 +1,80 @@
+"""Image classification, of a transformers folder."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import torch
+
+from inference.errors import BadInput
+from inference.hf.classes import scores_of
+from inference.hf.files import file_of
+from inference.hf.folder import HfFolder
+from inference.model import Classification, Model, Tensor
+from inference.wire.arrays import Array
+
+__all__ = ["ImageClassification"]
+
+
+class ImageClassification(Model):
+    """Scores the classes of an image, as transformers' pipeline does with all scores.
+
+    Args:
+        folder: with weights of a network for image classification, and its ``preprocessor_config.json``.
+
+    Inputs:
+        image: BYTES [1], a file such as a PNG or JPEG, which Pillow reads; or this file in base64, or as a data URL.
+
+    Outputs:
+        label: BYTES [1], the class with the highest score.
+        scores: FP32 [classes].
+
+    Raises:
+        LoadError: the folder can't be served so.
+    """
+
+    inputs = (Tensor("image", "BYTES", [1]),)
+    arrays = "torch"
+    classification = Classification("image", "scores", media="image")
+
+    def __init__(self, folder: HfFolder) -> None:
+        self._folder = folder
+        self._labels = folder.labels
+        # Other models declare these in their class; here the folder does.
+        self.outputs = (  # type: ignore[misc]
+            Tensor("label", "BYTES", [1]), Tensor("scores", "FP32", [len(self._labels)], labels=self._labels),
+        )  # fmt: skip
+        self._pillow = folder.need("PIL.Image")
+        self.example = {"image": [_blank(self._pillow)]}  # type: ignore[misc]
+
+    def load(self, device: str) -> None:
+        self._network = self._folder.network("AutoModelForImageClassification", device)
+        self._processor = self._folder.load("AutoImageProcessor")
+        self._device = device
+
+    @torch.inference_mode()
+    def __call__(self, image: Array) -> dict[str, Any]:
+        images = [self._read(raw) for raw in image[:, 0].tolist()]
+        fields = self._processor(images, return_tensors="pt").to(self._device)
+        return scores_of(self._folder, self._labels, self._network(**fields).logits.float())
+
+    def _read(self, raw: bytes) -> Any:
+        try:
+            with self._pillow.open(io.BytesIO(file_of("image", raw))) as image:
+                return image.convert("RGB")
+        except BadInput:
+            raise
+        except Exception as error:  # its decoders raise errors of many classes
+            raise BadInput(
+                f"input 'image': expected an image such as a PNG or JPEG file, got {len(raw)} bytes that Pillow "
+                f"can't read ({type(error).__name__})"
+            ) from error
+
+
+def _blank(pillow: Any) -> str:
+    """A grey image, as base64."""
+    file = io.BytesIO()
+    pillow.new("RGB", (32, 32), (128, 128, 128)).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,69 @@
+"""A model with mappings behind the gateway's application, computed here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+import httpx
+import numpy as np
+
+from app.codecs.tensors import Answer, InferRequest, RawTensor
+from app.config.schema import Server
+from app.control.routing import DeploymentRoute, State
+from app.errors import BadRequest, NotFound
+from app.gateway.app import create_app
+from app.gateway.models import Models
+from inference.datatypes import pack_bytes, unpack_bytes
+from inference.signature import Signature
+
+Columns = dict[str, list[str]]
+Compute = Callable[[Columns], dict[str, Any]]
+
+
+class MappedModel:
+    """A model ``m``, its dispatcher and its route; arrays become tensors of their type, lists of texts BYTES."""
+
+    def __init__(self, signature: Signature, compute: Compute, max_queue_size: int = 1024) -> None:
+        self.signature = signature
+        self.route = DeploymentRoute("m", State.READY, signature=signature, max_queue_size=max_queue_size)
+        self.dispatcher = self
+        self.requests: list[InferRequest] = []
+        self._compute = compute
+
+    def check_ready(self) -> Signature:
+        return self.signature
+
+    async def infer(self, request: InferRequest) -> Answer:
+        self.requests.append(request)
+        columns = {
+            name: [one.decode("latin-1") for one in unpack_bytes(raw.data)] for name, raw in request.inputs.items()
+        }
+        found = self._compute(columns)
+        return Answer({name: _tensor(found[name]) for name in (wish.name for wish in request.outputs)})
+
+    def get(self, name: str) -> MappedModel:
+        if name != "m":
+            raise NotFound("unknown", field="model")
+        return self
+
+    def mapped(self, name: str, mapping: str) -> MappedModel:
+        if getattr(self.signature, mapping) is None:
+            raise BadRequest(f"model: `{name}` has no {mapping}", field="model")
+        return self
+
+    def post(self, path: str, **request: Any) -> httpx.Response:
+        async def send() -> httpx.Response:
+            app = create_app(cast(Models, self), Server(access_log=False))
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+                return await client.post(path, **request)
+
+        return asyncio.run(send())
+
+
+def _tensor(value: Any) -> RawTensor:
+    if isinstance(value, list):
+        return RawTensor("BYTES", (len(value), 1), pack_bytes([text.encode() for text in value]))
+    array = np.asarray(value)
+    return RawTensor("INT32" if array.dtype.kind == "i" else "FP32", array.shape, array.tobytes())

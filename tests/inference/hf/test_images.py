@@ -1,0 +1,78 @@
+"""Image classification agrees with transformers' pipeline, for files of any size, in base64 too."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from inference.errors import BadInput
+from inference.model import Model
+from inference.runtime.loader import load_model
+from tests.inference.hf.folders import pipeline, vit
+
+LABELS = ("boat", "port")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vit")
+    return vit(path, LABELS)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Model:
+    made = load_model(f"hf:{folder}", {})
+    made.load("cpu")
+    return made
+
+
+def images() -> list[Image.Image]:
+    draw = np.random.default_rng(6)
+    sizes = [(20, 30, 3), (16, 16, 3), (41, 9, 3)]
+    return [Image.fromarray(draw.integers(0, 255, size, np.uint8)) for size in sizes]
+
+
+def file(image: Image.Image, kind: str = "PNG") -> bytes:
+    written = io.BytesIO()
+    image.save(written, kind)
+    return written.getvalue()
+
+
+def scores(model: Model, *files: bytes) -> Any:
+    return model(image=np.array([[one] for one in files], object))["scores"].numpy()
+
+
+def test_scores_are_the_pipelines(folder: Path, model: Model) -> None:
+    given = images()
+    got = scores(model, *map(file, given))
+    said = pipeline("image-classification", str(folder))(given)
+    expected = [[next(one["score"] for one in each if one["label"] == label) for label in LABELS] for each in said]
+    assert np.abs(got - np.array(expected)).max() < 1e-4
+    assert np.ptp(got[:, 0]) > 0.01
+
+
+def test_base64_and_data_urls_are_the_same(model: Model) -> None:
+    plain = file(images()[0])
+    coded = base64.b64encode(plain)
+    got = scores(model, plain, coded, b"data:image/png;base64," + coded)
+    assert np.ptp(got, axis=0).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [(b"no image", "PNG or JPEG file, got 8 bytes"), (b"data:image/png;base64,x", "in base64")],
+)
+def test_what_is_no_image_is_refused(model: Model, given: bytes, message: str) -> None:
+    with pytest.raises(BadInput, match=f"input 'image': expected .*{message}"):
+        scores(model, given)
+
+
+def test_the_example_is_an_image(model: Model) -> None:
+    assert model.example is not None
+    assert scores(model, model.example["image"][0].encode()).shape == (1, 2)
