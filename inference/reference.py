@@ -26,7 +26,7 @@ __all__ = [
     "parse_reference",
 ]
 
-PATH_KINDS: Final = {"onnx": "onnx:models/head.onnx"}
+PATH_KINDS: Final = {"onnx": "onnx:models/head.onnx", "torch": "torch:models/head.pt2"}
 """An example for each kind of reference that is made into a `Model` from a path."""
 
 _VLLM: Final = "vllm:"
