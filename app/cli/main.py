@@ -49,12 +49,16 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve the models of a configuration, or one model")
     serve.add_argument(
         "what",
-        metavar="CONFIG | MODULE:CLASS | onnx:PATH",
-        help="a YAML file, or a model such as my.models:Scale or onnx:head.onnx",
+        metavar="CONFIG | MODULE:CLASS | KIND:PATH",
+        help="a YAML file, or a model such as my.models:Scale, onnx:head.onnx or torch:head.pt2",
     )
     serve.add_argument("--host", help="address to listen on")
     serve.add_argument("--port", type=int, help="port to listen on; 0: any free port")
     serve.add_argument("--workers", type=int, help="number of gateway processes")
+    serve.add_argument(
+        "--reload", action="store_true",
+        help="for development: reload a model when its code, its file or its configuration changes",
+    )  # fmt: skip
     add_set_option(serve)
     serve.set_defaults(run=_serve)
 
@@ -69,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     stop.set_defaults(run=_stop)
 
     check = commands.add_parser("check", help="check the environment and, if given, a configuration or model")
-    check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | onnx:PATH", help="as for `headwater serve`")
+    check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | KIND:PATH", help="as for `headwater serve`")
     check.add_argument("--json", action="store_true", help="print JSON")
     check.add_argument("--host")
     check.add_argument("--port", type=int)
@@ -135,13 +139,22 @@ def _serve(options: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     import asyncio
 
-    from app.config.schema import load_what
+    from app.config.schema import is_model_reference, load_what
     from app.supervisor.supervisor import Supervisor
     from app.telemetry.logs import set_up_logging
 
-    config, user_paths = load_what(options.what, flags=config_flags(options))
+    flags = config_flags(options)
+    config, user_paths = load_what(options.what, flags=flags)
     set_up_logging(config.server.log_format)
     announce = _announcer(config)
+    if options.reload:
+        if config.cluster is not None:
+            raise CommandError("--reload: expected replicas on this machine, got the section `cluster`; remove one")
+        # Bytecode is found by the source's size and second: that of an edit within the same second would be stale.
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        file = None if is_model_reference(options.what) else Path(options.what)
+        supervisor = Supervisor(config, user_paths, announce, lambda: load_what(options.what, flags=flags)[0], file)
+        return asyncio.run(supervisor.run())
     if config.cluster is None:
         return asyncio.run(Supervisor(config, user_paths, announce).run())
     from app.cluster.gateway import serve_gateway

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-__all__ = ["FileWatch"]
+__all__ = ["POLL_S", "FileWatch"]
 
 POLL_S: Final = 0.25
 
@@ -21,14 +21,21 @@ class FileWatch:
         paths: the files; construct the watch before reading them for the first time.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-        self._seen = list(map(_state, paths))
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._seen = {path: _state(path) for path in paths}
+
+    def changed(self) -> set[Path]:
+        """The files that were changed, created or removed since the last call."""
+        before, self._seen = self._seen, {path: _state(path) for path in self._seen}
+        return {path for path, state in self._seen.items() if state != before[path]}
 
     def has_changed(self) -> bool:
         """Whether any file was changed, created or removed since the last call."""
-        before, self._seen = self._seen, list(map(_state, self._paths))
-        return self._seen != before
+        return bool(self.changed())
+
+    def watch(self, paths: Iterable[Path]) -> None:
+        """Watch these files instead; changes of those that were watched already are not lost."""
+        self._seen = {path: self._seen.get(path) or _state(path) for path in paths}
 
     async def run(self, on_change: Callable[[], None]) -> None:
         """Poll until cancelled, and call ``on_change`` after each change."""

@@ -57,3 +57,15 @@ def test_what_changed_before_the_first_look_is_seen(file: Path) -> None:
         task.cancel()
 
     asyncio.run(run())
+
+
+def test_other_files_may_be_watched_and_no_change_is_lost(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    watch = FileWatch([file])
+    file.write_text("three")
+    watch.watch([file, other])
+    other.write_text("two")
+    assert watch.changed() == {file, other}
+    watch.watch([other])
+    file.write_text("five")
+    assert watch.changed() == set()
