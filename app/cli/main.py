@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import app
 from app.cli.bench.options import add_bench_command
 from app.cli.health import default_url, health_status
+from app.cli.init import KINDS, write_template
 from app.cli.keys import add_key_commands
 from app.cli.options import add_set_option, config_flags
 from app.cli.plan.options import add_plan_command
@@ -79,6 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--port", type=int)
     add_set_option(check)
     check.set_defaults(run=_check)
+
+    init = commands.add_parser("init", help="write a folder to begin with: a model, a configuration, a test")
+    init.add_argument("kind", metavar="KIND", choices=KINDS, help=f"one of {', '.join(KINDS)}")
+    init.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="default: one named as the kind")
+    init.set_defaults(run=_init)
 
     status = commands.add_parser("status", help="show the models of a running server, and their states")
     _add_url(status)
@@ -198,6 +204,14 @@ def _check(options: argparse.Namespace) -> int:
     from app.cli.check import check
 
     return check(options.what, as_json=options.json, flags=config_flags(options))
+
+
+def _init(options: argparse.Namespace) -> int:
+    folder = options.folder or Path(options.kind)
+    for path in write_template(options.kind, folder):
+        print(path)
+    print(f"next: cd {folder}, and see README.md")
+    return 0
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -33,9 +33,10 @@ class FileWatch:
         """Whether any file was changed, created or removed since the last call."""
         return bool(self.changed())
 
-    def watch(self, paths: Iterable[Path]) -> None:
-        """Watch these files instead; changes of those that were watched already are not lost."""
-        self._seen = {path: self._seen.get(path) or _state(path) for path in paths}
+    def watch(self, paths: Iterable[Path], since_s: float) -> None:
+        """Watch these files instead. Changes of those that were watched already are not lost; another one counts as
+        changed if it was after ``since_s``, on the clock of `time.time`."""
+        self._seen = {path: self._seen.get(path) or _state_since(path, since_s) for path in paths}
 
     async def run(self, on_change: Callable[[], None]) -> None:
         """Poll until cancelled, and call ``on_change`` after each change."""
@@ -43,6 +44,12 @@ class FileWatch:
             await asyncio.sleep(POLL_S)
             if self.has_changed():
                 on_change()
+
+
+def _state_since(path: Path, since_s: float) -> tuple[int, ...]:
+    """A file's state; that of no file if it changed later."""
+    state = _state(path)
+    return () if len(state) > 1 and state[-1] > since_s * 1e9 else state
 
 
 def _state(path: Path) -> tuple[int, ...]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from app.config.schema import Config, Deployment
 from app.control.messages import Command
+from app.control.routing import State
 from app.errors import ConfigError
 from app.security.file_watch import POLL_S, FileWatch
 from app.supervisor.deployments import Deployments
@@ -50,6 +54,8 @@ class Reloader:
         """As the file has them."""
         self._adopted = dict(self._wanted)
         """As they were last loaded."""
+        self._since_s = time.time()
+        """When what serves may have begun to read its files: some are known only once they have been imported."""
         self._watch = FileWatch(self._files())
 
     async def run(self) -> None:
@@ -59,9 +65,10 @@ class Reloader:
         while not self._host.is_stopping:
             await self._host.wait_for_stop(POLL_S)
             now = self._watch.changed()
-            self._watch.watch(self._files())
+            self._watch.watch(self._files(), self._since_s)
             changed |= now
             if changed and not now and not self._host.is_stopping:
+                self._since_s = time.time()
                 await self._take(changed)
                 changed = set()
 
@@ -69,15 +76,22 @@ class Reloader:
         affected = {name for name in self._wanted if changed & self._files_of(name)}
         if self._config_file in changed:
             self._read_again()
-        for name in [name for name in self._adopted if name not in self._wanted]:
-            if await self._carry_out("unload", name, None):
-                del self._adopted[name]
         for name, section in self._wanted.items():
             is_changed = self._adopted.get(name) != section
-            if is_changed or name in affected:
-                is_loaded = any(one.is_loaded for one in self._deployments.own_sets(name))
-                if await self._carry_out("reload" if is_loaded else "load", name, section if is_changed else None):
-                    self._adopted[name] = section
+            if not is_changed and (name not in affected or self._is_unloaded(name)):
+                continue
+            is_loaded = any(one.is_loaded for one in self._deployments.own_sets(name))
+            if await self._carry_out("reload" if is_loaded else "load", name, section if is_changed else None):
+                self._adopted[name] = section
+        # Last first, since a pipeline's steps may be among them.
+        for name in reversed([name for name in self._adopted if name not in self._wanted]):
+            if await self._carry_out("unload", name, None):
+                del self._adopted[name]
+
+    def _is_unloaded(self, name: str) -> bool:
+        """Whether an operator has unloaded a deployment, which then stays so."""
+        sets = self._deployments.own_sets(name)
+        return all(not one.is_loaded and one.state is State.UNAVAILABLE for one in sets)
 
     def _read_again(self) -> None:
         try:
@@ -131,9 +145,12 @@ def files_of_model(model: str, search: list[str]) -> set[Path]:
         if package:  # an installed one, which nobody edits
             return set()
     if path:
-        places = {Path(folder).absolute() / Path(path).expanduser() for folder in search}
-        inside = {file for place in places if place.is_dir() for file in place.iterdir()}
-        return inside or places
+        places = {Path(folder).absolute() / os.path.expanduser(path) for folder in search}
+        found = set(places)
+        for place in places:
+            with contextlib.suppress(OSError):  # it is no folder, or goes meanwhile
+                found.update(place.iterdir())
+        return found
     module = model.partition(":")[0].replace(".", "/")
     ends = (f"{module}.py", f"{module}/__init__.py") if module else ()
     return {Path(folder).absolute() / end for folder in search for end in ends}

@@ -110,3 +110,11 @@ def test_the_configuration_is_read_again(running: Running) -> None:
     change(running, negative=ADDED)
     wait_for(lambda: "unknown" in str(answer(running)), 60, "the removed model to be gone")
     assert answer(running, "negative") == -1
+
+
+def test_a_server_of_which_nothing_can_be_loaded_waits_for_the_code(running: Running, folder: Path) -> None:
+    change(running, late={**ADDED, "model": "late:negative"})
+    wait_for(lambda: "unknown" in str(answer(running, "negative")), 60, "the other model to be gone")
+    assert running.index("late")["state"] == "FAILED"
+    (folder / "late.py").write_text("def negative(x):\n    return -x\n")
+    wait_for(lambda: answer(running, "late") == -1, 60, "the model")

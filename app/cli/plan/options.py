@@ -25,9 +25,7 @@ def add_plan_command(commands: Any) -> None:
         "the plan was interrupted; 2 for invalid options; 3 if the figures did not hold when they were measured "
         "again. How it works: docs/plan.md.",
     )
-    plan.add_argument(
-        "what", nargs="?", metavar="CONFIG | MODULE:CLASS | onnx:PATH | lm:PATH", help="as for `headwater serve`"
-    )
+    plan.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | KIND:PATH", help="as for `headwater serve`")
     plan.add_argument("--deployment", metavar="NAME", help="the deployment; default: the only one")
     for option, most, default, about in (
         ("--batch-sizes", 65_536, (1, 8, 32), "maximum rows in a call"),

@@ -15,6 +15,6 @@ def test_they_are_a_module_a_file_or_those_of_a_folder(tmp_path: Path) -> None:
     assert files_of_model("onnx:head.onnx", search) == {tmp_path / "head.onnx"}
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").touch()
-    assert files_of_model("lm:llama", search) == {tmp_path / "llama" / "config.json"}
+    assert files_of_model("lm:llama", search) == {tmp_path / "llama", tmp_path / "llama" / "config.json"}
     assert files_of_model("lm:inference.zoo:weights/tiny_lm", search) == set()
     assert files_of_model("", search) == set()
